@@ -1,0 +1,71 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv themselves, once.
+#   make setup PYTHON=python3.12 TORCH=torch==2.13.0 PIP_ARGS="--index-url ..."   all optional
+# On a machine whose python already has torch with CUDA, that python is used and nothing is installed.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# Evaluated when a recipe needs them, after setup.
+GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
+XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n 2")
+SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+PYTHON_SOURCES := setup.py megamoe jit tests tools
+# `make test` leaves out tests marked slow; SLOW=1 takes them in.
+SLOW ?=
+NOT_SLOW = $(if $(SLOW),, and not slow)
+
+.PHONY: help setup demo test lint fmt model compile gpu dist clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## setup    .venv with torch, megamoe (editable) and the developers' tools
+setup: $(READY)
+$(READY): setup.py constraints.txt tools/setup_env.sh
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tools/setup_env.sh
+	@touch $@
+
+## demo     train a small MoE language model over two ranks, check it against one rank (3 minutes on 2 cores)
+demo: $(READY)
+	$(PY) tools/train_step.py $(ARGS)
+
+## test     every test this machine can run (GPU tests too where there are GPUs); SLOW=1 for the slow ones
+test: $(READY)
+	$(PY) -m pytest -q $(XDIST) -m "not gpu and not ep$(NOT_SLOW)" tests
+	@if [ $(GPUS) -gt 0 ]; then $(MAKE) --no-print-directory gpu; fi
+
+## gpu      only the tests that need a GPU, one after the other
+gpu: $(READY)
+	$(PY) -m pytest -q -m "(gpu or ep)$(NOT_SLOW)" tests
+
+## model    the protocol model checker and the kernel's source on CPU fibers
+model: $(READY)
+	$(PY) -m pytest -q $(XDIST) tests/model tests/emulate
+
+## compile  compile every kernel variant (no GPU needed): registers, spills, stack, SASS opcodes
+compile: $(READY)
+	$(PY) tools/compile_report.py
+
+## lint     ruff, mypy, clang-format
+lint: $(READY)
+	$(PY) -m ruff check $(PYTHON_SOURCES)
+	$(PY) -m ruff format --check $(PYTHON_SOURCES)
+	$(PY) -m mypy
+	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
+
+## fmt      format everything
+fmt: $(READY)
+	$(PY) -m ruff check --fix-only $(PYTHON_SOURCES)
+	$(PY) -m ruff format $(PYTHON_SOURCES)
+	$(if $(SOURCES),.venv/bin/clang-format -i $(SOURCES))
+
+## dist     source distribution and wheel in dist/
+dist: $(READY)
+	$(PY) -m build --outdir dist .
+
+## clean    build outputs and caches; .venv stays
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,133 @@
+// mbarriers, named barriers.
+//
+// An mbarrier keeps its whole state in its own 8 bytes, as on the device: phase, arrivals still pending in this phase, bytes still to come.
+// The phase completes when both are zero. Only the queue of blocked fibers lives in the CTA.
+#pragma once
+#include "megamoe/arch/host/machine.h"
+
+namespace megamoe::host {
+
+struct Mbarrier {
+    static constexpr uint64_t valid_mark = 2;  // shared memory starts as all ones: an uninitialised barrier is noticed
+    static constexpr int64_t max_tx_bytes = (1 << 20) - 1;  // the limits of the PTX manual, "mbarrier object"
+    uint64_t mark : 2;
+    uint64_t phase : 1;
+    uint64_t expected : 20;
+    uint64_t pending : 20;
+    int64_t tx_bytes : 21;
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+inline std::string describe_mbarrier(const void* pointer) {
+    const auto* barrier = static_cast<const Mbarrier*>(pointer);
+    if (barrier->mark != Mbarrier::valid_mark) return "not initialised";
+    return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase), int(barrier->pending),
+                int(barrier->expected), int(barrier->tx_bytes));
+}
+
+inline Mbarrier* check_mbarrier(uint64_t* pointer, const char* what) {
+    check_shared(pointer, 8, 8, what);
+    auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
+    if (barrier->mark != Mbarrier::valid_mark)
+        machine.fail("%s: no mbarrier was initialised at shared %+td", what, reinterpret_cast<uint8_t*>(pointer) - current->cta->shared);
+    return barrier;
+}
+
+// Flips the phase if nothing is missing, and wakes who waited for it.
+inline void complete_phase(Cta& cta, Mbarrier* barrier) {
+    ++machine.progress;
+    if (barrier->pending != 0 || barrier->tx_bytes != 0) return;
+    barrier->phase ^= 1;
+    barrier->pending = barrier->expected;
+    for (size_t i = 0; i < cta.mbarriers.size(); ++i) {
+        if (cta.mbarriers[i].barrier != barrier) continue;
+        machine.wake(cta.mbarriers[i].blocked);
+        cta.mbarriers[i] = cta.mbarriers.back();
+        cta.mbarriers.pop_back();
+        return;
+    }
+}
+
+inline void arrive(uint64_t* pointer, uint32_t tx_bytes, const char* what) {
+    machine.preemption_point();
+    Mbarrier* barrier = check_mbarrier(pointer, what);
+    if (barrier->pending == 0)
+        machine.fail("%s at shared +%td: more than %d arrivals in one phase", what,
+                     reinterpret_cast<uint8_t*>(pointer) - current->cta->shared, int(barrier->expected));
+    if (barrier->tx_bytes + int64_t(tx_bytes) > Mbarrier::max_tx_bytes)
+        machine.fail("%s: tx-count overflow, %d + %u bytes", what, int(barrier->tx_bytes), tx_bytes);
+    barrier->tx_bytes += int64_t(tx_bytes);
+    barrier->pending -= 1;
+    complete_phase(*current->cta, barrier);
+}
+
+// Bytes of an asynchronous copy have landed. May precede the expect_tx of the same phase.
+inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
+    auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
+    barrier->tx_bytes -= int64_t(bytes);
+    complete_phase(cta, barrier);
+}
+
+}  // namespace megamoe::host
+
+namespace megamoe::arch {
+
+inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
+    host::check_shared(bar, 8, 8, "mbar_init");
+    if (arrivals == 0 || arrivals >= (1u << 20)) host::machine.fail("mbar_init: %u arrivals", arrivals);
+    host::Mbarrier barrier;
+    barrier.mark = host::Mbarrier::valid_mark;
+    barrier.phase = 0;
+    barrier.expected = arrivals;
+    barrier.pending = arrivals;
+    barrier.tx_bytes = 0;
+    memcpy(bar, &barrier, 8);
+}
+inline void mbar_fence_init() {}
+
+inline void mbar_arrive(uint64_t* bar) { host::arrive(bar, 0, "mbar_arrive"); }
+inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) { host::arrive(bar, bytes, "mbar_arrive_expect_tx"); }
+
+inline void mbar_wait(uint64_t* bar, uint32_t parity) {
+    host::machine.preemption_point();
+    host::Mbarrier* barrier = host::check_mbarrier(bar, "mbar_wait");
+    if (parity > 1) host::machine.fail("mbar_wait: parity %u", parity);
+    if (barrier->phase != parity) return;
+    host::Fiber* self = host::current;
+    self->address = bar;
+    self->value = parity;
+    auto& queues = self->cta->mbarriers;
+    size_t i = 0;
+    while (i < queues.size() && queues[i].barrier != bar) ++i;
+    if (i == queues.size()) queues.push_back({bar, {}});
+    queues[i].blocked.push(self);
+    host::machine.block(host::Waiting::mbarrier);
+    // On the device a waiter that was overtaken by a whole phase would hang: it only sees the parity.
+    if (barrier->phase == parity)
+        host::machine.fail("mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
+                           reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
+}
+
+inline void named_sync(int id, int num_threads) {
+    host::machine.preemption_point();
+    host::Cta& cta = *host::current->cta;
+    if (id < 0 || id >= host::num_named_barriers) host::machine.fail("named_sync: barrier %d", id);
+    if (num_threads <= 0 || num_threads % host::warp_size || num_threads > cta.threads)
+        host::machine.fail("named_sync(%d): %d threads", id, num_threads);
+    host::NamedBarrier& barrier = cta.named[id];
+    if (barrier.arrived == 0) barrier.expected = num_threads;
+    if (barrier.expected != num_threads)
+        host::machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads, barrier.expected);
+    if (++barrier.arrived == num_threads) {
+        barrier.arrived = 0;
+        ++host::machine.meetings;
+        host::machine.wake(barrier.blocked);
+        return;
+    }
+    host::current->value = static_cast<uint32_t>(id);
+    barrier.blocked.push(host::current);
+    host::machine.block(host::Waiting::named_barrier);
+}
+inline void cta_sync() { named_sync(0, host::current->cta->threads); }
+
+}  // namespace megamoe::arch

@@ -1,0 +1,566 @@
+// The emulated machine: one fiber per GPU thread, every CTA of every rank co-resident, one OS thread.
+//
+// Time passes in rounds. A round resumes each fiber that was ready when it began; then copies land, flag waits are tested and
+// sleepers wake. A blocked fiber is resumed only when somebody wakes it, so the cost follows the events. The clock is virtual: it
+// creeps while something changes and runs towards the next deadline when nothing does, so a timeout costs no real time.
+// `progress` counts changes that another thread could see. No progress and no deadline left: a deadlock, reported with
+// who waits for what.
+#pragma once
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "megamoe/arch/host/context.h"
+#include "megamoe/layout/args.h"
+
+namespace megamoe::host {
+
+constexpr int warp_size = 32;
+constexpr int warpgroup_size = 128;
+constexpr int num_named_barriers = 16;
+
+enum class Waiting : uint8_t { nothing, mbarrier, named_barrier, warp, warpgroup, flag, time, exited };
+enum class WarpOperation : uint8_t { sync, shuffle, shuffle_xor, ballot, match };
+enum class WarpgroupOperation : uint8_t { wgmma_wait, registers_grow, registers_shrink };
+enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
+
+struct Cta;
+
+struct Fiber {
+    Context context;
+    Cta* cta;
+    Fiber* next;          // in the queue it is blocked in
+    int thread;
+    Waiting waiting;
+    bool flag_reached;    // what a flag wait returns
+    uint32_t value;       // mbarrier: parity; named barrier: id; flag: target
+    const void* address;  // mbarrier or flag
+    // a flag wait
+    const uint32_t* abort;
+    uint64_t deadline;
+    bool at_least;
+    Edge edge;
+    uint32_t peer, index;
+    // tensor-core instructions issued, and groups committed, since the launch began
+    uint32_t wgmma_issued, wgmma_committed;
+
+    int lane() const { return thread % warp_size; }
+    int warp() const { return thread / warp_size; }
+};
+
+struct Queue {  // FIFO of blocked fibers
+    Fiber* head = nullptr;
+    Fiber* tail = nullptr;
+    void push(Fiber* fiber) {
+        fiber->next = nullptr;
+        (head ? tail->next : head) = fiber;
+        tail = fiber;
+    }
+};
+
+struct Warp {
+    uint32_t arrived = 0;  // lanes
+    WarpOperation operation = WarpOperation::sync;
+    uint32_t operand[warp_size];
+    int parameter[warp_size];
+    uint32_t result[warp_size];
+};
+
+// One wgmma of a warpgroup: issued by all 128 threads, executed when they wait for it.
+struct Wgmma {
+    const uint8_t* a;  // first row of the operand, and
+    const uint8_t* b;
+    uint32_t a_byte, b_byte;  // the byte within each 128-byte row
+    bool is_e4m3, accumulate;
+    uint32_t group;
+    float* acc[warpgroup_size];
+};
+
+struct Warpgroup {
+    int arrived = 0;
+    WarpgroupOperation operation = WarpgroupOperation::wgmma_wait;
+    int parameter = 0;
+    int registers = 0;  // per thread
+    Queue blocked;
+    uint32_t executed = 0, issued = 0;
+    std::vector<Wgmma> in_flight;  // numbers [executed, issued)
+};
+
+struct NamedBarrier {
+    int arrived = 0, expected = 0;
+    Queue blocked;
+};
+
+struct MbarrierQueue {
+    const void* barrier;
+    Queue blocked;
+};
+
+// An asynchronous copy into shared memory. The source is read at issue or at landing, as the seed says: the program may rely on neither.
+struct Load {
+    Cta* cta;
+    uint8_t* destination;
+    uint64_t* barrier;
+    const TensorMap* map;  // null: a plain copy from `source`
+    const void* source;
+    int coordinates[4];
+    uint32_t bytes;
+    uint64_t due;  // round
+    std::vector<uint8_t> data;
+};
+
+// An asynchronous copy out of shared memory.
+struct Store {
+    Fiber* owner;
+    const TensorMap* map;
+    uint8_t* source;
+    int coordinates[4];
+    uint32_t bytes;
+    bool committed, released, early_write;  // released: bulk_wait_read has returned
+    std::vector<uint8_t> data;              // empty until the source was read
+};
+
+struct Cta {
+    const Args* args = nullptr;
+    int rank = 0, block = 0, num_ctas = 0, threads = 0;
+    int live = 0;
+    uint8_t* shared = nullptr;
+    size_t shared_bytes = 0;
+    Fiber* fibers = nullptr;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
+    NamedBarrier named[num_named_barriers];
+    std::vector<MbarrierQueue> mbarriers;  // those with waiters
+    std::vector<Store> stores;
+    int loads_in_flight = 0;
+
+    Warp& warp(const Fiber* fiber) { return warps[fiber->thread / warp_size]; }
+    Warpgroup& warpgroup(const Fiber* fiber) { return warpgroups[fiber->thread / warpgroup_size]; }
+};
+
+// Ready fibers, oldest first; a shuffled machine takes them from a random place.
+class ReadyQueue {
+  public:
+    void reserve(size_t count) {
+        size_t capacity = 16;
+        while (capacity < count) capacity *= 2;
+        slots_.assign(capacity, nullptr);
+        mask_ = capacity - 1;
+        head_ = tail_ = 0;
+    }
+    size_t size() const { return tail_ - head_; }
+    void push(Fiber* fiber) { slots_[tail_++ & mask_] = fiber; }
+    // Thousands of stacks do not fit into the caches: fetch those of the next fibers meanwhile (20 ns a switch instead of 60).
+    Fiber* pop() {
+        if (const Fiber* soon = slots_[(head_ + lookahead) & mask_]) __builtin_prefetch(soon);
+#if defined(__x86_64__)
+        if (const Fiber* next = slots_[(head_ + lookahead / 2) & mask_]) __builtin_prefetch(next->context.stack_pointer);
+#endif
+        return slots_[head_++ & mask_];
+    }
+    // In random order, chosen ahead so that fetching ahead still works; `random` is 32 bits.
+    Fiber* pop_random(uint64_t random) {
+        if (size() > lookahead) swap(lookahead, lookahead + ((random * (size() - lookahead)) >> 32));
+        swap(0, (random % 65536 * std::min<size_t>(size(), lookahead)) >> 16);
+        return pop();
+    }
+
+  private:
+    static constexpr size_t lookahead = 8;
+    void swap(size_t i, size_t j) { std::swap(slots_[(head_ + i) & mask_], slots_[(head_ + j) & mask_]); }
+
+    std::vector<Fiber*> slots_;
+    size_t mask_ = 0, head_ = 0, tail_ = 0;
+};
+
+// Hidden: an inline variable is otherwise unique in the process, shared by all emulated kernels that it has loaded.
+#define MEGAMOE_HOST_GLOBAL __attribute__((visibility("hidden"))) inline
+
+MEGAMOE_HOST_GLOBAL Fiber* current = nullptr;
+
+class Machine {
+  public:
+    static constexpr uint64_t round_ns = 50;
+    // Rounds without progress before the clock runs: while some threads only poll, and while some still meet (which may be a long
+    // computation, or polling by whole warps).
+    static constexpr uint64_t patience = 1024, patience_with_meetings = 20000;
+
+    std::vector<Cta> ctas;
+    std::vector<Load> loads;
+    uint64_t round = 0, clock_ns = 0, progress = 0;
+    uint64_t meetings = 0;  // completed warp operations and barriers
+    uint64_t switches = 0;  // statistics
+    uint32_t polls = 0;     // loads since the last switch
+    bool shuffled = false;
+
+    Status run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed);
+    const std::string& report() const { return report_; }
+
+    // Blocks the calling fiber; whoever ends the wait calls wake(). Returns then.
+    void block(Waiting waiting) {
+        current->waiting = waiting;
+        leave();
+    }
+    void wake(Fiber* fiber) {
+        fiber->waiting = Waiting::nothing;
+        ready_.push(fiber);
+    }
+    void wake(Queue& queue) {
+        for (Fiber* fiber = queue.head; fiber;) {
+            Fiber* next = fiber->next;
+            wake(fiber);
+            fiber = next;
+        }
+        queue = Queue();
+    }
+    void yield() {
+        ready_.push(current);
+        leave();
+    }
+    void sleep() {  // until the next round
+        sleepers_.push_back(current);
+        block(Waiting::time);
+    }
+    // A place where a GPU thread could be overtaken: the seed decides.
+    void preemption_point() {
+        if (shuffled && random() % 8 == 0) yield();
+    }
+    // A load in a program's own polling loop: the loop must not keep the others from running.
+    void polled() {
+        if (++polls >= 64) yield();
+    }
+    // Blocks until the flag reaches the target (true), or somebody aborts or the deadline passes (false).
+    bool wait_for_flag(Fiber* fiber) {
+        flag_waits_.push_back(fiber);
+        block(Waiting::flag);
+        return fiber->flag_reached;
+    }
+    static bool flag_satisfied(const Fiber* fiber) {
+        uint32_t seen = *static_cast<const volatile uint32_t*>(fiber->address);
+        return fiber->at_least ? static_cast<int32_t>(seen - fiber->value) >= 0 : seen == fiber->value;
+    }
+
+    uint32_t random() {  // xorshift64*
+        random_ ^= random_ >> 12;
+        random_ ^= random_ << 25;
+        random_ ^= random_ >> 27;
+        return static_cast<uint32_t>((random_ * 0x2545F4914F6CDD1Dull) >> 32);
+    }
+
+    [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
+    // Keeps who waits for what at the first fault; the launch goes on.
+    void note_fault(const std::string& what) {
+        if (report_.empty()) report_ = what + "\n" + describe_waits();
+    }
+
+  private:
+    void leave() {
+        Fiber* self = current;
+        Fiber* next = pick();
+        if (next == self) return;
+        current = next;
+        switch_context(self->context, next ? next->context : scheduler_);
+    }
+    // The fiber to run next; null: the round is over.
+    Fiber* pick() {
+        ++switches;
+        polls = 0;
+        while (budget_ > 0) {
+            --budget_;
+            if (!shuffled) return ready_.pop();
+            Fiber* fiber = ready_.pop_random(random());
+            if (!is_slow(fiber)) return fiber;
+            ready_.push(fiber);
+        }
+        return nullptr;
+    }
+    // For some rounds one warp, CTA or rank lags behind, so that others overtake it by more than a step.
+    bool is_slow(const Fiber* fiber) {
+        switch (slow_kind_) {
+            case 0: return fiber->cta == slow_cta_ && fiber->warp() == slow_warp_ && random() % 16;
+            case 1: return fiber->cta == slow_cta_ && random() % 16;
+            case 2: return fiber->cta->rank == slow_cta_->rank && random() % 16;
+            default: return false;
+        }
+    }
+    static void entry();
+    void land_loads();
+    void test_flags();
+    Status watch();
+    std::string describe(const Fiber* fiber) const;
+    std::string describe_waits() const;
+
+    StackPool stacks_;
+    std::vector<Fiber> fibers_;
+    ReadyQueue ready_;
+    std::vector<Fiber*> sleepers_, flag_waits_;
+    Context scheduler_;
+    void (*kernel_)(const Args&) = nullptr;
+    size_t live_ = 0, budget_ = 0;
+    uint64_t random_ = 1;
+    uint64_t progress_seen_ = 0, meetings_seen_ = 0, quiet_rounds_ = 0, quiet_since_ns_ = 0, stride_ns_ = 0;
+    int slow_kind_ = 3, slow_warp_ = 0;
+    const Cta* slow_cta_ = nullptr;
+    Status status_ = Status::ok;
+    std::string report_;
+};
+
+MEGAMOE_HOST_GLOBAL Machine machine;
+
+void land(Load& load);                       // tma.h
+std::string describe_mbarrier(const void*);  // barriers.h
+void check_finished(Fiber* fiber);           // launch.h
+
+inline std::string format_text(const char* format, va_list arguments) {
+    char text[1024];
+    vsnprintf(text, sizeof(text), format, arguments);
+    return text;
+}
+inline std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+inline std::string text(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string result = format_text(format, arguments);
+    va_end(arguments);
+    return result;
+}
+
+// Ends the launch. The fibers are abandoned where they are: kernel code owns nothing that needs a destructor.
+inline void Machine::fail(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string what = format_text(format, arguments);
+    va_end(arguments);
+    report_ = text("rank %d cta %d warp %d lane %d: ", current->cta->rank, current->cta->block, current->warp(), current->lane()) +
+              what + "\n" + describe_waits();
+    status_ = Status::misuse;
+    Fiber* self = current;
+    current = nullptr;
+    switch_context(self->context, scheduler_);
+    abort();  // unreachable
+}
+
+inline void Machine::entry() {
+#if defined(__SANITIZE_ADDRESS__)
+    __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+    machine.kernel_(*current->cta->args);
+    check_finished(current);
+    ++machine.progress;
+    --machine.live_;
+    --current->cta->live;
+    machine.block(Waiting::exited);
+    abort();  // unreachable
+}
+
+inline void Machine::land_loads() {
+    for (size_t i = 0; i < loads.size();) {
+        if (loads[i].due > round) {
+            ++i;
+            continue;
+        }
+        Load load = std::move(loads[i]);
+        if (i + 1 < loads.size()) loads[i] = std::move(loads.back());
+        loads.pop_back();
+        land(load);
+        ++progress;
+    }
+}
+
+inline void Machine::test_flags() {
+    Fiber* late = nullptr;  // of those past their deadline only the first fails now: it raises the abort flag for the others
+    size_t kept = 0;
+    for (Fiber* fiber : flag_waits_) {
+        bool reached = flag_satisfied(fiber);
+        if (reached || *static_cast<const volatile uint32_t*>(fiber->abort) != 0) {
+            fiber->flag_reached = reached;
+            wake(fiber);
+            continue;
+        }
+        if (fiber->deadline <= clock_ns && (!late || fiber->deadline < late->deadline)) late = fiber;
+        flag_waits_[kept++] = fiber;
+    }
+    flag_waits_.resize(kept);
+    if (late) {
+        late->flag_reached = false;
+        flag_waits_.erase(std::find(flag_waits_.begin(), flag_waits_.end(), late));
+        wake(late);
+    }
+}
+
+// After each round: moves the clock, finds deadlocks.
+inline Status Machine::watch() {
+    if (progress != progress_seen_) {
+        progress_seen_ = progress;
+        meetings_seen_ = meetings;
+        quiet_rounds_ = stride_ns_ = 0;
+        quiet_since_ns_ = clock_ns;
+        return Status::ok;
+    }
+    ++quiet_rounds_;
+    bool nobody_polls = ready_.size() == 0 && loads.empty();
+    if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings)) return Status::ok;
+    uint64_t deadline = UINT64_MAX, timeout = 0;
+    for (const Fiber* fiber : flag_waits_) deadline = std::min(deadline, fiber->deadline);
+    for (const Cta& cta : ctas) timeout = std::max(timeout, cta.args->timeout_ns);
+    bool hopeless = nobody_polls ? deadline == UINT64_MAX : clock_ns - quiet_since_ns_ > 4 * timeout + 1'000'000'000;
+    if (hopeless) {
+        report_ += text("deadlock: nothing changed for %llu rounds\n", static_cast<unsigned long long>(quiet_rounds_));
+        report_ += describe_waits();
+        return Status::deadlock;
+    }
+    if (nobody_polls) {
+        clock_ns = std::max(clock_ns, deadline);
+    } else {  // pollers may have deadlines of their own, so approach by doubling strides
+        if (quiet_rounds_ % 16 == 0) stride_ns_ = std::max<uint64_t>(1000, stride_ns_ * 2);
+        clock_ns = std::min(clock_ns + stride_ns_, std::max(deadline, clock_ns));
+    }
+    return Status::ok;
+}
+
+inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed) {
+    ctas = std::move(ctas_of_all_ranks);
+    loads.clear();
+    sleepers_.clear();
+    flag_waits_.clear();
+    report_.clear();
+    kernel_ = kernel;
+    status_ = Status::ok;
+    round = clock_ns = progress = meetings = switches = 0;
+    progress_seen_ = meetings_seen_ = quiet_rounds_ = quiet_since_ns_ = stride_ns_ = 0;
+    shuffled = seed != 0;
+    random_ = (seed + 1) * 0x9E3779B97F4A7C15ull | 1;
+    slow_kind_ = 3;
+    live_ = 0;
+    for (const Cta& cta : ctas) live_ += static_cast<size_t>(cta.threads);
+    if (!stacks_.reserve(live_)) {
+        report_ = "no memory for the stacks of the fibers";
+        return Status::misuse;
+    }
+    fibers_.assign(live_, Fiber());
+    ready_.reserve(live_ + 1);
+    size_t index = 0;
+    for (Cta& cta : ctas) {
+        cta.fibers = &fibers_[index];
+        cta.live = cta.threads;
+        for (int thread = 0; thread < cta.threads; ++thread, ++index) {
+            Fiber& fiber = fibers_[index];
+            fiber.cta = &cta;
+            fiber.thread = thread;
+            make_context(fiber.context, stacks_.bottom(index), StackPool::usable_bytes(index), &Machine::entry);
+            ready_.push(&fiber);
+        }
+    }
+    while (live_ > 0) {
+        if (shuffled && round % 64 == 0) {
+            slow_kind_ = static_cast<int>(random() % 5);
+            slow_cta_ = &ctas[random() % ctas.size()];
+            slow_warp_ = static_cast<int>(random() % slow_cta_->warps.size());
+        }
+        budget_ = ready_.size();
+        if (Fiber* first = budget_ ? pick() : nullptr) {
+            current = first;
+            switch_context(scheduler_, first->context);
+        }
+        if (status_ != Status::ok) return status_;
+        ++round;
+        clock_ns += round_ns;
+        land_loads();
+        test_flags();
+        for (Fiber* fiber : sleepers_) wake(fiber);
+        sleepers_.clear();
+        if (live_ > 0)
+            if (Status status = watch(); status != Status::ok) return status;
+    }
+    return Status::ok;
+}
+
+inline const char* edge_name(Edge edge) {
+    static const char* const names[] = {"none",    "routes_ready", "x_ready",        "grid_barrier", "rows_ready",
+                                        "h_ready", "y_rows_ready", "partials_ready", "config"};
+    size_t index = static_cast<size_t>(edge);
+    return index < sizeof(names) / sizeof(names[0]) ? names[index] : "?";
+}
+
+inline const char* name_of(WarpOperation operation) {
+    static const char* const names[] = {"warp_sync", "shfl", "shfl_xor", "ballot", "match_any"};
+    return names[static_cast<int>(operation)];
+}
+
+inline const char* name_of(WarpgroupOperation operation) {
+    static const char* const names[] = {"wgmma_wait", "registers_grow", "registers_shrink"};
+    return names[static_cast<int>(operation)];
+}
+
+inline std::string Machine::describe(const Fiber* fiber) const {
+    Cta& cta = *fiber->cta;
+    switch (fiber->waiting) {
+        case Waiting::nothing: return "ready";
+        case Waiting::time: return "sleeping (polls)";
+        case Waiting::exited: return "exited";
+        case Waiting::mbarrier:
+            return text("mbarrier at shared +%td, parity %u: ", static_cast<const uint8_t*>(fiber->address) - cta.shared, fiber->value) +
+                   describe_mbarrier(fiber->address);
+        case Waiting::named_barrier: {
+            const NamedBarrier& barrier = cta.named[fiber->value];
+            return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived, barrier.expected);
+        }
+        case Waiting::warp:
+            return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation), cta.warp(fiber).arrived);
+        case Waiting::warpgroup:
+            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation), cta.warpgroup(fiber).arrived, warpgroup_size);
+        case Waiting::flag:
+            return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
+                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-", fiber->at_least ? "at least" : "equal",
+                        fiber->value, *static_cast<const uint32_t*>(fiber->address));
+    }
+    return "?";
+}
+
+// For each CTA one line for each thing that somebody waits for; exited threads are left out.
+inline std::string Machine::describe_waits() const {
+    std::string result;
+    for (const Cta& cta : ctas) {
+        std::vector<std::pair<std::string, std::string>> groups;  // what, who
+        for (int warp = 0; warp < cta.threads / warp_size; ++warp) {
+            for (int lane = 0; lane < warp_size;) {
+                std::string what = describe(&cta.fibers[warp * warp_size + lane]);
+                int end = lane + 1;
+                while (end < warp_size && describe(&cta.fibers[warp * warp_size + end]) == what) ++end;
+                std::string who = end - lane == warp_size ? text(" %d", warp)
+                                  : end - lane == 1       ? text(" %d.%d", warp, lane)
+                                                          : text(" %d.%d-%d", warp, lane, end - 1);
+                lane = end;
+                if (what == "exited") continue;
+                auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == what; });
+                if (group == groups.end()) group = groups.insert(groups.end(), {what, ""});
+                group->second += who;
+            }
+        }
+        for (const auto& [what, who] : groups)
+            result += text("  rank %d cta %d warp", cta.rank, cta.block) + who + ": " + what + "\n";
+    }
+    return result;
+}
+
+// ---- what the operations ask of shared memory
+
+// Checks that [pointer, +bytes) is inside the calling CTA's shared memory and aligned; the offset.
+inline size_t check_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
+    const Cta& cta = *current->cta;
+    ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - cta.shared;
+    if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
+        machine.fail("%s: %zu bytes at shared %+td are outside the CTA's %zu bytes", what, bytes, offset, cta.shared_bytes);
+    if (static_cast<size_t>(offset) % alignment)
+        machine.fail("%s: shared +%td is not a multiple of %zu", what, offset, alignment);
+    return static_cast<size_t>(offset);
+}
+
+// 128B swizzle: in each 1024 bytes, the 16-byte chunk number of a row is XORed with the row number.
+constexpr size_t swizzle_128b(size_t offset) { return offset ^ ((offset >> 3) & 0x70); }
+
+}  // namespace megamoe::host

@@ -1,0 +1,224 @@
+// Bulk copies between global and shared memory, asynchronous as on the device.
+//
+// A load poisons its destination, lands some rounds later and only then completes bytes on its mbarrier. A store's source is poisoned when
+// bulk_wait_read returns. The device may read a source, and write a destination, at any time between issue and completion; here
+// the seed picks the first or the last moment for each copy. So using data too early, or a buffer too soon, gives wrong results.
+#pragma once
+#include "megamoe/arch/host/barriers.h"
+
+namespace megamoe::host {
+
+// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes with 128B swizzle.
+struct alignas(64) EmulatedTensorMap {
+    static constexpr uint32_t valid_mark = 0x70614d54;
+    uint64_t base;
+    uint32_t mark;
+    uint32_t rank;
+    uint64_t dims[4];           // elements
+    uint64_t strides_bytes[3];  // of dimensions 1 ...
+    uint32_t box[4];            // elements; box[0] covers 128 bytes
+    uint32_t element_bytes;
+    uint32_t unused[5];
+};
+static_assert(sizeof(EmulatedTensorMap) == sizeof(TensorMap) && sizeof(TensorMap) == 128);
+
+constexpr uint32_t row_bytes = 128;  // of a box
+constexpr uint8_t poison = 0xff;     // NaN in e4m3, bf16 and fp32
+
+inline const EmulatedTensorMap& check_map(const TensorMap* pointer, uint32_t rank, const char* what) {
+    const auto& map = *reinterpret_cast<const EmulatedTensorMap*>(pointer);
+    if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
+    if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
+    if (map.box[0] * map.element_bytes != row_bytes)
+        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128", what, map.box[0] * map.element_bytes);
+    if (map.base % 16) machine.fail("%s: the tensor's address is not a multiple of 16", what);
+    for (uint32_t d = 0; d < rank; ++d) {
+        if (map.dims[d] == 0) machine.fail("%s: dimension %u is empty", what, d);
+        if (map.box[d] == 0 || map.box[d] > 256) machine.fail("%s: box dimension %u is %u", what, d, map.box[d]);
+        if (d > 0 && map.strides_bytes[d - 1] % 16) machine.fail("%s: stride %u is not a multiple of 16 bytes", what, d);
+    }
+    return map;
+}
+
+inline uint32_t box_bytes(const EmulatedTensorMap& map) {
+    uint32_t rows = 1;
+    for (uint32_t d = 1; d < map.rank; ++d) rows *= map.box[d];
+    return rows * row_bytes;
+}
+
+// Calls visit(row of the box, its address or null when out of bounds, bytes in bounds), rows in the order of shared memory.
+template <class Visit>
+inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit visit) {
+    auto in_bounds = [&](uint32_t d, int64_t i) { return i >= 0 && static_cast<uint64_t>(i) < map.dims[d]; };
+    int64_t columns = std::min<int64_t>(int64_t(map.dims[0]) - at[0], map.box[0]);
+    if (at[0] < 0) columns = 0;  // the tiles of this kernel never start left of the tensor
+    uint32_t bytes = columns > 0 ? uint32_t(columns) * map.element_bytes : 0;
+    uint32_t extent[4] = {1, 1, 1, 1}, i[4] = {};
+    for (uint32_t d = 1; d < map.rank; ++d) extent[d] = map.box[d];
+    uint32_t row = 0;
+    for (i[3] = 0; i[3] < extent[3]; ++i[3])
+        for (i[2] = 0; i[2] < extent[2]; ++i[2])
+            for (i[1] = 0; i[1] < extent[1]; ++i[1], ++row) {
+                bool inside = bytes > 0;
+                uint64_t address = map.base + uint64_t(at[0]) * map.element_bytes;
+                for (uint32_t d = 1; d < map.rank; ++d) {
+                    int64_t index = int64_t(at[d]) + i[d];
+                    inside = inside && in_bounds(d, index);
+                    address += uint64_t(index) * map.strides_bytes[d - 1];
+                }
+                visit(row, inside ? reinterpret_cast<uint8_t*>(address) : nullptr, inside ? bytes : 0u);
+            }
+}
+
+// A box from global memory, unswizzled; zeros where it is out of bounds.
+inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t* out) {
+    for_each_row(map, at, [&](uint32_t row, const uint8_t* address, uint32_t bytes) {
+        if (bytes) memcpy(out + row * row_bytes, address, bytes);
+        memset(out + row * row_bytes + bytes, 0, row_bytes - bytes);
+    });
+}
+inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in) {
+    for_each_row(map, at, [&](uint32_t row, uint8_t* address, uint32_t bytes) {
+        if (bytes) memcpy(address, in + row * row_bytes, bytes);
+    });
+}
+inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, bool to_shared) {
+    for (size_t i = 0; i < bytes; i += 16) {
+        uint8_t* chunk = shared_base + swizzle_128b(offset + i);
+        if (to_shared)
+            memcpy(chunk, plain + i, 16);
+        else
+            memcpy(plain + i, chunk, 16);
+    }
+}
+
+inline void read_source(Load& load) {
+    load.data.resize(load.bytes);
+    if (load.map)
+        gather_box(*reinterpret_cast<const EmulatedTensorMap*>(load.map), load.coordinates, load.data.data());
+    else
+        memcpy(load.data.data(), load.source, load.bytes);
+}
+
+inline void land(Load& load) {
+    if (load.data.empty()) read_source(load);
+    Cta& cta = *load.cta;
+    if (load.map)
+        copy_swizzled(cta.shared, size_t(load.destination - cta.shared), load.data.data(), load.bytes, true);
+    else
+        memcpy(load.destination, load.data.data(), load.bytes);
+    --cta.loads_in_flight;
+    complete_tx(cta, load.barrier, load.bytes);
+}
+
+inline void issue(Load&& load, const char* what) {
+    check_mbarrier(load.barrier, what);
+    load.cta = current->cta;
+    load.due = machine.round + 1 + (machine.shuffled ? machine.random() % 6 : 0);
+    memset(load.destination, poison, load.bytes);
+    if (machine.random() % 2) read_source(load);
+    ++load.cta->loads_in_flight;
+    ++machine.progress;
+    machine.loads.push_back(std::move(load));
+}
+
+inline void tensor_load(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0, int c1, int c2, int c3) {
+    machine.preemption_point();
+    const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
+    uint32_t bytes = box_bytes(map);
+    check_shared(s_dst, bytes, 1024, "tma_load");  // the swizzle pattern's period, as the wgmma descriptors assume
+    if (c0 < 0) machine.fail("tma_load: column %d", c0);
+    issue(Load{nullptr, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}}, "tma_load");
+}
+
+inline void read_source(Store& store) {
+    if (!store.data.empty()) return;
+    Cta& cta = *store.owner->cta;
+    store.data.resize(store.bytes);
+    copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, false);
+}
+inline void write_destination(const Store& store) {
+    scatter_box(*reinterpret_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data());
+    ++machine.progress;
+}
+template <class Do>
+inline bool for_each_store(Do act) {  // of the calling thread, committed
+    bool any = false;
+    for (Store& store : current->cta->stores)
+        if (store.owner == current && store.committed) {
+            any = true;
+            act(store);
+        }
+    return any;
+}
+inline void linger() {  // completion takes a while
+    if (machine.shuffled)
+        for (uint32_t n = machine.random() % 3; n > 0; --n) machine.sleep();
+}
+
+}  // namespace megamoe::host
+
+namespace megamoe::arch {
+
+inline void prefetch_tensor_map(const TensorMap*) {}
+
+inline void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
+    host::tensor_load(s_dst, map, bar, 2, c0, c1, 0, 0);
+}
+inline void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+    host::tensor_load(s_dst, map, bar, 4, c0, c1, c2, c3);
+}
+
+inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
+    host::machine.preemption_point();
+    host::check_shared(s_dst, bytes, 16, "bulk_load");
+    if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(g_src) % 16)
+        host::machine.fail("bulk_load: %u bytes from %p, both must be multiples of 16", bytes, g_src);
+    host::issue(host::Load{nullptr, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
+}
+
+inline void tma_store_2d(const TensorMap* pointer, const void* s_src, int c0, int c1) {
+    host::machine.preemption_point();
+    const host::EmulatedTensorMap& map = host::check_map(pointer, 2, "tma_store_2d");
+    uint32_t bytes = host::box_bytes(map);
+    host::check_shared(s_src, bytes, 1024, "tma_store_2d");
+    if (c0 < 0) host::machine.fail("tma_store_2d: column %d", c0);
+    auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
+    host::Store store{host::current, pointer, source, {c0, c1, 0, 0}, bytes, false, false, host::machine.random() % 2 == 0, {}};
+    if (host::machine.random() % 2) host::read_source(store);
+    host::current->cta->stores.push_back(std::move(store));
+}
+
+inline void bulk_commit() {
+    for (host::Store& store : host::current->cta->stores)
+        if (store.owner == host::current) store.committed = true;
+}
+
+inline void bulk_wait_read() {
+    if (!host::for_each_store([](host::Store&) {})) return;
+    host::linger();
+    host::for_each_store([](host::Store& store) {
+        if (store.released) return;
+        host::read_source(store);
+        memset(store.source, host::poison, store.bytes);
+        store.released = true;
+        if (store.early_write) host::write_destination(store);
+    });
+}
+
+inline void bulk_wait() {
+    bulk_wait_read();
+    if (!host::for_each_store([](host::Store&) {})) return;
+    host::linger();
+    host::for_each_store([](host::Store& store) {
+        if (!store.early_write) host::write_destination(store);
+    });
+    auto& stores = host::current->cta->stores;
+    stores.erase(std::remove_if(stores.begin(), stores.end(),
+                                [](const host::Store& store) { return store.owner == host::current && store.committed; }),
+                 stores.end());
+}
+
+inline void fence_proxy_async_shared() {}
+
+}  // namespace megamoe::arch

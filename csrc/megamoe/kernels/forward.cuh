@@ -1,0 +1,127 @@
+// The forward layer: one persistent CTA an SM, 16 warps, roles side by side. docs/architecture.md has the picture.
+#pragma once
+#include "megamoe/roles/load.cuh"
+#include "megamoe/roles/math.cuh"
+#include "megamoe/roles/store.cuh"
+#include "megamoe/roles/transport.cuh"
+
+namespace megamoe {
+
+// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: 2 x 216 + 2 x 40.
+constexpr int math_registers = 200;
+constexpr int other_registers = 56;
+
+MEGAMOE_DEVICE void init_barriers(Smem& smem) {
+    if (arch::thread_idx() == 0) {
+        for (int s = 0; s < num_stages; ++s) {
+            arch::mbar_init(&smem.full[s], 2);                      // load_a and load_b
+            arch::mbar_init(&smem.empty[s], num_math_groups * 4);   // one lane of each math warp
+        }
+        for (int g = 0; g < num_math_groups; ++g) {
+            arch::mbar_init(&smem.output_full[g], 128);  // the warpgroup's threads
+            arch::mbar_init(&smem.output_empty[g], 1);   // the store thread
+        }
+        arch::mbar_fence_init();
+    }
+    arch::cta_sync();
+}
+
+// Runs `body` once a pass, between the CTA barriers that frame it. Every role's warps call this, converged.
+template <class Body>
+MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
+    for (bool last = false; !last;) {
+        arch::cta_sync();  // the plan is made
+        last = ctx.smem.plan.is_last != 0;
+        body();
+        arch::warp_sync();
+        if (!last) arch::cta_sync();  // no role touches the pool any more
+    }
+}
+
+// The transport warps also make the plans.
+template <class T>
+MEGAMOE_DEVICE void transport_passes(Context& ctx) {
+    Combiner combiner(ctx);
+    plan_pass(ctx, 0);
+    for (bool last = false; !last;) {
+        arch::cta_sync();
+        last = ctx.smem.plan.is_last != 0;
+        int end = ctx.smem.plan.chunk_end;
+        transport<T>(ctx, combiner);
+        if (!last) {
+            arch::cta_sync();
+            if (transport_warp() == 0 && arch::lane_idx() == 0) {
+                GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+            }
+            transport_sync();
+            plan_pass(ctx, end);
+        }
+    }
+    if (!combiner.finished()) combiner.poison(ctx);
+}
+
+// The launch ends when its last CTA leaves; only then does the epoch advance.
+MEGAMOE_DEVICE void leave(Context& ctx) {
+    arch::cta_sync();
+    if (arch::thread_idx() == 0 &&
+        LastArrival::arrive(ctx.mem, ctx.args.tickets + static_cast<int>(Ticket::exit), arch::grid_dim())) {
+        if (ctx.mem.aborted()) {
+            for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+        }
+        ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
+    }
+}
+
+template <class T>
+MEGAMOE_DEVICE void forward(const Args& args) {
+    Smem& smem = *reinterpret_cast<Smem*>(arch::dynamic_smem());
+    init_barriers(smem);
+    arch::wait_for_previous_grid();
+    Context ctx{args, smem, Memory(args, *static_cast<volatile uint32_t*>(args.epoch) + 1)};
+    Profile profile(args);
+    prologue<T>(ctx);
+    profile.mark(args, Mark::routed);
+
+    int warp = arch::warp_idx();
+    if (warp >= first_math_warp) {
+        arch::registers_grow<math_registers>();
+        RingPosition ring;
+        uint32_t parity = 0;
+        each_pass(ctx, [&] { math<T>(ctx, ring, parity); });
+        profile.mark(args, Mark::math_done);
+    } else {
+        arch::registers_shrink<other_registers>();
+        bool elected = arch::lane_idx() == 0;
+        if (warp == 0) {
+            RingPosition ring;
+            each_pass(ctx, [&] { if (elected) load_a<T>(ctx, ring); });
+        } else if (warp == 1) {
+            RingPosition ring;
+            each_pass(ctx, [&] { if (elected) load_b<T>(ctx, ring); });
+        } else if (warp == 2) {
+            uint32_t parity = 0;
+            each_pass(ctx, [&] { if (elected) store<T>(ctx, parity); });
+        } else {
+            transport_passes<T>(ctx);
+            profile.mark(args, Mark::combined);
+        }
+    }
+    leave(ctx);
+    profile.end(args);
+}
+
+}  // namespace megamoe
+
+#if defined(MEGAMOE_EMULATE)
+#include "megamoe/arch/host/entry.h"
+#define MEGAMOE_FORWARD_KERNEL(name, traits) \
+    MEGAMOE_HOST_ENTRY(name, megamoe::forward<traits>, sizeof(megamoe::Smem), megamoe::num_threads);
+#else
+#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                              \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                      \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem);                      \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                                 \
+        name(const __grid_constant__ megamoe::Args args) {                                                \
+        megamoe::forward<traits>(args);                                                                   \
+    }
+#endif

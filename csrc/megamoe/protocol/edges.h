@@ -1,0 +1,118 @@
+// Every hand-over between CTAs or ranks, one struct an edge: publish() by the producer, await() by the consumer.
+// A role never touches a flag otherwise, so it cannot forget a fence. docs/protocol.md has the happens-before
+// argument of each; tests/model checks each with its mutants.
+//
+// Rules: a producer that wrote through the async proxy completes its bulk stores first; one that wrote with ordinary
+// stores is converged with all writers (warp_sync, cta_sync or an mbarrier) before publish(). A consumer that reads through
+// the async proxy crosses proxies after its acquire, in the thread that issues the copy.
+#pragma once
+#include "megamoe/protocol/memory.h"
+
+namespace megamoe {
+
+// home rank -> expert rank: ids and weights of my tokens are staged. Cell: RouteCell::epoch in the peer's window.
+struct RoutesReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell epoch_cell, Cell tokens_cell, Cell hash_cell, uint32_t epoch,
+                                       uint32_t num_tokens, uint32_t config_hash) {
+        mem.store(tokens_cell, num_tokens, Order::relaxed, Scope::system);
+        mem.store(hash_cell, config_hash, Order::relaxed, Scope::system);
+        mem.store(epoch_cell, epoch, Order::release, Scope::system);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell epoch_cell, uint32_t epoch, uint32_t peer) {
+        return mem.await(epoch_cell, Until::equal, epoch, Scope::system, Wait{Edge::routes_ready, peer, 0});
+    }
+};
+
+// home rank -> expert rank: x (and its scales) is staged. Read there by ordinary loads.
+struct XReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {
+        mem.store(cell, epoch, Order::release, Scope::system);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t epoch, uint32_t peer) {
+        return mem.await(cell, Until::at_least, epoch, Scope::system, Wait{Edge::x_ready, peer, 0});
+    }
+};
+
+// dispatch -> load_a: `rows` rows of a block are in the pool. Ordinary stores -> TMA loads.
+struct RowsReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t rows) {
+        mem.add(cell, rows, Order::release, Scope::gpu);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t rows, uint32_t block) {
+        bool ok = mem.await(cell, Until::at_least, rows, Scope::gpu, Wait{Edge::rows_ready, max_ranks, block});
+        mem.fence_proxy_async();
+        return ok;
+    }
+};
+
+// gemm1 -> load_a (gemm2): tiles of h, by TMA store; their scales, by ordinary stores of the math warps.
+struct HReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
+        mem.async_complete();
+        mem.add(cell, 1, Order::release, Scope::gpu);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t tiles, uint32_t block) {
+        bool ok = mem.await(cell, Until::at_least, tiles, Scope::gpu, Wait{Edge::h_ready, max_ranks, block});
+        mem.fence_proxy_async();
+        return ok;
+    }
+};
+
+// gemm2 -> reduce: tiles of y_rows, by TMA store. Read by ordinary loads.
+struct YRowsReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
+        mem.async_complete();
+        mem.add(cell, 1, Order::release, Scope::gpu);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t tiles) {  // a poll: transport has other work meanwhile
+        return mem.load(cell, Order::acquire, Scope::gpu) >= tiles;
+    }
+};
+
+// reduce (expert rank) -> combine (home rank): one partial is in the expert rank's window. Ordinary loads by the home.
+struct PartialsReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {
+        mem.store(cell, epoch, Order::release, Scope::system);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t epoch) {
+        return mem.load(cell, Order::acquire, Scope::system) == epoch;
+    }
+};
+
+// All CTAs of this rank. The last to arrive opens the next generation; called by one thread of each CTA, CTA-converged.
+struct GridBarrier {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {
+        uint32_t mine = mem.load(generation, Order::relaxed, Scope::gpu);
+        if (mem.fetch_add(arrivals, 1, Scope::gpu) == num_ctas - 1) {
+            mem.store(arrivals, 0, Order::relaxed, Scope::gpu);
+            mem.store(generation, mine + 1, Order::release, Scope::gpu);
+            return true;
+        }
+        return mem.await(generation, Until::at_least, mine + 1, Scope::gpu, Wait{Edge::grid_barrier, max_ranks, 0});
+    }
+};
+
+// "Whoever arrives last does it": all CTAs' earlier writes happen before what the last one does next.
+struct LastArrival {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool arrive(Mem& mem, Cell ticket, uint32_t num_ctas) {
+        bool last = mem.fetch_add(ticket, 1, Scope::gpu) == num_ctas - 1;
+        if (last) mem.store(ticket, 0, Order::relaxed, Scope::gpu);  // the next launch starts at 0
+        return last;
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,100 @@
+// The Memory policy on Hopper: every flag operation and fence that orders memory between CTAs or ranks, as PTX.
+// PTX ISA, "Memory Consistency Model": release/acquire patterns at .gpu or .sys scope, cumulative over what the thread has
+// observed (so a barrier among the writers, then one release, publishes the writes of all of them).
+#pragma once
+#include "megamoe/arch/arch.h"
+#include "megamoe/protocol/memory.h"
+
+namespace megamoe {
+
+struct Memory {
+    using Cell = uint32_t*;
+    const Args& args;
+    uint32_t epoch;
+
+    MEGAMOE_DEVICE Memory(const Args& a, uint32_t e) : args(a), epoch(e) {}
+
+    MEGAMOE_DEVICE uint32_t load(Cell cell, Order order, Scope scope) const {
+        uint32_t v;
+        if (order == Order::relaxed) {
+            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(cell) : "memory");
+        } else if (scope == Scope::gpu) {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(cell) : "memory");
+        } else {
+            asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(cell) : "memory");
+        }
+        return v;
+    }
+    MEGAMOE_DEVICE void store(Cell cell, uint32_t v, Order order, Scope scope) const {
+        if (order == Order::relaxed) {
+            asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
+        } else if (scope == Scope::gpu) {
+            asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
+        } else {
+            asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
+        }
+    }
+    MEGAMOE_DEVICE void add(Cell cell, uint32_t v, Order order, Scope) const {  // only .gpu adds exist here
+        if (order == Order::relaxed) {
+            asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
+        } else {
+            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
+        }
+    }
+    MEGAMOE_DEVICE uint32_t fetch_add(Cell cell, uint32_t v, Scope) const {
+        uint32_t old;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(cell), "r"(v) : "memory");
+        return old;
+    }
+    MEGAMOE_DEVICE void fence_proxy_async() const { asm volatile("fence.proxy.async;" ::: "memory"); }
+    MEGAMOE_DEVICE void async_complete() const { arch::bulk_wait(); }
+
+    MEGAMOE_DEVICE bool await(Cell cell, Until until, uint32_t target, Scope scope, Wait wait) const {
+        auto reached = [&](uint32_t seen) {
+            return until == Until::equal ? seen == target : static_cast<int32_t>(seen - target) >= 0;
+        };
+        uint32_t seen = load(cell, Order::acquire, scope);
+        if (reached(seen)) return true;
+        uint32_t start = coarse_time();
+        MEGAMOE_UNROLL_BY(1)
+        for (uint32_t polls = 1;; ++polls) {
+            seen = load(cell, Order::acquire, scope);
+            if (reached(seen)) return true;
+            if (polls % 16 == 0) {  // the rare questions, off the fast path
+                if (aborted()) return false;
+                if (coarse_time() - start > coarse_timeout()) {
+                    fault(wait, target, seen);
+                    return false;
+                }
+            }
+        }
+    }
+
+    // True once any rank has given up on a launch of this window: from then on waits return at once (abort = poison).
+    MEGAMOE_DEVICE bool aborted() const { return load(args.abort, Order::relaxed, Scope::system) != 0; }
+
+    // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons its other waits.
+    // The last CTA out raises the peers' cells (raise_abort), so that this cold path stays a handful of stores.
+    MEGAMOE_DEVICE void fault(Wait wait, uint32_t expected, uint32_t seen) const {
+        if (fetch_add(&args.tickets[3], 1, Scope::gpu) == 0) {
+            volatile FaultRecord* record = args.fault;
+            record->peer = wait.peer;
+            record->role = static_cast<uint32_t>(arch::thread_idx() / 32);
+            record->index = wait.index;
+            record->expected = expected;
+            record->seen = seen;
+            store(const_cast<uint32_t*>(&record->edge), static_cast<uint32_t>(wait.edge), Order::release, Scope::system);
+        }
+        store(args.abort, epoch, Order::release, Scope::system);
+    }
+    MEGAMOE_DEVICE void raise_abort(int peer) const {
+        auto* cell = reinterpret_cast<Cell>(args.window[peer] + args.window_abort);
+        store(cell, epoch, Order::release, Scope::system);
+    }
+
+    // Units of 2^20 ns, about a millisecond: one register.
+    MEGAMOE_DEVICE uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }
+    MEGAMOE_DEVICE uint32_t coarse_timeout() const { return static_cast<uint32_t>(args.timeout_ns >> 20); }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,162 @@
+// math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's stage into the
+// swizzled output chunks; the store warp takes it from there.
+// Fragment map (arch/README.md): sum[half][4*g + 2*i + j] is row 16*(warp%4) + lane/4 + 8*i, column 8*g + 2*(lane%4) + j.
+#pragma once
+#include "megamoe/gemm/mainloop.cuh"
+
+namespace megamoe {
+
+// Where `byte` of `row` (0..63) lies in a 64 x 128-byte chunk with the 128-byte swizzle.
+MEGAMOE_DEVICE int swizzled(int row, int byte) { return row * stage_k_bytes + (byte ^ ((row & 7) << 4)); }
+
+struct Fragment {  // this thread's rows and columns in its warpgroup's half
+    int row, quad;
+    MEGAMOE_DEVICE Fragment() : row((arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4), quad(arch::lane_idx() & 3) {}
+    MEGAMOE_DEVICE int column(int g) const { return 8 * g + 2 * quad; }
+};
+
+// bias[column], with columns at or past `width` left alone.
+MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int width, Fragment f) {
+    MEGAMOE_UNROLL
+    for (int g = 0; g < 16; ++g) {
+        int column = column0 + f.column(g);
+        if (column < width) {
+            float b0 = bias[column], b1 = bias[column + 1];
+            v[4 * g] += b0;
+            v[4 * g + 1] += b1;
+            v[4 * g + 2] += b0;
+            v[4 * g + 3] += b1;
+        }
+    }
+}
+
+// One half as bf16 into two chunks.
+MEGAMOE_DEVICE void write_bf16(uint8_t* chunks, const float (&v)[64], Fragment f) {
+    MEGAMOE_UNROLL
+    for (int g = 0; g < 16; ++g) {
+        uint8_t* chunk = chunks + (g / 8) * chunk_bytes;
+        int byte = (f.column(g) % 64) * 2;
+        *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) = arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
+        *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) = arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
+    }
+}
+
+// One half as e4m3 into one chunk, quantized per row (this half is exactly one group of 128), and its scales.
+MEGAMOE_DEVICE void write_e4m3(uint8_t* chunk, const float (&v)[64], float* row_scale, Fragment f) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        float amax = amax_floor;
+        MEGAMOE_UNROLL
+        for (int g = 0; g < 16; ++g) {
+            float a = v[4 * g + 2 * i], b = v[4 * g + 2 * i + 1];
+            amax = max_of(amax, max_of(a < 0 ? -a : a, b < 0 ? -b : b));
+        }
+        amax = max_of(amax, arch::shfl_xor(amax, 1));  // the four lanes of a quad hold one row
+        amax = max_of(amax, arch::shfl_xor(amax, 2));
+        float inverse = e4m3_max / amax;
+        MEGAMOE_UNROLL
+        for (int g = 0; g < 16; ++g) {
+            *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
+                arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
+        }
+        if (f.quad == 0) row_scale[f.row + 8 * i] = amax / e4m3_max;
+    }
+}
+
+// gemm1: bias, activation, quantization; h into the output chunks.
+template <class T>
+MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, int group, float (&sum)[2][64]) {
+    const Args& args = ctx.args;
+    Fragment f;
+    int column0 = tile.n * Shape<T>::h_columns;
+    if (args.b13 != nullptr) {
+        const float* bias = args.b13 + int64_t{tile.expert} * args.intermediate * (Shape<T>::gated ? 2 : 1);
+        add_bias(sum[0], bias, column0, args.intermediate, f);
+        if (Shape<T>::gated) {
+            add_bias(sum[1], bias + args.intermediate, column0, args.intermediate, f);
+        } else {
+            add_bias(sum[1], bias, column0 + half_columns, args.intermediate, f);
+        }
+    }
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 64; ++i) {
+        sum[0][i] = T::Activation::apply(args, sum[0][i], sum[1][i]);
+        if (!Shape<T>::gated) sum[1][i] = T::Activation::apply(args, sum[1][i], 0.0f);
+    }
+    uint8_t* chunks = ctx.smem.output[group][0];
+    MEGAMOE_UNROLL
+    for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
+        if constexpr (T::Precision::scaled) {
+            int scale_row = column0 / scale_group + half;
+            if (scale_row < Shape<T>::scale_groups_i(args)) {
+                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0 + group * group_rows;
+                write_e4m3(chunks + half * chunk_bytes, sum[half], scales, f);
+            }
+        } else {
+            write_bf16(chunks + half * 2 * chunk_bytes, sum[half], f);
+        }
+    }
+}
+
+// gemm2: bias; y_rows as bf16 into the output chunks.
+MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group, float (&sum)[2][64]) {
+    const Args& args = ctx.args;
+    Fragment f;
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        if (args.b2 != nullptr) {
+            add_bias(sum[half], args.b2 + int64_t{tile.expert} * args.hidden, tile.n * tile_columns + half * half_columns,
+                     args.hidden, f);
+        }
+        write_bf16(ctx.smem.output[group][0] + half * 2 * chunk_bytes, sum[half], f);
+    }
+}
+
+// The weight scales of one half: a row of [scale blocks of K] floats. A half past the last column takes the last row.
+template <class T>
+MEGAMOE_DEVICE const float* weight_scales(const Args& args, const Tile& tile, int half) {
+    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
+    if (tile.stage == Stage::gemm1) {
+        int planes = Shape<T>::gated ? 2 : 1;
+        int row = Shape<T>::gated ? half * groups_i + tile.n : min_of(2 * tile.n + half, groups_i - 1);
+        return args.w13_scale + (int64_t{tile.expert} * planes * groups_i + row) * groups_h;
+    }
+    return args.w2_scale + (int64_t{tile.expert} * groups_h + min_of(2 * tile.n + half, groups_h - 1)) * groups_i;
+}
+
+template <class T>
+MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
+    using Precision = typename T::Precision;
+    Smem& smem = ctx.smem;
+    int group = (arch::warp_idx() - first_math_warp) / 4;
+    Tiles<T> tiles(ctx);
+    Tile tile = tiles.next();
+    while (tile.valid) {
+        Tile following = tiles.next();  // its table reads overlap this tile's main loop
+        int stages = Shape<T>::stages_of(ctx.args, tile.stage);
+        if (tile.rows <= group * group_rows) {
+            skip_tile(smem, ring, stages);
+            arch::mbar_wait(&smem.output_empty[group], parity ^ 1);
+        } else {
+            float sum[2][64];
+            const float *scale0 = nullptr, *scale1 = nullptr;
+            if constexpr (Precision::scaled) {
+                scale0 = weight_scales<T>(ctx.args, tile, 0);
+                scale1 = weight_scales<T>(ctx.args, tile, 1);
+            }
+            multiply(Precision{}, sum, smem, ring, group, stages, scale0, scale1);
+            arch::mbar_wait(&smem.output_empty[group], parity ^ 1);  // the store warp is done with the last tile's chunks
+            if (tile.stage == Stage::gemm1) {
+                finish_h<T>(ctx, tile, group, sum);
+            } else {
+                finish_rows(ctx, tile, group, sum);
+            }
+            arch::fence_proxy_async_shared();
+        }
+        arch::mbar_arrive(&smem.output_full[group]);  // 128 threads arrive
+        parity ^= 1;
+        tile = following;
+    }
+}
+
+}  // namespace megamoe

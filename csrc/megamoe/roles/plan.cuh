@@ -1,0 +1,164 @@
+// The plan of one pass: which chunks fit the pool, where each expert's rows start, and which route has which row.
+// Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree without talking.
+#pragma once
+#include "megamoe/roles/prologue.cuh"
+
+namespace megamoe {
+
+// row_route: ordered token * 16 + k, and whether the row is its token's first or last in pool order.
+constexpr uint32_t route_leader = 1u << 31;
+constexpr uint32_t route_closer = 1u << 30;
+constexpr int route_k_bits = 4;
+MEGAMOE_PURE int route_token(uint32_t route) {
+    return static_cast<int>((route & ~(route_leader | route_closer)) >> route_k_bits);
+}
+
+constexpr int transport_barrier = 1;  // named barrier of the transport warps
+MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
+MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
+MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
+MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
+
+MEGAMOE_DEVICE int routes_between(const Args& args, int expert, int chunk_begin, int chunk_end) {
+    const int32_t* row = args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1);
+    return row[chunk_end] - row[chunk_begin];
+}
+
+// Pool rows (experts padded to whole blocks) that the chunks [begin, end) need; one warp, same result in all lanes.
+MEGAMOE_DEVICE int rows_needed(const Args& args, int begin, int end) {
+    int rows = 0;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32) rows += padded_rows(routes_between(args, e, begin, end));
+    MEGAMOE_UNROLL_BY(1)
+    for (int mask = 16; mask > 0; mask >>= 1) rows += arch::shfl_xor(rows, mask);
+    return rows;
+}
+
+// The longest range of chunks from `begin` that fits: binary search, since rows_needed grows with the range.
+MEGAMOE_DEVICE int pass_end(const Context& ctx, int begin) {
+    int fits = begin, too_far = ctx.smem.num_chunks + 1;
+    if (rows_needed(ctx.args, begin, ctx.smem.num_chunks) <= ctx.args.pool_rows) return ctx.smem.num_chunks;
+    while (too_far - fits > 1) {
+        int middle = (fits + too_far) / 2;
+        if (rows_needed(ctx.args, begin, middle) <= ctx.args.pool_rows) {
+            fits = middle;
+        } else {
+            too_far = middle;
+        }
+    }
+    return max_of(fits, begin + 1);  // the host checked that one chunk always fits
+}
+
+// First block of each expert, for one warp: expert_start[e], and the total behind the last.
+MEGAMOE_DEVICE int place_experts(const Context& ctx, int begin, int end) {
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx(), running = 0;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e0 = 0; e0 < args.num_local_experts; e0 += 32) {
+        int e = e0 + lane;
+        int own = e < args.num_local_experts ? padded_rows(routes_between(args, e, begin, end)) / block_rows : 0;
+        int inclusive = own;
+        MEGAMOE_UNROLL_BY(1)
+        for (int step = 1; step < 32; step <<= 1) {
+            int left = arch::shfl(inclusive, max_of(lane - step, 0));
+            if (lane >= step) inclusive += left;
+        }
+        if (e < args.num_local_experts) ctx.smem.expert_start[e] = running + inclusive - own;
+        running += arch::shfl(inclusive, 31);
+    }
+    if (lane == 0) ctx.smem.expert_start[args.num_local_experts] = running;
+    return running;
+}
+
+// One row of block_table, and zeroed counters, for each block. Experts are spread over all transport threads.
+MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
+    const Args& args = ctx.args;
+    for (int e = transport_index(); e < args.num_local_experts; e += num_transports()) {
+        int rows = routes_between(args, e, begin, end);
+        int first = ctx.smem.expert_start[e], blocks = ctx.smem.expert_start[e + 1] - first;
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = arch::lane_idx(); i < blocks; i += 32) {
+            Group group = group_of(first, blocks, first + i);
+            int32_t* entry = args.block_table + int64_t{4} * (first + i);
+            entry[0] = e;
+            entry[1] = (first + i) * block_rows;
+            entry[2] = min_of(block_rows, rows - i * block_rows);
+            entry[3] = group.first << 8 | group.size;
+            args.rows_ready[first + i] = 0;
+            args.gemm1_done[first + i] = 0;
+            args.gemm2_done[first + i] = 0;
+        }
+    }
+}
+
+// Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k, token) order.
+MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx();
+    int32_t* counters = ctx.smem.expert_counters[transport_warp()];
+    for (int chunk = begin + transport_index(); chunk < end; chunk += num_transports()) {
+        MEGAMOE_UNROLL_BY(1)
+        for (int e = lane; e < args.num_local_experts; e += 32) {
+            counters[e] = ctx.smem.expert_start[e] * block_rows + routes_between(args, e, begin, chunk);
+        }
+        arch::warp_sync();
+        int ordered = chunk * chunk_tokens + lane;
+        const int32_t* ids = args.route_ids + int64_t{ordered} * args.top_k;
+        int lowest = max_local_experts, highest = -1, leader_k = -1, closer_k = -1;
+        MEGAMOE_UNROLL_BY(1)
+        for (int k = 0; k < args.top_k; ++k) {  // of equal experts, the first k leads and the last k closes
+            int e = ids[k];
+            if (e >= 0 && e < lowest) {
+                lowest = e;
+                leader_k = k;
+            }
+            if (e >= 0 && e >= highest) {
+                highest = e;
+                closer_k = k;
+            }
+        }
+        MEGAMOE_UNROLL_BY(1)
+        for (int k = 0; k < args.top_k; ++k) {
+            int e = ids[k];
+            uint32_t same = arch::match_any(e);
+            int row = e >= 0 ? counters[e] + arch::popc(same & arch::lanes_below()) : -1;
+            arch::warp_sync();
+            if (e >= 0 && (same & arch::lanes_below()) == 0) counters[e] += arch::popc(same);
+            arch::warp_sync();
+            args.route_rows[int64_t{ordered} * args.top_k + k] = row;
+            if (e >= 0) {
+                uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
+                args.row_route[row] = flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
+            }
+        }
+    }
+}
+
+// Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at the CTA barrier
+// that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
+//
+// A poisoned launch plans no block. Invariant: a CTA that does not see the abort here has counts that all CTAs agree on,
+// because a CTA whose waits failed raised (or saw) the abort before it arrived at the grid barrier that ordered the counts.
+MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
+    PassPlan& plan = ctx.smem.plan;
+    bool leads = transport_warp() == 0 && arch::lane_idx() == 0;
+    if (transport_warp() == 0) {
+        bool poisoned = arch::ballot(ctx.mem.aborted()) != 0;
+        int end = poisoned ? begin : pass_end(ctx, begin);
+        int blocks = poisoned ? 0 : place_experts(ctx, begin, end);
+        if (leads) plan = {begin, end, blocks, poisoned || end == ctx.smem.num_chunks ? 1 : 0};
+    }
+    transport_sync();
+    if (plan.num_blocks != 0) {
+        write_block_table(ctx, begin, plan.chunk_end);
+        assign_rows(ctx, begin, plan.chunk_end);
+    }
+    arch::fence_proxy_async_shared();
+    transport_sync();
+    if (leads) {
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+        if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1};  // other CTAs' tables may be missing
+    }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,242 @@
+// What all 16 warps do before the roles part: stage this rank's tokens into its window, learn every rank's routes, count them.
+//
+//   ids, weights -> window -> RoutesReady to every peer        (the last CTA to finish publishes)
+//   x (quantized for FP8) -> window -> XReady to every peer    (likewise)
+//   every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
+#pragma once
+#include "megamoe/roles/context.h"
+
+namespace megamoe {
+
+enum class Ticket : int { ids, x, exit, fault };  // cells of args.tickets
+
+// 64-bit ids outside int32 must not wrap into range: every id outside [0, E) becomes -1.
+MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
+    if (args.ids_are_int64 != 0) {
+        int64_t id = static_cast<const int64_t*>(args.topk_ids)[i];
+        return id >= 0 && id < args.num_experts ? static_cast<int32_t>(id) : -1;
+    }
+    int32_t id = static_cast<const int32_t*>(args.topk_ids)[i];
+    return id >= 0 && id < args.num_experts ? id : -1;
+}
+
+MEGAMOE_DEVICE int own_tokens(const Args& args) {
+    int n = args.num_tokens_device != nullptr ? *args.num_tokens_device : args.num_tokens;
+    return max_of(0, min_of(n, args.max_tokens));
+}
+
+// True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are visible to it.
+MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Ticket ticket) {
+    arch::cta_sync();
+    if (arch::thread_idx() == 0) {
+        Memory::Cell cell = ctx.args.tickets + static_cast<int>(ticket);
+        ctx.smem.last_arrival = LastArrival::arrive(ctx.mem, cell, arch::grid_dim()) ? 1 : 0;
+    }
+    arch::cta_sync();
+    return ctx.smem.last_arrival != 0;
+}
+
+MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
+    const Args& args = ctx.args;
+    int64_t base = int64_t{ctx.parity()} * args.max_tokens * args.top_k;
+    auto* ids = ctx.window<int32_t>(args.rank, args.window_ids) + base;
+    auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
+    int total = num_tokens * args.top_k;
+    for (int i = arch::block_idx() * num_threads + arch::thread_idx(); i < total; i += arch::grid_dim() * num_threads) {
+        ids[i] = topk_id(args, i);
+        weights[i] = args.topk_weights[i];
+    }
+    if (!last_to_arrive(ctx, Ticket::ids)) return;
+    int peer = arch::thread_idx();
+    if (peer < args.num_ranks) {
+        auto* cell = ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
+        RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
+                             static_cast<uint32_t>(num_tokens), args.config_hash);
+    }
+}
+
+// BF16: a copy, 16 bytes a thread.
+MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
+    const Args& args = ctx.args;
+    auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
+    auto* from = static_cast<const uint4_t*>(args.x);
+    int64_t total = int64_t{num_tokens} * args.hidden / 8;
+    int64_t stride = int64_t{arch::grid_dim()} * num_threads;
+    for (int64_t i = int64_t{arch::block_idx()} * num_threads + arch::thread_idx(); i < total; i += 4 * stride) {
+        uint4_t v[4];  // four loads in flight
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            if (i + j * stride < total) v[j] = arch::load_streaming(from + i + j * stride);
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            if (i + j * stride < total) arch::store_vec(to + i + j * stride, v[j]);
+        }
+    }
+}
+
+// FP8: a warp quantizes 256 columns at a time, 8 a lane: 16 lanes hold one group of 128 (docs/numerics.md).
+MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
+    const Args& args = ctx.args;
+    int groups = ceil_div(args.hidden, scale_group);
+    auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
+    auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+    int lane = arch::lane_idx();
+    int pieces = ceil_div(args.hidden, 256);
+    int64_t total = int64_t{num_tokens} * pieces;
+    int64_t stride = int64_t{arch::grid_dim()} * num_warps;
+    constexpr int batch = 4;  // loads in flight
+    for (int64_t i = int64_t{arch::block_idx()} * num_warps + arch::warp_idx(); i < total; i += batch * stride) {
+        uint4_t v[batch];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j) {
+            int64_t piece = i + j * stride;
+            int column = static_cast<int>(piece % pieces) * 256 + lane * 8;
+            v[j] = {0, 0, 0, 0};
+            if (piece < total && column < args.hidden) {
+                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) + piece / pieces * args.hidden + column);
+            }
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j) {
+            int64_t piece = i + j * stride;
+            if (piece >= total) break;  // uniform in the warp
+            int64_t token = piece / pieces;
+            int column = static_cast<int>(piece % pieces) * 256 + lane * 8;
+            float f[8];
+            const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+            float amax = amax_floor;
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 4; ++w) {
+                f[2 * w] = arch::bf16_lo(words[w]);
+                f[2 * w + 1] = arch::bf16_hi(words[w]);
+                amax = max_of(amax, max_of(f[2 * w] < 0 ? -f[2 * w] : f[2 * w], f[2 * w + 1] < 0 ? -f[2 * w + 1] : f[2 * w + 1]));
+            }
+            MEGAMOE_UNROLL
+            for (int mask = 8; mask > 0; mask >>= 1) amax = max_of(amax, arch::shfl_xor(amax, mask));
+            float inverse = e4m3_max / amax;
+            if (column < args.hidden) {
+                auto* to = reinterpret_cast<uint32_t*>(rows + token * args.hidden + column);
+                MEGAMOE_UNROLL
+                for (int w = 0; w < 2; ++w) {
+                    uint32_t lo = arch::pack_e4m3x2(f[4 * w] * inverse, f[4 * w + 1] * inverse);
+                    uint32_t hi = arch::pack_e4m3x2(f[4 * w + 2] * inverse, f[4 * w + 3] * inverse);
+                    to[w] = lo | (hi << 16);
+                }
+                if (lane % 16 == 0) scales[token * groups + column / scale_group] = amax / e4m3_max;
+            }
+        }
+    }
+}
+
+MEGAMOE_DEVICE void publish_x(Context& ctx) {
+    if (!last_to_arrive(ctx, Ticket::x)) return;
+    int peer = arch::thread_idx();
+    if (peer < ctx.args.num_ranks) {
+        XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank, ctx.epoch());
+    }
+}
+
+// Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as empty.
+MEGAMOE_DEVICE void await_routes(Context& ctx) {
+    const Args& args = ctx.args;
+    int peer = arch::thread_idx();
+    if (peer < args.num_ranks) {
+        auto* cell = ctx.window<RouteCell>(args.rank, args.window_routes) + ctx.parity() * args.num_ranks + peer;
+        uint32_t tokens = 0;
+        if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
+            tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
+            uint32_t hash = ctx.mem.load(&cell->config_hash, Order::relaxed, Scope::system);
+            if (hash != args.config_hash) {
+                ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0}, args.config_hash, hash);
+                tokens = 0;
+            }
+        }
+        ctx.smem.tokens_of_rank[peer] = static_cast<int32_t>(tokens);
+    }
+    arch::cta_sync();
+    if (arch::thread_idx() == 0) {
+        int most = 0;
+        for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
+        ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
+    }
+    arch::cta_sync();
+}
+
+// Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary memory.
+MEGAMOE_DEVICE void count_routes(Context& ctx) {
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx(), warp = arch::warp_idx();
+    int32_t* counters = ctx.smem.expert_counters[warp];
+    for (int chunk = arch::block_idx() * num_warps + warp; chunk < ctx.smem.num_chunks; chunk += arch::grid_dim() * num_warps) {
+        for (int e = lane; e < args.num_local_experts; e += 32) counters[e] = 0;
+        arch::warp_sync();
+        int ordered = chunk * chunk_tokens + lane;
+        int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
+        bool exists = token < ctx.smem.tokens_of_rank[home];
+        int64_t from = (int64_t{ctx.parity()} * args.max_tokens + token) * args.top_k;
+        const auto* ids = ctx.window<const int32_t>(home, args.window_ids) + from;
+        const auto* weights = ctx.window<const float>(home, args.window_weights) + from;
+        for (int k = 0; k < args.top_k; ++k) {
+            int expert = exists ? ids[k] - args.expert_begin : -1;
+            if (expert >= args.num_local_experts || expert < 0) expert = -1;
+            int64_t to = int64_t{ordered} * args.top_k + k;
+            args.route_ids[to] = expert;
+            if (expert >= 0) args.route_weights[to] = weights[k];
+            uint32_t same = arch::match_any(expert);
+            if (expert >= 0 && (same & arch::lanes_below()) == 0) counters[expert] += arch::popc(same);
+            arch::warp_sync();
+        }
+        for (int e = lane; e < args.num_local_experts; e += 32) {
+            args.chunk_prefix[int64_t{e} * (args.max_chunks + 1) + chunk] = counters[e];
+        }
+        arch::warp_sync();
+    }
+}
+
+// Counts -> exclusive prefixes over chunks, one warp an expert; the total stands behind the last chunk.
+MEGAMOE_DEVICE void scan_routes(Context& ctx) {
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx(), chunks = ctx.smem.num_chunks;
+    for (int e = arch::block_idx() * num_warps + arch::warp_idx(); e < args.num_local_experts; e += arch::grid_dim() * num_warps) {
+        int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
+        int running = 0;
+        for (int c0 = 0; c0 < chunks; c0 += 32) {
+            int c = c0 + lane;
+            int own = c < chunks ? row[c] : 0;
+            int inclusive = own;
+            for (int step = 1; step < 32; step <<= 1) {
+                int left = arch::shfl(inclusive, max_of(lane - step, 0));
+                if (lane >= step) inclusive += left;
+            }
+            if (c < chunks) row[c] = running + inclusive - own;
+            running += arch::shfl(inclusive, 31);
+        }
+        if (lane == 0) row[chunks] = running;
+    }
+}
+
+// CTA-converged; the whole grid's writes before it are visible after it.
+MEGAMOE_DEVICE void grid_sync(Context& ctx) {
+    arch::cta_sync();
+    if (arch::thread_idx() == 0) {
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+    }
+    arch::cta_sync();
+}
+
+template <class T>
+MEGAMOE_DEVICE void prologue(Context& ctx) {
+    int num_tokens = own_tokens(ctx.args);
+    stage_routes(ctx, num_tokens);
+    stage_x(typename T::Precision{}, ctx, num_tokens);
+    publish_x(ctx);
+    await_routes(ctx);
+    count_routes(ctx);
+    grid_sync(ctx);
+    scan_routes(ctx);
+    grid_sync(ctx);
+    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages after the plan's CTA barrier
+}
+
+}  // namespace megamoe

@@ -1,0 +1,90 @@
+// Which work comes when: pure functions of counts, no memory operations, no thread index. Compiled for host and device;
+// tests/schedule enumerates them.
+#pragma once
+#include "megamoe/base/portable.h"
+
+namespace megamoe {
+
+constexpr int block_rows = 128;   // tile height
+constexpr int tile_columns = 256; // tile width: two halves
+constexpr int half_columns = 128; // one accumulator, one FP8 weight scale, one quantization group of h
+constexpr int chunk_tokens = 32;  // routing unit: one token a lane
+
+enum class Stage : int { gemm1, gemm2 };
+
+// Experts are owned in contiguous ranges; the first E % R ranks hold one more.
+MEGAMOE_PURE int expert_begin_of(int num_experts, int num_ranks, int rank) {
+    return rank * (num_experts / num_ranks) + min_of(rank, num_experts % num_ranks);
+}
+MEGAMOE_PURE int rank_of_expert(int num_experts, int num_ranks, int expert) {
+    int base = num_experts / num_ranks, longer = num_experts % num_ranks;
+    int in_longer = longer * (base + 1);
+    return expert < in_longer ? expert / (base + 1) : longer + (expert - in_longer) / base;
+}
+
+// Chunk-order tokens: chunks of 32 tokens, interleaved over home ranks, so that the first blocks of every expert draw on
+// all links at once. `ordered` is that index; (home, token) the other name of the same token.
+MEGAMOE_PURE int home_of(int ordered, int num_ranks) { return ordered / chunk_tokens % num_ranks; }
+MEGAMOE_PURE int token_of(int ordered, int num_ranks) {
+    return ordered / chunk_tokens / num_ranks * chunk_tokens + ordered % chunk_tokens;
+}
+MEGAMOE_PURE int ordered_of(int home, int token, int num_ranks) {
+    return (token / chunk_tokens * num_ranks + home) * chunk_tokens + token % chunk_tokens;
+}
+MEGAMOE_PURE int num_chunks_of(int max_tokens_any_rank, int num_ranks) {
+    return ceil_div(max_tokens_any_rank, chunk_tokens) * num_ranks;
+}
+
+MEGAMOE_PURE int padded_rows(int rows) { return ceil_div(rows, block_rows) * block_rows; }
+
+// A group: up to `max_group` consecutive blocks of one expert whose tiles run m-fastest, so that a weight tile is read
+// from memory once for all of them. An expert's blocks are cut into equal groups.
+struct Group {
+    int first, size;
+};
+constexpr int max_group = 16;
+MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block) {
+    int groups = ceil_div(expert_blocks, max_group);
+    int i = block - expert_first_block;
+    int g = (i * groups + groups - 1) / expert_blocks;  // the last g with start(g) <= i, where start(g) = g*blocks/groups
+    while (g * expert_blocks / groups > i) --g;
+    while ((g + 1) * expert_blocks / groups <= i) ++g;
+    int first = g * expert_blocks / groups;
+    return {expert_first_block + first, (g + 1) * expert_blocks / groups - first};
+}
+
+// What position `index` of the launch's tile order is: `slot` counts block-sized portions of a stage, `part` tiles in it.
+struct Position {
+    Stage stage;
+    int slot, part;
+};
+
+// The order: step s = gemm1's portion s, then gemm2's portion s - lag. Because lag >= max_group, a gemm2 portion comes after
+// every gemm1 tile of its group: each tile stands after all its inputs.
+struct TileOrder {
+    int num_blocks, tiles1, tiles2, lag;  // tiles a block and stage
+
+    MEGAMOE_PURE int size() const { return num_blocks * (tiles1 + tiles2); }
+    MEGAMOE_PURE Position at(int index) const {
+        int head = min_of(lag, num_blocks);
+        if (index < head * tiles1) return {Stage::gemm1, index / tiles1, index % tiles1};
+        index -= head * tiles1;
+        int both = tiles1 + tiles2, middle = num_blocks - head;
+        if (index < middle * both) {
+            int step = index / both, part = index % both;
+            if (part < tiles1) return {Stage::gemm1, head + step, part};
+            return {Stage::gemm2, step, part - tiles1};
+        }
+        index -= middle * both;
+        return {Stage::gemm2, middle + index / tiles2, index % tiles2};
+    }
+};
+
+// A position names a tile once the group of its slot is known: within a group, m runs fastest.
+MEGAMOE_PURE void tile_in_group(Group group, Position p, int tiles, int* block, int* n) {
+    int i = (p.slot - group.first) * tiles + p.part;
+    *n = i / group.size;
+    *block = group.first + i % group.size;
+}
+
+}  // namespace megamoe

@@ -1,0 +1,12 @@
+"""Variant -> source -> cubin -> loaded kernel. Installed as megamoe.jit; lives in jit/ of the repository.
+
+Compiling needs no GPU. `python -m megamoe.jit --all` warms the cache.
+"""
+
+if __name__ == "jit":  # the repository root is on sys.path and somebody wrote `import jit`
+    raise ImportError("import megamoe.jit instead of jit")
+
+from megamoe.jit.compiler import CompileResult, compile_source, compile_variant
+from megamoe.jit.source import Variant, variants
+
+__all__ = ["CompileResult", "Variant", "compile_source", "compile_variant", "variants"]

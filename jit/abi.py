@@ -1,0 +1,139 @@
+"""csrc/megamoe/layout/args.h as ctypes: Args, FaultRecord, RouteCell, TensorMap, Edge.
+
+The header is the only definition. It is read line by line, one field a line; tests/unit/test_abi.py compares every
+offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megamoe.errors import AbiMismatch
+from megamoe.jit import paths
+
+_SCALARS: dict[str, Any] = {
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
+_STRUCT = re.compile(
+    r"^struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};", re.MULTILINE | re.DOTALL
+)
+_FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s+(\w+)(?:\[(\w+)\])?;$")
+_CONSTANT = re.compile(r"^constexpr\s+\w+\s+(\w+)\s*=\s*(\d+);", re.MULTILINE)
+_ENUM = re.compile(r"^enum class Edge[^{]*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
+
+
+def read_text() -> str:
+    """Return the header."""
+    return (paths.CSRC / "megamoe" / "layout" / "args.h").read_text()
+
+
+def parse(text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the structures of the header as ctypes classes, and its integer constants."""
+    constants = {name: int(value) for name, value in _CONSTANT.findall(text)}
+    types: dict[str, Any] = dict(_SCALARS)
+    structures: dict[str, Any] = {}
+    alignments: dict[str, int] = {}
+    for alignment, name, body in _STRUCT.findall(text):
+        structure = _structure(
+            name, _fields(body, types, constants), int(alignment or 0), alignments
+        )
+        types[name] = structures[name] = structure
+    return structures, constants
+
+
+def _fields(
+    body: str, types: Mapping[str, Any], constants: Mapping[str, int]
+) -> list[tuple[str, str, Any]]:
+    """Return (name, type name, ctypes type) of each line of a structure."""
+    fields = []
+    for raw in body.splitlines():
+        line = re.sub(r"\s*\*\s*", "* ", raw.split("//")[0].strip())
+        if not line:
+            continue
+        match = _FIELD.match(line)
+        if match is None:
+            raise AbiMismatch(f"layout/args.h: cannot read the field {raw.strip()!r}")
+        type_name, pointer, name, count = match.groups()
+        ctype: Any
+        if pointer:
+            ctype = ctypes.c_void_p
+        elif type_name in types:
+            ctype = types[type_name]
+        else:
+            raise AbiMismatch(f"layout/args.h: unknown type {type_name} of {name}")
+        if count:
+            ctype = ctype * (int(count) if count.isdigit() else constants[count])
+        fields.append((name, "" if pointer else type_name, ctype))
+    return fields
+
+
+def _structure(
+    name: str, fields: list[tuple[str, str, Any]], alignment: int, alignments: dict[str, int]
+) -> Any:
+    """Build the class. ctypes knows no alignas before Python 3.13, so padding fields stand in for it."""
+    laid_out: list[tuple[str, Any]] = []
+    offset, widest = 0, max(alignment, 1)
+
+    def pad_to(unit: int) -> None:
+        nonlocal offset
+        gap = -offset % unit
+        if gap:
+            laid_out.append((f"_pad{offset}", ctypes.c_uint8 * gap))
+            offset += gap
+
+    for field, type_name, ctype in fields:
+        unit = alignments.get(type_name, ctypes.alignment(ctype))
+        widest = max(widest, unit)
+        pad_to(unit)
+        laid_out.append((field, ctype))
+        offset += ctypes.sizeof(ctype)
+    pad_to(widest)
+    alignments[name] = widest
+    return type(name, (ctypes.Structure,), {"_fields_": laid_out, "alignment": widest})
+
+
+def parse_edges(text: str) -> dict[str, int]:
+    """Return the enumerators of Edge."""
+    match = _ENUM.search(text)
+    if match is None:
+        raise AbiMismatch("layout/args.h: enum class Edge not found")
+    return {
+        name: int(value)
+        for name, value in re.findall(r"^\s*(\w+)\s*=\s*(\d+)", match[1], re.MULTILINE)
+    }
+
+
+_structures, CONSTANTS = parse(read_text())
+Args: Any = _structures["Args"]
+FaultRecord: Any = _structures["FaultRecord"]
+RouteCell: Any = _structures["RouteCell"]
+TensorMap: Any = _structures["TensorMap"]
+Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
+MAX_RANKS = CONSTANTS["max_ranks"]
+
+
+def field_names(structure: Any) -> list[str]:
+    """Return the fields that the header has, without padding."""
+    return [field[0] for field in structure._fields_ if not field[0].startswith("_pad")]
+
+
+def aligned(structure: Any) -> Any:
+    """Return a zeroed instance whose address has the structure's alignment."""
+    buffer = bytearray(ctypes.sizeof(structure) + structure.alignment)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return structure.from_buffer(buffer, -start % structure.alignment)
+
+
+def fault_fields(record: Any) -> dict[str, Any]:
+    """Return a FaultRecord as a dict, its edge by name; what errors.fault_to_error takes."""
+    fields = {name: int(getattr(record, name)) for name in field_names(FaultRecord)}
+    edges = {int(edge): edge.name for edge in Edge}
+    return {**fields, "edge": edges.get(fields["edge"], f"edge {fields['edge']}")}

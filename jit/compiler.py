@@ -1,0 +1,166 @@
+"""CUDA source -> cubin, by NVRTC (default, pip wheels are enough) or by nvcc. Needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megamoe import env
+from megamoe.errors import CompileError
+from megamoe.jit import cache, paths
+from megamoe.jit.source import Variant
+
+ARCH = "sm_90a"
+# -default-device: CUTLASS headers hold functions without a decoration, which NVRTC would take for host code.
+NVRTC_FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "-default-device", "--ptxas-options=-v")
+NVCC_FLAGS = ("-cubin", f"-arch={ARCH}", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """A cubin and what the compiler said of it. `seconds` is 0 when it came from the cache."""
+
+    cubin: bytes
+    log: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int  # static shared memory
+    seconds: float
+    warnings: tuple[str, ...] = ()  # ptxas remarks that cost speed, e.g. serialised WGMMA
+
+
+def compile_variant(variant: Variant, flags: Sequence[str] = ()) -> CompileResult:
+    """Compile one variant of the forward kernel, or take it from the cache."""
+    return compile_source(variant.source(), name=f"{variant}.cu", flags=flags)
+
+
+def compile_source(
+    source: str, name: str = "kernel.cu", flags: Sequence[str] = (), directory: Path | None = None
+) -> CompileResult:
+    """Compile a translation unit with csrc/ on its include path, or take it from the cache."""
+    which = env.compiler()
+    base = NVRTC_FLAGS if which == "nvrtc" else NVCC_FLAGS
+    every_flag = (*base, *flags)
+    key = cache.content_key(
+        source, flags=every_flag, compiler=compiler_version(which), extra_files=_version_headers()
+    )
+    seconds = 0.0
+
+    def build(target: Path) -> dict[str, Any]:
+        nonlocal seconds
+        start = time.perf_counter()
+        run = _nvrtc if which == "nvrtc" else _nvcc
+        cubin, log = run(source, name, every_flag, target)
+        seconds = time.perf_counter() - start
+        target.write_bytes(cubin)
+        return {"name": name, "log": log, "seconds": round(seconds, 3)}
+
+    path, notes = cache.fetch(key, ".cubin", build, directory)
+    log = str(notes["log"])
+    return CompileResult(cubin=path.read_bytes(), log=log, seconds=seconds, **parse_log(log))
+
+
+@lru_cache(maxsize=2)
+def compiler_version(which: str) -> str:
+    """Return the compiler's name and version, as it enters the cache key."""
+    if which == "nvrtc":
+        from cuda.bindings import nvrtc
+
+        major, minor = _check(nvrtc.nvrtcVersion())
+        return f"nvrtc {major}.{minor}"
+    text = subprocess.run([_nvcc_path(), "--version"], capture_output=True, text=True).stdout
+    return "nvcc " + " ".join(re.findall(r"V[\d.]+", text))
+
+
+def parse_log(log: str) -> dict[str, Any]:
+    """Read ptxas -v: the maxima over all kernels and functions in the log."""
+
+    def most(pattern: str) -> int:
+        return max((int(n) for n in re.findall(pattern, log)), default=0)
+
+    remarks = [
+        line.strip()
+        for line in log.splitlines()
+        if re.search(r"warning|Potential Performance Loss|serializ|setmaxnreg", line)
+    ]
+    return {
+        "registers": most(r"Used (\d+) registers"),
+        "spill_bytes": most(r"(\d+) bytes spill stores") + most(r"(\d+) bytes spill loads"),
+        "stack_bytes": max(
+            most(r"(\d+) bytes stack frame"), most(r"(\d+) bytes cumulative stack size")
+        ),
+        "shared_bytes": most(r"(\d+) bytes smem"),
+        "warnings": tuple(remarks),
+    }
+
+
+def _version_headers() -> list[Path]:
+    """Return small files that tell one release of the foreign headers from another."""
+    found = [paths.cutlass_include() / "cutlass" / "version.h"]
+    cuda, cccl = paths.cuda_includes()
+    found += [cuda / "cuda_fp8.hpp", cccl / "cuda" / "std" / "__cccl" / "version.h"]
+    return [path for path in found if path.is_file()]
+
+
+def _include_flags() -> list[str]:
+    return [f"-I{path}" for path in paths.include_dirs()]
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status) != 0:
+        raise CompileError(f"NVRTC: {status!r}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _nvrtc(source: str, name: str, flags: Sequence[str], target: Path) -> tuple[bytes, str]:
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
+    try:
+        options = [flag.encode() for flag in (*flags, *_include_flags())]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+        buffer = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        _check(nvrtc.nvrtcGetProgramLog(program, buffer))
+        log = buffer.decode(errors="replace").strip("\0 \n")
+        if int(status) != 0:
+            raise CompileError(_failure(name, log))
+        cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin, log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvcc_path() -> str:
+    path = paths.find_tool("nvcc")
+    if path is None:
+        raise CompileError("MEGAMOE_COMPILER=nvcc, but there is no nvcc: set CUDA_HOME")
+    return str(path)
+
+
+def _nvcc(source: str, name: str, flags: Sequence[str], target: Path) -> tuple[bytes, str]:
+    unit = target.with_name(name)
+    unit.write_text(source)
+    # nvcc has its own CUDA and CCCL headers; those of the wheels may be of another release.
+    includes = [f"-I{paths.CSRC}", f"-I{paths.cutlass_include()}"]
+    command = [_nvcc_path(), *flags, *includes, "-o", str(target), str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    log = (done.stdout + done.stderr).strip()
+    if done.returncode != 0:
+        raise CompileError(_failure(name, log))
+    return target.read_bytes(), log
+
+
+def _failure(name: str, log: str, most_lines: int = 40) -> str:
+    """Keep the first errors: those after them are mostly consequences."""
+    lines = log.splitlines()
+    start = next((i for i, line in enumerate(lines) if "error" in line), 0)
+    return f"{name} did not compile:\n" + "\n".join(lines[start : start + most_lines])

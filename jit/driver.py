@@ -1,0 +1,57 @@
+"""The CUDA driver, through cuda-python: checked calls, the few that a launch needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from cuda.bindings import driver
+
+from megamoe.errors import MegaMoEError
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Return the values of a driver call, or raise with the driver's own words."""
+    status, *values = result
+    if int(status) != 0:
+        raise MegaMoEError(f"CUDA driver: {_describe(status)}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _describe(status: Any) -> str:
+    failed, text = driver.cuGetErrorString(status)
+    words = text.decode() if int(failed) == 0 and text else ""
+    return f"{getattr(status, 'name', status)} {words}".strip()
+
+
+@lru_cache(maxsize=16)
+def _primary_context(device: int) -> Any:
+    check(driver.cuInit(0))
+    return check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(device))))
+
+
+def use_device(device: int) -> None:
+    """Make the context that torch uses current in this thread, if none is."""
+    context = _primary_context(device)
+    if int(check(driver.cuCtxGetCurrent())) == 0:
+        check(driver.cuCtxSetCurrent(context))
+
+
+@lru_cache(maxsize=64)
+def device_attribute(device: int, name: str) -> int:
+    """Return an attribute such as "MULTIPROCESSOR_COUNT" of a device."""
+    check(driver.cuInit(0))
+    attribute = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(device)))))
+
+
+def enable_peer_access(device: int, peer: int) -> None:
+    """Let kernels on `device` read and write the memory of `peer`; harmless when they may already."""
+    previous = check(driver.cuCtxGetCurrent())
+    check(driver.cuCtxSetCurrent(_primary_context(device)))
+    try:
+        status = driver.cuCtxEnablePeerAccess(_primary_context(peer), 0)[0]
+        if status != driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            check((status,))
+    finally:
+        check(driver.cuCtxSetCurrent(previous))

@@ -1,0 +1,137 @@
+"""A cubin on a device: load, check, launch. A launch costs the host about a microsecond and never waits."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+from cuda.bindings import driver
+
+from megamoe.errors import AbiMismatch, NotCoResident
+from megamoe.jit import abi
+from megamoe.jit.compiler import compile_variant
+from megamoe.jit.cubin import read_u32
+from megamoe.jit.driver import check, device_attribute, use_device
+from megamoe.jit.source import Variant
+
+
+class Kernel:
+    """One entry of a cubin, loaded on one device for good: modules are never unloaded."""
+
+    def __init__(self, cubin: bytes, entry: str, device: int, smem_bytes: int = 0) -> None:
+        self.entry, self.device, self.smem_bytes = entry, device, smem_bytes
+        use_device(device)
+        self._module = check(driver.cuModuleLoadData(cubin))
+        self.function = check(driver.cuModuleGetFunction(self._module, entry.encode()))
+        # Now and not at the first launch: lazy loading may synchronise with kernels that wait for peers.
+        check(driver.cuFuncLoad(self.function))
+        self.threads = self._attribute("MAX_THREADS_PER_BLOCK")
+        if smem_bytes:
+            limit = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+            if smem_bytes > limit:
+                raise NotCoResident(
+                    f"{entry} needs {smem_bytes} bytes of shared memory, this device has {limit}"
+                )
+            which = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(self.function, which, smem_bytes))
+
+    def _attribute(self, name: str) -> int:
+        which = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return int(check(driver.cuFuncGetAttribute(which, self.function)))
+
+    def registers(self) -> int:
+        """Return the registers of a thread at launch."""
+        return self._attribute("NUM_REGS")
+
+    def check_resident(self, grid: int) -> None:
+        """Raise NotCoResident unless `grid` CTAs run at the same time on an otherwise idle device."""
+        blocks = check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                self.function, self.threads, self.smem_bytes
+            )
+        )
+        available = int(blocks) * device_attribute(self.device, "MULTIPROCESSOR_COUNT")
+        if not 0 < grid <= available:
+            raise NotCoResident(
+                f"{self.entry} wants {grid} CTAs, {available} fit this device at once "
+                f"({blocks} an SM with {self.threads} threads and {self.smem_bytes} bytes)"
+            )
+
+
+class Launcher:
+    """Launches a kernel that takes one structure, with everything but the stream prepared.
+
+    The driver copies `argument` at the launch, so it may be changed right afterwards.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: int | tuple[int, int, int],
+        argument: Any,
+        *,
+        cooperative: bool = True,
+        pdl: bool = False,
+    ) -> None:
+        self.kernel, self.grid, self.argument = kernel, grid, argument
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self._pointer_block = ctypes.addressof(self._pointers)
+        ids = driver.CUlaunchAttributeID
+        attributes = []
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            attributes.append(attribute)
+        if pdl:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (
+            (grid, 1, 1) if isinstance(grid, int) else grid
+        )
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes = kernel.smem_bytes
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        self._config = config
+        self._stream = -1
+
+    def launch(self, stream: int) -> None:
+        """Launch on a CUDA stream, given as its handle."""
+        use_device(self.kernel.device)
+        if stream != self._stream:
+            self._config.hStream = driver.CUstream(stream)
+            self._stream = stream
+        check(driver.cuLaunchKernelEx(self._config, self.kernel.function, self._pointer_block, 0))
+
+
+_loaded: dict[tuple[Variant, int], Kernel] = {}
+_loading = threading.Lock()
+
+
+def check_abi(cubin: bytes, what: str) -> int:
+    """Return the dynamic shared memory that a forward kernel asks for; raise when its Args is not ours."""
+    args_bytes = read_u32(cubin, "megamoe_args_bytes")
+    smem_bytes = read_u32(cubin, "megamoe_smem_bytes")
+    ours = ctypes.sizeof(abi.Args)
+    if args_bytes != ours or smem_bytes is None:
+        raise AbiMismatch(
+            f"{what}: sizeof(Args) is {args_bytes} in the kernel, {ours} in layout/args.h as Python "
+            f"reads it; shared memory {smem_bytes}. Clear the cache (MEGAMOE_CACHE_DIR) or reinstall"
+        )
+    return smem_bytes
+
+
+def load_forward(variant: Variant, device: int) -> Kernel:
+    """Return the forward kernel of a variant on a device, compiling it if no cache has it."""
+    with _loading:
+        kernel = _loaded.get((variant, device))
+        if kernel is None:
+            cubin = compile_variant(variant).cubin
+            kernel = Kernel(cubin, variant.entry, device, check_abi(cubin, str(variant)))
+            _loaded[variant, device] = kernel
+        return kernel

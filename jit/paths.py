@@ -1,0 +1,92 @@
+"""Where headers and tools are. Nothing here imports the packages it looks for.
+
+`cuda.pathfinder` does not see folders on PYTHONPATH (`pip install --target`), so import specs are asked first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from megamoe.errors import CompileError
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"  # the same in a checkout and in a wheel
+
+
+def _package_dirs(name: str) -> list[Path]:
+    try:
+        spec = find_spec(name)
+    except ModuleNotFoundError:  # the parent package is missing
+        return []
+    return [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _pathfinder(name: str) -> list[Path]:
+    try:
+        from cuda import pathfinder
+
+        found = pathfinder.find_nvidia_header_directory(name)
+    except Exception:  # the module is absent, or its version does not know `name`
+        return []
+    return [Path(found)] if found else []
+
+
+def _toolkits() -> list[Path]:
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    return [Path(home) for home in homes if home]
+
+
+@lru_cache(maxsize=1)
+def cutlass_include() -> Path:
+    """Return the folder that holds cute/ and cutlass/, from the nvidia-cutlass package."""
+    candidates = [d / "source" / "include" for d in _package_dirs("cutlass_library")]
+    candidates += _pathfinder("cutlass")
+    for path in candidates:
+        if (path / "cutlass" / "cutlass.h").is_file():
+            return path
+    raise CompileError(
+        "the CUTLASS headers are missing: pip install nvidia-cutlass==4.2.0.0 "
+        f"(looked at: {', '.join(map(str, candidates)) or 'no package cutlass_library'})"
+    )
+
+
+@lru_cache(maxsize=1)
+def cuda_includes() -> tuple[Path, ...]:
+    """Return the CUDA include folder and its cccl folder. Both from one tree: mixed trees do not compile."""
+    candidates = [d / "include" for d in _package_dirs("nvidia.cu13")]
+    candidates += _pathfinder("cudart")
+    candidates += [home / "include" for home in _toolkits()]
+    for path in candidates:
+        if (path / "cuda_bf16.h").is_file() and (path / "cccl" / "cuda" / "std").is_dir():
+            return (path, path / "cccl")
+    raise CompileError(
+        "no complete set of CUDA 13 headers: pip install 'nvidia-cuda-runtime>=13,<14' "
+        "'nvidia-cuda-cccl>=13,<13.2', or set CUDA_HOME to a CUDA 13 toolkit "
+        f"(looked at: {', '.join(map(str, candidates))})"
+    )
+
+
+def include_dirs() -> list[Path]:
+    """Return every include folder of a kernel, ours first."""
+    return [CSRC, cutlass_include(), *cuda_includes()]
+
+
+def headers(root: Path | None = None) -> list[Path]:
+    """Return all source files under csrc/megamoe, in a fixed order."""
+    root = root or CSRC
+    endings = {".h", ".cuh", ".inc"}
+    return sorted(p for p in (root / "megamoe").rglob("*") if p.suffix in endings and p.is_file())
+
+
+def find_tool(name: str) -> Path | None:
+    """Return nvcc, nvdisasm or the like from a wheel, a toolkit or PATH."""
+    places = [d / "bin" / name for d in _package_dirs("nvidia.cu13")]
+    places += [home / "bin" / name for home in _toolkits()]
+    for path in places:
+        if path.is_file():
+            return path
+    found = shutil.which(name)
+    return Path(found) if found else None

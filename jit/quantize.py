@@ -1,0 +1,76 @@
+"""FP8 quantization of weights on CUDA, one pass over memory: csrc/megamoe/kernels/quantize_weights.cuh."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import ArgumentError
+from megamoe.jit.compiler import CompileResult, compile_source
+from megamoe.jit.module import Kernel, Launcher
+
+ENTRY = "megamoe_quantize_weights"
+SOURCE = f"""\
+#include "megamoe/kernels/quantize_weights.cuh"
+
+extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
+{ENTRY}(const __grid_constant__ megamoe::QuantizeWeightsArgs args) {{
+    megamoe::quantize_weights(args);
+}}
+"""
+
+
+class _Args(ctypes.Structure):
+    _fields_ = (
+        ("w", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("planes", ctypes.c_int32),
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+    )
+
+
+def compile_quantize() -> CompileResult:
+    """Compile the kernel, or take it from the cache. Needs no GPU."""
+    return compile_source(SOURCE, name="quantize_weights.cu")
+
+
+@lru_cache(maxsize=16)
+def _kernel(device: int) -> Kernel:
+    return Kernel(compile_quantize().cubin, ENTRY, device)
+
+
+def quantize_weights(
+    w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """w: [L, P*I, H] bf16 on CUDA -> (q [L, P*I, H] e4m3, scale [L, P*ceil(I/128), ceil(H/128)] fp32).
+
+    out: where to put them. Runs on the current stream; the same bits as weights.quantize_blockwise.
+    """
+    if w.dtype != torch.bfloat16 or w.dim() != 3 or not w.is_contiguous() or not w.is_cuda:
+        raise ArgumentError(
+            "w", f"{w.dtype} {list(w.shape)} on {w.device}", "contiguous bf16 on CUDA"
+        )
+    num, height, columns = w.shape
+    if height % planes or columns % 8 or w.data_ptr() % 16:
+        raise ArgumentError(
+            "w.shape", list(w.shape), f"[L, {planes} * I, multiple of 8], 16-byte aligned"
+        )
+    rows = height // planes
+    grid = (-(-columns // 128), planes * -(-rows // 128), num)
+    if out is None:
+        q = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+        scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
+    else:
+        q, scale = out
+    if w.numel():
+        args = _Args(w.data_ptr(), q.data_ptr(), scale.data_ptr(), planes, rows, columns)
+        with torch.cuda.device(w.device):
+            stream = torch.cuda.current_stream(w.device)
+            kernel = _kernel(stream.device.index)
+            Launcher(kernel, grid, args, cooperative=False).launch(stream.cuda_stream)
+    return q, scale

@@ -1,0 +1,57 @@
+"""megamoe: an expert-parallel mixture-of-experts layer in one persistent kernel on Hopper."""
+
+import logging as _logging
+from pathlib import Path as _Path
+
+__version__ = "0.1.0"
+
+# Run from the source tree, megamoe.jit is the folder next to this package; installed, it lies
+# inside.
+_root = _Path(__file__).resolve().parent.parent
+if all((_root / name).exists() for name in ("jit/__init__.py", "csrc", "setup.py")):
+    __path__.append(str(_root))
+
+from megamoe import env as _env  # noqa: E402
+from megamoe.config import Activation, Problem, activation_by_name  # noqa: E402
+from megamoe.errors import (  # noqa: E402
+    AbiMismatch,
+    ArgumentError,
+    CompileError,
+    ConfigError,
+    MegaMoEError,
+    NotCoResident,
+    PeerFault,
+    ProtocolTimeout,
+    RankMismatch,
+    UnreachablePeer,
+    WindowBroken,
+    WorkspaceTooSmall,
+)
+from megamoe.functional import make_backend, moe_forward  # noqa: E402
+from megamoe.module import MegaMoE  # noqa: E402
+from megamoe.weights import ExpertWeights  # noqa: E402
+
+_logging.getLogger("megamoe").setLevel(_env.log_level())
+
+__all__ = [
+    "AbiMismatch",
+    "Activation",
+    "ArgumentError",
+    "CompileError",
+    "ConfigError",
+    "ExpertWeights",
+    "MegaMoE",
+    "MegaMoEError",
+    "NotCoResident",
+    "PeerFault",
+    "Problem",
+    "ProtocolTimeout",
+    "RankMismatch",
+    "UnreachablePeer",
+    "WindowBroken",
+    "WorkspaceTooSmall",
+    "__version__",
+    "activation_by_name",
+    "make_backend",
+    "moe_forward",
+]

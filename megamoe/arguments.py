@@ -1,0 +1,196 @@
+"""Fills the launch argument block: the same code for the GPU and for the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import layout
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError
+from megamoe.layout import Region
+from megamoe.weights import ExpertWeights
+
+# (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
+# dims and box are innermost first.
+Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
+
+SWIZZLE_BYTES = 128  # innermost extent of every box
+DEFAULT_GEMM2_LAG = 16  # blocks; at least max_group of csrc/megamoe/schedule/order.h
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout of one layer on one rank: what does not change between launches.
+
+    window_tokens: max_tokens of the window, which may be shared with larger layers. All strides
+        follow it.
+    """
+
+    problem: Problem
+    pool_rows: int
+    window_tokens: int = 0  # 0: the problem's own
+
+    @cached_property
+    def strided(self) -> Problem:
+        """The problem with the window's max_tokens."""
+        return replace(self.problem, max_tokens=self.window_tokens or self.problem.max_tokens)
+
+    @cached_property
+    def window(self) -> dict[str, Region]:
+        """Regions of the window."""
+        return layout.window_regions(self.strided)
+
+    @cached_property
+    def workspace(self) -> dict[str, Region]:
+        """Regions of the workspace."""
+        return layout.workspace_regions(self.strided, self.pool_rows)
+
+
+def fill(
+    args: Any,
+    problem: Problem,
+    window_bases: Sequence[int],
+    workspace_base: int,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    y: Tensor,
+    weights: ExpertWeights,
+    *,
+    pool_rows: int,
+    encoder: Encoder,
+    timeout_ns: int,
+    fault: int,
+    num_tokens_device: Tensor | None = None,
+    **static: Any,
+) -> None:
+    """Fill the whole block for one launch; `static` goes to fill_static. See the three parts below."""
+    plan = Plan(problem, pool_rows)
+    fill_static(
+        args,
+        plan,
+        window_bases=window_bases,
+        workspace_base=workspace_base,
+        encoder=encoder,
+        timeout_ns=timeout_ns,
+        fault=fault,
+        **static,
+    )
+    fill_weights(args, plan, weights, encoder)
+    fill_call(args, x, topk_ids, topk_weights, y, num_tokens_device)
+
+
+def fill_static(
+    args: Any,
+    plan: Plan,
+    *,
+    window_bases: Sequence[int],
+    workspace_base: int,
+    encoder: Encoder,
+    timeout_ns: int,
+    fault: int,
+    profile: int = 0,
+    epoch: int = 0,
+    gemm2_lag: int = DEFAULT_GEMM2_LAG,
+) -> None:
+    """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
+
+    args: a zeroed abi.Args. window_bases: of all ranks, as mapped here. epoch: address of the epoch
+    cell when it is not the workspace's own (layers that share a window share one).
+    """
+    p = plan.strided
+    for name, region in plan.workspace.items():
+        setattr(args, name, workspace_base + region.offset)
+    if epoch:
+        args.epoch = epoch
+    args.fault, args.profile = fault, profile
+    for rank, base in enumerate(window_bases):
+        args.window[rank] = base
+    for name, region in plan.window.items():
+        setattr(args, name, region.offset)
+    args.abort = args.window[p.rank] + args.window_abort
+    args.timeout_ns = timeout_ns
+    args.max_tokens = p.max_tokens
+    args.num_ranks, args.rank = p.ep_size, p.rank
+    args.num_experts = p.num_experts
+    args.num_local_experts = p.num_local_experts(p.rank)
+    args.expert_begin = p.expert_begin(p.rank)
+    args.top_k = p.top_k
+    args.hidden, args.intermediate = p.hidden, p.intermediate
+    args.pool_rows = plan.pool_rows
+    args.max_chunks = layout.max_chunks(p)
+    args.gemm2_lag = gemm2_lag
+    args.config_hash = p.fingerprint()
+    act = p.activation
+    args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
+
+    size = _element_bytes(p)
+    rows = plan.pool_rows
+    inner = SWIZZLE_BYTES // size
+    encode = _matrix_encoder(encoder)
+    _set_map(args.map_x_pool, encode(args.x_pool, rows, p.hidden, (inner, 64), size))
+    _set_map(args.map_h, encode(args.h, rows, p.intermediate, (inner, 64), size))
+    _set_map(args.map_y_rows, encode(args.y_rows, rows, p.hidden, (SWIZZLE_BYTES // 2, 64), 2))
+
+
+def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:
+    """Fill the weights: maps, scales, biases. A rank without experts gets maps that are never used."""
+    p = plan.problem
+    size = _element_bytes(p)
+    inner = SWIZZLE_BYTES // size
+    local, planes = p.num_local_experts(p.rank), p.activation.planes
+    for field, w, height, w_planes, width in (
+        (args.map_w13, weights.w13, p.intermediate, planes, p.hidden),
+        (args.map_w2, weights.w2, p.hidden, 1, p.intermediate),
+    ):
+        base = w.data_ptr() if local else args.x_pool  # any legal address
+        if base % 16:
+            raise ArgumentError("weights", hex(base), "16-byte aligned storage")
+        dims = (width, height, w_planes, max(local, 1))
+        strides = (width * size, height * width * size, w_planes * height * width * size)
+        _set_map(field, encoder(base, dims, strides, (inner, 128, 1, 1), size))
+    for name in ("w13_scale", "w2_scale", "b13", "b2"):
+        tensor = getattr(weights, name)
+        setattr(args, name, tensor.data_ptr() if tensor is not None else None)
+
+
+def fill_call(
+    args: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    y: Tensor,
+    num_tokens_device: Tensor | None = None,
+) -> None:
+    """Fill what changes with every call: the tensors."""
+    args.x, args.y = x.data_ptr(), y.data_ptr()
+    args.topk_ids, args.topk_weights = topk_ids.data_ptr(), topk_weights.data_ptr()
+    args.ids_are_int64 = int(topk_ids.dtype == torch.int64)
+    args.num_tokens = x.shape[0]
+    args.num_tokens_device = num_tokens_device.data_ptr() if num_tokens_device is not None else None
+    if (args.x or 0) % 16 or (args.y or 0) % 16:
+        raise ArgumentError("x or out", hex(args.x), "16-byte aligned storage")
+
+
+def _element_bytes(problem: Problem) -> int:
+    return 1 if problem.precision == "fp8" else 2
+
+
+def _matrix_encoder(encoder: Encoder) -> Callable[[int, int, int, tuple[int, int], int], bytes]:
+    def encode(base: int, rows: int, columns: int, box: tuple[int, int], size: int) -> bytes:
+        return encoder(base, (columns, rows), (columns * size,), box, size)
+
+    return encode
+
+
+def _set_map(field: Any, data: bytes) -> None:
+    if len(data) != ctypes.sizeof(field):
+        raise ValueError(f"a tensor map has {ctypes.sizeof(field)} bytes, not {len(data)}")
+    ctypes.memmove(ctypes.addressof(field), data, len(data))

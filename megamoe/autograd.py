@@ -1,0 +1,178 @@
+"""The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
+
+    megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?,
+    handle) -> y megamoe::moe_backward(dy, <the same>, needs) -> (dx, d_topk_weights, dw13, dw2,
+    db13, db2)
+
+`handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take
+no objects. It is a CPU tensor and not an int, so that equal layers share one compiled graph.
+The backward pass recomputes: it runs the staged mathematics on the saved inputs, with the
+quantized values where the forward used them and straight through the rounding. It is collective, so
+every rank must need the same gradients; a gradient that is not needed comes back empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.errors import MegaMoEError
+from megamoe.functional import Backend
+from megamoe.staged import compute_dtype, moe
+from megamoe.weights import ExpertWeights, QuantizedCache
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
+
+    problem: Problem
+    group: Any
+    backend: Backend
+    cache: QuantizedCache = field(default_factory=QuantizedCache)
+    handle: Tensor = field(init=False)  # [] int64 on the CPU
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        self.handle = torch.tensor(number)
+        _runtimes[number] = self
+
+    def weights(self, given: ExpertWeights) -> ExpertWeights:
+        """Return what the backend takes: fp8 masters quantized once per version."""
+        if self.problem.precision == "fp8" and given.w13_scale is None:
+            return self.cache.weights(self.problem, given)
+        return given
+
+
+_numbers = itertools.count(1)
+_runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+
+
+def runtime_of(handle: Tensor) -> Runtime:
+    """Return the runtime of a handle."""
+    runtime = _runtimes.get(int(handle))
+    if runtime is None:
+        raise MegaMoEError(f"the layer of handle {int(handle)} is closed or was deleted")
+    return runtime
+
+
+@torch.library.custom_op("megamoe::moe_forward", mutates_args=())
+def moe_forward_op(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    handle: Tensor,
+) -> Tensor:
+    """Run the backend behind `handle`."""
+    runtime = runtime_of(handle)
+    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+    return runtime.backend.forward(x, topk_ids, topk_weights, weights)
+
+
+@moe_forward_op.register_fake
+def _(x: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@contextmanager
+def _recording_gradients() -> Iterator[None]:
+    """Record gradients inside an operator, where torch has switched the autograd keys off."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+@torch.library.custom_op("megamoe::moe_backward", mutates_args=())
+def moe_backward_op(
+    dy: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    handle: Tensor,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Recompute the layer by staged mathematics, differentiate it; `needs`: a flag per output."""
+    runtime = runtime_of(handle)
+    problem = runtime.problem
+    given = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+    dense = given.dense(problem, compute_dtype(x.device))
+    sources = (x, topk_weights, dense.w13, dense.w2, dense.b13, dense.b2)
+    leaves = [
+        None if source is None else source.detach().requires_grad_(need)
+        for source, need in zip(sources, needs, strict=True)
+    ]
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    with _recording_gradients():
+        y = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], ExpertWeights(*leaves[2:]))
+        found = iter(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
+    masters = (x, topk_weights, w13, w2, b13, b2)
+    grads = []
+    for leaf, master in zip(leaves, masters, strict=True):
+        if leaf is not None and leaf.requires_grad:
+            grads.append(next(found).to(master.dtype).contiguous())
+        else:
+            grads.append(x.new_empty(0))
+    return tuple(grads)  # type: ignore[return-value]
+
+
+@moe_backward_op.register_fake
+def _(dy: Tensor, x: Tensor, topk_ids: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    topk_weights, w13, w2, b13, b2, _, _, _, needs = args
+    masters = (x, topk_weights, w13, w2, b13, b2)
+    return tuple(
+        torch.empty_like(master, memory_format=torch.contiguous_format)
+        if need and master is not None
+        else x.new_empty(0)
+        for master, need in zip(masters, needs, strict=True)
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    differentiable = (0, 2, 3, 4, 5, 6)  # x, topk_weights, w13, w2, b13, b2
+    needs = [bool(ctx.needs_input_grad[i]) for i in differentiable]
+    grads = torch.ops.megamoe.moe_backward(dy.contiguous(), *ctx.saved_tensors, needs)
+    result: list[Tensor | None] = [None] * 10
+    for i, need, grad in zip(differentiable, needs, grads, strict=True):
+        result[i] = grad if need else None
+    return tuple(result)
+
+
+moe_forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def apply(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, handle: Tensor
+) -> Tensor:
+    """Call the layer's operator; arguments as in functional.moe_forward, already checked."""
+    w = weights
+    y: Tensor = torch.ops.megamoe.moe_forward(
+        x, topk_ids, topk_weights, w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale, handle
+    )
+    return y

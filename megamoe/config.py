@@ -1,0 +1,192 @@
+"""Problem and Activation: what is computed. Every constraint is stated here, once."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import inf, isfinite
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megamoe.errors import ConfigError
+
+MAX_RANKS = 8
+MAX_TOP_K = 16
+MAX_WIDTH = 16384  # of hidden and intermediate
+MAX_LOCAL_EXPERTS = 1024
+MAX_GROUP_TOKENS = 1 << 26  # token index * 16 + k and two mark bits share 32 bits
+PRECISIONS = ("bf16", "fp8")
+KINDS = ("swiglu", "clamped_swiglu", "geglu", "relu2")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The function between the two GEMMs; `kind` picks the kernel's policy, the rest its numbers.
+
+    swiglu          silu(gate) * up
+    clamped_swiglu  g * sigmoid(alpha * g) * (u + up_offset), g = min(gate, limit), u = clamp(up,
+    +-limit) geglu           gelu(gate) * up, the exact (erf) form
+    relu2           relu(v) ** 2, not gated: w13 has one plane
+    """
+
+    kind: str
+    alpha: float = 1.0
+    limit: float = inf
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "alpha",
+            "limit",
+            "up_offset",
+        ):  # ints too, so that equal means same fingerprint
+            object.__setattr__(self, name, float(getattr(self, name)))
+        if self.kind not in KINDS:
+            raise ConfigError("activation.kind", repr(self.kind), "one of " + ", ".join(KINDS))
+        if not (isfinite(self.alpha) and isfinite(self.up_offset)):
+            raise ConfigError("activation", self, "finite alpha and up_offset")
+        if not self.limit > 0:
+            raise ConfigError("activation.limit", self.limit, "a positive number")
+        if self.kind != "clamped_swiglu" and (self.alpha, self.limit, self.up_offset) != (
+            1,
+            inf,
+            0,
+        ):
+            raise ConfigError("activation", self, f"no alpha, limit or up_offset for {self.kind}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether w13 has two planes (gate rows, then up rows) or one."""
+        return self.kind != "relu2"
+
+    @property
+    def planes(self) -> int:
+        """Planes of w13: 2 gated, 1 not."""
+        return 2 if self.gated else 1
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up: [..., P*I], any float type -> h [..., I] fp32; differentiable."""
+        gate_up = gate_up.float()
+        if not self.gated:
+            return F.relu(gate_up).square()
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.kind == "geglu":
+            return F.gelu(gate) * up
+        if self.kind == "swiglu":
+            return F.silu(gate) * up
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_offset)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation("swiglu"),
+    "swiglu_oai": Activation("clamped_swiglu", alpha=1.702, limit=7.0, up_offset=1.0),
+    "geglu": Activation("geglu"),
+    "relu2": Activation("relu2"),
+}
+
+
+def activation_by_name(name: str | Activation) -> Activation:
+    """Return the named activation; an Activation is handed through."""
+    if isinstance(name, Activation):
+        return name
+    if name not in ACTIVATIONS:
+        expected = "one of " + ", ".join(ACTIVATIONS) + ", or an Activation"
+        raise ConfigError("activation", repr(name), expected)
+    return ACTIVATIONS[name]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer, equal on every rank of the group except for `rank`."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    ep_size: int = 1
+    rank: int = 0
+    max_tokens: int = 8192
+    precision: str = "bf16"
+    activation: Activation = ACTIVATIONS["swiglu"]
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "activation", activation_by_name(self.activation))
+        if problems := self.problems():
+            raise ConfigError("; ".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return every violated constraint as "name is value, expected ..."; empty means valid."""
+        return [
+            f"{name} is {value!r}, expected {expected}"
+            for name, value, ok, expected in self._constraints()
+            if not ok
+        ]
+
+    def _constraints(self) -> Iterator[tuple[str, Any, bool, str]]:
+        for name in (
+            "hidden",
+            "intermediate",
+            "num_experts",
+            "top_k",
+            "ep_size",
+            "rank",
+            "max_tokens",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                yield name, value, False, "an int"
+                return
+        for name in ("hidden", "intermediate"):
+            value = getattr(self, name)
+            ok = 0 < value <= MAX_WIDTH and value % 16 == 0
+            yield name, value, ok, f"a multiple of 16 in 16..{MAX_WIDTH}"
+        yield "top_k", self.top_k, 1 <= self.top_k <= MAX_TOP_K, f"1..{MAX_TOP_K}"
+        yield "ep_size", self.ep_size, 1 <= self.ep_size <= MAX_RANKS, f"1..{MAX_RANKS}"
+        ep_size = max(self.ep_size, 1)
+        yield "rank", self.rank, 0 <= self.rank < ep_size, f"0..{ep_size - 1}"
+        ok = 1 <= self.num_experts <= MAX_LOCAL_EXPERTS * ep_size
+        yield (
+            "num_experts",
+            self.num_experts,
+            ok,
+            f"1..{MAX_LOCAL_EXPERTS} for each of {ep_size} ranks",
+        )
+        highest = (MAX_GROUP_TOKENS - 1) // ep_size
+        yield "max_tokens", self.max_tokens, 1 <= self.max_tokens <= highest, f"1..{highest}"
+        yield "precision", self.precision, self.precision in PRECISIONS, " or ".join(PRECISIONS)
+        yield "bias", self.bias, isinstance(self.bias, bool), "a bool"
+
+    def expert_begin(self, rank: int | None = None) -> int:
+        """Return the first global expert of a rank (default: this one)."""
+        rank = self.rank if rank is None else rank
+        base, extra = divmod(self.num_experts, self.ep_size)
+        return rank * base + min(rank, extra)
+
+    def num_local_experts(self, rank: int | None = None) -> int:
+        """Return L of a rank (default: this one); the first E % R ranks hold one more."""
+        rank = self.rank if rank is None else rank
+        return self.expert_begin(rank + 1) - self.expert_begin(rank)
+
+    def rank_of_expert(self, expert: int) -> int:
+        """Return the rank that holds a global expert."""
+        if not 0 <= expert < self.num_experts:
+            raise ConfigError("expert", expert, f"0..{self.num_experts - 1}")
+        base, extra = divmod(self.num_experts, self.ep_size)
+        with_extra = extra * (base + 1)
+        if expert < with_extra:
+            return expert // (base + 1)
+        return extra + (expert - with_extra) // base
+
+    def fingerprint(self) -> int:
+        """Return a 32-bit hash of everything but `rank`, stable over processes and machines."""
+        act = self.activation
+        skip = ("rank", "activation")
+        values = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name not in skip]
+        values.append(f"activation={act.kind},{act.alpha!r},{act.limit!r},{act.up_offset!r}")
+        return zlib.crc32(";".join(values).encode())

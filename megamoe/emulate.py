@@ -1,0 +1,293 @@
+"""The kernel's own source on CPU fibers (csrc/megamoe/arch/host): all ranks in one process, no GPU.
+
+Slow (tiny shapes), but it runs every role, barrier, swizzle and protocol step of the real kernel, and says who waits for
+what when something hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import arguments, env, layout
+from megamoe.arguments import Plan
+from megamoe.config import Problem
+from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
+from megamoe.jit import abi, host
+from megamoe.jit.source import Variant
+from megamoe.transport.group import Group, as_group
+from megamoe.weights import ExpertWeights
+
+MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/megamoe/arch/host/tma.h
+REPORT_BYTES = 1 << 16
+DEFAULT_CTAS = 2
+
+# Data that the kernel must write before it reads: filled with NaN patterns when a rank's memory is made.
+_POISONED = (
+    *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "route_weights"),
+    *("window_weights", "window_x", "window_x_scale", "window_partials"),
+)
+
+
+class EmulationError(MegaMoEError):
+    """The emulated machine stopped: a deadlock, or an operation that the hardware would not accept."""
+
+
+def encode_emulated(
+    base: int,
+    dims: Sequence[int],
+    strides_bytes: Sequence[int],
+    box: Sequence[int],
+    element_bytes: int,
+) -> bytes:
+    """Return an EmulatedTensorMap, innermost dimension first; the stand-in for cuTensorMapEncodeTiled."""
+
+    def padded(values: Sequence[int], count: int) -> list[int]:
+        return [*values, *[0] * (count - len(values))]
+
+    packed = struct.pack(
+        "<QII4Q3Q4II",
+        *(base, MAP_MARK, len(dims)),
+        *(*padded(dims, 4), *padded(strides_bytes, 3), *padded(box, 4), element_bytes),
+    )
+    return packed.ljust(128, b"\0")
+
+
+@dataclass
+class _Rank:
+    """Memory of one emulated rank; what a GPU would hold."""
+
+    plan: Plan
+    window: Tensor
+    workspace: Tensor
+    fault: Any
+
+    @classmethod
+    def make(cls, problem: Problem, pool_rows: int | None) -> _Rank:
+        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
+        plan = Plan(problem, rows)
+        memories = [_aligned_zeros(layout.total_bytes(r)) for r in (plan.window, plan.workspace)]
+        for regions, memory in zip((plan.window, plan.workspace), memories, strict=True):
+            for name in _POISONED:
+                if name in regions:
+                    memory[regions[name].offset : regions[name].end] = 0xFF
+        return cls(plan, *memories, abi.FaultRecord())
+
+    def reset(self) -> None:
+        tables = ((self.plan.window, layout.WINDOW_CONTROL), (self.plan.workspace, layout.WORKSPACE_CONTROL))
+        for (regions, names), memory in zip(tables, (self.window, self.workspace), strict=True):
+            for name in names:
+                regions[name].view(memory).zero_()
+        ctypes.memset(ctypes.addressof(self.fault), 0, ctypes.sizeof(self.fault))
+
+
+def _aligned_zeros(nbytes: int) -> Tensor:
+    raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8)
+    start = -raw.data_ptr() % layout.ALIGNMENT
+    return raw[start : start + nbytes]
+
+
+class Emulation:
+    """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
+
+    problem: of any rank. num_ctas: of each rank. pool_rows: of every rank (None: the default of each).
+    flags: further ones for g++, such as "-fsanitize=undefined".
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        num_ctas: int = DEFAULT_CTAS,
+        pool_rows: int | None = None,
+        gemm2_lag: int = arguments.DEFAULT_GEMM2_LAG,
+        timeout_s: float | None = None,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        if not 1 <= num_ctas <= 64:
+            raise ConfigError("num_ctas", num_ctas, "1..64")
+        self.problem, self.num_ctas, self.gemm2_lag = problem, num_ctas, gemm2_lag
+        self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
+        self.library = _load(Variant(problem.precision, problem.activation.kind), flags)
+        self.ranks = [_Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)]
+        self.report = ""
+        self.broken: MegaMoEError | None = None
+
+    def forward_all(
+        self,
+        xs: Sequence[Tensor],
+        topk_ids: Sequence[Tensor],
+        topk_weights: Sequence[Tensor],
+        weights: Sequence[ExpertWeights],
+        *,
+        num_tokens_device: Sequence[Tensor | None] | None = None,
+        seed: int = 0,
+    ) -> list[Tensor]:
+        """Run one launch of all ranks; the sequences have one entry a rank. Return their y [T, H] bf16.
+
+        seed: of the order in which fibers run and copies land; 0 is round robin.
+        """
+        if self.broken is not None:
+            raise WindowBroken(f"call reset() first. The fault was: {self.broken}")
+        devices = [x.device for x in xs]
+        keep: list[Any] = []  # what the argument blocks point to
+
+        def here(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None:
+                return None
+            tensor = tensor.detach().cpu().contiguous()
+            keep.append(tensor if tensor.data_ptr() % 16 == 0 else tensor.clone())
+            return keep[-1]  # type: ignore[no-any-return]
+
+        ys = []
+        size = ctypes.sizeof(abi.Args)
+        memory = ctypes.create_string_buffer(size * len(self.ranks) + abi.Args.alignment)
+        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % abi.Args.alignment
+        bases = [rank.window.data_ptr() for rank in self.ranks]
+        for index, rank in enumerate(self.ranks):
+            args = abi.Args.from_address(address + index * size)
+            experts = ExpertWeights(**{name: here(t) for name, t in vars(weights[index]).items()})
+            ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16))
+            arguments.fill_static(
+                args,
+                rank.plan,
+                window_bases=bases,
+                workspace_base=rank.workspace.data_ptr(),
+                encoder=encode_emulated,
+                timeout_ns=self.timeout_ns,
+                fault=ctypes.addressof(rank.fault),
+                gemm2_lag=self.gemm2_lag,
+            )
+            arguments.fill_weights(args, rank.plan, experts, encode_emulated)
+            tokens = None if num_tokens_device is None else here(num_tokens_device[index])
+            call = (here(t[index]) for t in (xs, topk_ids, topk_weights))
+            arguments.fill_call(args, *call, ys[-1], tokens)  # type: ignore[arg-type]
+        self._launch(address, seed)
+        return [y.to(device) for y, device in zip(ys, devices, strict=True)]
+
+    def _launch(self, address: int, seed: int) -> None:
+        report = ctypes.create_string_buffer(REPORT_BYTES)
+        status = self.library.megamoe_forward(
+            address, len(self.ranks), self.num_ctas, seed, report, REPORT_BYTES
+        )
+        self.report = report.value.decode(errors="replace")
+        if status:
+            self.broken = EmulationError(self.report)
+            raise self.broken
+        for index, rank in enumerate(self.ranks):
+            if rank.fault.edge:
+                record = {"rank": index, "waited_ns": self.timeout_ns}
+                self.broken = fault_to_error(record | abi.fault_fields(rank.fault))
+                raise self.broken
+
+    def reset(self) -> None:
+        """Make the ranks usable again after a fault."""
+        for rank in self.ranks:
+            rank.reset()
+        self.broken = None
+
+    def region(self, rank: int, name: str) -> Tensor:
+        """Return a view of a region of a rank's window or workspace, as the last launch left it."""
+        r = self.ranks[rank]
+        if name in r.plan.window:
+            return r.plan.window[name].view(r.window)
+        return r.plan.workspace[name].view(r.workspace)
+
+
+_libraries: dict[str, Any] = {}
+
+
+def _load(variant: Variant, flags: tuple[str, ...]) -> Any:
+    path = str(host.build_host(variant, flags))
+    if path not in _libraries:
+        library = ctypes.CDLL(path)
+        library.megamoe_forward.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64),
+            *(ctypes.c_char_p, ctypes.c_size_t),
+        ]
+        library.megamoe_forward_args_bytes.restype = ctypes.c_uint64
+        found, expected = library.megamoe_forward_args_bytes(), ctypes.sizeof(abi.Args)
+        if found != expected:
+            raise AbiMismatch(f"Args has {found} bytes in {path}, {expected} here")
+        _libraries[path] = library
+    return _libraries[path]
+
+
+class EmulateBackend:
+    """The backend interface: rank 0 gathers what all ranks were given, emulates them all, and shares the results."""
+
+    name = "emulate"
+    differentiable = False
+
+    def __init__(self, problem: Problem, group: Any = None, *, num_ctas: int = DEFAULT_CTAS, pool_rows: int | None = None) -> None:
+        self.problem, self.group = problem, as_group(group)
+        self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._emulation: Emulation | None = None
+
+    @property
+    def emulation(self) -> Emulation:
+        """The ranks; made on first use, on rank 0 only."""
+        if self._emulation is None:
+            self._emulation = Emulation(self.problem, **self._options)
+        return self._emulation
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Compile the kernel. Collective."""
+        _on_rank_0(self.group, lambda: self.emulation.report)
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return y [T, H] bf16. Collective."""
+        mine = (_to(x, "cpu"), _to(topk_ids, "cpu"), _to(topk_weights, "cpu"))
+        experts = {name: _to(t, "cpu") for name, t in vars(weights).items()}
+        if self.group.size == 1:
+            everyone = [(*mine, experts, _to(num_tokens_device, "cpu"))]
+        else:
+            everyone = self.group.all_gather((*mine, experts, _to(num_tokens_device, "cpu")))
+
+        def run() -> list[Tensor]:
+            xs, ids, scores, all_experts, counts = (list(column) for column in zip(*everyone, strict=True))
+            all_weights = [ExpertWeights(**e) for e in all_experts]
+            return self.emulation.forward_all(xs, ids, scores, all_weights, num_tokens_device=counts)
+
+        y: Tensor = _on_rank_0(self.group, run)[self.problem.rank].to(x.device)
+        return y if out is None else out.copy_(y)
+
+    def check(self) -> None:
+        """Nothing can be pending: forward raises where it fails."""
+
+    def close(self) -> None:
+        """Free the emulated ranks."""
+        self._emulation = None
+
+
+def _to(tensor: Tensor | None, device: str) -> Tensor | None:
+    return None if tensor is None else tensor.detach().to(device)
+
+
+def _on_rank_0(group: Group, function: Any) -> Any:
+    """Return function() of rank 0 on all ranks; its exception is everybody's."""
+    result, error = None, None
+    if group.rank == 0:
+        try:
+            result = function()
+        except MegaMoEError as caught:
+            error = caught
+    if group.size > 1:
+        result, error = group.all_gather((result, error))[0]
+    if error is not None:
+        raise error
+    return result

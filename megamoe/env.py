@@ -1,0 +1,106 @@
+"""Every environment variable in one table. They are read when asked for, not at import."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, its default as text, what it means."""
+
+    name: str
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+    def get(self) -> str:
+        """Return the value, or the default when unset or empty."""
+        value = os.environ.get(self.name) or self.default
+        if self.choices and value not in self.choices:
+            raise ConfigError(self.name, repr(value), "one of " + ", ".join(self.choices))
+        return value
+
+    def number(self, lowest: float) -> float:
+        """Return the value as a number that is at least `lowest`."""
+        text = self.get()
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not value >= lowest:
+            raise ConfigError(self.name, repr(text), f"a number >= {lowest:g}")
+        return value
+
+
+TABLE: dict[str, Variable] = {
+    v.name: v
+    for v in (
+        Variable("MEGAMOE_CACHE_DIR", "~/.cache/megamoe", "where compiled kernels are kept"),
+        Variable(
+            "MEGAMOE_BACKEND",
+            "auto",
+            'what backend="auto" means',
+            ("auto", "mega", "staged", "emulate", "reference"),
+        ),
+        Variable("MEGAMOE_TIMEOUT_S", "120", "longest wait inside the kernel, in seconds"),
+        Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to others; empty: the backend's own default"),
+        Variable(
+            "MEGAMOE_LOG", "warning", "log level", ("debug", "info", "warning", "error", "critical")
+        ),
+        Variable("MEGAMOE_COMPILER", "nvrtc", "how kernels are compiled", ("nvrtc", "nvcc")),
+        Variable(
+            "MEGAMOE_TRANSPORT",
+            "auto",
+            "what the window is made of",
+            ("auto", "symm_mem", "nvshmem"),
+        ),
+        Variable("MEGAMOE_PDL", "0", "1: programmatic dependent launch on entry", ("0", "1")),
+    )
+}
+
+
+def cache_dir() -> Path:
+    """Return the folder of compiled kernels; it may not exist yet."""
+    return Path(TABLE["MEGAMOE_CACHE_DIR"].get()).expanduser()
+
+
+def backend() -> str:
+    """Return the backend that stands for "auto"."""
+    return TABLE["MEGAMOE_BACKEND"].get()
+
+
+def timeout_s() -> float:
+    """Return the longest wait inside the kernel, in seconds."""
+    return TABLE["MEGAMOE_TIMEOUT_S"].number(lowest=0.001)
+
+
+def reserve_sms() -> int | None:
+    """Return the number of SMs left to others; None when unset."""
+    if not TABLE["MEGAMOE_RESERVE_SMS"].get():
+        return None
+    return int(TABLE["MEGAMOE_RESERVE_SMS"].number(lowest=0))
+
+
+def log_level() -> str:
+    """Return the log level in the spelling of the logging module."""
+    return TABLE["MEGAMOE_LOG"].get().upper()
+
+
+def compiler() -> str:
+    """Return "nvrtc" or "nvcc"."""
+    return TABLE["MEGAMOE_COMPILER"].get()
+
+
+def transport() -> str:
+    """Return "auto", "symm_mem" or "nvshmem"."""
+    return TABLE["MEGAMOE_TRANSPORT"].get()
+
+
+def pdl() -> bool:
+    """Return whether launches use programmatic dependent launch."""
+    return TABLE["MEGAMOE_PDL"].get() == "1"

@@ -1,0 +1,122 @@
+"""Exception classes, and the translation of a device fault record into one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_RANKS = 8  # FaultRecord.peer holds this when the waited-for party is local
+
+
+class MegaMoEError(RuntimeError):
+    """Base of every error that this package raises on purpose."""
+
+
+class _NamedValueError(MegaMoEError, ValueError):
+    """An error about one named value: argument, what it was, what was expected."""
+
+    def __init__(self, argument: str, value: Any = None, expected: str | None = None) -> None:
+        self.argument, self.value, self.expected = argument, value, expected
+        if expected is None:
+            super().__init__(argument)  # a ready-made message
+        else:
+            super().__init__(f"{argument} is {value!s}, expected {expected}")
+
+
+class ConfigError(_NamedValueError):
+    """A Problem or an option that the layer cannot run."""
+
+
+class ArgumentError(_NamedValueError):
+    """A tensor handed to a call that does not fit the problem."""
+
+
+class CompileError(MegaMoEError):
+    """A kernel did not compile; the message holds the end of the compiler's log."""
+
+
+class AbiMismatch(MegaMoEError):
+    """A compiled kernel and this package disagree about the argument block."""
+
+
+class NotCoResident(MegaMoEError):
+    """The grid does not fit the device at once, which the kernel's barriers need."""
+
+
+class RankMismatch(MegaMoEError):
+    """Ranks of one group were configured differently."""
+
+
+class PeerFault(MegaMoEError):
+    """Another rank failed first; this one left with it."""
+
+
+class ProtocolTimeout(MegaMoEError):
+    """A wait inside the kernel was given up after the timeout."""
+
+
+class WindowBroken(MegaMoEError):
+    """The window saw a fault and has to be reset by all ranks before it is used again."""
+
+
+class UnreachablePeer(MegaMoEError):
+    """A rank of the group cannot be mapped into this rank's address space."""
+
+
+class WorkspaceTooSmall(MegaMoEError):
+    """The given workspace cannot hold even one pass."""
+
+
+# edge name -> (producer, consumer, what `index` counts, crosses ranks)
+_EDGES: dict[str, tuple[str, str, str, bool]] = {
+    "routes_ready": ("route on the home rank", "route on the expert rank", "rank", True),
+    "x_ready": ("stage x on the home rank", "dispatch", "token", True),
+    "grid_barrier": ("all CTAs", "all CTAs", "CTA", False),
+    "rows_ready": ("dispatch", "load_a", "block", False),
+    "h_ready": ("gemm1", "load_a", "block", False),
+    "y_rows_ready": ("gemm2", "reduce", "block", False),
+    "partials_ready": ("reduce on the expert rank", "combine", "token", True),
+}
+
+
+def role_name(warp: int) -> str:
+    """Name the role of a warp of the kernel (docs/architecture.md, "role by role")."""
+    fixed = {0: "load_a", 1: "load_b", 2: "store"}
+    if warp in fixed:
+        return fixed[warp]
+    if 3 <= warp <= 7:
+        return "transport"
+    return f"math {(warp - 8) // 4}" if 8 <= warp <= 15 else f"warp {warp}"
+
+
+def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> MegaMoEError:
+    """Turn a FaultRecord (csrc/megamoe/layout/args.h, edge as its name) into an exception.
+
+    own_rank: the rank that asks. A record of another rank becomes a PeerFault.
+    """
+    edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
+    epoch = int(record.get("epoch", 0))
+    where = f"(launch {epoch}, role {role_name(int(record.get('role', 0)))})"
+    if edge == "none":
+        return MegaMoEError("no fault is recorded")
+    expected, seen = int(record["expected"]), int(record["seen"])
+    if edge == "config":
+        return RankMismatch(
+            f"rank {peer} runs another configuration than rank {rank}: config hash {seen:#010x}, "
+            f"expected {expected:#010x} {where}. Create the layer with equal arguments on all "
+            "ranks and call the layers in the same order everywhere"
+        )
+    seconds = int(record["waited_ns"]) / 1e9
+    producer, consumer, counted, crosses = _EDGES.get(edge, ("?", "?", "index", False))
+    for_whom = f"{counted} {int(record['index'])}"
+    if crosses and peer < MAX_RANKS:
+        for_whom = f"rank {peer}" if counted == "rank" else f"{for_whom} from rank {peer}"
+    message = (
+        f"rank {rank} waited {seconds:.1f} s at edge {edge} ({producer} -> {consumer}) "
+        f"for {for_whom}: expected {expected}, saw {seen} {where}"
+    )
+    if crosses and peer < MAX_RANKS:
+        message += f". Look at rank {peer}: it has died, is late, or never made this call"
+    if own_rank is not None and own_rank != rank:
+        return PeerFault(f"rank {own_rank} stopped because {message}")
+    return ProtocolTimeout(message)

@@ -1,0 +1,196 @@
+"""The layer as a function: argument checks, the table of backends, and what "auto" means."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe import env
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError, ConfigError, RankMismatch
+from megamoe.weights import ExpertWeights, check_tensor
+
+log = logging.getLogger("megamoe")
+
+# name -> (module, class); imported when first used
+BACKENDS = {
+    "mega": ("megamoe.mega", "MegaBackend"),
+    "staged": ("megamoe.staged", "StagedBackend"),
+    "emulate": ("megamoe.emulate", "EmulateBackend"),
+    "reference": ("megamoe.reference.backend", "ReferenceBackend"),
+}
+OPTIONS_OF = {"mega": ("window", "reserve_sms")}
+
+
+class Backend(Protocol):
+    """What every backend offers. Everything, Backend(problem, group) too, is collective."""
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return y [T, H] bf16."""
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Compile, allocate, map: everything that a first forward would otherwise do."""
+
+    def close(self) -> None:
+        """Free what is shared with other ranks, after a barrier of the group."""
+
+
+def check_call(
+    problem: Problem,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    out: Tensor | None = None,
+    num_tokens_device: Tensor | None = None,
+) -> None:
+    """Raise ArgumentError unless the tensors of one call fit the problem. Reads no contents."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        value = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError("x.shape", value, f"[T, {problem.hidden}]")
+    tokens, device = x.shape[0], x.device
+    check_tensor("x", x, (tokens, problem.hidden), torch.bfloat16, device)
+    if tokens > problem.max_tokens:
+        raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {problem.max_tokens}")
+    routes = (tokens, problem.top_k)
+    check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
+    check_tensor("topk_weights", topk_weights, routes, torch.float32, device)
+    if out is not None:
+        check_tensor("out", out, (tokens, problem.hidden), torch.bfloat16, device)
+    if num_tokens_device is not None:
+        check_tensor("num_tokens_device", num_tokens_device, (1,), torch.int32, device)
+
+
+def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
+    """Return why the kernel cannot run here, or None when it can."""
+    if device.type != "cuda":
+        return f"the tensors are on {device}, the kernel needs a CUDA device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"compute capability is {major}.{minor}, the kernel needs 9.x (Hopper)"
+    try:
+        mega = importlib.import_module("megamoe.mega")
+    except ImportError as error:
+        return f"megamoe.mega cannot be imported: {error}"
+    reason: str | None = mega.why_not(problem, group, device)
+    return reason
+
+
+def choose(name: str, problem: Problem, group: Any, device: torch.device) -> str:
+    """Return the backend that `name` stands for, agreed on over the group (collective)."""
+    if name == "auto":
+        name = env.backend()
+    if name != "auto":
+        if name not in BACKENDS:
+            raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
+        _agree(problem, group, name)
+        return name
+    reasons = _agree(problem, group, why_not_mega(problem, group, device))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            at = f"rank {rank}: " if len(reasons) > 1 else ""
+            log.warning('backend "auto" is staged here, not mega: %s%s', at, reason)
+            return "staged"
+    return "mega"
+
+
+def _agree(problem: Problem, group: Any, value: str | None) -> list[str | None]:
+    """Gather `value` from all ranks, after checking that they were configured alike."""
+    if group is None or problem.ep_size == 1:
+        return [value]
+    mine = (problem.fingerprint(), problem.rank, value, repr(problem))
+    gathered: list[Any] = [None] * problem.ep_size
+    dist.all_gather_object(gathered, mine, group=group)
+    for rank, (fingerprint, stated, _, text) in enumerate(gathered):
+        if stated != rank:
+            raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
+        if fingerprint != gathered[0][0]:
+            raise RankMismatch(f"rank {rank} was given {text}, rank 0 {gathered[0][3]}")
+    return [entry[2] for entry in gathered]
+
+
+def make_backend(
+    name: str, problem: Problem, group: Any = None, *, device: torch.device | str, **options: Any
+) -> Backend:
+    """Create a backend: "auto", "mega", "staged", "emulate" or "reference". Collective.
+
+    options: reserve_sms, window (of "mega" only; the others ignore them).
+    """
+    size = 1 if group is None else dist.get_world_size(group)
+    if size != problem.ep_size:
+        raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
+    device = torch.device(device)
+    chosen = choose(name, problem, group, device)
+    module, cls = BACKENDS[chosen]
+    try:
+        make = getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise ConfigError("backend", repr(chosen), f"one that can be imported ({error})") from error
+    known = {
+        key: options[key] for key in OPTIONS_OF.get(chosen, ()) if options.get(key) is not None
+    }
+    backend: Backend = make(problem, group, **known)
+    return backend
+
+
+_shared: dict[tuple[Any, ...], Backend] = {}
+
+
+def moe_forward(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    *,
+    problem: Problem,
+    group: Any = None,
+    backend: str | Backend = "auto",
+    out: Tensor | None = None,
+    num_tokens_device: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute the layer on all ranks of `group`. Collective: every rank calls, even for no tokens.
+
+    x: [T, H] bf16, T <= problem.max_tokens and free to differ between ranks.
+    topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
+    weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
+    num_tokens_device: [1] int32 on the device; tokens from there on are not computed.
+    backend: a name, or what make_backend returned. By name, one backend per (problem, group,
+        device) is kept until close_backends().
+    Returns y [T, H] bf16. Gradients flow through "staged" only: to train, use MegaMoE.
+    """
+    check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
+    weights.validate(problem, x.device)
+    if isinstance(backend, str):
+        key = (backend, problem, group, x.device, tuple(sorted(options.items())))
+        if key not in _shared:
+            _shared[key] = make_backend(backend, problem, group, device=x.device, **options)
+        backend = _shared[key]
+    tensors = [x, topk_weights, *weights.named().values()]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        name = type(backend).__name__
+        if out is not None:
+            raise ArgumentError("out", "given", "None when gradients are recorded")
+        if not getattr(backend, "differentiable", False):
+            raise ArgumentError(
+                "backend", name, "one with gradients; use MegaMoE or torch.no_grad()"
+            )
+    return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+
+
+def close_backends() -> None:
+    """Close every backend that moe_forward made by name. Collective over their groups."""
+    while _shared:
+        _shared.popitem()[1].close()

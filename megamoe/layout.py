@@ -1,0 +1,196 @@
+"""Where bytes lie: the tables of the window's and the workspace's regions. The only place that computes an offset.
+
+Names are those of the fields of Args (csrc/megamoe/layout/args.h), which also says what each region
+means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.config import Problem
+from megamoe.errors import WorkspaceTooSmall
+
+ALIGNMENT = 256
+BLOCK_ROWS = 128  # tile height; csrc/megamoe/schedule/order.h
+CHUNK_TOKENS = 32  # routing unit
+GROUP = 128  # quantization group
+SLACK = 1.25  # of the default pool over an even load
+
+_ELEMENT = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of bytes, seen as a row-major array. Unsigned cells appear as int32, which torch can index."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding behind it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last byte."""
+        return self.offset + self.bytes
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """memory: [bytes] uint8 that holds all regions -> this one, as a view."""
+        return memory[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
+def groups_of(width: int) -> int:
+    """Return S = ceil(width / 128)."""
+    return -(-width // GROUP)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _place(specs: Iterator[_Spec]) -> dict[str, Region]:
+    regions, offset = {}, 0
+    for name, shape, dtype in specs:
+        regions[name] = Region(name, offset, shape, dtype)
+        offset = _round_up(regions[name].end, ALIGNMENT)
+    return regions
+
+
+def total_bytes(regions: dict[str, Region]) -> int:
+    """Return the bytes that hold all regions."""
+    return _round_up(max(region.end for region in regions.values()), ALIGNMENT)
+
+
+# --- the window: symmetric memory, the same offsets on every rank ---
+
+# Flags that carry an epoch; a reset zeroes them on all ranks.
+WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_ready")
+
+
+def window_regions(problem: Problem) -> dict[str, Region]:
+    """Return the regions of one rank's window. They depend on nothing that differs between ranks."""
+    return _place(_window(problem))
+
+
+def _window(p: Problem) -> Iterator[_Spec]:
+    ranks, tokens, top_k, hidden = p.ep_size, p.max_tokens, p.top_k, p.hidden
+    yield "window_abort", (1,), torch.int32
+    yield "window_routes", (2, ranks, 4), torch.int32  # RouteCell is four words
+    yield "window_staged", (ranks,), torch.int32
+    yield "window_ready", (ranks, tokens), torch.int32
+    yield "window_ids", (2, tokens, top_k), torch.int32
+    yield "window_weights", (2, tokens, top_k), torch.float32
+    yield "window_x", (tokens, hidden), _ELEMENT[p.precision]
+    if p.precision == "fp8":
+        yield "window_x_scale", (tokens, groups_of(hidden)), torch.float32
+    yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
+
+
+# --- the workspace: ordinary memory of one rank ---
+
+# Cells that must be zero when no launch is in flight; a reset zeroes them.
+WORKSPACE_CONTROL = ("epoch", "tickets", "barrier")
+
+
+def max_chunks(problem: Problem) -> int:
+    """Return C, the chunks of all home ranks together."""
+    return problem.ep_size * -(-problem.max_tokens // CHUNK_TOKENS)
+
+
+def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions of this rank's workspace for a pool of M = pool_rows rows."""
+    least = min_pool_rows(problem)
+    if pool_rows < least or pool_rows % BLOCK_ROWS:
+        raise WorkspaceTooSmall(
+            f"pool_rows is {pool_rows}, expected a multiple of {BLOCK_ROWS} and at least {least}: "
+            f"one chunk of {CHUNK_TOKENS} tokens, each local expert padded to whole blocks"
+        )
+    return _place(_workspace(problem, pool_rows))
+
+
+def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
+    local, chunks, blocks = p.num_local_experts(p.rank), max_chunks(p), rows // BLOCK_ROWS
+    element = _ELEMENT[p.precision]
+    tokens = chunks * CHUNK_TOKENS
+    yield "epoch", (1,), torch.int32
+    yield "tickets", (8,), torch.int32
+    yield "barrier", (2,), torch.int32
+    yield "route_ids", (tokens, p.top_k), torch.int32
+    yield "route_weights", (tokens, p.top_k), torch.float32
+    yield "route_rows", (tokens, p.top_k), torch.int32
+    yield "chunk_prefix", (local, chunks + 1), torch.int32
+    yield "row_route", (rows,), torch.int32
+    yield "block_table", (blocks, 4), torch.int32
+    yield "rows_ready", (blocks,), torch.int32
+    yield "gemm1_done", (blocks,), torch.int32
+    yield "gemm2_done", (blocks,), torch.int32
+    yield "x_pool", (rows, p.hidden), element
+    if p.precision == "fp8":
+        yield "x_pool_scale", (groups_of(p.hidden), rows), torch.float32
+    yield "h", (rows, p.intermediate), element
+    if p.precision == "fp8":
+        yield "h_scale", (groups_of(p.intermediate), rows), torch.float32
+    yield "y_rows", (rows, p.hidden), torch.bfloat16
+
+
+def min_pool_rows(problem: Problem) -> int:
+    """Return the least pool: the rows of one chunk, and a partial block for each local expert.
+
+    A token may name one expert in several of its K places, so a chunk can have 32 * K rows whatever
+    L is.
+    """
+    padding = BLOCK_ROWS * max(problem.num_local_experts(problem.rank), 1)
+    return _round_up(problem.top_k * CHUNK_TOKENS, BLOCK_ROWS) + padding
+
+
+def worst_pool_rows(problem: Problem) -> int:
+    """Return the pool that holds every launch in one pass (when a token's experts are distinct)."""
+    local = problem.num_local_experts(problem.rank)
+    rows = problem.ep_size * problem.max_tokens * min(problem.top_k, local)
+    return max(_round_up(rows + BLOCK_ROWS * local, BLOCK_ROWS), min_pool_rows(problem))
+
+
+def default_pool_rows(problem: Problem) -> int:
+    """Return a pool for an even load and a quarter more. Less even launches take several passes."""
+    local = problem.num_local_experts(problem.rank)
+    routes = problem.ep_size * problem.max_tokens * problem.top_k
+    expected = math.ceil(routes * SLACK * local / problem.num_experts)
+    rows = _round_up(expected + BLOCK_ROWS * local, BLOCK_ROWS)
+    return max(min(rows, worst_pool_rows(problem)), min_pool_rows(problem))
+
+
+def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, Any]:
+    """Return the bytes of one rank's buffers; "text" holds the same as a table.
+
+    A window may be shared by many layers, a workspace belongs to one. Weights are not counted.
+    """
+    rows = default_pool_rows(problem) if pool_rows is None else pool_rows
+    window, workspace = window_regions(problem), workspace_regions(problem, rows)
+    parts = {name: region.bytes for name, region in {**window, **workspace}.items()}
+    report: dict[str, Any] = {
+        "window_bytes": total_bytes(window),
+        "workspace_bytes": total_bytes(workspace),
+        "pool_rows": rows,
+        "worst_pool_rows": worst_pool_rows(problem),
+        "regions": parts,
+    }
+    lines = [
+        f"window (symmetric)  {report['window_bytes'] / 2**20:10.1f} MiB",
+        f"workspace           {report['workspace_bytes'] / 2**20:10.1f} MiB, "
+        f"{rows} pool rows (worst case {report['worst_pool_rows']})",
+    ]
+    largest = sorted(parts.items(), key=lambda item: -item[1])
+    lines += [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]
+    report["text"] = "\n".join(lines)
+    return report

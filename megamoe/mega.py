@@ -1,0 +1,293 @@
+"""backend="mega": the persistent kernel. Fills the argument block, launches, reports faults; no host waits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import env, layout
+from megamoe.arguments import Plan, fill_call, fill_static, fill_weights
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.jit import abi
+from megamoe.jit.source import Variant
+from megamoe.transport.group import as_group, nccl_in_use
+from megamoe.weights import ExpertWeights
+from megamoe.window import Window, launch_lock, launch_order, on_device
+
+NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
+PROFILE_SLOTS = 16
+_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/roles/profile.h
+
+
+def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
+    """Return why the kernel cannot run on this rank, or None. Not collective; reads attributes only."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"the tensors are on {device}, the kernel needs a CUDA device"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
+    if importlib.util.find_spec("cuda.bindings") is None:
+        return "cuda-python is not installed"
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if here.isdigit() and problem.ep_size > int(here):
+        return f"the group of {problem.ep_size} ranks spans hosts ({here} ranks here)"
+    own = torch.cuda.current_device() if device.index is None else device.index
+    if problem.ep_size > 1:
+        for peer in range(torch.cuda.device_count()):
+            if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+                return f"cuda:{own} has no peer access to cuda:{peer}"
+    return None
+
+
+def _default_reserve(group: Any) -> int:
+    """SMs for NCCL, where a step both trains and communicates; decided when the backend is made.
+
+    Cooperative kernels and NCCL's do not yield to each other: without room for both, two ranks that start them in
+    different orders would wait for each other for ever.
+    """
+    stated = env.reserve_sms()
+    if stated is not None:
+        return stated
+    if not (torch.is_grad_enabled() and nccl_in_use(group)):
+        return 0
+    ctas = os.environ.get("NCCL_MAX_CTAS", "")
+    return int(ctas) if ctas.isdigit() and int(ctas) else NCCL_MAX_CTAS
+
+
+class MegaBackend:
+    """One layer on one rank. Making and closing it is collective; calls are, too, in the sense that every
+    rank makes the same calls of a window in the same order, with zero tokens where it has none.
+
+    window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
+    never results. reserve_sms: SMs left to other kernels. timeout_s: longest wait inside the kernel.
+    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz().
+
+    A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
+    must be ordered by the user's streams.
+    """
+
+    differentiable = False
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        *,
+        window: Window | None = None,
+        pool_rows: int | None = None,
+        reserve_sms: int | None = None,
+        timeout_s: float | None = None,
+        pdl: bool | None = None,
+        profile: bool = False,
+        gemm2_lag: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        wrapped = as_group(group)
+        self.problem = problem
+        self._owns_window = window is None
+        self.window = window or Window(problem, wrapped, device=device)
+        self.window.admit(problem)
+        self.device = self.window.device
+        self._ordinal = self.device.index or 0
+        rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
+        self.plan = Plan(problem, rows, self.window.spec.max_tokens)
+        _ = self.plan.workspace  # raises WorkspaceTooSmall
+        self.variant = Variant(problem.precision, problem.activation.kind, profile)
+        self.closed = False
+        self._timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
+        self.window.timeout_ns = self._timeout_ns
+        self._pdl = env.pdl() if pdl is None else pdl
+        self._gemm2_lag = gemm2_lag
+        reserve = _default_reserve(wrapped) if reserve_sms is None else reserve_sms
+        sms = self._num_sms()
+        if not 0 <= reserve < sms:
+            raise ConfigError("reserve_sms", reserve, f"0..{sms - 1}")
+        self.grid = sms - reserve
+        self._args = abi.aligned(abi.Args)
+        self._launcher: Any = None
+        self._weights_key: tuple[int, ...] | None = None
+        self.profile: Tensor | None = None
+        if profile:
+            shape = (self.grid, PROFILE_SLOTS)
+            self.profile = torch.zeros(shape, dtype=torch.int64, device=self.device)
+
+    @property
+    def needs_close(self) -> bool:
+        """Whether close() still has something to free together with other ranks."""
+        return self._owns_window and not self.window.closed and self.window.group.size > 1
+
+    def _num_sms(self) -> int:
+        from megamoe.jit.driver import device_attribute
+
+        return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Compile or load the kernel, allocate the workspace, encode the maps. Collective.
+
+        The ranks meet at the end, so that no rank's first launch waits while another compiles.
+        """
+        if self._launcher is None:
+            self._check_not_capturing()
+            with on_device(self.device):
+                self._load()
+            self.window.group.barrier()
+        self._set_weights(weights)
+
+    def _check_not_capturing(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError("call prepare(weights) before CUDA graph capture")
+
+    def _load(self) -> None:
+        from megamoe.jit.module import Launcher, load_forward
+        from megamoe.jit.tensormap import encode
+
+        kernel = load_forward(self.variant, self._ordinal)
+        kernel.check_resident(self.grid)
+        self._encode = encode
+        self._workspace = self.window.workspace(self.plan)
+        options = {} if self._gemm2_lag is None else {"gemm2_lag": self._gemm2_lag}
+        fill_static(
+            self._args,
+            self.plan,
+            window_bases=self.window.bases,
+            workspace_base=self._workspace.data_ptr(),
+            encoder=encode,
+            timeout_ns=self._timeout_ns,
+            fault=self.window.fault_address,
+            profile=0 if self.profile is None else self.profile.data_ptr(),
+            epoch=self.window.epoch_address,
+            **options,
+        )
+        self._launcher = Launcher(kernel, self.grid, self._args, cooperative=True, pdl=self._pdl)
+
+    def _set_weights(self, weights: ExpertWeights) -> None:
+        """Point the launch at these weights; a map is encoded once per address."""
+        tensors = (
+            weights.w13,
+            weights.w2,
+            weights.w13_scale,
+            weights.w2_scale,
+            weights.b13,
+            weights.b2,
+        )
+        key = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        if key == self._weights_key:
+            return
+        weights.validate(self.problem, self.device)
+        fill_weights(self._args, self.plan, weights, self._encode)
+        self._weights_key = key
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Launch on the current stream and return y [T, H] bf16. The host waits for nothing.
+
+        Reads x, topk_ids, topk_weights and the weights, in stream order; they may be changed by later work of that
+        stream. Raises the fault of an earlier launch if one has become visible.
+        """
+        self.window.poll()
+        if self._launcher is None:
+            self.prepare(weights)
+        self._check(x, topk_ids, topk_weights)
+        y = torch.empty_like(x) if out is None else out
+        with launch_lock, on_device(self.device):
+            self._set_weights(weights)
+            stream = torch.cuda.current_stream(self.device)
+            launch_order(self._ordinal).before_launch(stream)
+            fill_call(self._args, x, topk_ids, topk_weights, y, num_tokens_device)
+            self._launcher.launch(stream.cuda_stream)
+        for tensor in (x, topk_ids, topk_weights, y, num_tokens_device):
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(stream)  # nothing to do if it was made on this stream
+        return y
+
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
+        tokens, p = x.shape[0], self.problem
+        if (
+            x.shape[1] != p.hidden
+            or tokens > p.max_tokens
+            or x.dtype != torch.bfloat16
+            or topk_weights.dtype != torch.float32
+            or topk_ids.dtype not in (torch.int32, torch.int64)
+            or topk_ids.shape != (tokens, p.top_k)
+            or topk_weights.shape != (tokens, p.top_k)
+            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
+            or x.device != self.device
+        ):
+            raise ArgumentError(
+                "x, topk_ids, topk_weights",
+                [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, topk_ids, topk_weights)],
+                f"contiguous [T <= {p.max_tokens}, {p.hidden}] bf16, [T, {p.top_k}] int32|int64 and "
+                f"[T, {p.top_k}] fp32 on {self.device}",
+            )
+
+    # --- looking inside ---
+
+    def check(self) -> None:
+        """Wait for the device; raise if any launch of the window has failed."""
+        self.window.check()
+
+    def reset(self) -> None:
+        """Make the window usable again after a fault. Collective; affects all its layers."""
+        self.window.reset()
+
+    def intermediates(self) -> dict[str, Tensor]:
+        """Return what the last launch left, by the names of megamoe.reference. Waits for the device.
+
+        Views: the next launch overwrites them. x_pool, h, y_rows (and their scales, as [M, S]) and row_route are by
+        pool row, and only there when the launch was a single pass; partials [all T, H] and, for fp8, x_q, x_scale
+        are always there.
+        """
+        self.check()
+        if self._launcher is None:
+            return {}
+        plan, p = self.plan, self.problem
+        window = {n: r.view(self.window.memory) for n, r in plan.window.items()}
+        workspace = {n: r.view(self._workspace) for n, r in plan.workspace.items()}
+        parity = int(self.window.epoch() & 1)
+        tokens = window["window_routes"][parity, :, 0].tolist()
+        parts = [window["window_partials"][rank, :n] for rank, n in enumerate(tokens)]
+        found = {"partials": torch.cat(parts)}
+        if p.precision == "fp8":
+            found["x_q"] = window["window_x"][: tokens[p.rank]]
+            found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]
+        chunks = max(-(-n // layout.CHUNK_TOKENS) for n in tokens) * p.ep_size
+        counts = workspace["chunk_prefix"][:, chunks]
+        rows = int((-(-counts // layout.BLOCK_ROWS) * layout.BLOCK_ROWS).sum())
+        if rows <= plan.pool_rows:
+            for name in ("x_pool", "h", "y_rows", "row_route"):
+                found[name] = workspace[name]
+            for name in ("x_pool_scale", "h_scale"):
+                if name in workspace:
+                    found[name] = workspace[name].t()
+        return found
+
+    def clock_ghz(self) -> float:
+        """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""
+        if self.profile is None:
+            raise ConfigError("profile", False, "True, for timestamps")
+        stamps = self.profile.cpu()
+        cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
+        ns = (stamps[:, _END] - stamps[:, _START]).double()
+        return float((cycles / ns).median())
+
+    def close(self) -> None:
+        """Free the window if it is this layer's own, after a barrier. Collective; idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._launcher = None
+        if self._owns_window:
+            self.window.close()

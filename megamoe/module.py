@@ -1,0 +1,229 @@
+"""MegaMoE: the layer as an nn.Module. Owns the parameters, the backend and the FP8 copies."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamoe.autograd import Runtime, apply
+from megamoe.config import Activation, Problem, activation_by_name
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.functional import check_call, make_backend
+from megamoe.weights import E4M3, ExpertWeights, check_tensor, expected_weights
+
+
+class MegaMoE(nn.Module):
+    """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
+
+    hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
+    group: the process group that the experts are spread over; None: this rank holds all.
+    precision: "bf16", or "fp8" (e4m3 with block scales; bf16 masters are quantized once per
+        version).
+    activation: "swiglu", "swiglu_oai", "geglu", "relu2" or an Activation.
+    max_tokens: the most tokens one call may bring, equal on all ranks.
+    backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
+        prepare().
+    reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
+    init_seed: experts are drawn from (init_seed, global expert), so the group's size does not
+        change them. None takes the seed from torch's generator (the same on all ranks only if they
+        were seeded alike).
+
+    Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
+    I], and with bias=True b13 [L, P*I], b2 [L, H] in fp32. Calls, prepare() and close() are
+    collective over the group.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        group: Any = None,
+        *,
+        precision: str = "bf16",
+        activation: str | Activation = "swiglu",
+        max_tokens: int = 8192,
+        bias: bool = False,
+        backend: str = "auto",
+        reserve_sms: int | None = None,
+        window: Any = None,
+        init_seed: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        if dtype != torch.bfloat16:
+            raise ConfigError("dtype", dtype, "torch.bfloat16")
+        self.problem = Problem(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            top_k=top_k,
+            ep_size=1 if group is None else dist.get_world_size(group),
+            rank=0 if group is None else dist.get_rank(group),
+            max_tokens=max_tokens,
+            precision=precision,
+            activation=activation_by_name(activation),
+            bias=bias,
+        )
+        self.group = group
+        self.backend = backend
+        self._options = {"reserve_sms": reserve_sms, "window": window}
+        self._init_seed = init_seed
+        self._runtime: Runtime | None = None
+        shape = {name: entry[0] for name, entry in expected_weights(self.problem).items()}
+        self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
+        self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
+        for name in ("b13", "b2"):
+            empty = torch.empty(shape[name], device=device) if bias else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        for name in ("w13_scale", "w2_scale"):  # filled by load_fp8_weights
+            self.register_buffer(name, None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
+        for bias in (self.b13, self.b2):
+            if bias is not None:
+                bias.zero_()
+        if self.w13.is_meta:
+            return
+        seed = self._init_seed
+        if seed is None:
+            seed = int(torch.randint(2**31, ()))
+        generator = torch.Generator(device=self.w13.device)
+        begin = self.problem.expert_begin(self.problem.rank)
+        for local in range(self.w13.shape[0]):
+            generator.manual_seed(seed * 1_000_003 + begin + local)
+            for w in (self.w13[local], self.w2[local]):
+                std = w.shape[1] ** -0.5
+                drawn = torch.empty(w.shape, device=w.device)
+                nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
+                w.copy_(drawn)
+
+    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+
+        Under autocast fp32 and fp16 x are cast to bf16. topk_weights of any float type are used in
+        fp32. An id outside [0, E) is dropped. Differentiable in x, topk_weights and the parameters.
+        """
+        runtime = self._prepared(x)
+        x = self._cast(x)
+        shape, top_k = x.shape, self.problem.top_k
+        if topk_ids.shape[:-1] != shape[:-1]:
+            expected = f"{list(shape[:-1])} + [{top_k}], the leading sizes of x"
+            raise ArgumentError("topk_ids.shape", list(topk_ids.shape), expected)
+        x = x.reshape(-1, shape[-1]).contiguous()
+        topk_ids = topk_ids.reshape(-1, topk_ids.shape[-1]).contiguous()
+        topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
+        check_call(self.problem, x, topk_ids, topk_weights)
+        weights = self.expert_weights()
+        if weights.w13.device != x.device:
+            raise ArgumentError("x.device", x.device, f"{weights.w13.device}, where w13 is")
+        return apply(x, topk_ids, topk_weights, weights, runtime.handle).view(shape)
+
+    def expert_weights(self) -> ExpertWeights:
+        """Return the parameters as they are: bf16 masters, or what load_fp8_weights was given."""
+        b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
+        b2 = None if self.b2 is None else self.b2.float()
+        return ExpertWeights(self.w13, self.w2, b13, b2, self.w13_scale, self.w2_scale)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
+            return x.to(torch.bfloat16)
+        return x
+
+    def _prepared(self, x: Tensor) -> Runtime:
+        if self._runtime is None:
+            self.prepare()
+        assert self._runtime is not None
+        return self._runtime
+
+    @torch.compiler.disable
+    def prepare(self) -> None:
+        """Make the backend, compile, quantize: all that the first forward would do. Collective.
+
+        Call it before torch.compile or graph capture.
+        """
+        if self._runtime is None:
+            device = self.w13.device
+            backend = make_backend(
+                self.backend, self.problem, self.group, device=device, **self._options
+            )
+            self._runtime = Runtime(self.problem, self.group, backend)
+        self._runtime.backend.prepare(self._runtime.weights(self.expert_weights()))
+
+    @torch.no_grad()
+    def load_fp8_weights(
+        self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
+    ) -> None:
+        """Take FP8 weights in place of bf16 masters: e4m3 with an fp32 scale per 128x128 block.
+
+        Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
+        its input, its routing weights and its biases only. The tensors are kept, not copied.
+        """
+        if self.problem.precision != "fp8":
+            raise ConfigError("precision", repr(self.problem.precision), '"fp8" for FP8 weights')
+        given = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
+        expected = expected_weights(self.problem)
+        for name, tensor in given.items():
+            check_tensor(name, tensor, *expected[name], device=w13.device)
+        self.w13 = nn.Parameter(w13, requires_grad=False)
+        self.w2 = nn.Parameter(w2, requires_grad=False)
+        self.w13_scale, self.w2_scale = w13_scale, w2_scale
+        self.invalidate()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Let a checkpoint of FP8 weights replace bf16 masters."""
+        names = ("w13", "w2", "w13_scale", "w2_scale")
+        given = [state_dict.get(prefix + name) for name in names]
+        if all(g is not None for g in given) and given[0].dtype == E4M3 and self.w13.dtype != E4M3:
+            self.load_fp8_weights(*(g.to(self.w13.device) for g in given))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count (.data, FSDP2)."""
+        if self._runtime is not None:
+            self._runtime.cache.invalidate()
+
+    def check(self) -> None:
+        """Raise the fault that a finished launch left behind, if there is one."""
+        pending = getattr(getattr(self._runtime, "backend", None), "check", None)
+        if pending is not None:
+            pending()
+
+    def close(self) -> None:
+        """Free the backend and what it shares with other ranks, after a barrier of the group."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            return
+        if self.group is not None:
+            dist.barrier(self.group)
+        runtime.backend.close()
+
+    def __del__(self) -> None:
+        runtime = self.__dict__.get("_runtime")
+        if runtime is not None and getattr(runtime.backend, "needs_close", False):
+            message = "a MegaMoE layer was deleted without close(): its window stays allocated"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
+        raise MegaMoEError(
+            "a MegaMoE layer shares memory with other ranks and cannot be copied; "
+            "make a new one and load the state_dict"
+        )
+
+    def extra_repr(self) -> str:
+        """Return what print(layer) shows."""
+        p = self.problem
+        return (
+            f"hidden={p.hidden}, intermediate={p.intermediate}, num_experts={p.num_experts}, "
+            f"top_k={p.top_k}, ep_size={p.ep_size}, rank={p.rank}, precision={p.precision}, "
+            f"activation={p.activation.kind}, backend={self.backend}"
+        )

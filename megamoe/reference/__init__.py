@@ -1,0 +1,11 @@
+"""The oracle: the layer in plain torch, all ranks in one process, one small file per stage.
+
+route -> dispatch -> gemm1 -> act (+ quantize) -> gemm2 -> reduce -> combine; `layer.forward` reads
+as that list. It shares no arithmetic with the backends (its quantizer is its own), and every
+intermediate has the name that it has in the kernel.
+"""
+
+from megamoe.reference.backend import ReferenceBackend
+from megamoe.reference.layer import forward
+
+__all__ = ["ReferenceBackend", "forward"]

@@ -1,0 +1,62 @@
+"""The oracle behind the backend interface: gather everything, compute all ranks, keep one y."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.reference.layer import forward
+
+
+class ReferenceBackend:
+    """Slow on purpose. With a group, inputs and weights of all ranks are gathered on every rank."""
+
+    name = "reference"
+    differentiable = False
+
+    def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
+        self.problem, self.group, self.rounding = problem, group, rounding
+
+    def prepare(self, weights: Any) -> None:
+        """Nothing to prepare."""
+
+    def check(self) -> None:
+        """Nothing can be pending."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: Any,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return y [T, H] of this rank; rows from num_tokens_device on are zero."""
+        if num_tokens_device is not None:
+            behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
+            topk_ids = topk_ids.masked_fill(behind[:, None], -1)
+        parts = [(x, topk_ids, topk_weights, weights)]
+        if self.problem.ep_size > 1:
+            parts = [None] * self.problem.ep_size  # type: ignore[list-item]
+            dist.all_gather_object(parts, (x, topk_ids, topk_weights, weights), group=self.group)
+        xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
+        xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
+        experts = [_to(e, x.device) for e in experts]
+        result = forward(self.problem, xs, ids, scores, experts, rounding=self.rounding)
+        y = result["y"][self.problem.rank].to(x.dtype)
+        return y if out is None else out.copy_(y)
+
+
+def _to(weights: Any, device: torch.device) -> Any:
+    moved = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    return type(weights)(**{name: t if t is None else t.to(device) for name, t in moved.items()})

@@ -1,0 +1,129 @@
+"""The whole layer on all ranks, stage by stage. Read this file to know what megamoe computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.reference.combine import combine, reduce
+from megamoe.reference.gemm import full_fp32, grouped_gemm
+from megamoe.reference.quant import dequantize_block, dequantize_rows, quantize_rows
+from megamoe.reference.route import Rows, route
+
+
+def forward(
+    problem: Problem,
+    x: list[Tensor],
+    topk_ids: list[Tensor],
+    topk_weights: list[Tensor],
+    weights: list[Any],
+    *,
+    rounding: str = "kernel",
+    check_tokens: Tensor | list[Tensor] | None = None,
+) -> dict[str, list[Any]]:
+    """Compute every intermediate of every rank; the lists have one entry per rank.
+
+    x: [T, H], topk_ids: [T, K], topk_weights: [T, K] of each home rank, all on one device; T may
+        differ.
+    weights: ExpertWeights of each expert rank. problem.rank is not used.
+    rounding: "kernel" rounds where the kernel does: h to bf16 (fp8: quantized from fp32 by 1x128),
+        y_rows and partials to bf16, y to bf16. "none" keeps fp32 throughout, on the same inputs
+        (fp8: x is quantized).
+    check_tokens: tokens to compute, for all home ranks alike or one tensor each; the others still
+        count in the row order. Rows, partials and y then hold only those tokens, in that order.
+    Returns, by home rank: y [T, H] (and fp8: x_q, x_scale). By expert rank: rows (Rows), counts [C,
+    L], x_pool [M, H], gate_up [M, P*I] fp32, h [M, I], y_rows [M, H], partials [all T, H]; fp8:
+    x_pool_scale, h_scale. Row m lies in the kernel's pool at rows.pool_row[m]. Differentiable with
+    bf16 or fp32 weights.
+    """
+    if rounding not in ("kernel", "none"):
+        raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
+    stored = torch.bfloat16 if rounding == "kernel" else torch.float32
+    fp8 = problem.precision == "fp8"
+    out: dict[str, list[Any]] = {}
+
+    def note(name: str, value: Any) -> Any:
+        out.setdefault(name, []).append(value)
+        return value
+
+    all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
+    kept = _kept_tokens(x, check_tokens)
+    x = [x_T[tokens] for x_T, tokens in zip(x, kept, strict=True)]
+    weight_NK = torch.cat([w[tokens] for w, tokens in zip(topk_weights, kept, strict=True)])
+    if check_tokens is not None:
+        starts = torch.tensor([0] + [ids.shape[0] for ids in topk_ids]).cumsum(0).tolist()
+        tokens = torch.cat([t + start for t, start in zip(kept, starts, strict=False)])
+        all_rows = [rows.keep(tokens) for rows in all_rows]
+    if fp8:
+        for x_T in x:
+            q, scale = quantize_rows(x_T)
+            note("x_q", q)
+            note("x_scale", scale)
+
+    with full_fp32(weight_NK.device):
+        for rows, experts in zip(all_rows, weights, strict=True):
+            note("rows", rows)
+            note("counts", rows.counts)
+            x_pool = _dispatch(rows, x, out, note, fp8)
+            gate_up = note("gate_up", _gemm1(problem, rows, x_pool, experts))
+            h = _act(problem, gate_up, note, stored, quantized=fp8 and rounding == "kernel")
+            y_rows = note("y_rows", _gemm2(problem, rows, h, experts).to(stored))
+            note("partials", reduce(rows, y_rows, weight_NK, stored))
+        y = combine(out["partials"], stored)
+    out["y"] = list(y.split([tokens.numel() for tokens in kept]))
+    return out
+
+
+def _kept_tokens(x: list[Tensor], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
+    """Return the tokens to compute of each home rank."""
+    if check_tokens is None:
+        return [torch.arange(x_T.shape[0], device=x_T.device) for x_T in x]
+    if isinstance(check_tokens, Tensor):
+        check_tokens = [check_tokens] * len(x)
+    return [t.to(x_T.device, torch.int64) for t, x_T in zip(check_tokens, x, strict=True)]
+
+
+def _dispatch(
+    rows: Rows, x: list[Tensor], out: dict[str, list[Any]], note: Any, fp8: bool
+) -> Tensor:
+    """Copy each row's token into the pool; return it as fp32 values."""
+    if not fp8:
+        return note("x_pool", torch.cat(x)[rows.token]).float()
+    q = torch.cat([t.view(torch.uint8) for t in out["x_q"]])[rows.token].view(torch.float8_e4m3fn)
+    scale = torch.cat(out["x_scale"])[rows.token]
+    return dequantize_rows(note("x_pool", q), note("x_pool_scale", scale))
+
+
+def _gemm1(problem: Problem, rows: Rows, x_pool: Tensor, experts: Any) -> Tensor:
+    planes = problem.activation.planes
+
+    def matrix(e: int) -> Tensor:
+        if experts.w13_scale is None:
+            return experts.w13[e].float()
+        return dequantize_block(experts.w13[e], experts.w13_scale[e], planes)
+
+    width = planes * problem.intermediate
+    return grouped_gemm(x_pool, rows.expert, matrix, experts.b13, width)
+
+
+def _act(
+    problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, quantized: bool
+) -> Tensor:
+    """Apply the activation in fp32 and round h once; return it as fp32 values."""
+    h = problem.activation(gate_up)
+    if not quantized:
+        return note("h", h.to(stored)).float()
+    q, scale = quantize_rows(h)
+    return dequantize_rows(note("h", q), note("h_scale", scale))
+
+
+def _gemm2(problem: Problem, rows: Rows, h: Tensor, experts: Any) -> Tensor:
+    def matrix(e: int) -> Tensor:
+        if experts.w2_scale is None:
+            return experts.w2[e].float()
+        return dequantize_block(experts.w2[e], experts.w2_scale[e], planes=1)
+
+    return grouped_gemm(h, rows.expert, matrix, experts.b2, problem.hidden)

@@ -1,0 +1,40 @@
+"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), plainly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 128
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> (q [M, K] e4m3, scale [M, S] fp32), group by group."""
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(x.shape[0], -(-x.shape[1] // GROUP), dtype=torch.float32, device=x.device)
+    for s in range(scale.shape[1]):
+        columns = slice(s * GROUP, (s + 1) * GROUP)
+        v = x[:, columns].float()
+        amax = v.abs().max(dim=1).values.clamp(min=1e-10)
+        limit = torch.full_like(
+            amax, 448.0
+        )  # tensor / tensor: torch rounds scalar divisions differently
+        scale[:, s] = amax / limit
+        q[:, columns] = (v * (limit / amax)[:, None]).clamp(-448.0, 448.0).to(q.dtype)
+    return q, scale
+
+
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    """Invert quantize_rows: -> [M, K] fp32."""
+    group = torch.arange(q.shape[1], device=q.device) // GROUP
+    return q.float() * scale[:, group]
+
+
+def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """q: [P*I, K] of one expert, scale: [P*ceil(I/128), S] -> fp32; blocks restart at a plane."""
+    rows = q.shape[0] // planes
+    blocks = -(-rows // GROUP)
+    n = torch.arange(q.shape[0], device=q.device)
+    n = n // rows * blocks + n % rows // GROUP
+    k = torch.arange(q.shape[1], device=q.device) // GROUP
+    return q.float() * scale[n][:, k]

@@ -1,0 +1,210 @@
+"""The portable backend: all_to_all of rows, grouped matmuls, all_to_all back.
+
+Every operation is differentiable: this file is also the backward pass of the other backends.
+Numerics: h, y_rows and y are rounded to bf16 as in the kernel; y sums rows instead of partials (no
+rounding of partials), and on CUDA the grouped matmul rounds gate_up to bf16 once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.weights import ExpertWeights, dequantize_rows, quantize_rows
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange rows between ranks; the gradient makes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    """rows: [sum(send), ...] -> [sum(receive), ...]; as bytes, since not every gloo knows bf16."""
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    as_bytes = rows.contiguous().view(torch.uint8)
+    dist.all_to_all_single(out.view(torch.uint8), as_bytes, receive, send, group=group)
+    return out
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Value of the quantized rows, gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return dequantize_rows(*quantize_rows(x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class StagedBackend:
+    """Hold the problem and the group; one forward is two exchanges and two grouped matmuls."""
+
+    name = "staged"
+    differentiable = True
+
+    def __init__(self, problem: Problem, group: Any = None) -> None:
+        self.problem, self.group = problem, group
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Nothing to prepare."""
+
+    def check(self) -> None:
+        """Nothing can be pending: torch.distributed raises where it fails."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective."""
+        if num_tokens_device is not None:
+            behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
+            topk_ids = topk_ids.masked_fill(behind[:, None], -1)
+        dense = weights.dense(self.problem, compute_dtype(x.device))
+        y = moe(self.problem, self.group, x, topk_ids, topk_weights, dense)
+        return y if out is None else out.copy_(y)
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Return the type of dequantized values: fp32 on the CPU, bf16 for tensor cores."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def moe(
+    problem: Problem,
+    group: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    dense: ExpertWeights,
+) -> Tensor:
+    """Compute y [T, H] in x's dtype, differentiable in x, topk_weights and all tensors of `dense`.
+
+    All ranks must agree on which of them need a gradient, since the backward pass is collective
+    too.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        return _moe(problem, group, x, topk_ids, topk_weights, dense)
+
+
+def _moe(
+    problem: Problem,
+    group: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    dense: ExpertWeights,
+) -> Tensor:
+    tokens, top_k = topk_ids.shape
+    experts = problem.num_experts
+    fp8 = problem.precision == "fp8"
+
+    # route: one row per valid (token, k), sorted by expert, hence by rank
+    flat = topk_ids.reshape(-1).long()
+    valid = (flat >= 0) & (flat < experts)
+    order = torch.argsort(torch.where(valid, flat, experts), stable=True)
+    order = order[: int(valid.sum())]
+    counts = torch.bincount(flat[order], minlength=experts)
+    send, receive, received = _exchange_counts(problem, group, counts)
+
+    # dispatch; then by expert, source ranks in order
+    source = _StraightThrough.apply(x.to(compute_dtype(x.device))) if fp8 else x
+    rows = _all_to_all(source[order // top_k], send, receive, group)
+    local = problem.num_local_experts(problem.rank)
+    expert = torch.arange(local, device=x.device).repeat(problem.ep_size)
+    by_expert = torch.argsort(expert.repeat_interleave(received.flatten()), stable=True)
+    sizes = received.reshape(problem.ep_size, local).sum(0)
+    y_rows = _experts(problem, rows[by_expert], sizes, dense)
+
+    # the way back
+    y_sent = torch.empty_like(y_rows).index_copy(0, by_expert, y_rows)
+    y_sorted = _all_to_all(y_sent, receive, send, group)
+    y_routes = y_sorted.new_zeros(tokens * top_k, problem.hidden).index_copy(0, order, y_sorted)
+
+    # combine: weights in fp32; those of dropped routes may be anything, even NaN
+    scores = torch.where(valid.view_as(topk_ids), topk_weights.float(), 0.0)
+    y = torch.zeros(tokens, problem.hidden, device=x.device)
+    for k, y_k in enumerate(y_routes.view(tokens, top_k, problem.hidden).unbind(1)):
+        y = torch.addcmul(y, scores[:, k : k + 1], y_k.float())
+    return y.to(x.dtype)
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
+    if group is None:
+        return rows
+    exchanged: Tensor = _AllToAll.apply(rows, send, receive, group)
+    return exchanged
+
+
+def _exchange_counts(
+    problem: Problem, group: Any, counts: Tensor
+) -> tuple[list[int], list[int], Tensor]:
+    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L]."""
+    ranks = range(problem.ep_size)
+    per_rank = [problem.num_local_experts(rank) for rank in ranks]
+    send = [int(part.sum()) for part in counts.split(per_rank)]
+    if group is None:
+        return send, send, counts
+    local = per_rank[problem.rank]
+    received = _exchange(counts[:, None], per_rank, [local] * problem.ep_size, group).flatten()
+    receive = received.reshape(problem.ep_size, local).sum(1).tolist()
+    return send, receive, received
+
+
+def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights) -> Tensor:
+    """rows: [M, H] sorted by local expert, sizes: [L] -> y_rows [M, H] bf16."""
+    if rows.shape[0] == 0:
+        # No expert runs. Tie all inputs in, with no elements, so that backward meets the other
+        # ranks # in both exchanges.
+        ties = [t.reshape(-1)[:0].float().sum() for t in dense.named().values()]
+        return (rows + torch.stack(ties).sum()).to(torch.bfloat16)
+    grouped = rows.device.type == "cuda" and rows.dtype == dense.w13.dtype == torch.bfloat16
+    matmul = _grouped_matmul if grouped else _matmul_by_expert
+    gate_up = matmul(rows, dense.w13, dense.b13, sizes)
+    h = problem.activation(gate_up)
+    if problem.precision == "fp8":
+        h = _StraightThrough.apply(h)
+    if grouped or problem.precision == "bf16":
+        h = h.to(rows.dtype)
+    return matmul(h, dense.w2, dense.b2, sizes).to(torch.bfloat16)
+
+
+def _grouped_matmul(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:
+    """rows: [M, K], w: [L, N, K], bias: [L, N], sizes: [L] -> [M, N] bf16, or fp32 with a bias."""
+    ends = sizes.cumsum(0).to(torch.int32)
+    out = torch._grouped_mm(rows, w.transpose(-2, -1), offs=ends)
+    if bias is None:
+        return out
+    return out.float() + bias.repeat_interleave(sizes, dim=0)
+
+
+def _matmul_by_expert(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:
+    """Do the same in fp32, one expert after the other."""
+    parts = []
+    for expert, part in enumerate(rows.split(sizes.tolist())):
+        if part.shape[0] == 0:
+            continue
+        product = part.float() @ w[expert].float().T
+        parts.append(product if bias is None else product + bias[expert].float())
+    return torch.cat(parts)

@@ -1,0 +1,17 @@
+"""Tools for tests, here and downstream: inputs, comparison, and starting ranks."""
+
+from megamoe.testing.compare import Comparison, assert_close, compare
+from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_routing, make_weights
+from megamoe.testing.launch import launch
+
+__all__ = [
+    "ROUTINGS",
+    "Comparison",
+    "Inputs",
+    "assert_close",
+    "compare",
+    "launch",
+    "make_inputs",
+    "make_routing",
+    "make_weights",
+]

@@ -1,0 +1,111 @@
+"""Random inputs, routings with character, and weights that do not depend on the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.weights import ExpertWeights
+
+ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
+
+
+@dataclass
+class Inputs:
+    """What one rank feeds the layer."""
+
+    x: Tensor  # [T, H] bf16
+    topk_ids: Tensor  # [T, K]
+    topk_weights: Tensor  # [T, K] fp32, rows sum to 1
+
+    def to(self, device: torch.device | str) -> Inputs:
+        """Return the same on another device."""
+        return Inputs(*(t.to(device) for t in (self.x, self.topk_ids, self.topk_weights)))
+
+
+def make_routing(
+    problem: Problem, num_tokens: int, kind: str = "uniform", *, generator: torch.Generator
+) -> Tensor:
+    """Return topk_ids [T, K] int64 on the generator's device.
+
+    uniform: different experts of a token, all experts alike. hot: one expert takes a route of each
+        token.
+    one_rank: all experts on the last rank that has any. dropped: a third of the ids is -1 or >= E.
+    duplicates: a token may choose an expert several times. all_dropped: nothing is valid.
+    Problems with fewer experts than top_k always get duplicates.
+    """
+    device, experts, top_k = generator.device, problem.num_experts, problem.top_k
+    shape = (num_tokens, top_k)
+    if kind == "all_dropped":
+        return torch.full(shape, -1, device=device)
+    if kind == "one_rank":
+        rank = problem.rank_of_expert(experts - 1)
+        begin = problem.expert_begin(rank)
+        return torch.randint(begin, experts, shape, generator=generator, device=device)
+    if kind == "duplicates" or experts < top_k:
+        return torch.randint(experts, shape, generator=generator, device=device)
+    scores = torch.rand(num_tokens, experts, generator=generator, device=device)
+    if kind == "hot":
+        scores[:, experts // 2] = 2.0
+    ids = scores.topk(top_k, dim=1).indices
+    if kind == "dropped":
+        dice = torch.rand(shape, generator=generator, device=device)
+        ids = ids.masked_fill(dice < 0.2, -1).masked_fill(dice > 0.87, experts)
+    elif kind not in ("uniform", "hot"):
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(ROUTINGS)}")
+    return ids
+
+
+def make_inputs(
+    problem: Problem,
+    num_tokens: int,
+    *,
+    rank: int | None = None,
+    seed: int = 0,
+    routing: str = "uniform",
+    device: torch.device | str = "cpu",
+    ids_dtype: torch.dtype = torch.int64,
+) -> Inputs:
+    """Draw the inputs of one rank (default: problem.rank); each rank gets its own."""
+    rank = problem.rank if rank is None else rank
+    generator = torch.Generator(device=device).manual_seed(seed * 64 + rank)
+    x = torch.randn(num_tokens, problem.hidden, generator=generator, device=device)
+    ids = make_routing(problem, num_tokens, routing, generator=generator)
+    weights = torch.rand(num_tokens, problem.top_k, generator=generator, device=device) + 0.05
+    weights = weights / weights.sum(1, keepdim=True)
+    return Inputs(x.bfloat16(), ids.to(ids_dtype), weights)
+
+
+def make_weights(
+    problem: Problem,
+    *,
+    rank: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    quantize: bool | None = None,
+) -> ExpertWeights:
+    """Draw the weights of one rank's experts, each from its own seed; fp8 problems get FP8 weights.
+
+    quantize: False returns the bf16 masters of an fp8 problem.
+    """
+    rank = problem.rank if rank is None else rank
+    num, begin = problem.num_local_experts(rank), problem.expert_begin(rank)
+    planes, h, i = problem.activation.planes, problem.hidden, problem.intermediate
+    generator = torch.Generator(device=device)
+    w13 = torch.empty(num, planes * i, h, dtype=torch.bfloat16, device=device)
+    w2 = torch.empty(num, h, i, dtype=torch.bfloat16, device=device)
+    b13 = torch.empty(num, planes * i, device=device) if problem.bias else None
+    b2 = torch.empty(num, h, device=device) if problem.bias else None
+    for local in range(num):
+        generator.manual_seed(seed * 1_000_003 + 17 * (begin + local) + 1)
+        for tensor, std in ((w13, h**-0.5), (w2, i**-0.5), (b13, 0.2), (b2, 0.2)):
+            if tensor is not None:
+                shape = tensor.shape[1:]
+                drawn = torch.randn(shape, generator=generator, device=device)
+                tensor[local] = drawn * std
+    weights = ExpertWeights(w13, w2, b13, b2)
+    fp8 = problem.precision == "fp8"
+    return weights.quantized(problem) if (fp8 if quantize is None else quantize) else weights

@@ -1,0 +1,89 @@
+"""Start ranks as processes of this machine, joined by gloo (or NCCL); collect what they return."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+@dataclass(frozen=True)
+class _Setup:
+    num_ranks: int
+    port: int
+    backend: str
+    timeout_s: float
+    num_threads: int
+    folder: str
+    environment: dict[str, str]
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
+    num_threads: int = 1,
+) -> list[Any]:
+    """Run function(rank, *args) in num_ranks processes with the default process group set up.
+
+    function: importable by name (the new processes import it). Returns what the ranks returned,
+    pickled. The first exception of a rank is raised here with its traceback, after the others were
+    ended; so is TimeoutError.
+    """
+    # The fork server imports torch once, not once for each rank and launch.
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+    # The parent serves the store, on a port that the system picks: no race for a free one.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="megamoe-launch-") as folder:
+        setup = _Setup(
+            num_ranks, store.port, backend, timeout_s, num_threads, folder, dict(os.environ)
+        )
+        context = mp.start_processes(
+            _rank_main,
+            args=(setup, function, args),
+            nprocs=num_ranks,
+            join=False,
+            start_method="forkserver",
+        )
+        deadline = time.monotonic() + timeout_s
+        while not context.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
+            if time.monotonic() > deadline:
+                alive = [rank for rank, p in enumerate(context.processes) if p.is_alive()]
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"ranks {alive} of {num_ranks} still ran after {timeout_s:g} s")
+        files = [Path(folder, str(rank)) for rank in range(num_ranks)]
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _rank_main(
+    rank: int, setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(setup.num_threads)
+    os.environ.update(setup.environment)  # the fork server may be older than the variables
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
+    if setup.backend == "nccl":
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=setup.timeout_s)
+    store = dist.TCPStore("127.0.0.1", setup.port, None, False, timeout)
+    dist.init_process_group(
+        setup.backend, store=store, rank=rank, world_size=setup.num_ranks, timeout=timeout
+    )
+    result = function(rank, *args)
+    Path(setup.folder, str(rank)).write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""The few collective operations that set-up needs, over torch.distributed, threads of a process, or nobody."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Group(Protocol):
+    """Ranks that share windows. All operations are collective and wait on the host."""
+
+    rank: int
+    size: int
+    in_process: bool  # all ranks live in this process
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank."""
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+
+class Alone:
+    """A group of one."""
+
+    rank, size, in_process = 0, 1, True
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return [value]."""
+        return [value]
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+
+class TorchGroup:
+    """A process group of torch.distributed, of any backend."""
+
+    in_process = False
+
+    def __init__(self, process_group: Any) -> None:
+        self.process_group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.size = dist.get_world_size(process_group)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Pickle, exchange, unpickle."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value, group=self.process_group)
+        return gathered
+
+    def barrier(self) -> None:
+        """Exchange nothing: unlike NCCL's barrier, this holds the host on every backend."""
+        self.all_gather(None)
+
+
+class _Meeting:
+    """What the threads of one ThreadGroup share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.values: list[Any] = [None] * size
+
+
+class ThreadGroup:
+    """Ranks that are threads of one process; for tests, and for one process that drives several GPUs."""
+
+    in_process = True
+
+    def __init__(self, meeting: _Meeting, rank: int, timeout_s: float) -> None:
+        self._meeting, self._timeout_s = meeting, timeout_s
+        self.rank, self.size = rank, meeting.size
+
+    @classmethod
+    def create(cls, size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
+        """Return one member for each thread."""
+        meeting = _Meeting(size)
+        return [cls(meeting, rank, timeout_s) for rank in range(size)]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Exchange references."""
+        self._meeting.values[self.rank] = value
+        self._meeting.barrier.wait(self._timeout_s)
+        gathered = list(self._meeting.values)
+        self._meeting.barrier.wait(self._timeout_s)
+        return gathered
+
+    def barrier(self) -> None:
+        """Wait for the other threads."""
+        self._meeting.barrier.wait(self._timeout_s)
+
+
+def as_group(group: Any) -> Group:
+    """Wrap what users pass: None, a torch process group, or a Group."""
+    if group is None:
+        return Alone()
+    if hasattr(group, "in_process"):
+        wrapped: Group = group
+        return wrapped
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    return TorchGroup(group)
+
+
+def nccl_in_use(group: Group) -> bool:
+    """Return whether the group's process uses NCCL on it."""
+    process_group = getattr(group, "process_group", None)
+    if process_group is None or not torch.distributed.is_available():
+        return False
+    return "nccl" in str(dist.get_backend(process_group))

@@ -1,0 +1,290 @@
+"""The window: symmetric memory of a group, and all that belongs to it rather than to a layer.
+
+One window serves any number of layers that agree on everything but sizes that only bound it (see `admits`): launches of
+a window follow each other, so its regions, its epoch and its workspaces are theirs in turn. Every rank must call
+the layers of a window in the same order; a different order is a named error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import env, layout
+from megamoe.arguments import Plan
+from megamoe.config import Problem
+from megamoe.errors import ConfigError, MegaMoEError, PeerFault, RankMismatch, WindowBroken
+from megamoe.errors import fault_to_error
+from megamoe.jit import abi
+from megamoe.transport import Transport, choose
+from megamoe.transport.group import Group, as_group
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """What fixes the window's layout; equal on all ranks."""
+
+    hidden: int
+    top_k: int
+    ep_size: int
+    max_tokens: int
+    precision: str
+
+    @classmethod
+    def of(cls, problem: Problem) -> WindowSpec:
+        """Return the spec that one problem needs."""
+        return cls(**{field.name: getattr(problem, field.name) for field in fields(cls)})
+
+    def mismatch(self, problem: Problem) -> str | None:
+        """Return why a layer of `problem` cannot use this window, or None.
+
+        Layouts must coincide, because launch n + 1 may write while a peer still reads what launch n left. So
+        hidden, top_k, ep_size and precision are equal, and a smaller max_tokens uses the larger strides.
+        """
+        other = WindowSpec.of(problem)
+        for name in ("hidden", "top_k", "ep_size", "precision"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"{name} is {theirs} in the layer, {ours} in its window"
+        if other.max_tokens > self.max_tokens:
+            return f"max_tokens is {other.max_tokens} in the layer, {self.max_tokens} in its window"
+        return None
+
+
+class Window:
+    """Symmetric memory of one group on one device. Creating, resetting and closing it is collective."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        transport: str | Transport | None = None,
+    ) -> None:
+        self.group: Group = as_group(group)
+        self.device = _device(device)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError(
+                "a window cannot be made during CUDA graph capture: call the layer's prepare() before"
+            )
+        self.spec = WindowSpec.of(problem)
+        self.closed = False
+        self.timeout_ns = 0  # of the layers' launches; for messages
+        self.broken: MegaMoEError | None = None
+        self._workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._handshake(problem)
+        name = transport or env.transport()
+        chosen = choose(name, self.group) if isinstance(name, str) else name
+        self.regions = layout.window_regions(problem)
+        with on_device(self.device):
+            self._allocation = chosen.allocate(
+                layout.total_bytes(self.regions), self.device, self.group
+            )
+            self.memory, self.bases = self._allocation.memory, self._allocation.peers
+            self.memory.zero_()
+            self._epoch = torch.zeros(64, dtype=torch.int32, device=self.device)
+            self._fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
+            self.fault = abi.FaultRecord.from_address(self._fault_memory.data_ptr())
+            self._synchronize()
+        self.group.barrier()  # nobody launches before every window is zero
+
+    @property
+    def epoch_address(self) -> int:
+        """Device address of the count of completed launches."""
+        return int(self._epoch.data_ptr())
+
+    def epoch(self) -> int:
+        """Return the count of completed launches. Waits for the device."""
+        return int(self._epoch[0])
+
+    @property
+    def fault_address(self) -> int:
+        """Address of the FaultRecord."""
+        return int(self._fault_memory.data_ptr())
+
+    def _handshake(self, problem: Problem) -> None:
+        """Refuse ranks that were configured differently, by name and field."""
+        mine = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
+        mine["args.h"] = ctypes.sizeof(abi.Args)
+        everyone = self.group.all_gather((problem.rank, mine))
+        for rank, (stated, theirs) in enumerate(everyone):
+            if stated != rank:
+                raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
+            differing = [
+                f"{name} is {theirs.get(name)} on rank {rank}, {value} on rank 0"
+                for name, value in everyone[0][1].items()
+                if theirs.get(name) != value
+            ]
+            if differing:
+                raise RankMismatch("the window of this group differs: " + "; ".join(differing))
+        if len(everyone) != self.spec.ep_size:
+            raise ConfigError("ep_size", self.spec.ep_size, f"{len(everyone)}, the group's size")
+
+    def admit(self, problem: Problem) -> None:
+        """Raise ConfigError when a layer of `problem` cannot use this window."""
+        self._check_open()
+        reason = self.spec.mismatch(problem)
+        if reason:
+            raise ConfigError(f"this window cannot serve this layer: {reason}")
+
+    def workspace(self, plan: Plan) -> Tensor:
+        """Return the workspace of a layer, zeroed when new. Layers of equal layout share one."""
+        key = (plan.strided, plan.pool_rows)
+        if key not in self._workspaces:
+            nbytes = layout.total_bytes(plan.workspace)
+            with on_device(self.device):
+                raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
+                start = -raw.data_ptr() % layout.ALIGNMENT
+                self._workspaces[key] = raw[start : start + nbytes]
+                self._synchronize()  # launches may come on any stream
+        return self._workspaces[key]
+
+    # --- faults ---
+
+    def poll(self) -> None:
+        """Raise if a launch has failed so far as the host can see without waiting. Nanoseconds."""
+        if self.fault.edge and self.broken is None:
+            record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
+            record.update(abi.fault_fields(self.fault))
+            self.broken = fault_to_error(record, self.group.rank)
+            raise self.broken
+        if self.broken is not None:
+            raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
+        self._check_open()
+
+    def check(self) -> None:
+        """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
+        self._synchronize()
+        self.poll()
+        epoch = int(self.regions["window_abort"].view(self.memory)[0])
+        if epoch:
+            self.broken = PeerFault(
+                f"another rank gave up on launch {epoch & 0xFFFFFFFF} of this window, so rank "
+                f"{self.group.rank} left it too: see that rank's error"
+            )
+            raise self.broken
+
+    def reset(self) -> None:
+        """Make a broken window usable again. Collective; results of launches in flight are lost."""
+        self._check_open()
+        self._synchronize()
+        self.group.barrier()  # no rank's kernel runs
+        with on_device(self.device):
+            for name in layout.WINDOW_CONTROL:
+                self.regions[name].view(self.memory).zero_()
+            for (problem, rows), memory in self._workspaces.items():
+                table = layout.workspace_regions(problem, rows)
+                for name in layout.WORKSPACE_CONTROL:
+                    table[name].view(memory).zero_()
+            self._epoch.zero_()
+            self._fault_memory.zero_()
+            self._synchronize()
+        self.broken = None
+        self.group.barrier()
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Free the memory once no rank uses it. Collective; a second call does nothing."""
+        if self.closed:
+            return
+        self._synchronize()
+        self.group.barrier()
+        self.closed = True
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._allocation.memory = self.memory
+        self._workspaces.clear()
+        self._allocation.free()
+        self.group.barrier()
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True) and self.group.size > 1:
+            # Freeing is collective; a destructor runs when it likes. The memory stays.
+            _leaked.append(getattr(self, "_allocation", None))
+            warnings.warn(
+                "a megamoe window was deleted without close(): its memory stays allocated",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WindowBroken("this window is closed")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+_leaked: list[Any] = []
+
+
+class _LaunchOrder:
+    """Our launches on one device, one after the other in host order, whichever streams they are on.
+
+    Two persistent kernels of different windows must not share a device: neither would be resident as a whole. Inside
+    a graph capture the order is kept among the launches of that capture. Between a graph's replay and other launches the
+    user orders the streams, as for any graph.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, torch.cuda.Stream] | None = None  # capture (0: none), stream
+
+    def before_launch(self, stream: torch.cuda.Stream) -> None:
+        """Make `stream` wait for our last launch, if that was on another stream."""
+        capture = _capture_id(stream)
+        if self._last is not None:
+            last_capture, last_stream = self._last
+            if last_capture == capture and last_stream != stream:
+                # Recorded now and not at the launch: the common case, one stream, costs nothing.
+                event = torch.cuda.Event()
+                event.record(last_stream)
+                stream.wait_event(event)
+        self._last = (capture, stream)
+
+
+def _capture_id(stream: torch.cuda.Stream) -> int:
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    from megamoe.jit.driver import check
+
+    return int(check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream.cuda_stream)))[1])
+
+
+_orders: dict[int, _LaunchOrder] = {}
+launch_lock = threading.RLock()
+
+
+def launch_order(device: int) -> _LaunchOrder:
+    """Return the order of launches on a device. Use it under launch_lock, until the launch is made."""
+    return _orders.setdefault(device, _LaunchOrder())
+
+
+def on_device(device: torch.device) -> Any:
+    """Return a context in which `device` is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda"
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _pinned(nbytes: int, device: torch.device) -> Tensor:
+    """Return zeroed host memory that the device can write at the same address."""
+    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    return memory.pin_memory() if device.type == "cuda" else memory

@@ -1,0 +1,27 @@
+"""Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared."""
+
+import os
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def _hopper_gpus() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    majors = [torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())]
+    return sum(major == 9 for major in majors)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
+    for item in items:
+        needed = 1 if item.get_closest_marker("gpu") else 0
+        if (ep := item.get_closest_marker("ep")) is not None:
+            needed = max(needed, ep.args[0])
+        if needed > gpus:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} Hopper GPUs, found {gpus}"))
+        if item.get_closest_marker("slow") and not slow:
+            item.add_marker(pytest.mark.skip(reason="slow: run with SLOW=1"))

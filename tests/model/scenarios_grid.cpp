@@ -1,0 +1,161 @@
+// What is between CTAs of one rank: the grid barrier, "whoever arrives last", and what is reset by whom.
+#include "scenarios.h"
+
+namespace model {
+namespace {
+
+// Two consecutive barriers, then the next launch's first one: every CTA reads what every other wrote before.
+void grid_barrier(World& w, const Flaw& flaw, int num_ctas, int phases) {
+    int arrivals = w.cell("arrivals"), generation = w.cell("generation");
+    std::array<int, 3> slot;
+    for (int c = 0; c < num_ctas; ++c) slot[c] = w.payload(name_of("slot", c));
+    int last_phase = flaw("second barrier left out") ? 0 : 1;
+    bool one_too_few = flaw("expects one CTA too few");
+    for (int c = 0; c < num_ctas; ++c) {
+        w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
+            for (int phase = 0; phase < phases; ++phase) {
+                m.write(slot[c], phase + 1);
+                GridBarrier::arrive_and_wait(m, arrivals, generation, num_ctas - one_too_few);
+                for (int other = 0; other < num_ctas; ++other) m.read(slot[other], phase + 1);
+                if (last_phase == 1) GridBarrier::arrive_and_wait(m, arrivals, generation, num_ctas - one_too_few);
+            }
+        });
+    }
+}
+void grid_barrier_2(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 2, 2); }
+void grid_barrier_3(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 3, 1); }
+
+// One thread a CTA takes part: the others hand over to it and from it by cta_sync.
+void grid_barrier_cta(World& w, const Flaw& flaw) {
+    int arrivals = w.cell("arrivals"), generation = w.cell("generation");
+    std::array<int, 2> slot = {w.payload("slot[0]"), w.payload("slot[1]")};
+    bool before = !flaw("no cta_sync before"), after = !flaw("no cta_sync after");
+    for (int c = 0; c < 2; ++c) {
+        int in = w.barrier("cta_sync before", before ? 2 : 1), out = w.barrier("cta_sync after", after ? 2 : 1);
+        w.thread(name_of("thread1", c), 0, c, [=](Mem& m) {
+            m.write(slot[c]);
+            if (before) m.sync(in);
+            if (after) m.sync(out);
+            m.read(slot[1 - c]);
+        });
+        w.thread(name_of("thread0", c), 0, c, [=](Mem& m) {
+            m.sync(in);
+            GridBarrier::arrive_and_wait(m, arrivals, generation, 2);
+            m.sync(out);
+        });
+    }
+}
+
+// Three CTAs stage parts of x, the last publishes to the peer; the ticket serves the next launch too. Two launches of rank 0;
+// rank 1 tells that it has read x of launch 1 (in the kernel: it owes a partial).
+void last_arrival(World& w, const Flaw& flaw) {
+    int ticket = w.cell("ticket"), staged = w.cell("staged"), owed = w.cell("owed");
+    std::array<int, 2> part = {w.payload("x[0]"), w.payload("x[1]")};
+    int launch = w.barrier("launch boundary", 2);
+    bool first_publishes = flaw("each CTA publishes");
+    for (int c = 0; c < 2; ++c) {
+        w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
+            for (uint32_t epoch = 1; epoch <= 2; ++epoch) {
+                m.write(part[c], epoch);
+                bool last = LastArrival::arrive(m, ticket, 2);
+                if (last || first_publishes) XReady::publish(m, staged, epoch);
+                if (epoch == 1) {
+                    m.Memory::await(owed, Until::at_least, 1, Scope::system, {});
+                    m.launch_boundary(launch);
+                }
+            }
+        });
+    }
+    w.thread("dispatch@1", 1, 0, [=](Mem& m) {
+        for (uint32_t epoch = 1; epoch <= 2; ++epoch) {
+            XReady::await(m, staged, epoch, 0);
+            m.read(part[0], epoch), m.read(part[1], epoch);
+            m.Memory::store(owed, epoch, Order::release, Scope::system);
+        }
+    });
+}
+
+// The last arrival's thread tells another thread of its CTA, which publishes: one peer a thread.
+void last_arrival_cta(World& w, const Flaw& flaw) {
+    int ticket = w.cell("ticket"), staged = w.cell("staged");
+    std::array<int, 2> part = {w.payload("ids[0]"), w.payload("ids[1]")}, last = {w.payload("last[0]", true), w.payload("last[1]", true)};
+    bool synced = !flaw("no cta_sync before publish"), converged = !flaw("no cta_sync before arrive");
+    for (int c = 0; c < 2; ++c) {
+        int in = w.barrier("cta_sync before", converged ? 2 : 1), out = w.barrier("cta_sync after", synced ? 2 : 1);
+        w.thread(name_of("thread0", c), 0, c, [=](Mem& m) {
+            m.sync(in);
+            m.write(last[c], LastArrival::arrive(m, ticket, 2));
+            m.sync(out);
+        });
+        w.thread(name_of("thread1", c), 0, c, [=](Mem& m) {
+            m.write(part[c]);
+            if (converged) m.sync(in);
+            if (synced) m.sync(out);
+            if (m.read(last[c], -1)) XReady::publish(m, staged, 1);
+        });
+    }
+    w.thread("dispatch@1", 1, 0, [=](Mem& m) {
+        XReady::await(m, staged, 1, 0);
+        m.read(part[0]), m.read(part[1]);
+    });
+}
+
+// The epoch is read by every CTA at entry and advanced by the last one out, with ordinary accesses. Two launches.
+void epoch_cell(World& w, const Flaw& flaw) {
+    int ticket = w.cell("ticket"), epoch = w.payload("epoch");
+    std::array<int, 2> launch = {w.barrier("launch boundary", 3), w.barrier("launch boundary", 3)};
+    bool first_out = flaw("whoever leaves first advances it");
+    for (int c = 0; c < 3; ++c) {
+        w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
+            for (uint32_t completed = 0; completed < 2; ++completed) {
+                m.read(epoch, completed);
+                bool last = LastArrival::arrive(m, ticket, 3);
+                if (last || (first_out && c == 0)) m.write(epoch, completed + 1);
+                m.launch_boundary(launch[completed]);
+            }
+            m.read(epoch, 2);
+        });
+    }
+}
+
+// Block counters are zeroed by ordinary stores between the two barriers of a prologue: after the end of the last pass, before
+// the first add of this one. Two passes of two CTAs; each CTA zeroes a cell, adds to the other and awaits its own.
+void counters_zeroed(World& w, const Flaw& flaw) {
+    int arrivals = w.cell("arrivals"), generation = w.cell("generation");
+    std::array<int, 2> ready = {w.cell("rows_ready[0]"), w.cell("rows_ready[1]")};
+    std::array<std::array<int, 2>, 2> row;
+    for (int p = 0; p < 2; ++p) row[p] = {w.payload(name_of("row", p, 0)), w.payload(name_of("row", p, 1))};
+    bool late = flaw("zeroed after the second barrier"), early = flaw("zeroed before the pass ended everywhere");
+    bool never = flaw("never zeroed");
+    for (int c = 0; c < 2; ++c) {
+        w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
+            for (int pass = 0; pass < 2; ++pass) {
+                if (early) m.plain_store(ready[1 - c], 0);
+                GridBarrier::arrive_and_wait(m, arrivals, generation, 2);
+                if (!late && !early && !never) m.plain_store(ready[c], 0);
+                GridBarrier::arrive_and_wait(m, arrivals, generation, 2);
+                if (late) m.plain_store(ready[c], 0);
+                m.write(row[pass][c]);
+                RowsReady::publish(m, ready[1 - c], 1);
+                RowsReady::await(m, ready[c], 1, 0);
+                m.tma_load(row[pass][1 - c]);
+            }
+        });
+    }
+}
+
+}  // namespace
+
+const std::vector<Scenario> grid_scenarios = {
+    {"grid_barrier, 2 CTAs x 4", grid_barrier_2, {"second barrier left out", "expects one CTA too few"}, {{"value + 1 at generation", only_grows}}},
+    {"grid_barrier, 3 CTAs x 2", grid_barrier_3, {"expects one CTA too few"}, {{"value + 1 at generation", only_grows}}},
+    {"grid_barrier, whole CTAs", grid_barrier_cta, {"no cta_sync before", "no cta_sync after"}, {}, false},
+    {"last_arrival", last_arrival, {"each CTA publishes"}, {}},
+    {"last_arrival, whole CTAs", last_arrival_cta, {"no cta_sync before arrive", "no cta_sync before publish"}, {}, false},
+    {"epoch advanced by the last out", epoch_cell, {"whoever leaves first advances it"}, {}},
+    {"counters zeroed in the prologue", counters_zeroed,
+     {"zeroed after the second barrier", "zeroed before the pass ended everywhere", "never zeroed"},
+     {{"value + 1 at generation", only_grows}, {"value + 1 at rows_ready", one_of_one}}},
+};
+
+}  // namespace model

@@ -1,0 +1,86 @@
+"""torch.compile: the operator is one opaque call in one graph, forward and backward."""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
+
+from megamoe import MegaMoE
+from megamoe.autograd import apply
+from megamoe.testing import assert_close, make_inputs
+
+OPS = torch.ops.megamoe
+
+
+def make(precision="bf16"):
+    layer = MegaMoE(48, 32, 5, 2, precision=precision, backend="staged", init_seed=1, bias=True)
+    layer.prepare()
+    return layer, make_inputs(layer.problem, 16)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_opcheck(precision):
+    layer, inputs = make(precision)
+    w = layer.expert_weights()
+    x = inputs.x.clone().requires_grad_()
+    arguments = (x, inputs.topk_ids, inputs.topk_weights, w.w13, w.w2, w.b13, w.b2, None, None)
+    handle = layer._runtime.handle
+    torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle))
+    dy = torch.ones_like(inputs.x)
+    detached = [a if a is None else a.detach() for a in arguments]
+    needs = [True, False, True, True, False, True]
+    torch.library.opcheck(OPS.moe_backward.default, (dy, *detached, handle, needs))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_fullgraph_forward_and_backward(precision):
+    layer, inputs = make(precision)
+
+    def model(x, ids, scores):
+        return layer(x * 1.5, ids, scores.softmax(-1)).float().square()
+
+    graphs = []
+
+    def record(graph, example):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph)
+
+    def run(function):
+        x = inputs.x.clone().requires_grad_()
+        scores = inputs.topk_weights.clone().requires_grad_()
+        layer.zero_grad()
+        y = function(x, inputs.topk_ids, scores)
+        y.mean().backward()
+        return [y.detach(), x.grad, scores.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    eager = run(model)
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    compiled = run(torch.compile(model, fullgraph=True, backend=backend))
+    for found, expected in zip(compiled, eager, strict=True):
+        assert expected.abs().max() > 0
+        assert_close(found, expected, relative=1e-2)
+    assert len(graphs) == 2
+    assert graphs[0].count(OPS.moe_forward.default) == 1
+    assert graphs[1].count(OPS.moe_backward.default) == 1
+
+
+def test_equal_layers_share_one_graph(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    torch._dynamo.reset()
+    layers, inputs = [make()[0] for _ in range(3)], make()[1]
+    with torch.no_grad():
+        layers[1].w2.mul_(2)
+    for layer in layers:  # as torchtitan does: each block by itself
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        y = compiled(inputs.x, inputs.topk_ids, inputs.topk_weights)
+        assert torch.equal(y, layer(inputs.x, inputs.topk_ids, inputs.topk_weights))
+
+
+def test_closed_layer_is_a_named_error():
+    layer, inputs = make()
+    handle = layer._runtime.handle
+    weights = layer.expert_weights()
+    layer.close()
+    with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
+        apply(inputs.x, inputs.topk_ids, inputs.topk_weights, weights, handle)

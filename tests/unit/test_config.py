@@ -1,0 +1,169 @@
+"""Problem, Activation, env and errors: constraints, expert ranges, hashes, messages."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megamoe
+from megamoe import env
+from megamoe.config import ACTIVATIONS, Activation, Problem, activation_by_name
+from megamoe.errors import (
+    ArgumentError,
+    ConfigError,
+    PeerFault,
+    ProtocolTimeout,
+    RankMismatch,
+    fault_to_error,
+)
+
+GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
+RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "expected": 128,
+          "seen": 96, "epoch": 5, "waited_ns": 10_000_000_000}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden", 0),
+        ("hidden", 24),
+        ("hidden", 16400),
+        ("intermediate", -16),
+        ("intermediate", 16400),
+        ("num_experts", 0),
+        ("num_experts", 1025),
+        ("top_k", 0),
+        ("top_k", 17),
+        ("ep_size", 0),
+        ("ep_size", 9),
+        ("rank", 1),
+        ("rank", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 1 << 26),
+        ("precision", "fp4"),
+        ("hidden", 256.0),
+        ("bias", 1),
+    ],
+)
+def test_constraint_names_argument_and_value(name, value):
+    with pytest.raises(ConfigError) as caught:
+        Problem(**{**GOOD, name: value})
+    assert f"{name} is {value!r}, expected" in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_limits_are_allowed():
+    problem = Problem(16384, 16384, 8 * 1024, 16, ep_size=8, rank=7, max_tokens=(1 << 23) - 1)
+    assert problem.problems() == []
+    assert problem.num_local_experts(7) == 1024
+
+
+def test_all_violations_are_reported_at_once():
+    with pytest.raises(ConfigError, match=r"hidden is 1.*top_k is 99"):
+        Problem(**{**GOOD, "hidden": 1, "top_k": 99})
+
+
+@given(st.integers(1, 300), st.integers(1, 8))
+def test_expert_ranges_partition_the_experts(experts, ranks):
+    problem = Problem(16, 16, experts, 1, ep_size=ranks)
+    sizes = [problem.num_local_experts(r) for r in range(ranks)]
+    assert sum(sizes) == experts
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+    owners = [r for r in range(ranks) for _ in range(sizes[r])]
+    assert [problem.rank_of_expert(e) for e in range(experts)] == owners
+    assert [problem.expert_begin(r) for r in range(ranks)] == [sum(sizes[:r]) for r in range(ranks)]
+
+
+def test_fingerprint_is_stable_and_ignores_the_rank():
+    base = Problem(**GOOD, ep_size=2)
+    assert replace(base, rank=1).fingerprint() == base.fingerprint()
+    others = [
+        replace(base, hidden=272),
+        replace(base, max_tokens=64),
+        replace(base, precision="fp8"),
+        replace(base, bias=True),
+        replace(base, activation="geglu"),
+        replace(base, activation=Activation("clamped_swiglu", limit=7)),
+        replace(base, activation=Activation("clamped_swiglu", limit=8)),
+    ]
+    assert len({p.fingerprint() for p in [base, *others]}) == len(others) + 1
+    code = f"import megamoe; print(megamoe.Problem(**{GOOD}, ep_size=2).fingerprint())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == base.fingerprint() < 1 << 32
+
+
+def test_activations_match_their_definitions():
+    gate, up = torch.randn(5, 16) * 6, torch.randn(5, 16) * 6
+    both = torch.cat([gate, up], dim=1)
+    sigmoid = torch.sigmoid
+    g, u = gate.clamp(max=7), up.clamp(-7, 7)
+    gelu = 0.5 * gate * (1 + torch.erf(gate / 2**0.5))
+    expected = {
+        "swiglu": gate * sigmoid(gate) * up,
+        "swiglu_oai": g * sigmoid(1.702 * g) * (u + 1),
+        "geglu": gelu * up,
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(ACTIVATIONS[name](both), value)
+        assert ACTIVATIONS[name].planes == 2
+    torch.testing.assert_close(ACTIVATIONS["relu2"](gate), gate.clamp(min=0) ** 2)
+    assert not ACTIVATIONS["relu2"].gated
+    assert ACTIVATIONS["swiglu"](both.bfloat16()).dtype == torch.float32
+
+
+def test_activation_by_name():
+    own = Activation("clamped_swiglu", alpha=1, limit=10)
+    assert activation_by_name(own) is own
+    assert Problem(**GOOD, activation="relu2").activation == ACTIVATIONS["relu2"]
+    with pytest.raises(ConfigError, match="'gelu'.*swiglu_oai"):
+        activation_by_name("gelu")
+    with pytest.raises(ConfigError, match="limit"):
+        Activation("swiglu", limit=3.0)
+
+
+def test_environment(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_TIMEOUT_S", raising=False)
+    assert env.timeout_s() == 120
+    assert env.reserve_sms() is None
+    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "2.5")
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "4")
+    monkeypatch.setenv("MEGAMOE_PDL", "1")
+    assert (env.timeout_s(), env.reserve_sms(), env.pdl()) == (2.5, 4, True)
+    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "soon")
+    with pytest.raises(ConfigError, match="MEGAMOE_TIMEOUT_S is 'soon'"):
+        env.timeout_s()
+    monkeypatch.setenv("MEGAMOE_COMPILER", "gcc")
+    with pytest.raises(ConfigError, match="MEGAMOE_COMPILER is 'gcc', expected one of nvrtc, nvcc"):
+        env.compiler()
+    assert all(v.meaning and name.startswith("MEGAMOE_") for name, v in env.TABLE.items())
+
+
+def test_local_fault_message():
+    error = fault_to_error(RECORD)
+    assert isinstance(error, ProtocolTimeout)
+    text = "rank 3 waited 10.0 s at edge rows_ready (dispatch -> load_a) for block 17: expected 128, saw 96"
+    assert str(error).startswith(text)
+    assert "launch 5, role load_a" in str(error)
+
+
+def test_cross_rank_faults_name_the_peer():
+    record = {**RECORD, "edge": "partials_ready", "peer": 1, "index": 40, "role": 5}
+    assert "combine) for token 40 from rank 1" in str(fault_to_error(record))
+    assert "Look at rank 1" in str(fault_to_error(record))
+    assert isinstance(fault_to_error(record, own_rank=2), PeerFault)
+    assert isinstance(fault_to_error(record, own_rank=3), ProtocolTimeout)
+    mismatch = fault_to_error({**record, "edge": "config"})
+    assert isinstance(mismatch, RankMismatch)
+    assert "rank 1 runs another configuration than rank 3" in str(mismatch)
+
+
+def test_argument_error_carries_its_parts():
+    error = ArgumentError("x.dtype", torch.float32, "torch.bfloat16")
+    assert str(error) == "x.dtype is torch.float32, expected torch.bfloat16"
+    assert (error.argument, error.expected) == ("x.dtype", "torch.bfloat16")
+    assert isinstance(error, (megamoe.MegaMoEError, ValueError))

@@ -1,0 +1,109 @@
+"""moe_forward: every wrong argument is refused by name before anything runs; what "auto" chooses."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe import ArgumentError, ConfigError, Problem, functional, moe_forward
+from megamoe.functional import choose, close_backends, make_backend, why_not_mega
+from megamoe.testing import make_inputs, make_weights
+
+PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)
+INPUTS = make_inputs(PROBLEM, 12)
+GOOD = {
+    "x": INPUTS.x,
+    "topk_ids": INPUTS.topk_ids,
+    "topk_weights": INPUTS.topk_weights,
+    "weights": make_weights(PROBLEM),
+}
+
+
+class Untouchable:
+    """A backend that must not be reached."""
+
+    def forward(self, *args):
+        raise AssertionError("the backend ran in spite of a wrong argument")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", INPUTS.x.float(), "x.dtype is torch.float32, expected torch.bfloat16"),
+        ("x", INPUTS.x[:, :32], r"x.shape is \[12, 32\], expected \[12, 48\]"),
+        ("x", INPUTS.x[None], r"x.shape is \[1, 12, 48\], expected \[T, 48\]"),
+        ("x", None, "x.shape is NoneType"),
+        ("x", INPUTS.x.T.contiguous().T, r"x.stride\(\) is \(1, 12\), expected contiguous"),
+        ("x", INPUTS.x.repeat(2, 1), r"x.shape\[0\] is 24, expected at most max_tokens = 16"),
+        ("topk_ids", INPUTS.topk_ids.short(), "topk_ids.dtype is torch.int16"),
+        ("topk_ids", INPUTS.topk_ids[:6], r"topk_ids.shape is \[6, 2\], expected \[12, 2\]"),
+        ("topk_ids", INPUTS.topk_ids.to("meta"), "topk_ids.device is meta, expected cpu"),
+        ("topk_weights", INPUTS.topk_weights.bfloat16(), "topk_weights.dtype is torch.bfloat16"),
+        ("topk_weights", INPUTS.topk_weights[:, :1], r"topk_weights.shape is \[12, 1\]"),
+        ("out", torch.zeros(12, 48), "out.dtype is torch.float32"),
+        ("out", INPUTS.x[:4].clone(), r"out.shape is \[4, 48\]"),
+        ("num_tokens_device", torch.tensor([3]), "num_tokens_device.dtype is torch.int64"),
+        ("weights", replace(GOOD["weights"], w2=None), "weights.w2 is None"),
+        ("weights", replace(GOOD["weights"], b2=torch.zeros(5, 48)), "weights.b2 is given"),
+    ],
+)
+def test_wrong_argument_is_named(name, value, message):
+    with pytest.raises(ArgumentError, match=message):
+        moe_forward(**{**GOOD, name: value}, problem=PROBLEM, backend=Untouchable())
+
+
+def test_good_arguments_reach_the_backend():
+    with pytest.raises(AssertionError, match="the backend ran"):
+        moe_forward(**GOOD, problem=PROBLEM, backend=Untouchable())
+
+
+def test_gradients_are_not_lost_silently():
+    x = INPUTS.x.clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="backend is ReferenceBackend, expected one with grad"):
+        moe_forward(**{**GOOD, "x": x}, problem=PROBLEM, backend="reference")
+    with torch.no_grad():
+        assert moe_forward(**{**GOOD, "x": x}, problem=PROBLEM, backend="reference").any()
+    with pytest.raises(ArgumentError, match="out is given, expected None"):
+        moe_forward(
+            **{**GOOD, "x": x}, problem=PROBLEM, backend="staged", out=torch.empty_like(INPUTS.x)
+        )
+    assert moe_forward(**{**GOOD, "x": x}, problem=PROBLEM, backend="staged").requires_grad
+
+
+def test_backend_names(monkeypatch):
+    with pytest.raises(ConfigError, match="backend is 'fast', expected auto, mega, staged"):
+        make_backend("fast", PROBLEM, device="cpu")
+    with pytest.raises(ConfigError, match="ep_size is 2, expected 1, the size of the group"):
+        make_backend("staged", replace(PROBLEM, ep_size=2), device="cpu")
+    monkeypatch.setitem(functional.BACKENDS, "mega", ("megamoe.not_there", "MegaBackend"))
+    with pytest.raises(ConfigError, match="not_there"):
+        make_backend("mega", PROBLEM, device="cpu")
+
+
+def test_auto_says_why_not(caplog, monkeypatch):
+    monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
+    with caplog.at_level(logging.WARNING, logger="megamoe"):
+        assert choose("auto", PROBLEM, None, torch.device("cpu")) == "staged"
+    assert len(caplog.records) == 1
+    assert "not mega: the tensors are on cpu" in caplog.text
+    monkeypatch.setenv("MEGAMOE_BACKEND", "reference")
+    assert choose("auto", PROBLEM, None, torch.device("cpu")) == "reference"
+    monkeypatch.delenv("MEGAMOE_BACKEND")
+    monkeypatch.setattr(functional, "why_not_mega", lambda *args: None)
+    assert choose("auto", PROBLEM, None, torch.device("cpu")) == "mega"
+
+
+def test_why_not_mega_asks_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    reason = why_not_mega(PROBLEM, None, torch.device("cuda", 0))
+    assert reason == "compute capability is 8.0, the kernel needs 9.x (Hopper)"
+
+
+def test_backends_by_name_are_kept_until_closed():
+    close_backends()
+    moe_forward(**GOOD, problem=PROBLEM, backend="staged")
+    moe_forward(**GOOD, problem=PROBLEM, backend="staged")
+    assert len(functional._shared) == 1
+    close_backends()
+    assert not functional._shared

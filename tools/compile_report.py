@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Compile every kernel variant (no GPU needed) and look at the result: is it what we think it is?
+
+    python tools/compile_report.py [--only fp8] [--profile] [--sass out/sass]
+
+Exit code 1 when a kernel spills, has a stack frame, lacks its tensor-core or TMA instructions, or when ptxas
+serialised its WGMMAs.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from common import ROOT  # noqa: F401  (puts the checkout on sys.path)
+
+from megamoe import jit
+from megamoe.jit import paths
+
+OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
+REQUIRED = {
+    "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+    "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+}
+FORBIDDEN = ("LDL", "STL")
+
+
+def disassemble(nvdisasm: Path, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [nvdisasm, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count_opcodes(sass: str) -> Counter:
+    """Count instructions by their first word: `/*0a10*/ @P0 UTMALDG.2D ... ;`."""
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", sass, re.MULTILINE)
+    return Counter(opcodes)
+
+
+def check(variant: jit.Variant, result: jit.CompileResult, counts: Counter | None) -> list[str]:
+    """Return what is wrong with a compiled variant."""
+    faults = []
+    if result.spill_bytes:
+        faults.append(f"{result.spill_bytes} bytes spilled")
+    if result.stack_bytes:
+        faults.append(f"{result.stack_bytes} bytes of stack")
+    faults += result.warnings
+    if counts is not None:
+        faults += [f"no {name}" for name in REQUIRED[variant.precision] if not counts[name]]
+        faults += [f"{counts[name]} {name}" for name in FORBIDDEN if counts[name]]
+    return faults
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--profile", action="store_true", help="the variants with time stamps")
+    parser.add_argument("--sass", type=Path, help="folder to keep cubins and disassembly in")
+    args = parser.parse_args()
+
+    variants = [v for v in jit.variants(profile=args.profile) if args.only in str(v)]
+    nvdisasm = paths.find_tool("nvdisasm")
+    if nvdisasm is None:
+        print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")
+    names = "".join(f"{name:>8}" for name in OPCODES)
+    print(
+        f"{'variant':<24}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
+    )
+    failed = 0
+    for variant in variants:
+        try:
+            result = jit.compile_variant(variant)
+        except Exception as error:
+            failed += 1
+            print(f"{variant!s:<24} {error}")
+            continue
+        counts = None
+        if nvdisasm:
+            sass = disassemble(nvdisasm, result.cubin)
+            counts = count_opcodes(sass)
+            if args.sass:
+                args.sass.mkdir(parents=True, exist_ok=True)
+                (args.sass / f"{variant}.cubin").write_bytes(result.cubin)
+                (args.sass / f"{variant}.sass").write_text(sass)
+        numbers = "".join(f"{counts[n]:>8}" for n in OPCODES) if counts is not None else ""
+        print(
+            f"{variant!s:<24}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
+            f"{result.shared_bytes:>8}{len(result.cubin):>8}{result.seconds:>6.1f}{numbers}",
+            flush=True,
+        )
+        faults = check(variant, result, counts)
+        failed += bool(faults)
+        for fault in faults:
+            print(f"    FAIL {fault}")
+    print(f"{len(variants) - failed} of {len(variants)} variants are as they should be")
+    return int(failed > 0 or not variants)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""Demo: train a small byte-level MoE language model with expert parallelism, and check it.
+
+    python tools/train_step.py                       spawns its ranks: every GPU, or 2 on a CPU
+    torchrun --nproc-per-node 4 tools/train_step.py  the same, started by torchrun
+
+Attention and embeddings are data-parallel, the experts of every MegaMoE layer are spread over the ranks. At the end
+the first steps are repeated on one rank with the same global batch: the two loss curves must agree, because expert
+parallelism changes where things are computed, not what.
+"""
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Rank, add_launch_arguments, launch
+from demo_model import VOCABULARY, ByteLM, ModelConfig, corpus
+from torch import Tensor, nn
+
+CPU_MODEL = ModelConfig()
+GPU_MODEL = ModelConfig(
+    hidden=512, intermediate=512, num_experts=32, top_k=4, num_blocks=4, num_heads=8, context=256
+)
+WINDOW = 20  # steps that a reported loss averages over
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One optimisation; equal recipes give equal loss curves on any number of ranks."""
+
+    model: ModelConfig
+    batch: int  # sequences of all ranks together
+    steps: int
+    learning_rate: float = 3e-3
+    warmup: int = 20
+    weight_decay: float = 0.01
+    balance_weight: float = 0.01
+    max_grad_norm: float = 1.0
+    seed: int = 1
+
+    def rate(self, step: int) -> float:
+        """Linear warmup, then a cosine down to a tenth."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of the parameters, since bf16 parameters swallow small updates."""
+
+    def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
+        self.parameters = parameters
+        self.masters = [p.detach().float().clone() for p in parameters]
+        self.adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, rate: float, scale: Tensor) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = parameter.grad.float() * scale
+            parameter.grad = None
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+
+class Progress:
+    """A tqdm bar where there is a terminal and tqdm, a line now and then elsewhere."""
+
+    def __init__(self, steps: int, label: str, active: bool) -> None:
+        self.steps, self.label, self.active = steps, label, active
+        self.start, self.bar = time.monotonic(), None
+        if active and sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=steps, desc=label, unit="step", dynamic_ncols=True)
+            except ImportError:
+                pass
+
+    def update(self, step: int, tokens: int, loss: float) -> None:
+        if not self.active:
+            return
+        speed = tokens / (time.monotonic() - self.start)
+        if self.bar:
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            self.bar.update()
+        elif step % 25 == 0 or step == self.steps:
+            print(
+                f"{self.label}: step {step:4d}/{self.steps}  loss {loss:.3f}  {speed:8,.0f} tokens/s  "
+                f"{time.monotonic() - self.start:5.1f} s",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def batch_of(
+    text: Tensor, recipe: Recipe, step: int, rank: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's slice of the step's global batch: inputs and targets, [batch / size, context]."""
+    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+    context = recipe.model.context
+    starts = torch.randint(len(text) - context - 1, (recipe.batch,), generator=generator)
+    starts = starts.chunk(size)[rank]
+    rows = text[starts[:, None] + torch.arange(context + 1)].long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def global_norm(dense: list[Tensor], experts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Norm over the whole model: dense gradients are equal everywhere, expert gradients are not."""
+    square = torch.stack([g.float().square().sum() for g in experts]).sum()
+    dist.all_reduce(square, group=group)
+    return (square + torch.stack([g.square().sum() for g in dense]).sum()).sqrt()
+
+
+def train(
+    recipe: Recipe,
+    text: Tensor,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    label: str,
+    stop_after: int | None = None,
+    **moe_options,
+) -> list[float]:
+    """Train on the ranks of `group`; return the loss of every step, the mean over the global batch."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    tokens_per_rank = recipe.batch // size * recipe.model.context
+    with torch.device(device):
+        model = ByteLM(recipe.model, group, max_tokens=tokens_per_rank, **moe_options)
+    model.initialise(recipe.seed)
+    dense, experts = model.dense_parameters(), model.expert_parameters()
+    optimizers = [MasterAdamW(ps, recipe.weight_decay) for ps in (dense, experts)]
+
+    steps = min(recipe.steps, stop_after or recipe.steps)
+    progress = Progress(steps, label, active=rank == 0)
+    losses: list[float] = []
+    for step in range(steps):
+        inputs, targets = (t.to(device) for t in batch_of(text, recipe, step, rank, size))
+        logits, balance = model(inputs)
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
+
+        # Every rank differentiates its share of the global mean. An expert's gradient has then
+        # gathered all shares on its way back through the dispatch; the dense one is summed here.
+        ((loss + recipe.balance_weight * balance) / size).backward()
+        flat = torch.cat([p.grad.flatten() for p in dense] + [loss.detach().view(1) / size])
+        dist.all_reduce(flat, group=group)
+        for p, gradient in zip(dense, flat[:-1].split([p.numel() for p in dense]), strict=True):
+            p.grad.copy_(gradient.view_as(p))
+
+        norm = global_norm([p.grad for p in dense], [p.grad for p in experts], group)
+        scale = (recipe.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for optimizer in optimizers:
+            optimizer.step(recipe.rate(step), scale)
+
+        losses.append(flat[-1].item())
+        recent = losses[-WINDOW:]
+        tokens = (step + 1) * recipe.batch * recipe.model.context
+        progress.update(step + 1, tokens, sum(recent) / len(recent))
+    progress.close()
+    model.close()
+    return losses
+
+
+def compare(losses: list[float], other: list[float], tolerance: float, name: str) -> bool:
+    """Print how far the two curves are apart; return whether that is within the tolerance."""
+    apart = [abs(a - b) for a, b in zip(losses, other, strict=False)]
+    worst = max(range(len(apart)), key=apart.__getitem__)
+    good = apart[worst] <= tolerance
+    print(
+        f"{'PASS' if good else 'FAIL'}: loss curve equals {name} over {len(apart)} steps: largest difference "
+        f"{apart[worst]:.2e} nats at step {worst + 1} ({losses[worst]:.4f} and {other[worst]:.4f}), "
+        f"tolerance {tolerance:g}",
+        flush=True,
+    )
+    return good
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    on_gpu = me.device.type == "cuda"
+    steps = args.steps or (400 if on_gpu else 260)
+    batch = args.batch or (16 * me.size if on_gpu else 32)
+    recipe = Recipe(GPU_MODEL if on_gpu else CPU_MODEL, batch=batch, steps=steps, seed=args.seed)
+    if batch % me.size:
+        raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
+    text = corpus()
+    m = recipe.model
+    me.print(
+        f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
+        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {args.backend}, {args.precision}"
+    )
+    world = dist.group.WORLD
+    options = {"precision": args.precision}
+    losses = train(
+        recipe, text, me.device, world, f"{me.size} ranks", backend=args.backend, **options
+    )
+    last = losses[-WINDOW:]
+    final = sum(last) / len(last)
+    code = 0
+    good = final < args.target
+    me.print(
+        f"{'PASS' if good else 'FAIL'}: loss fell from {losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "
+        f"{final:.3f} nats per byte; target {args.target:g}"
+    )
+    code |= not good
+
+    how = args.compare
+    if how == "auto":
+        how = "one-rank" if me.size > 1 else "staged"
+    stop = args.compare_steps or max(1, recipe.steps * 2 // 5)
+    if how == "staged":
+        other = train(recipe, text, me.device, world, "staged", stop, backend="staged", **options)
+        code |= me.is_first and not compare(losses, other, args.tolerance, "backend staged's")
+    elif how == "one-rank":
+        solo = dist.new_group([0])
+        if me.is_first:
+            if not on_gpu:
+                torch.set_num_threads(torch.get_num_threads() * me.size)
+            other = train(
+                recipe, text, me.device, solo, "1 rank", stop, backend=args.backend, **options
+            )
+            code |= not compare(losses, other, args.tolerance, "the one-rank run's")
+        dist.barrier()
+    return int(code)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate"))
+    add("--precision", default="bf16", choices=("bf16", "fp8"))
+    add("--steps", type=int, help="training steps; default 400 on GPUs, 260 on a CPU")
+    add("--batch", type=int, help="sequences per step over all ranks")
+    add("--seed", type=int, default=1)
+    add(
+        "--target",
+        type=float,
+        default=2.5,
+        help="the final loss has to be below this, nats per byte",
+    )
+    add("--compare", default="auto", choices=("auto", "one-rank", "staged", "none"))
+    add("--compare-steps", type=int, help="steps of the comparison; default two fifths of --steps")
+    add("--tolerance", type=float, default=0.03, help="largest difference of losses, nats")
+    add_launch_arguments(parser)
+    return launch(worker, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
