@@ -12,9 +12,7 @@ GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/
 XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n 2")
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 PYTHON_SOURCES := setup.py megamoe jit tests tools
-# `make test` leaves out tests marked slow; SLOW=1 takes them in.
-SLOW ?=
-NOT_SLOW = $(if $(SLOW),, and not slow)
+export SLOW ?= 0
 
 .PHONY: help setup demo test lint fmt model compile gpu dist clean
 
@@ -33,12 +31,15 @@ demo: $(READY)
 
 ## test     every test this machine can run (GPU tests too where there are GPUs); SLOW=1 for the slow ones
 test: $(READY)
-	$(PY) -m pytest -q $(XDIST) -m "not gpu and not ep$(NOT_SLOW)" tests
-	@if [ $(GPUS) -gt 0 ]; then $(MAKE) --no-print-directory gpu; fi
+	@if [ $(GPUS) -gt 0 ]; then \
+	    $(PY) -m pytest -q $(XDIST) -m "not gpu and not ep" tests && $(MAKE) --no-print-directory gpu; \
+	else \
+	    $(PY) -m pytest -q $(XDIST) tests; \
+	fi
 
 ## gpu      only the tests that need a GPU, one after the other
 gpu: $(READY)
-	$(PY) -m pytest -q -m "(gpu or ep)$(NOT_SLOW)" tests
+	$(PY) -m pytest -q -m "gpu or ep" tests
 
 ## model    the protocol model checker and the kernel's source on CPU fibers
 model: $(READY)

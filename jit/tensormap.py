@@ -8,9 +8,25 @@ from typing import Any
 
 from cuda.bindings import driver
 
+from megamoe.jit import abi
 from megamoe.jit.driver import check
 
 _TYPES = {1: "UINT8", 2: "BFLOAT16"}  # e4m3 is moved as bytes
+
+
+@lru_cache(maxsize=1)
+def _driver_call() -> Any:
+    """Return cuTensorMapEncodeTiled through ctypes: cuda-python's own does not align its result to 64 bytes."""
+    call = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    call.restype = ctypes.c_int
+    call.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        *[ctypes.c_void_p] * 5,
+        *[ctypes.c_int] * 4,
+    ]
+    return call
 
 
 @lru_cache(maxsize=4096)
@@ -25,22 +41,22 @@ def encode(
 
     dims, box: innermost first. strides_bytes: of every dimension but the innermost.
     """
-    kind: Any = getattr(
-        driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[element_bytes]}"
+    rank = len(dims)
+    element = f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[element_bytes]}"
+    tensor_map = abi.aligned(abi.TensorMap)
+    status = _driver_call()(
+        ctypes.addressof(tensor_map),
+        int(getattr(driver.CUtensorMapDataType, element)),
+        rank,
+        base,
+        (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * (rank - 1))(*strides_bytes),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B),
+        int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    tensor_map = check(
-        driver.cuTensorMapEncodeTiled(
-            kind,
-            len(dims),
-            base,
-            [driver.cuuint64_t(n) for n in dims],
-            [driver.cuuint64_t(n) for n in strides_bytes],
-            [driver.cuuint32_t(n) for n in box],
-            [driver.cuuint32_t(1)] * len(dims),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return ctypes.string_at(int(tensor_map.getPtr()), 128)
+    check((driver.CUresult(status),))
+    return bytes(tensor_map)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from typing import Any, Protocol
 
@@ -24,7 +25,11 @@ BACKENDS = {
     "emulate": ("megamoe.emulate", "EmulateBackend"),
     "reference": ("megamoe.reference.backend", "ReferenceBackend"),
 }
-OPTIONS_OF = {"mega": ("window", "reserve_sms")}
+# what the constructors of the backends take besides problem, group and device
+OPTIONS = (
+    *("window", "reserve_sms", "pool_rows", "timeout_s", "pdl", "profile"),
+    *("gemm2_lag", "num_ctas", "rounding"),
+)
 
 
 class Backend(Protocol):
@@ -126,8 +131,11 @@ def make_backend(
 ) -> Backend:
     """Create a backend: "auto", "mega", "staged", "emulate" or "reference". Collective.
 
-    options: reserve_sms, window (of "mega" only; the others ignore them).
+    options: those of the backends' constructors (OPTIONS). A backend ignores what it does not know,
+        since "auto" may choose either; None means unset.
     """
+    for option in options.keys() - set(OPTIONS):
+        raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
     size = 1 if group is None else dist.get_world_size(group)
     if size != problem.ep_size:
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
@@ -138,10 +146,11 @@ def make_backend(
         make = getattr(importlib.import_module(module), cls)
     except ImportError as error:
         raise ConfigError("backend", repr(chosen), f"one that can be imported ({error})") from error
-    known = {
-        key: options[key] for key in OPTIONS_OF.get(chosen, ()) if options.get(key) is not None
-    }
-    backend: Backend = make(problem, group, **known)
+    accepted = inspect.signature(make).parameters
+    given = {key: value for key, value in options.items() if key in accepted and value is not None}
+    if "device" in accepted:
+        given["device"] = device
+    backend: Backend = make(problem, group, **given)
     return backend
 
 

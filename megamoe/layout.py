@@ -131,7 +131,7 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "route_rows", (tokens, p.top_k), torch.int32
     yield "chunk_prefix", (local, chunks + 1), torch.int32
     yield "row_route", (rows,), torch.int32
-    yield "block_table", (blocks, 4), torch.int32
+    yield "block_table", (blocks, 2), torch.int32
     yield "rows_ready", (blocks,), torch.int32
     yield "gemm1_done", (blocks,), torch.int32
     yield "gemm2_done", (blocks,), torch.int32

@@ -20,8 +20,14 @@ from torch import Tensor
 from megamoe import env, layout
 from megamoe.arguments import Plan
 from megamoe.config import Problem
-from megamoe.errors import ConfigError, MegaMoEError, PeerFault, RankMismatch, WindowBroken
-from megamoe.errors import fault_to_error
+from megamoe.errors import (
+    ConfigError,
+    MegaMoEError,
+    PeerFault,
+    RankMismatch,
+    WindowBroken,
+    fault_to_error,
+)
 from megamoe.jit import abi
 from megamoe.transport import Transport, choose
 from megamoe.transport.group import Group, as_group

@@ -10,7 +10,7 @@ one-element all-reduce. hot: calls back to back for half a second first, then 20
 training. Backends take turns inside the same run. The staged baseline is BF16 always: FP8 has no grouped matmul there.
 
 TFLOPS = 2 * T * K * 3 * H * I a rank. Utilisation relates it to the tensor cores at the clock that the kernel itself
-measured: SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a PNG into --out.
+measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a PNG into --out.
 """
 
 import argparse
@@ -145,7 +145,9 @@ class Timer:
 class Contender:
     """A backend under test with its own weights."""
 
-    def __init__(self, name: str, shape: Shape, precision: str, most: int, me: Rank) -> None:
+    def __init__(
+        self, name: str, shape: Shape, precision: str, most: int, me: Rank, profile: bool
+    ) -> None:
         self.problem = megamoe.Problem(
             hidden=shape.hidden,
             intermediate=shape.intermediate,
@@ -160,7 +162,8 @@ class Contender:
         )
         group = dist.group.WORLD if me.size > 1 else None
         self.weights = make_weights(self.problem, device=me.device)
-        self.backend = megamoe.make_backend(name, self.problem, group, device=me.device)
+        options = {"profile": True} if profile else {}
+        self.backend = megamoe.make_backend(name, self.problem, group, device=me.device, **options)
         self.backend.prepare(self.weights)
 
     def call(self, tokens: int, device: torch.device) -> Callable[[], object]:
@@ -172,8 +175,9 @@ class Contender:
 
     def clock_ghz(self) -> float | None:
         """Return the SM clock inside the last call, where the backend measures it."""
-        measure = getattr(self.backend, "clock_ghz", None)
-        return measure() if measure is not None else None
+        if getattr(self.backend, "profile", None) is None:
+            return None
+        return self.backend.clock_ghz()
 
 
 def worst(value: float, device: torch.device) -> float:
@@ -186,7 +190,7 @@ def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> l
     """Measure one shape and precision over all token counts. Collective."""
     most = max(args.tokens)
     names = {args.backend: precision} | ({args.baseline: "bf16"} if args.baseline else {})
-    contenders = {n: Contender(n, shape, p, most, me) for n, p in names.items()}
+    contenders = {n: Contender(n, shape, p, most, me, args.clock) for n, p in names.items()}
     timer = Timer(me, args.samples)
     modes = ("cool", "hot") if args.mode == "both" else (args.mode,)
     sms = torch.cuda.get_device_properties(me.device).multi_processor_count if timer.on_gpu else 0
@@ -314,6 +318,7 @@ def main() -> int:
     add("--tokens", type=int, nargs="+", default=[8, 64, 128, 256, 1024, 8192], help="per rank")
     add("--precision", nargs="+", default=["bf16"], choices=("bf16", "fp8"))
     add("--mode", default="cool", choices=("cool", "hot", "both"))
+    add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")
     add("--samples", type=int, default=20)
     add("--out", type=Path, default=Path("out"), help="folder of the CSV and the PNG")
     add("--name", default="latency", help="name of both files")

@@ -32,6 +32,7 @@ from megamoe.testing.shapes import Shape
 # Relative Frobenius error and largest error over the expected tensor's root mean square. The oracle rounds where the
 # kernel rounds: what is left is the order of sums, and roundings that it tips over. docs/numerics.md
 TOLERANCES = {"bf16": (4e-3, 0.1), "fp8": (1e-2, 0.3)}
+ORDER = ["x_q", "x_scale", "x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "partials", "y"]
 MAX_CHECKED_TOKENS = 512  # of a rank
 
 
@@ -159,53 +160,56 @@ def checked_tokens(case: Case, device: torch.device) -> list[Tensor]:
     ]
 
 
+def compare_stages(
+    checker: Checker,
+    stages: dict[str, Tensor],
+    case: Case,
+    inputs: list[Inputs],
+    mine: megamoe.ExpertWeights,
+    me: Rank,
+) -> None:
+    """Compare what this rank computed: as home rank x_q and y, as expert rank the others."""
+    kept = checked_tokens(case, me.device)
+    weights = [mine if r == me.rank else case.weights(r, me.device) for r in range(me.size)]
+    x, ids = [i.x for i in inputs], [i.topk_ids for i in inputs]
+    scores = [i.topk_weights for i in inputs]
+    want = reference.forward(case.problem(me.rank), x, ids, scores, weights, check_tokens=kept)
+
+    # The oracle holds the kept tokens and their rows only; a partial exists for a token that has a row here.
+    rows, home = want["rows"][me.rank], kept[me.rank]
+    present = rows.token.unique()
+    everywhere = torch.cat(offset(kept, case.tokens))
+    where = {"x_q": home, "x_scale": home, "y": home, "partials": everywhere[present]}
+    for name in ORDER:
+        if name in stages and name in want:
+            expected = want[name][me.rank]
+            expected = expected[present] if name == "partials" else expected
+            checker.compare(name, stages[name][where.get(name, rows.pool_row)], expected)
+
+
 def check(case: Case, me: Rank, args: argparse.Namespace) -> Checker:
     """Run one case on this rank. Collective."""
     problem = case.problem(me.rank)
     checker = Checker(case.precision, args.verbose)
     group = dist.group.WORLD if me.size > 1 else None
-    every_rank = range(me.size)
-    inputs = [case.inputs(rank, me.device) for rank in every_rank]
+    inputs = [case.inputs(rank, me.device) for rank in range(me.size)]
     mine = case.weights(me.rank, me.device)
     own = inputs[me.rank]
     arguments = (own.x, own.topk_ids, own.topk_weights, mine)
 
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device)
     try:
-        with torch.no_grad():
-            backend.prepare(mine)
-            y = backend.forward(*arguments).clone()
-            stages = getattr(backend, "intermediates", lambda: None)() or {}
-            stages = {name: value.clone() for name, value in stages.items()}
-            for call in range(1, args.repeat):
-                again = backend.forward(*arguments)
-                checker.require(
-                    torch.equal(again.view(torch.int16), y.view(torch.int16)),
-                    f"call {call + 1} gives other bits than the first",
-                )
-            getattr(backend, "check", lambda: None)()
+        backend.prepare(mine)
+        y = backend.forward(*arguments).clone()
+        stages = getattr(backend, "intermediates", dict)() | {"y": y}
+        compare_stages(checker, stages, case, inputs, mine, me)
+        for call in range(1, args.repeat):
+            again = backend.forward(*arguments)
+            same = torch.equal(again.view(torch.int16), y.view(torch.int16))
+            checker.require(same, f"call {call + 1} gives other bits than the first")
+        getattr(backend, "check", lambda: None)()
     finally:
         backend.close()
-    del backend
-
-    kept = checked_tokens(case, me.device)
-    weights = [mine if r == me.rank else case.weights(r, me.device) for r in every_rank]
-    x, ids = [i.x for i in inputs], [i.topk_ids for i in inputs]
-    scores = [i.topk_weights for i in inputs]
-    with torch.no_grad():
-        want = reference.forward(problem, x, ids, scores, weights, check_tokens=kept)
-
-    # A stage is compared on the rank that computes it. The oracle holds the kept tokens and their rows only; a partial
-    # exists for tokens that have a row here.
-    rows, mine_kept = want["rows"][me.rank], kept[me.rank]
-    present = rows.token.unique()
-    all_kept = torch.cat(offset(kept, case.tokens))
-    where = {"x_q": mine_kept, "x_scale": mine_kept, "partials": all_kept[present], "y": mine_kept}
-    for name, value in {**stages, "y": y}.items():
-        if name in want:
-            expected = want[name][me.rank]
-            expected = expected[present] if name == "partials" else expected
-            checker.compare(name, value[where.get(name, rows.pool_row)], expected)
     dropped = ((own.topk_ids < 0) | (own.topk_ids >= problem.num_experts)).all(-1)
     checker.require(bool((y[dropped] == 0).all()), "y of a token without a route is not zero")
     checker.require(bool(y.isfinite().all()), "y has values that are not finite")
@@ -228,7 +232,8 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     failures = 0
     for case in cases:
         start = time.monotonic()
-        checker = check(case, me, args)
+        with torch.no_grad():
+            checker = check(case, me, args)
         reports: list = [None] * me.size
         dist.all_gather_object(reports, (checker.good, checker.lines))
         bad = [rank for rank, (good, _) in enumerate(reports) if not good]

@@ -13,7 +13,7 @@ import argparse
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,17 @@ GPU_MODEL = ModelConfig(
     hidden=512, intermediate=512, num_experts=32, top_k=4, num_blocks=4, num_heads=8, context=256
 )
 WINDOW = 20  # steps that a reported loss averages over
+# Two runs of one recipe differ by the order of sums alone, which training then amplifies: measured on 2 CPU ranks over
+# several seeds, 5e-7 nats at step 1, up to 5e-4 by step 25, up to 2e-2 from step 40 on.
+EARLY_STEPS = 25
+
+
+@dataclass
+class Curves:
+    """What a run leaves behind, one entry a step."""
+
+    losses: list[float] = field(default_factory=list)  # means over the global batch
+    norms: list[list[float]] = field(default_factory=list)  # gradients: dense part, experts
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,8 @@ class Recipe:
     model: ModelConfig
     batch: int  # sequences of all ranks together
     steps: int
-    learning_rate: float = 3e-3
-    warmup: int = 20
+    learning_rate: float = 2e-3
+    warmup: int = 40
     weight_decay: float = 0.01
     balance_weight: float = 0.01
     max_grad_norm: float = 1.0
@@ -115,11 +126,13 @@ def batch_of(
     return rows[:, :-1], rows[:, 1:]
 
 
-def global_norm(dense: list[Tensor], experts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Norm over the whole model: dense gradients are equal everywhere, expert gradients are not."""
-    square = torch.stack([g.float().square().sum() for g in experts]).sum()
-    dist.all_reduce(square, group=group)
-    return (square + torch.stack([g.square().sum() for g in dense]).sum()).sqrt()
+def global_norms(dense: list[Tensor], experts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Norms [2] of the dense and of all experts' gradients: dense ones are equal everywhere, experts' are not."""
+    squares = [
+        torch.stack([g.float().square().sum() for g in part]).sum() for part in (dense, experts)
+    ]
+    dist.all_reduce(squares[1], group=group)
+    return torch.stack(squares).sqrt()
 
 
 def train(
@@ -130,8 +143,8 @@ def train(
     label: str,
     stop_after: int | None = None,
     **moe_options,
-) -> list[float]:
-    """Train on the ranks of `group`; return the loss of every step, the mean over the global batch."""
+) -> Curves:
+    """Train on the ranks of `group`, all of which call."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     tokens_per_rank = recipe.batch // size * recipe.model.context
     with torch.device(device):
@@ -142,7 +155,7 @@ def train(
 
     steps = min(recipe.steps, stop_after or recipe.steps)
     progress = Progress(steps, label, active=rank == 0)
-    losses: list[float] = []
+    curves = Curves()
     for step in range(steps):
         inputs, targets = (t.to(device) for t in batch_of(text, recipe, step, rank, size))
         logits, balance = model(inputs)
@@ -156,58 +169,71 @@ def train(
         for p, gradient in zip(dense, flat[:-1].split([p.numel() for p in dense]), strict=True):
             p.grad.copy_(gradient.view_as(p))
 
-        norm = global_norm([p.grad for p in dense], [p.grad for p in experts], group)
-        scale = (recipe.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        norms = global_norms([p.grad for p in dense], [p.grad for p in experts], group)
+        scale = (recipe.max_grad_norm / (norms.norm() + 1e-6)).clamp(max=1.0)
         for optimizer in optimizers:
             optimizer.step(recipe.rate(step), scale)
 
-        losses.append(flat[-1].item())
-        recent = losses[-WINDOW:]
+        curves.losses.append(flat[-1].item())
+        curves.norms.append(norms.tolist())
+        recent = curves.losses[-WINDOW:]
         tokens = (step + 1) * recipe.batch * recipe.model.context
         progress.update(step + 1, tokens, sum(recent) / len(recent))
     progress.close()
     model.close()
-    return losses
+    return curves
 
 
-def compare(losses: list[float], other: list[float], tolerance: float, name: str) -> bool:
-    """Print how far the two curves are apart; return whether that is within the tolerance."""
-    apart = [abs(a - b) for a, b in zip(losses, other, strict=False)]
-    worst = max(range(len(apart)), key=apart.__getitem__)
-    good = apart[worst] <= tolerance
-    print(
-        f"{'PASS' if good else 'FAIL'}: loss curve equals {name} over {len(apart)} steps: largest difference "
-        f"{apart[worst]:.2e} nats at step {worst + 1} ({losses[worst]:.4f} and {other[worst]:.4f}), "
-        f"tolerance {tolerance:g}",
-        flush=True,
+def compare(mine: Curves, other: Curves, args: argparse.Namespace, name: str) -> bool:
+    """Print how far two runs are apart; return whether that is within the tolerances.
+
+    Losses alone would not do: AdamW hides a wrong scale of gradients. Their norms show it.
+    """
+    steps = min(len(mine.losses), len(other.losses))
+    losses = [abs(a - b) for a, b in zip(mine.losses, other.losses, strict=False)]
+    early = min(EARLY_STEPS, steps)
+    pairs = list(zip(mine.norms[:early], other.norms[:early], strict=True))
+    norms = [max(abs(a[part] / b[part] - 1) for a, b in pairs) for part in (0, 1)]
+    checks = (
+        (f"losses of steps 1..{early}", max(losses[:early]), args.early_tolerance, " nats"),
+        (f"losses of steps 1..{steps}", max(losses), args.tolerance, " nats"),
+        (f"norms of dense gradients, steps 1..{early}", norms[0], args.norm_tolerance, ""),
+        (f"norms of experts' gradients, steps 1..{early}", norms[1], args.norm_tolerance, ""),
     )
+    good = True
+    for what, apart, tolerance, unit in checks:
+        good &= apart <= tolerance  # NaN is not good
+        verdict = "PASS" if apart <= tolerance else "FAIL"
+        print(
+            f"{verdict}: {what} equal {name}: {apart:.1e}{unit} apart, tolerance {tolerance:g}",
+            flush=True,
+        )
     return good
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
     on_gpu = me.device.type == "cuda"
-    steps = args.steps or (400 if on_gpu else 260)
+    steps = args.steps or (400 if on_gpu else 300)
     batch = args.batch or (16 * me.size if on_gpu else 32)
     recipe = Recipe(GPU_MODEL if on_gpu else CPU_MODEL, batch=batch, steps=steps, seed=args.seed)
     if batch % me.size:
         raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
+    backend = "staged" if args.backend == "auto" and not on_gpu else args.backend
     text = corpus()
     m = recipe.model
     me.print(
         f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
-        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {args.backend}, {args.precision}"
+        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"
     )
     world = dist.group.WORLD
     options = {"precision": args.precision}
-    losses = train(
-        recipe, text, me.device, world, f"{me.size} ranks", backend=args.backend, **options
-    )
-    last = losses[-WINDOW:]
+    curves = train(recipe, text, me.device, world, f"{me.size} ranks", backend=backend, **options)
+    last = curves.losses[-WINDOW:]
     final = sum(last) / len(last)
     code = 0
     good = final < args.target
     me.print(
-        f"{'PASS' if good else 'FAIL'}: loss fell from {losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "
+        f"{'PASS' if good else 'FAIL'}: loss fell from {curves.losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "
         f"{final:.3f} nats per byte; target {args.target:g}"
     )
     code |= not good
@@ -215,19 +241,15 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     how = args.compare
     if how == "auto":
         how = "one-rank" if me.size > 1 else "staged"
-    stop = args.compare_steps or max(1, recipe.steps * 2 // 5)
+    stop = args.compare_steps or min(60, recipe.steps)
     if how == "staged":
         other = train(recipe, text, me.device, world, "staged", stop, backend="staged", **options)
-        code |= me.is_first and not compare(losses, other, args.tolerance, "backend staged's")
+        code |= me.is_first and not compare(curves, other, args, "backend staged's")
     elif how == "one-rank":
         solo = dist.new_group([0])
         if me.is_first:
-            if not on_gpu:
-                torch.set_num_threads(torch.get_num_threads() * me.size)
-            other = train(
-                recipe, text, me.device, solo, "1 rank", stop, backend=args.backend, **options
-            )
-            code |= not compare(losses, other, args.tolerance, "the one-rank run's")
+            other = train(recipe, text, me.device, solo, "1 rank", stop, backend=backend, **options)
+            code |= not compare(curves, other, args, "the one-rank run's")
         dist.barrier()
     return int(code)
 
@@ -239,7 +261,7 @@ def main() -> int:
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate"))
     add("--precision", default="bf16", choices=("bf16", "fp8"))
-    add("--steps", type=int, help="training steps; default 400 on GPUs, 260 on a CPU")
+    add("--steps", type=int, help="training steps; default 400 on GPUs, 300 on a CPU")
     add("--batch", type=int, help="sequences per step over all ranks")
     add("--seed", type=int, default=1)
     add(
@@ -249,8 +271,15 @@ def main() -> int:
         help="the final loss has to be below this, nats per byte",
     )
     add("--compare", default="auto", choices=("auto", "one-rank", "staged", "none"))
-    add("--compare-steps", type=int, help="steps of the comparison; default two fifths of --steps")
-    add("--tolerance", type=float, default=0.03, help="largest difference of losses, nats")
+    add("--compare-steps", type=int, help="steps of the comparison, default 60")
+    add("--tolerance", type=float, default=0.05, help="largest difference of losses, nats")
+    add(
+        "--early-tolerance",
+        type=float,
+        default=5e-3,
+        help=f"the same in the first {EARLY_STEPS} steps",
+    )
+    add("--norm-tolerance", type=float, default=0.02, help="of gradient norms there, relative")
     add_launch_arguments(parser)
     return launch(worker, parser.parse_args())
 

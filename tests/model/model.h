@@ -6,8 +6,8 @@
 // newest. Payload accesses carry no choice: whatever the order, two conflicting ones that happens-before does not order are
 // a violation. Awaits, polls and CTA barriers block; nobody left to run is a deadlock, reported with who waits for what.
 //
-// Exploration. Depth first, dynamic partial-order reduction (backtrack where two writes of a cell, or a read and a later
-// write, could swap) with sleep sets. tests/model/self_test.cpp compares it with the exploration of everything.
+// Exploration. Depth first, dynamic partial-order reduction (source sets: backtrack where two writes of a cell, or a
+// read and a later write, could swap) with sleep sets. tests/model/self_test.cpp compares it with the exploration of everything.
 // What is assumed and what is out of reach: docs/protocol.md.
 #pragma once
 #include <ucontext.h>
@@ -270,6 +270,7 @@ class World {
         int chosen = -1;
         int cell = -1, sequence = 0;
         bool write = false;
+        Causes causes{};
     };
     struct Probe {
         bool active = false;
@@ -422,16 +423,32 @@ class World {
                 Step& step = path_[d];
                 int q = thread_of(step.chosen);
                 if (step.cell != pending_[p].cell || q == p || causes_[p][q] >= step.sequence) continue;
-                uint32_t candidates = 1u << p;
-                for (size_t j = d + 1; j < path_.size(); ++j) {
-                    int r = thread_of(path_[j].chosen);
-                    if (causes_[p][r] >= path_[j].sequence) candidates |= 1u << r;
-                }
-                candidates &= step.enabled_threads;
-                if (candidates & step.backtrack) continue;
-                step.backtrack |= candidates ? candidates & -candidates : step.enabled_threads;
+                uint32_t first = initials(d, p);
+                if (!(first & step.backtrack)) step.backtrack |= first & -first;
             }
         }
+    }
+    // Of what follows step d without needing it, and then p's pending write: the threads that could go first.
+    uint32_t initials(size_t d, int p) const {
+        int q = thread_of(path_[d].chosen);
+        uint32_t seen = 0, first = 0;
+        std::vector<size_t> after;
+        for (size_t j = d + 1; j < path_.size(); ++j) {
+            const Step& step = path_[j];
+            int r = thread_of(step.chosen);
+            if (step.causes[q] >= path_[d].sequence) continue;
+            bool free = !(seen >> r & 1);
+            for (size_t k : after) free = free && step.causes[thread_of(path_[k].chosen)] < path_[k].sequence;
+            if (free) first |= 1u << r;
+            seen |= 1u << r;
+            after.push_back(j);
+        }
+        bool free = !(seen >> p & 1);
+        for (size_t k : after) {
+            const Step& step = path_[k];
+            free = free && causes_[p][thread_of(step.chosen)] < step.sequence && !(step.write && step.cell == pending_[p].cell);
+        }
+        return free ? first | 1u << p : first;
     }
     bool next_sibling(Step& step) {
         step.sleep.push_back(step.chosen);
@@ -522,6 +539,7 @@ class World {
             }
             choice_[t] = step.chosen % max_choices;
             resume(t);
+            path_[depth].causes = causes_[t];
         }
         if (outcomes && error_.empty()) {
             std::stable_sort(outcome_.begin(), outcome_.end(), [](uint32_t a, uint32_t b) { return a >> 16 < b >> 16; });

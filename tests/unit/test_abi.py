@@ -17,21 +17,40 @@ def compiled(tmp_path_factory):
     """Sizes, alignments and offsets according to g++."""
     lines = []
     for name in STRUCTURES:
-        lines.append(f'printf("\\"{name}\\": {{\\"\\": [%zu, %zu]", sizeof({name}), alignof({name}));')
+        lines.append(
+            f'printf("\\"{name}\\": {{\\"\\": [%zu, %zu]", sizeof({name}), alignof({name}));'
+        )
         for field in abi.field_names(getattr(abi, name)):
             at = f"{name}, {field}"
-            lines.append(f'printf(", \\"{field}\\": [%zu, %zu]", offsetof({at}), sizeof({name}::{field}));')
+            lines.append(
+                f'printf(", \\"{field}\\": [%zu, %zu]", offsetof({at}), sizeof({name}::{field}));'
+            )
         lines.append(f'printf("}}%s", "{name}" == std::string("{STRUCTURES[-1]}") ? "" : ",");')
-    edges = "".join(f'printf("%s\\"{e.name}\\": %u", {int(e)} ? "," : "", (unsigned)Edge::{e.name});' for e in abi.Edge)
+    edges = "".join(
+        f'printf("%s\\"{e.name}\\": %u", {int(e)} ? "," : "", (unsigned)Edge::{e.name});'
+        for e in abi.Edge
+    )
     source = (
         '#include "megamoe/layout/args.h"\n#include <cstdio>\n#include <string>\nusing namespace megamoe;\n'
-        'int main() {\nprintf("{");\n' + "\n".join(lines) + f'\nprintf(", \\"Edge\\": {{"); {edges}\nprintf("}}}}");\n}}\n'
+        'int main() {\nprintf("{");\n'
+        + "\n".join(lines)
+        + f'\nprintf(", \\"Edge\\": {{"); {edges}\nprintf("}}}}");\n}}\n'
     )
     folder = tmp_path_factory.mktemp("abi")
     (folder / "offsets.cpp").write_text(source)
-    command = ["g++", "-std=c++17", "-Wno-invalid-offsetof", f"-I{paths.CSRC}", "offsets.cpp", "-o", "offsets"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-Wno-invalid-offsetof",
+        f"-I{paths.CSRC}",
+        "offsets.cpp",
+        "-o",
+        "offsets",
+    ]
     subprocess.run(command, cwd=folder, check=True)
-    return json.loads(subprocess.run([folder / "offsets"], capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run([folder / "offsets"], capture_output=True, text=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -40,7 +59,8 @@ def test_offsets_equal_the_compilers(compiled, name):
     expected = dict(compiled[name])
     assert [ctypes.sizeof(structure), structure.alignment] == expected.pop("")
     ours = {
-        field: [getattr(structure, field).offset, getattr(structure, field).size] for field in abi.field_names(structure)
+        field: [getattr(structure, field).offset, getattr(structure, field).size]
+        for field in abi.field_names(structure)
     }
     assert ours == expected
 

@@ -76,6 +76,11 @@ def test_backend_names(monkeypatch):
         make_backend("fast", PROBLEM, device="cpu")
     with pytest.raises(ConfigError, match="ep_size is 2, expected 1, the size of the group"):
         make_backend("staged", replace(PROBLEM, ep_size=2), device="cpu")
+    with pytest.raises(
+        ConfigError, match="option is 'reserve', expected one of window, reserve_sms"
+    ):
+        make_backend("staged", PROBLEM, device="cpu", reserve=3)
+    make_backend("staged", PROBLEM, device="cpu", reserve_sms=3)
     monkeypatch.setitem(functional.BACKENDS, "mega", ("megamoe.not_there", "MegaBackend"))
     with pytest.raises(ConfigError, match="not_there"):
         make_backend("mega", PROBLEM, device="cpu")

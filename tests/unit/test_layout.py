@@ -87,7 +87,9 @@ def test_shapes_are_those_of_the_header():
 
 def test_window_is_the_same_on_every_rank():
     for problem in problems():
-        tables = {repr(layout.window_regions(replace(problem, rank=r))) for r in range(problem.ep_size)}
+        tables = {
+            repr(layout.window_regions(replace(problem, rank=r))) for r in range(problem.ep_size)
+        }
         assert len(tables) == 1
 
 
@@ -113,7 +115,9 @@ def test_pool_sizes():
         assert least <= default <= worst
         assert not (least % 128 or default % 128 or worst % 128)
         local = problem.num_local_experts()
-        if local:  # 32 tokens that all name one expert, K times; 32 * K rows spread over all experts
+        if (
+            local
+        ):  # 32 tokens that all name one expert, K times; 32 * K rows spread over all experts
             assert least >= -(-32 * problem.top_k // 128) * 128 + 128 * (local - 1)
     problem = Problem(64, 64, 8, 2)
     for rows in (layout.min_pool_rows(problem) - 128, layout.min_pool_rows(problem) + 1):
@@ -131,7 +135,9 @@ def test_default_pool_of_deepseek():
 
 def test_constants_equal_the_kernels():
     text = (paths.CSRC / "megamoe" / "schedule" / "order.h").read_text()
-    constants = {name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)}
+    constants = {
+        name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)
+    }
     assert constants["block_rows"] == layout.BLOCK_ROWS
     assert constants["chunk_tokens"] == layout.CHUNK_TOKENS
     assert constants["half_columns"] == layout.GROUP
@@ -143,7 +149,9 @@ def test_constants_equal_the_kernels():
 
 def make_weights(problem):
     shapes = expected_weights(problem)
-    return ExpertWeights(**{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()})
+    return ExpertWeights(
+        **{name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    )
 
 
 class Recorder:
@@ -176,28 +184,55 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
         args, problem, bases, 1 << 40, x, topk_ids, topk_weights, y, weights,
         pool_rows=rows, encoder=recorder, timeout_ns=5, fault=0x1000, **options,
     )  # fmt: skip
-    return args, arguments.Plan(problem, rows), recorder.maps, (x, topk_ids, topk_weights, y, weights)
+    return (
+        args,
+        arguments.Plan(problem, rows),
+        recorder.maps,
+        (x, topk_ids, topk_weights, y, weights),
+    )
 
 
 def test_every_field_is_filled():
     problem = Problem(
-        272, 144, 7, 3, ep_size=2, rank=1, max_tokens=70, precision="fp8", bias=True, activation="swiglu_oai"
+        272,
+        144,
+        7,
+        3,
+        ep_size=2,
+        rank=1,
+        max_tokens=70,
+        precision="fp8",
+        bias=True,
+        activation="swiglu_oai",
     )
     count = torch.ones(1, dtype=torch.int32)
-    args, plan, maps, tensors = filled(problem, ids=torch.int64, num_tokens_device=count, profile=0x2000)
+    args, plan, maps, tensors = filled(
+        problem, ids=torch.int64, num_tokens_device=count, profile=0x2000
+    )
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
     assert empty == {"window_abort"}  # the first region of the window
     for name, region in plan.workspace.items():
         assert getattr(args, name) == (1 << 40) + region.offset
     assert args.x == tensors[0].data_ptr()
     assert args.config_hash == problem.fingerprint()
-    assert (args.num_tokens, args.max_chunks, args.expert_begin, args.num_local_experts) == (70, 6, 4, 3)
+    assert (args.num_tokens, args.max_chunks, args.expert_begin, args.num_local_experts) == (
+        70,
+        6,
+        4,
+        3,
+    )
     assert args.abort == args.window[1] + args.window_abort
     assert len(maps) == 5
 
 
 def _value(field):
-    return any(bytes(field)) if hasattr(field, "_fields_") else any(field) if hasattr(field, "_length_") else field
+    return (
+        any(bytes(field))
+        if hasattr(field, "_fields_")
+        else any(field)
+        if hasattr(field, "_length_")
+        else field
+    )
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp8", 1)])
@@ -214,7 +249,9 @@ def test_map_geometry(precision, size, activation, planes):
     assert w13 == (weights.w13.data_ptr(), (272, 144, planes, 4), strides, (inner, 128, 1, 1), size)
     strides = (144 * size, 272 * 144 * size, 272 * 144 * size)
     assert w2 == (weights.w2.data_ptr(), (144, 272, 1, 4), strides, (inner, 128, 1, 1), size)
-    order = [bytes(getattr(args, f"map_{name}"))[0] for name in ("x_pool", "h", "y_rows", "w13", "w2")]
+    order = [
+        bytes(getattr(args, f"map_{name}"))[0] for name in ("x_pool", "h", "y_rows", "w13", "w2")
+    ]
     assert order == [1, 2, 3, 4, 5]
 
 
@@ -235,7 +272,13 @@ def test_a_shared_window_sets_the_strides():
     assert plan.window == layout.window_regions(replace(small, max_tokens=100))
     args = abi.aligned(abi.Args)
     arguments.fill_static(
-        args, plan, window_bases=[1 << 20, 1 << 21], workspace_base=1 << 30, encoder=Recorder(), timeout_ns=1, fault=0
+        args,
+        plan,
+        window_bases=[1 << 20, 1 << 21],
+        workspace_base=1 << 30,
+        encoder=Recorder(),
+        timeout_ns=1,
+        fault=0,
     )
     assert (args.max_tokens, args.max_chunks) == (100, 8)
 

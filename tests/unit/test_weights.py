@@ -152,6 +152,18 @@ def test_cache_does_not_confuse_temporaries_at_one_address():
         del w
 
 
+@pytest.mark.gpu
+def test_cuda_has_the_same_bits():
+    w = torch.randn(3, 400, 272, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected, expected_scale = quantize_blockwise(w, 2)
+    for q, scale in (quantize_blockwise(w.cuda(), 2), QuantizedCache().get("w13", w.cuda(), 2)):
+        assert same_bits(q.cpu(), expected)
+        assert torch.equal(scale.cpu(), expected_scale)
+    rows, row_scale = quantize_rows(w[0].cuda())
+    assert same_bits(rows.cpu(), quantize_rows(w[0])[0])
+    assert torch.equal(row_scale.cpu(), quantize_rows(w[0])[1])
+
+
 def test_cache_invalidate():
     w = torch.ones(1, 16, 16).bfloat16()
     cache = QuantizedCache()

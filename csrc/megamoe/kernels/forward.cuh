@@ -38,26 +38,17 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
     }
 }
 
-// The transport warps also make the plans.
+// The transport warps also make the plans; `begin` is the first chunk of the pass.
 template <class T>
 MEGAMOE_DEVICE void transport_passes(Context& ctx) {
-    Combiner combiner(ctx);
-    plan_pass(ctx, 0);
-    for (bool last = false; !last;) {
+    MEGAMOE_UNROLL_BY(1)
+    for (int begin = 0;; begin = ctx.smem.plan.chunk_end) {
+        plan_pass(ctx, begin);
         arch::cta_sync();
-        last = ctx.smem.plan.is_last != 0;
-        int end = ctx.smem.plan.chunk_end;
-        transport<T>(ctx, combiner);
-        if (!last) {
-            arch::cta_sync();
-            if (transport_warp() == 0 && arch::lane_idx() == 0) {
-                GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
-            }
-            transport_sync();
-            plan_pass(ctx, end);
-        }
+        transport<T>(ctx);
+        if (ctx.smem.plan.is_last != 0) break;
+        arch::cta_sync();
     }
-    if (!combiner.finished()) combiner.poison(ctx);
 }
 
 // The launch ends when its last CTA leaves; only then does the epoch advance.
@@ -75,12 +66,13 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
 template <class T>
 MEGAMOE_DEVICE void forward(const Args& args) {
     Smem& smem = *reinterpret_cast<Smem*>(arch::dynamic_smem());
-    init_barriers(smem);
+    Context ctx{args, smem, Memory{args}};
     arch::wait_for_previous_grid();
-    Context ctx{args, smem, Memory(args, *static_cast<volatile uint32_t*>(args.epoch) + 1)};
-    Profile profile(args);
+    if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+    init_barriers(smem);
+    Profile<T>::begin(args);
     prologue<T>(ctx);
-    profile.mark(args, Mark::routed);
+    Profile<T>::mark(args, Mark::routed);
 
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
@@ -88,7 +80,7 @@ MEGAMOE_DEVICE void forward(const Args& args) {
         RingPosition ring;
         uint32_t parity = 0;
         each_pass(ctx, [&] { math<T>(ctx, ring, parity); });
-        profile.mark(args, Mark::math_done);
+        Profile<T>::mark(args, Mark::math_done);
     } else {
         arch::registers_shrink<other_registers>();
         bool elected = arch::lane_idx() == 0;
@@ -103,11 +95,11 @@ MEGAMOE_DEVICE void forward(const Args& args) {
             each_pass(ctx, [&] { if (elected) store<T>(ctx, parity); });
         } else {
             transport_passes<T>(ctx);
-            profile.mark(args, Mark::combined);
+            Profile<T>::mark(args, Mark::combined);
         }
     }
     leave(ctx);
-    profile.end(args);
+    Profile<T>::end(args);
 }
 
 }  // namespace megamoe

@@ -64,7 +64,7 @@ struct Args {
     int32_t* route_rows;        // [C*32, K] pool row in this pass or -1
     int32_t* chunk_prefix;      // [L, C+1] routes of expert l in chunks before c
     uint32_t* row_route;        // [M] chunk-order token * 16 + k, with the leader and closer bits
-    int32_t* block_table;       // [M/128, 4] expert, first row, rows, unused
+    int32_t* block_table;       // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;       // [M/128] rows that arrived
     uint32_t* gemm1_done;       // [M/128] finished tiles
     uint32_t* gemm2_done;       // [M/128] finished tiles
@@ -78,7 +78,7 @@ struct Args {
     uint64_t* profile;          // [grid, 16] or null: in-kernel timestamps, see roles/profile.h
     // the window: base address of each rank's, as mapped here, and offsets that are equal on all ranks
     uint64_t window[max_ranks];
-    int64_t window_abort;       // uint32: epoch of the launch to abandon, 0 = none
+    int64_t window_abort;       // uint32: not 0 once a rank has given up; only a reset clears it
     int64_t window_routes;      // [2, R] RouteCell, written by each home rank
     int64_t window_staged;      // [R] uint32 epoch: x of that home rank is staged
     int64_t window_ids;         // [2, max_tokens, K] int32, global expert or -1

@@ -45,6 +45,8 @@ struct alignas(1024) Smem {
     uint64_t output_full[num_math_groups], output_empty[num_math_groups];
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
+    uint32_t epoch;      // of this launch; kept here, not in registers, like the counts below
+    int32_t own_tokens;
     int32_t num_chunks;
     int32_t last_arrival;
 };

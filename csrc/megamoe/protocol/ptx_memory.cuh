@@ -10,9 +10,6 @@ namespace megamoe {
 struct Memory {
     using Cell = uint32_t*;
     const Args& args;
-    uint32_t epoch;
-
-    MEGAMOE_DEVICE Memory(const Args& a, uint32_t e) : args(a), epoch(e) {}
 
     MEGAMOE_DEVICE uint32_t load(Cell cell, Order order, Scope scope) const {
         uint32_t v;
@@ -85,11 +82,11 @@ struct Memory {
             record->seen = seen;
             store(const_cast<uint32_t*>(&record->edge), static_cast<uint32_t>(wait.edge), Order::release, Scope::system);
         }
-        store(args.abort, epoch, Order::release, Scope::system);
+        store(args.abort, 1, Order::release, Scope::system);
     }
     MEGAMOE_DEVICE void raise_abort(int peer) const {
         auto* cell = reinterpret_cast<Cell>(args.window[peer] + args.window_abort);
-        store(cell, epoch, Order::release, Scope::system);
+        store(cell, 1, Order::release, Scope::system);
     }
 
     // Units of 2^20 ns, about a millisecond: one register.

@@ -21,8 +21,8 @@ struct Context {
     MEGAMOE_DEVICE V* window(int rank, int64_t offset) const {
         return reinterpret_cast<V*>(args.window[rank] + offset);
     }
-    MEGAMOE_DEVICE uint32_t epoch() const { return mem.epoch; }
-    MEGAMOE_DEVICE int parity() const { return static_cast<int>(mem.epoch & 1); }
+    MEGAMOE_DEVICE uint32_t epoch() const { return smem.epoch; }
+    MEGAMOE_DEVICE int parity() const { return static_cast<int>(smem.epoch & 1); }
 };
 
 // Compile-time facts of a variant and the run-time sizes that follow from them.
@@ -41,20 +41,28 @@ struct Shape {
     static MEGAMOE_DEVICE int scale_groups_i(const Args& args) { return ceil_div(args.intermediate, scale_group); }
 };
 
-struct BlockEntry {  // one row of args.block_table
-    int expert, row0, rows;
-    int group;  // first block << 8 | size
+// args.block_table holds two words a block, each packed so that a tile costs few registers: expert << 8 | rows (at most 128), and
+// the group's first block << 8 | its size.
+struct BlockEntry {
+    int packed;
+    MEGAMOE_DEVICE int expert() const { return packed >> 8; }
+    MEGAMOE_DEVICE int rows() const { return packed & 0xff; }
 };
-MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
-    const int32_t* e = args.block_table + int64_t{4} * block;
-    return {e[0], e[1], e[2], e[3]};
+MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) { return {args.block_table[int64_t{2} * block]}; }
+MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
+    int packed = args.block_table[int64_t{2} * block + 1];
+    return {packed >> 8, packed & 0xff};
 }
 
 struct Tile {
-    bool valid;
     Stage stage;
-    int block, n;
-    int expert, row0, rows;
+    int block;  // -1: no more tiles
+    int n;
+    BlockEntry entry;
+    MEGAMOE_DEVICE bool valid() const { return block >= 0; }
+    MEGAMOE_DEVICE int expert() const { return entry.expert(); }
+    MEGAMOE_DEVICE int rows() const { return entry.rows(); }
+    MEGAMOE_DEVICE int row0() const { return block * block_rows; }
 };
 
 // The tiles of this CTA, in order; the same stream for every role.
@@ -67,19 +75,14 @@ class Tiles {
           index_(arch::block_idx()) {}
 
     MEGAMOE_DEVICE Tile next() {
-        if (index_ >= order_.size()) return {false, Stage::gemm1, 0, 0, 0, 0, 0};
+        if (index_ >= order_.size()) return {Stage::gemm1, -1, 0, {0}};
         Position p = order_.at(index_);
         index_ += arch::grid_dim();
-        int packed = block_entry(args_, p.slot).group;
         Tile tile;
-        tile.valid = true;
         tile.stage = p.stage;
-        tile_in_group({packed >> 8, packed & 0xff}, p, p.stage == Stage::gemm1 ? order_.tiles1 : order_.tiles2, &tile.block,
+        tile_in_group(block_group(args_, p.slot), p, p.stage == Stage::gemm1 ? order_.tiles1 : order_.tiles2, &tile.block,
                       &tile.n);
-        BlockEntry e = block_entry(args_, tile.block);
-        tile.expert = e.expert;
-        tile.row0 = e.row0;
-        tile.rows = e.rows;
+        tile.entry = block_entry(args_, tile.block);
         return tile;
     }
 

@@ -11,16 +11,16 @@ MEGAMOE_DEVICE void load_a(Context& ctx, RingPosition& ring) {
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
-    for (Tile tile = tiles.next(); tile.valid; tile = tiles.next()) {
+    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         bool first = tile.stage == Stage::gemm1;
         if (first) {
-            RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows, tile.block);
+            RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows(), tile.block);
         } else {
             HReady::await(ctx.mem, args.gemm1_done + tile.block, Shape<T>::tiles1(args), tile.block);
         }
         const TensorMap* map = first ? &args.map_x_pool : &args.map_h;
-        const float* scale = (first ? args.x_pool_scale : args.h_scale) + tile.row0;
-        bool tall = tile.rows > group_rows;  // a short block's second warpgroup has nothing to read
+        const float* scale = (first ? args.x_pool_scale : args.h_scale) + tile.row0();
+        bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
         uint32_t bytes = (tall ? 2 : 1) * chunk_bytes + (Precision::scaled ? sizeof(smem.a_scale[0]) : 0);
         int stages = Shape<T>::stages_of(args, tile.stage);
         for (int i = 0; i < stages; ++i, ring.advance()) {
@@ -28,8 +28,8 @@ MEGAMOE_DEVICE void load_a(Context& ctx, RingPosition& ring) {
             uint64_t* full = &smem.full[ring.slot];
             arch::mbar_arrive_expect_tx(full, bytes);
             uint8_t* a = smem.stages[ring.slot].a;
-            arch::tma_load_2d(a, map, full, i * Precision::stage_k, tile.row0);
-            if (tall) arch::tma_load_2d(a + chunk_bytes, map, full, i * Precision::stage_k, tile.row0 + group_rows);
+            arch::tma_load_2d(a, map, full, i * Precision::stage_k, tile.row0());
+            if (tall) arch::tma_load_2d(a + chunk_bytes, map, full, i * Precision::stage_k, tile.row0() + group_rows);
             if (Precision::scaled) {
                 arch::bulk_load(smem.a_scale[ring.slot], scale + int64_t{i} * args.pool_rows, sizeof(smem.a_scale[0]), full);
             }
@@ -43,7 +43,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, RingPosition& ring) {
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
-    for (Tile tile = tiles.next(); tile.valid; tile = tiles.next()) {
+    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         bool planes = tile.stage == Stage::gemm1 && Shape<T>::gated;  // halves: gate and up, or neighbouring columns
         const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
         int column0 = tile.n * (planes ? half_columns : tile_columns);
@@ -54,8 +54,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, RingPosition& ring) {
             uint64_t* full = &smem.full[ring.slot];
             arch::mbar_arrive_expect_tx(full, sizeof(smem.stages[0].b));
             auto& b = smem.stages[ring.slot].b;
-            arch::tma_load_4d(b[0], map, full, i * Precision::stage_k, column0, 0, tile.expert);
-            arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0, tile.expert);
+            arch::tma_load_4d(b[0], map, full, i * Precision::stage_k, column0, 0, tile.expert());
+            arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0, tile.expert());
         }
     }
 }

@@ -70,7 +70,7 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, int group, fl
     Fragment f;
     int column0 = tile.n * Shape<T>::h_columns;
     if (args.b13 != nullptr) {
-        const float* bias = args.b13 + int64_t{tile.expert} * args.intermediate * (Shape<T>::gated ? 2 : 1);
+        const float* bias = args.b13 + int64_t{tile.expert()} * args.intermediate * (Shape<T>::gated ? 2 : 1);
         add_bias(sum[0], bias, column0, args.intermediate, f);
         if (Shape<T>::gated) {
             add_bias(sum[1], bias + args.intermediate, column0, args.intermediate, f);
@@ -89,7 +89,7 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, int group, fl
         if constexpr (T::Precision::scaled) {
             int scale_row = column0 / scale_group + half;
             if (scale_row < Shape<T>::scale_groups_i(args)) {
-                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0 + group * group_rows;
+                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + group * group_rows;
                 write_e4m3(chunks + half * chunk_bytes, sum[half], scales, f);
             }
         } else {
@@ -105,7 +105,7 @@ MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group,
     MEGAMOE_UNROLL
     for (int half = 0; half < 2; ++half) {
         if (args.b2 != nullptr) {
-            add_bias(sum[half], args.b2 + int64_t{tile.expert} * args.hidden, tile.n * tile_columns + half * half_columns,
+            add_bias(sum[half], args.b2 + int64_t{tile.expert()} * args.hidden, tile.n * tile_columns + half * half_columns,
                      args.hidden, f);
         }
         write_bf16(ctx.smem.output[group][0] + half * 2 * chunk_bytes, sum[half], f);
@@ -119,9 +119,9 @@ MEGAMOE_DEVICE const float* weight_scales(const Args& args, const Tile& tile, in
     if (tile.stage == Stage::gemm1) {
         int planes = Shape<T>::gated ? 2 : 1;
         int row = Shape<T>::gated ? half * groups_i + tile.n : min_of(2 * tile.n + half, groups_i - 1);
-        return args.w13_scale + (int64_t{tile.expert} * planes * groups_i + row) * groups_h;
+        return args.w13_scale + (int64_t{tile.expert()} * planes * groups_i + row) * groups_h;
     }
-    return args.w2_scale + (int64_t{tile.expert} * groups_h + min_of(2 * tile.n + half, groups_h - 1)) * groups_i;
+    return args.w2_scale + (int64_t{tile.expert()} * groups_h + min_of(2 * tile.n + half, groups_h - 1)) * groups_i;
 }
 
 template <class T>
@@ -131,10 +131,10 @@ MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
     int group = (arch::warp_idx() - first_math_warp) / 4;
     Tiles<T> tiles(ctx);
     Tile tile = tiles.next();
-    while (tile.valid) {
+    while (tile.valid()) {
         Tile following = tiles.next();  // its table reads overlap this tile's main loop
         int stages = Shape<T>::stages_of(ctx.args, tile.stage);
-        if (tile.rows <= group * group_rows) {
+        if (tile.rows() <= group * group_rows) {
             skip_tile(smem, ring, stages);
             arch::mbar_wait(&smem.output_empty[group], parity ^ 1);
         } else {

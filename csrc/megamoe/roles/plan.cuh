@@ -79,11 +79,9 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
         MEGAMOE_UNROLL_BY(1)
         for (int i = arch::lane_idx(); i < blocks; i += 32) {
             Group group = group_of(first, blocks, first + i);
-            int32_t* entry = args.block_table + int64_t{4} * (first + i);
-            entry[0] = e;
-            entry[1] = (first + i) * block_rows;
-            entry[2] = min_of(block_rows, rows - i * block_rows);
-            entry[3] = group.first << 8 | group.size;
+            int32_t* entry = args.block_table + int64_t{2} * (first + i);
+            entry[0] = e << 8 | min_of(block_rows, rows - i * block_rows);
+            entry[1] = group.first << 8 | group.size;
             args.rows_ready[first + i] = 0;
             args.gemm1_done[first + i] = 0;
             args.gemm2_done[first + i] = 0;
@@ -134,6 +132,12 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
     }
 }
 
+MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
+    transport_sync();
+    if (leads) GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+    transport_sync();
+}
+
 // Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at the CTA barrier
 // that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
 //
@@ -142,6 +146,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
 MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
     PassPlan& plan = ctx.smem.plan;
     bool leads = transport_warp() == 0 && arch::lane_idx() == 0;
+    if (begin != 0) wait_for_grid(ctx, leads);  // the last pass's tables and pool are not read any more
     if (transport_warp() == 0) {
         bool poisoned = arch::ballot(ctx.mem.aborted()) != 0;
         int end = poisoned ? begin : pass_end(ctx, begin);
@@ -154,9 +159,8 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
         assign_rows(ctx, begin, plan.chunk_end);
     }
     arch::fence_proxy_async_shared();
-    transport_sync();
+    wait_for_grid(ctx, leads);
     if (leads) {
-        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
         if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1};  // other CTAs' tables may be missing
     }
 }

@@ -159,6 +159,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         int most = 0;
         for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
         ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
+        ctx.smem.own_tokens = own_tokens(args);
     }
     arch::cta_sync();
 }
@@ -232,10 +233,15 @@ MEGAMOE_DEVICE void prologue(Context& ctx) {
     stage_x(typename T::Precision{}, ctx, num_tokens);
     publish_x(ctx);
     await_routes(ctx);
-    count_routes(ctx);
-    grid_sync(ctx);
-    scan_routes(ctx);
-    grid_sync(ctx);
+    MEGAMOE_UNROLL_BY(1)
+    for (int step = 0; step < 2; ++step) {
+        if (step == 0) {
+            count_routes(ctx);
+        } else {
+            scan_routes(ctx);
+        }
+        grid_sync(ctx);
+    }
     arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages after the plan's CTA barrier
 }
 

@@ -11,7 +11,7 @@ MEGAMOE_DEVICE void store(Context& ctx, uint32_t& parity) {
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
-    for (Tile tile = tiles.next(); tile.valid; tile = tiles.next(), parity ^= 1) {
+    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next(), parity ^= 1) {
         bool first = tile.stage == Stage::gemm1;
         const TensorMap* map = first ? &args.map_h : &args.map_y_rows;
         int width = first ? args.intermediate : args.hidden;
@@ -20,11 +20,11 @@ MEGAMOE_DEVICE void store(Context& ctx, uint32_t& parity) {
         int columns = first ? Shape<T>::h_columns : tile_columns;
         for (int group = 0; group < num_math_groups; ++group) {
             arch::mbar_wait(&smem.output_full[group], parity);
-            if (tile.rows <= group * group_rows) continue;
+            if (tile.rows() <= group * group_rows) continue;
             for (int c = 0; c * chunk_columns < columns; ++c) {
                 int column = tile.n * columns + c * chunk_columns;
                 if (column < width) {
-                    arch::tma_store_2d(map, smem.output[group][c], column, tile.row0 + group * group_rows);
+                    arch::tma_store_2d(map, smem.output[group][c], column, tile.row0() + group * group_rows);
                 }
             }
             arch::bulk_commit();

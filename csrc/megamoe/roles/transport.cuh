@@ -78,7 +78,7 @@ MEGAMOE_DEVICE void dispatch(Context& ctx) {
     int units = ctx.smem.plan.num_blocks * (block_rows / unit);
     for (int u = transport_index(); u < units; u += num_transports()) {
         int row = u * unit + lane;
-        bool mine = lane < unit && row % block_rows < block_entry(args, u * unit / block_rows).rows;
+        bool mine = lane < unit && row % block_rows < block_entry(args, u * unit / block_rows).rows();
         uint32_t route = mine ? args.row_route[row] : 0;
         for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
             int ordered = route_token(arch::shfl(route, arch::ffs0(left)));
@@ -159,26 +159,24 @@ MEGAMOE_DEVICE void reduce_token(Context& ctx, int ordered) {
     sum_rows(out, args.hidden, address, weight, arch::ballot(row >= 0));
 }
 
-// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done.
+// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done. Holds as few registers as
+// it can: what follows from the plan is computed again.
 class Reducer {
   public:
-    MEGAMOE_DEVICE Reducer(const Context& ctx, int tiles2)
-        : unit_(rows_per_unit(ctx.smem.plan.num_blocks, 8)),
-          units_(ctx.smem.plan.num_blocks * (block_rows / unit_)),
-          next_(transport_index()),
-          tiles2_(tiles2) {}
+    MEGAMOE_DEVICE explicit Reducer(const Context& ctx)
+        : unit_(rows_per_unit(ctx.smem.plan.num_blocks, 8)), next_(transport_index()) {}
 
-    MEGAMOE_DEVICE bool finished() const { return next_ >= units_; }
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return next_ * unit_ >= ctx.smem.plan.num_blocks * block_rows; }
     MEGAMOE_DEVICE uint32_t waits_for() const { return static_cast<uint32_t>(done_); }  // block, for a fault record
 
     // Does the next unit if its blocks, and all before them, are done.
-    MEGAMOE_DEVICE bool try_unit(Context& ctx) {
+    MEGAMOE_DEVICE bool try_unit(Context& ctx, int tiles2) {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
         int block = next_ * unit_ / block_rows;
         while (done_ <= block) {  // 32 blocks a look
             int b = done_ + lane;
-            bool ready = b > block || YRowsReady::ready(ctx.mem, args.gemm2_done + b, tiles2_);
+            bool ready = b > block || YRowsReady::ready(ctx.mem, args.gemm2_done + b, tiles2);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
                 done_ += arch::ffs0(missing);
@@ -189,11 +187,10 @@ class Reducer {
         done_ = block + 1;
         arch::warp_sync();
         if (arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) != 0) {  // y_rows may be garbage: publish nothing
-            next_ = units_;
             return false;
         }
         int row = next_ * unit_ + lane;
-        bool mine = lane < unit_ && row % block_rows < block_entry(args, block).rows;
+        bool mine = lane < unit_ && row % block_rows < block_entry(args, block).rows();
         uint32_t route = mine ? args.row_route[row] : 0;
         bool closes = (route & route_closer) != 0;
         for (uint32_t left = arch::ballot(closes); left != 0; left &= left - 1) {
@@ -211,7 +208,7 @@ class Reducer {
     }
 
   private:
-    int unit_, units_, next_, tiles2_;
+    int unit_, next_;
     int done_ = 0;  // blocks before this one are done
 };
 
@@ -220,9 +217,7 @@ class Reducer {
 // This warp's own tokens, a lane each; 32 at a time.
 class Combiner {
   public:
-    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) : num_tokens_(own_tokens(ctx.args)), base_(transport_index()) {
-        load(ctx);
-    }
+    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) : base_(transport_index()) { load(ctx); }
 
     MEGAMOE_DEVICE bool finished() const { return arch::ballot(token_ >= 0) == 0; }
     MEGAMOE_DEVICE bool waiting() const { return token_ >= 0; }  // this lane
@@ -271,7 +266,7 @@ class Combiner {
     MEGAMOE_DEVICE void load(const Context& ctx) {
         const Args& args = ctx.args;
         int64_t t = base_ + int64_t{arch::lane_idx()} * num_transports();
-        token_ = t < num_tokens_ ? static_cast<int>(t) : -1;
+        token_ = t < ctx.smem.own_tokens ? static_cast<int>(t) : -1;
         ranks_ = 0;
         if (token_ >= 0) {
             MEGAMOE_UNROLL_BY(1)
@@ -310,21 +305,24 @@ class Combiner {
         sum_rows(row_of_y(ctx, token), args.hidden, address, 1.0f, ranks);
     }
 
-    int num_tokens_, base_;
+    int base_;
     int token_;          // this lane's token, or -1
     uint32_t ranks_;     // expert ranks that owe it a partial
     uint32_t waiting_;   // those not seen ready yet
 };
 
-// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, everything combined.
-MEGAMOE_DEVICE void reduce_and_combine(Context& ctx, Combiner& combiner, int tiles2) {
-    Reducer reducer(ctx, tiles2);
+// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are combined.
+template <class T>
+MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
+    int tiles2 = Shape<T>::tiles2(ctx.args);
+    Reducer reducer(ctx);
+    Combiner combiner(ctx);
     uint32_t idle_since = ctx.mem.coarse_time();
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 0;;) {
-        bool reduced = reducer.finished(), combined = ctx.smem.plan.is_last == 0 || combiner.finished();
+        bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished();
         if (reduced && combined) return;
-        if ((!reduced && reducer.try_unit(ctx)) || (!combiner.finished() && combiner.try_token(ctx))) {
+        if ((!reduced && reducer.try_unit(ctx, tiles2)) || (!combined && combiner.try_token(ctx))) {
             polls = 0;
             continue;
         }
@@ -337,16 +335,17 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx, Combiner& combiner, int til
             Wait wait = reduced ? combiner.waits_for() : Wait{Edge::y_rows_ready, max_ranks, reducer.waits_for()};
             if (reduced ? combiner.waiting() : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
         }
-        if (arch::ballot(give_up) != 0) return;
+        if (arch::ballot(give_up) != 0) break;
         arch::sleep_ns(64);
     }
+    if (ctx.smem.plan.is_last != 0) combiner.poison(ctx);
 }
 
 template <class T>
-MEGAMOE_DEVICE void transport(Context& ctx, Combiner& combiner) {
+MEGAMOE_DEVICE void transport(Context& ctx) {
     dispatch<T>(ctx);
-    Profile::mark(ctx.args, Mark::dispatched);
-    reduce_and_combine(ctx, combiner, Shape<T>::tiles2(ctx.args));
+    Profile<T>::mark(ctx.args, Mark::dispatched);
+    reduce_and_combine<T>(ctx);
 }
 
 }  // namespace megamoe

@@ -10,9 +10,6 @@ struct Memory {
     using Cell = uint32_t*;
 
     const Args& args;
-    uint32_t epoch;
-
-    Memory(const Args& args_, uint32_t epoch_) : args(args_), epoch(epoch_) {}
 
     uint32_t load(Cell cell, Order, Scope) const {
         host::machine.preemption_point();
@@ -78,10 +75,10 @@ struct Memory {
                                                 args.rank, arch::block_idx(), arch::warp_idx(), host::edge_name(wait.edge),
                                                 wait.index, wait.peer, expected, seen));
         }
-        store(args.abort, epoch, Order::release, Scope::system);
+        store(args.abort, 1, Order::release, Scope::system);
     }
     void raise_abort(int peer) const {
-        store(reinterpret_cast<Cell>(args.window[peer] + static_cast<uint64_t>(args.window_abort)), epoch, Order::release, Scope::system);
+        store(reinterpret_cast<Cell>(args.window[peer] + static_cast<uint64_t>(args.window_abort)), 1, Order::release, Scope::system);
     }
 
     uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }
