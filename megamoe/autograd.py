@@ -1,8 +1,8 @@
 """The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
 
-    megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?,
-    handle) -> y megamoe::moe_backward(dy, <the same>, needs) -> (dx, d_topk_weights, dw13, dw2,
-    db13, db2)
+    megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?, handle)
+        -> y
+    megamoe::moe_backward(dy, <the same>, needs) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
 
 `handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take
 no objects. It is a CPU tensor and not an int, so that equal layers share one compiled graph.

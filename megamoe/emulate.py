@@ -80,7 +80,10 @@ class _Rank:
         return cls(plan, *memories, abi.FaultRecord())
 
     def reset(self) -> None:
-        tables = ((self.plan.window, layout.WINDOW_CONTROL), (self.plan.workspace, layout.WORKSPACE_CONTROL))
+        tables = (
+            (self.plan.window, layout.WINDOW_CONTROL),
+            (self.plan.workspace, layout.WORKSPACE_CONTROL),
+        )
         for (regions, names), memory in zip(tables, (self.window, self.workspace), strict=True):
             for name in names:
                 regions[name].view(memory).zero_()
@@ -115,7 +118,9 @@ class Emulation:
         self.problem, self.num_ctas, self.gemm2_lag = problem, num_ctas, gemm2_lag
         self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         self.library = _load(Variant(problem.precision, problem.activation.kind), flags)
-        self.ranks = [_Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)]
+        self.ranks = [
+            _Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
+        ]
         self.report = ""
         self.broken: MegaMoEError | None = None
 
@@ -225,7 +230,14 @@ class EmulateBackend:
     name = "emulate"
     differentiable = False
 
-    def __init__(self, problem: Problem, group: Any = None, *, num_ctas: int = DEFAULT_CTAS, pool_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        *,
+        num_ctas: int = DEFAULT_CTAS,
+        pool_rows: int | None = None,
+    ) -> None:
         self.problem, self.group = problem, as_group(group)
         self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
@@ -259,9 +271,13 @@ class EmulateBackend:
             everyone = self.group.all_gather((*mine, experts, _to(num_tokens_device, "cpu")))
 
         def run() -> list[Tensor]:
-            xs, ids, scores, all_experts, counts = (list(column) for column in zip(*everyone, strict=True))
+            xs, ids, scores, all_experts, counts = (
+                list(column) for column in zip(*everyone, strict=True)
+            )
             all_weights = [ExpertWeights(**e) for e in all_experts]
-            return self.emulation.forward_all(xs, ids, scores, all_weights, num_tokens_device=counts)
+            return self.emulation.forward_all(
+                xs, ids, scores, all_weights, num_tokens_device=counts
+            )
 
         y: Tensor = _on_rank_0(self.group, run)[self.problem.rank].to(x.device)
         return y if out is None else out.copy_(y)

@@ -91,7 +91,9 @@ class MegaBackend:
         self.problem = problem
         self._owns_window = window is None
         self.window = window or Window(problem, wrapped, device=device)
-        self.window.admit(problem)
+        if not self._owns_window:
+            self.window.admit(problem)
+            self.window.agree(problem)
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
@@ -129,13 +131,22 @@ class MegaBackend:
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile or load the kernel, allocate the workspace, encode the maps. Collective.
 
-        The ranks meet at the end, so that no rank's first launch waits while another compiles.
+        The ranks meet at the end, so that no rank's first launch waits while another compiles, or failed to.
         """
         if self._launcher is None:
             self._check_not_capturing()
-            with on_device(self.device):
-                self._load()
-            self.window.group.barrier()
+            failure: Exception | None = None
+            try:
+                with on_device(self.device):
+                    self._load()
+            except Exception as error:
+                failure = error
+            texts = self.window.group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+            if failure is not None:
+                raise failure
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise MegaMoEError(f"rank {rank} could not prepare the kernel: {text}")
         self._set_weights(weights)
 
     def _check_not_capturing(self) -> None:

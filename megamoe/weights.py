@@ -7,14 +7,18 @@ q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly t
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.errors import ArgumentError, CompileError
+
+log = logging.getLogger("megamoe")
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -193,16 +197,27 @@ def check_tensor(
         raise ArgumentError(f"{name}.stride()", value.stride(), "contiguous, row-major")
 
 
-def _quantizer(w: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return the fused kernel on CUDA when this installation has one, else the torch operations."""
-    if w.is_cuda and w.numel():
-        try:
-            module = importlib.import_module("megamoe.jit.quantize")
-        except ImportError:
-            return quantize_blockwise
-        fused: Callable[..., tuple[Tensor, Tensor]] = module.quantize_weights
-        return fused
-    return quantize_blockwise
+@lru_cache(maxsize=1)
+def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return the kernel that quantizes in one pass over memory, if it can be compiled here."""
+    try:
+        module = importlib.import_module("megamoe.jit.quantize")
+        module.compile_quantize()
+    except (ImportError, CompileError) as error:
+        log.warning("weights are quantized by torch operations, not by one kernel: %s", error)
+        return None
+    fused: Callable[..., tuple[Tensor, Tensor]] = module.quantize_weights
+    return fused
+
+
+def _quantize_weights(
+    w: Tensor, planes: int, out: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Quantize by the fused kernel on Hopper where there is one, else by torch; the same bits."""
+    on_hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
+    if on_hopper and w.numel() and (fused := _fused_quantizer()) is not None:
+        return fused(w, planes, out=out)
+    return quantize_blockwise(w, planes, out=out)
 
 
 class QuantizedCache:
@@ -227,7 +242,7 @@ class QuantizedCache:
             out = None
             if entry is not None and (entry[2].shape, entry[2].device) == (w.shape, w.device):
                 out = entry[2], entry[3]
-            q, scale = _quantizer(w)(w.detach(), planes, out=out)
+            q, scale = _quantize_weights(w.detach(), planes, out)
         self._entries[name] = (w.detach(), version, q, scale)
         return q, scale
 

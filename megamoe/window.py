@@ -11,7 +11,7 @@ import ctypes
 import threading
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from megamoe.errors import (
     WindowBroken,
     fault_to_error,
 )
-from megamoe.jit import abi
+from megamoe.jit import abi, cache
 from megamoe.transport import Transport, choose
 from megamoe.transport.group import Group, as_group
 
@@ -86,7 +86,7 @@ class Window:
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
         self._workspaces: dict[tuple[Problem, int], Tensor] = {}
-        self._handshake(problem)
+        self.agree(problem)
         name = transport or env.transport()
         chosen = choose(name, self.group) if isinstance(name, str) else name
         self.regions = layout.window_regions(problem)
@@ -116,11 +116,15 @@ class Window:
         """Address of the FaultRecord."""
         return int(self._fault_memory.data_ptr())
 
-    def _handshake(self, problem: Problem) -> None:
-        """Refuse ranks that were configured differently, by name and field."""
-        mine = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
-        mine["args.h"] = ctypes.sizeof(abi.Args)
+    def agree(self, problem: Problem) -> None:
+        """Refuse ranks that were configured differently, naming rank and field. Collective."""
+        skip = ("rank", "activation")
+        mine = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in skip}
+        mine.update((f"activation.{k}", v) for k, v in asdict(problem.activation).items())
+        mine["version of the sources"] = cache.content_key("")
         everyone = self.group.all_gather((problem.rank, mine))
+        if len(everyone) != problem.ep_size:
+            raise ConfigError("ep_size", problem.ep_size, f"{len(everyone)}, the group's size")
         for rank, (stated, theirs) in enumerate(everyone):
             if stated != rank:
                 raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
@@ -130,9 +134,7 @@ class Window:
                 if theirs.get(name) != value
             ]
             if differing:
-                raise RankMismatch("the window of this group differs: " + "; ".join(differing))
-        if len(everyone) != self.spec.ep_size:
-            raise ConfigError("ep_size", self.spec.ep_size, f"{len(everyone)}, the group's size")
+                raise RankMismatch("the ranks of this group differ: " + "; ".join(differing))
 
     def admit(self, problem: Problem) -> None:
         """Raise ConfigError when a layer of `problem` cannot use this window."""
@@ -236,9 +238,9 @@ _leaked: list[Any] = []
 class _LaunchOrder:
     """Our launches on one device, one after the other in host order, whichever streams they are on.
 
-    Two persistent kernels of different windows must not share a device: neither would be resident as a whole. Inside
-    a graph capture the order is kept among the launches of that capture. Between a graph's replay and other launches the
-    user orders the streams, as for any graph.
+    Two persistent kernels of different windows must not share a device: neither would be resident as a whole.
+    Inside a graph capture the order is kept among the launches of that capture. Between a graph's replay and other
+    launches the user orders the streams, as for any graph.
     """
 
     def __init__(self) -> None:

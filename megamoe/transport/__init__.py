@@ -40,9 +40,11 @@ _TRANSPORTS = {
 
 
 def choose(name: str, group: Group) -> Transport:
-    """Return the named transport; "auto" is symm_mem, or plain memory when no other process takes part."""
-    if name == "auto":
-        name = "single_process" if group.in_process else "symm_mem"
+    """Return the named transport. Where no other process takes part it is plain memory, whatever the name."""
+    if group.in_process:
+        name = "single_process"
+    elif name == "auto":
+        name = "symm_mem"
     if name not in _TRANSPORTS:
         raise ConfigError("transport", repr(name), "auto, " + ", ".join(_TRANSPORTS))
     module, cls = _TRANSPORTS[name]

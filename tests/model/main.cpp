@@ -1,5 +1,6 @@
-// Runs every scenario as it is (must hold), with each of its flaws and with every mutant made from its operations (must
-// be caught, or be listed as harmless). One line a case; exit code 1 if any expectation fails.
+// Runs every scenario as it is (must hold), with each of its flaws and with every mutant made from its
+// operations (must be caught, or be listed as harmless). One line a case; exit code 1 if any expectation
+// fails.
 #include <chrono>
 
 #include "scenarios.h"
@@ -12,7 +13,8 @@ struct Totals {
     long scenarios = 0, flaws = 0, mutants = 0, harmless = 0, executions = 0, bad = 0;
 };
 
-std::string run(const Scenario& s, const Flaw& flaw, const Mutation& mutation, std::set<Mutation>* sites, long* executions) {
+std::string run(const Scenario& s, const Flaw& flaw, const Mutation& mutation, std::set<Mutation>* sites,
+                long* executions) {
     World w;
     w.mutation = mutation;
     w.sites = sites;
@@ -33,7 +35,8 @@ void report(Totals& totals, const Scenario& s, const std::string& what, bool wan
     totals.executions += executions;
     totals.bad += !ok;
     std::string name = s.name + (what.empty() ? "" : " / " + what);
-    std::printf("%-4s %-76s %7ld executions %8.1f ms  %s%s\n", ok ? "ok" : "BAD", name.c_str(), executions, ms, why.c_str(), note);
+    std::printf("%-4s %-76s %7ld executions %8.1f ms  %s%s\n", ok ? "ok" : "BAD", name.c_str(), executions,
+                ms, why.c_str(), note);
 }
 
 }  // namespace
@@ -59,7 +62,8 @@ int main(int argc, char** argv) {
                     if (mutation.name().ends_with(h.ending)) why = h.why, used.insert(&h);
                 }
                 ++(why ? totals.harmless : totals.mutants);
-                report(totals, s, "mutant: " + mutation.name(), why == nullptr, Flaw(), mutation, nullptr, why ? why : "");
+                report(totals, s, "mutant: " + mutation.name(), why == nullptr, Flaw(), mutation, nullptr,
+                       why ? why : "");
             }
             if (used.size() != s.harmless.size()) {
                 ++totals.bad;
@@ -67,7 +71,9 @@ int main(int argc, char** argv) {
             }
         }
     }
-    std::printf("total: %ld scenarios, %ld flaws and %ld mutants caught, %ld harmless mutants, %ld executions, %ld bad\n",
-                totals.scenarios, totals.flaws, totals.mutants, totals.harmless, totals.executions, totals.bad);
+    std::printf(
+        "total: %ld scenarios, %ld flaws and %ld mutants caught, %ld harmless mutants, %ld executions, %ld "
+        "bad\n",
+        totals.scenarios, totals.flaws, totals.mutants, totals.harmless, totals.executions, totals.bad);
     return totals.bad != 0;
 }

@@ -14,17 +14,21 @@ using megamoe::XReady;
 using megamoe::YRowsReady;
 using Mem = MutantMemory;
 
-inline std::string name_of(const char* family, int i) { return std::string(family) + "[" + std::to_string(i) + "]"; }
-inline std::string name_of(const char* family, int i, int j) { return name_of(family, i) + "[" + std::to_string(j) + "]"; }
+inline std::string name_of(const char* family, int i) {
+    return std::string(family) + "[" + std::to_string(i) + "]";
+}
+inline std::string name_of(const char* family, int i, int j) {
+    return name_of(family, i) + "[" + std::to_string(j) + "]";
+}
 
 // Reasons why a mutant is harmless in a scenario.
-inline constexpr const char
-    *by_the_epoch = "ordered by the epoch cell's release and acquire, not by its own",
-    *only_grows = "the generation has to grow, by how much does not matter",
-    *one_of_one = "one addition is all there is here: its edge's own scenario has several",
-    *not_read = "not read here: see routes_ready",
-    *one_barrier = "only one barrier here: see grid_barrier",
-    *no_tma = "no TMA here: see rows_ready";
+inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release and acquire, not by its own",
+                            *only_grows = "the generation has to grow, by how much does not matter",
+                            *one_of_one =
+                                "one addition is all there is here: its edge's own scenario has several",
+                            *not_read = "not read here: see routes_ready",
+                            *one_barrier = "only one barrier here: see grid_barrier",
+                            *no_tma = "no TMA here: see rows_ready";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios;
 

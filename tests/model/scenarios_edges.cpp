@@ -26,7 +26,8 @@ void routes_ready(World& w, const Flaw& flaw) {
     });
 }
 
-// x of two consecutive epochs, in two buffers here (whether one is enough is a question of reuse, not of the edge).
+// x of two consecutive epochs, in two buffers here (whether one is enough is a question of reuse, not of the
+// edge).
 void x_ready(World& w, const Flaw& flaw) {
     int x[2] = {w.payload("x of 7"), w.payload("x of 8")}, scale = w.payload("x_scale of 7");
     int staged = w.barrier("cta_sync", 2), cell = w.cell("staged", 6);
@@ -43,12 +44,13 @@ void x_ready(World& w, const Flaw& flaw) {
         XReady::publish(m, cell, 8);
     });
     for (int reader = 0; reader < 2; ++reader) {
-        w.thread(name_of("dispatch", reader), reader, 1, [=](Mem& m) {  // rank 0 pulls from itself, rank 1 remotely
-            XReady::await(m, cell, 7, 0);
-            m.read(x[0]), m.read(scale);
-            XReady::await(m, cell, 8, 0);
-            m.read(x[1]);
-        });
+        w.thread(name_of("dispatch", reader), reader, 1,
+                 [=](Mem& m) {  // rank 0 pulls from itself, rank 1 remotely
+                     XReady::await(m, cell, 7, 0);
+                     m.read(x[0]), m.read(scale);
+                     XReady::await(m, cell, 8, 0);
+                     m.read(x[1]);
+                 });
     }
 }
 
@@ -89,17 +91,19 @@ void rows_ready(World& w, const Flaw& flaw) {
     });
 }
 
-// Per CTA: a math thread writes its chunk to shared memory and its scales to global memory, the store thread TMA-stores the
-// chunk and publishes. A third CTA's load_a needs both tiles of the block.
+// Per CTA: a math thread writes its chunk to shared memory and its scales to global memory, the store thread
+// TMA-stores the chunk and publishes. A third CTA's load_a needs both tiles of the block.
 void h_ready(World& w, const Flaw& flaw) {
     int cell = w.cell("gemm1_done");
     std::array<int, 2> h, scale;
-    bool early = flaw("math arrives before it wrote its scales"), fenced = !flaw("no shared-memory proxy fence in math");
+    bool early = flaw("math arrives before it wrote its scales"),
+         fenced = !flaw("no shared-memory proxy fence in math");
     bool source_only = flaw("waits until the source is read, not until h is written");
     for (int c = 0; c < 2; ++c) {
         h[c] = w.payload(name_of("h", c)), scale[c] = w.payload(name_of("h_scale", c));
         int h_c = h[c], scale_c = scale[c];
-        int chunk = w.payload(name_of("chunk", c), /*shared=*/true), full = w.barrier(name_of("output_full", c), 1);
+        int chunk = w.payload(name_of("chunk", c), /*shared=*/true),
+            full = w.barrier(name_of("output_full", c), 1);
         w.thread(name_of("math", c), 0, c, [=](Mem& m) {
             m.write(chunk);
             if (!early) m.write(scale_c);
@@ -122,8 +126,8 @@ void h_ready(World& w, const Flaw& flaw) {
     });
 }
 
-// A token with rows in blocks 0 and 1, each made by both CTAs' store threads (two n-tiles), in opposite orders: block 1 may
-// be done first. The reader checks every block up to its closer's.
+// A token with rows in blocks 0 and 1, each made by both CTAs' store threads (two n-tiles), in opposite
+// orders: block 1 may be done first. The reader checks every block up to its closer's.
 void y_rows_ready(World& w, const Flaw& flaw) {
     std::array<std::array<int, 2>, 2> row;
     std::array<int, 2> done;
@@ -177,16 +181,26 @@ void partials_ready(World& w, const Flaw& flaw) {
 }  // namespace
 
 const std::vector<Scenario> edge_scenarios = {
-    {"routes_ready", routes_ready, {"no cta_sync before publish"},
+    {"routes_ready",
+     routes_ready,
+     {"no cta_sync before publish"},
      {{"system->gpu at route_hash", by_the_epoch}, {"system->gpu at route_tokens", by_the_epoch}}},
     {"x_ready", x_ready, {"no cta_sync before publish"}, {}},
-    {"rows_ready", rows_ready,
-     {"no warp_sync before publish", "awaits one row of the block", "TMA by another thread than the one that fenced"}, {}},
-    {"h_ready", h_ready,
-     {"math arrives before it wrote its scales", "no shared-memory proxy fence in math", "awaits one tile of the block",
-      "waits until the source is read, not until h is written"}, {}},
+    {"rows_ready",
+     rows_ready,
+     {"no warp_sync before publish", "awaits one row of the block",
+      "TMA by another thread than the one that fenced"},
+     {}},
+    {"h_ready",
+     h_ready,
+     {"math arrives before it wrote its scales", "no shared-memory proxy fence in math",
+      "awaits one tile of the block", "waits until the source is read, not until h is written"},
+     {}},
     {"y_rows_ready", y_rows_ready, {"checks the closer's block only", "one tile is enough"}, {}},
-    {"partials_ready", partials_ready, {"no warp_sync before publish", "home waits for its own partial only"}, {}},
+    {"partials_ready",
+     partials_ready,
+     {"no warp_sync before publish", "home waits for its own partial only"},
+     {}},
 };
 
 }  // namespace model

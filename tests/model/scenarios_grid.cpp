@@ -17,7 +17,8 @@ void grid_barrier(World& w, const Flaw& flaw, int num_ctas, int phases) {
                 m.write(slot[c], phase + 1);
                 GridBarrier::arrive_and_wait(m, arrivals, generation, num_ctas - one_too_few);
                 for (int other = 0; other < num_ctas; ++other) m.read(slot[other], phase + 1);
-                if (last_phase == 1) GridBarrier::arrive_and_wait(m, arrivals, generation, num_ctas - one_too_few);
+                if (last_phase == 1)
+                    GridBarrier::arrive_and_wait(m, arrivals, generation, num_ctas - one_too_few);
             }
         });
     }
@@ -31,7 +32,8 @@ void grid_barrier_cta(World& w, const Flaw& flaw) {
     std::array<int, 2> slot = {w.payload("slot[0]"), w.payload("slot[1]")};
     bool before = !flaw("no cta_sync before"), after = !flaw("no cta_sync after");
     for (int c = 0; c < 2; ++c) {
-        int in = w.barrier("cta_sync before", before ? 2 : 1), out = w.barrier("cta_sync after", after ? 2 : 1);
+        int in = w.barrier("cta_sync before", before ? 2 : 1),
+            out = w.barrier("cta_sync after", after ? 2 : 1);
         w.thread(name_of("thread1", c), 0, c, [=](Mem& m) {
             m.write(slot[c]);
             if (before) m.sync(in);
@@ -46,8 +48,8 @@ void grid_barrier_cta(World& w, const Flaw& flaw) {
     }
 }
 
-// Three CTAs stage parts of x, the last publishes to the peer; the ticket serves the next launch too. Two launches of rank 0;
-// rank 1 tells that it has read x of launch 1 (in the kernel: it owes a partial).
+// Three CTAs stage parts of x, the last publishes to the peer; the ticket serves the next launch too. Two
+// launches of rank 0; rank 1 tells that it has read x of launch 1 (in the kernel: it owes a partial).
 void last_arrival(World& w, const Flaw& flaw) {
     int ticket = w.cell("ticket"), staged = w.cell("staged"), owed = w.cell("owed");
     std::array<int, 2> part = {w.payload("x[0]"), w.payload("x[1]")};
@@ -78,10 +80,12 @@ void last_arrival(World& w, const Flaw& flaw) {
 // The last arrival's thread tells another thread of its CTA, which publishes: one peer a thread.
 void last_arrival_cta(World& w, const Flaw& flaw) {
     int ticket = w.cell("ticket"), staged = w.cell("staged");
-    std::array<int, 2> part = {w.payload("ids[0]"), w.payload("ids[1]")}, last = {w.payload("last[0]", true), w.payload("last[1]", true)};
+    std::array<int, 2> part = {w.payload("ids[0]"), w.payload("ids[1]")},
+                       last = {w.payload("last[0]", true), w.payload("last[1]", true)};
     bool synced = !flaw("no cta_sync before publish"), converged = !flaw("no cta_sync before arrive");
     for (int c = 0; c < 2; ++c) {
-        int in = w.barrier("cta_sync before", converged ? 2 : 1), out = w.barrier("cta_sync after", synced ? 2 : 1);
+        int in = w.barrier("cta_sync before", converged ? 2 : 1),
+            out = w.barrier("cta_sync after", synced ? 2 : 1);
         w.thread(name_of("thread0", c), 0, c, [=](Mem& m) {
             m.sync(in);
             m.write(last[c], LastArrival::arrive(m, ticket, 2));
@@ -100,7 +104,8 @@ void last_arrival_cta(World& w, const Flaw& flaw) {
     });
 }
 
-// The epoch is read by every CTA at entry and advanced by the last one out, with ordinary accesses. Two launches.
+// The epoch is read by every CTA at entry and advanced by the last one out, with ordinary accesses. Two
+// launches.
 void epoch_cell(World& w, const Flaw& flaw) {
     int ticket = w.cell("ticket"), epoch = w.payload("epoch");
     std::array<int, 2> launch = {w.barrier("launch boundary", 3), w.barrier("launch boundary", 3)};
@@ -118,14 +123,16 @@ void epoch_cell(World& w, const Flaw& flaw) {
     }
 }
 
-// Block counters are zeroed by ordinary stores between the two barriers of a prologue: after the end of the last pass, before
-// the first add of this one. Two passes of two CTAs; each CTA zeroes a cell, adds to the other and awaits its own.
+// Block counters are zeroed by ordinary stores between the two barriers of a prologue: after the end of the
+// last pass, before the first add of this one. Two passes of two CTAs; each CTA zeroes a cell, adds to the
+// other and awaits its own.
 void counters_zeroed(World& w, const Flaw& flaw) {
     int arrivals = w.cell("arrivals"), generation = w.cell("generation");
     std::array<int, 2> ready = {w.cell("rows_ready[0]"), w.cell("rows_ready[1]")};
     std::array<std::array<int, 2>, 2> row;
     for (int p = 0; p < 2; ++p) row[p] = {w.payload(name_of("row", p, 0)), w.payload(name_of("row", p, 1))};
-    bool late = flaw("zeroed after the second barrier"), early = flaw("zeroed before the pass ended everywhere");
+    bool late = flaw("zeroed after the second barrier"),
+         early = flaw("zeroed before the pass ended everywhere");
     bool never = flaw("never zeroed");
     for (int c = 0; c < 2; ++c) {
         w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
@@ -147,13 +154,24 @@ void counters_zeroed(World& w, const Flaw& flaw) {
 }  // namespace
 
 const std::vector<Scenario> grid_scenarios = {
-    {"grid_barrier, 2 CTAs x 4", grid_barrier_2, {"second barrier left out", "expects one CTA too few"}, {{"value + 1 at generation", only_grows}}},
-    {"grid_barrier, 3 CTAs x 2", grid_barrier_3, {"expects one CTA too few"}, {{"value + 1 at generation", only_grows}}},
+    {"grid_barrier, 2 CTAs x 4",
+     grid_barrier_2,
+     {"second barrier left out", "expects one CTA too few"},
+     {{"value + 1 at generation", only_grows}}},
+    {"grid_barrier, 3 CTAs x 2",
+     grid_barrier_3,
+     {"expects one CTA too few"},
+     {{"value + 1 at generation", only_grows}}},
     {"grid_barrier, whole CTAs", grid_barrier_cta, {"no cta_sync before", "no cta_sync after"}, {}, false},
     {"last_arrival", last_arrival, {"each CTA publishes"}, {}},
-    {"last_arrival, whole CTAs", last_arrival_cta, {"no cta_sync before arrive", "no cta_sync before publish"}, {}, false},
+    {"last_arrival, whole CTAs",
+     last_arrival_cta,
+     {"no cta_sync before arrive", "no cta_sync before publish"},
+     {},
+     false},
     {"epoch advanced by the last out", epoch_cell, {"whoever leaves first advances it"}, {}},
-    {"counters zeroed in the prologue", counters_zeroed,
+    {"counters zeroed in the prologue",
+     counters_zeroed,
      {"zeroed after the second barrier", "zeroed before the pass ended everywhere", "never zeroed"},
      {{"value + 1 at generation", only_grows}, {"value + 1 at rows_ready", one_of_one}}},
 };

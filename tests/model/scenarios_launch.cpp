@@ -1,4 +1,5 @@
-// Two launches with every edge: rank 0 is the home of one token, rank 1 has its expert. One row, one tile a GEMM.
+// Two launches with every edge: rank 0 is the home of one token, rank 1 has its expert. One row, one tile a
+// GEMM.
 #include "scenarios.h"
 
 namespace model {
@@ -12,20 +13,25 @@ void whole_launch(World& w, const Flaw& flaw) {
     std::array<std::array<int, 2>, 2> ids, epoch_cell, tokens, hash;
     for (int r = 0; r < 2; ++r) {
         for (int p = 0; p < 2; ++p) {
-            ids[r][p] = w.payload(name_of("ids", r, p)), epoch_cell[r][p] = w.cell(name_of("route_epoch", r, p));
-            tokens[r][p] = w.cell(name_of("route_tokens", r, p)), hash[r][p] = w.cell(name_of("route_hash", r, p));
+            ids[r][p] = w.payload(name_of("ids", r, p)),
+            epoch_cell[r][p] = w.cell(name_of("route_epoch", r, p));
+            tokens[r][p] = w.cell(name_of("route_tokens", r, p)),
+            hash[r][p] = w.cell(name_of("route_hash", r, p));
         }
     }
-    int x = w.payload("x"), staged = w.cell("staged"), partial = w.payload("partial"), ready = w.cell("partial_ready");
-    int row = w.payload("x_pool row"), h = w.payload("h"), h_scale = w.payload("h_scale"), y_row = w.payload("y_row");
+    int x = w.payload("x"), staged = w.cell("staged"), partial = w.payload("partial"),
+        ready = w.cell("partial_ready");
+    int row = w.payload("x_pool row"), h = w.payload("h"), h_scale = w.payload("h_scale"),
+        y_row = w.payload("y_row");
     int rows_ready = w.cell("rows_ready"), done1 = w.cell("gemm1_done"), done2 = w.cell("gemm2_done");
     int arrivals = w.cell("arrivals"), generation = w.cell("generation"), plan = w.payload("plan");
     int tile = w.payload("operand in shared memory", true), chunk = w.payload("chunk", true);
     constexpr uint32_t launches = 2;
     std::array<Phase, launches + 1> phase;
     for (uint32_t e = 1; e <= launches; ++e) {
-        phase[e] = {w.barrier("full gemm1", 1), w.barrier("full gemm2", 1), w.barrier("output_full gemm1", 1),
-                    w.barrier("output_full gemm2", 1), w.barrier("output_empty", 1), w.barrier("launch boundary 0", 1),
+        phase[e] = {w.barrier("full gemm1", 1),        w.barrier("full gemm2", 1),
+                    w.barrier("output_full gemm1", 1), w.barrier("output_full gemm2", 1),
+                    w.barrier("output_empty", 1),      w.barrier("launch boundary 0", 1),
                     w.barrier("launch boundary 1", 5), w.barrier("cta_sync plan", 4)};
     }
     bool zeroed = !flaw("counters are not zeroed"), waits = !flaw("combine does not wait");
@@ -57,7 +63,8 @@ void whole_launch(World& w, const Flaw& flaw) {
             exchange(m, 1, epoch);
             GridBarrier::arrive_and_wait(m, arrivals, generation, 2);
             m.write(plan, epoch);
-            if (zeroed) for (int c : {rows_ready, done1, done2}) m.plain_store(c, 0);
+            if (zeroed)
+                for (int c : {rows_ready, done1, done2}) m.plain_store(c, 0);
             GridBarrier::arrive_and_wait(m, arrivals, generation, 2);
             m.sync(phase[epoch].planned);
             XReady::await(m, staged, epoch, 0);
@@ -125,9 +132,14 @@ void whole_launch(World& w, const Flaw& flaw) {
 }  // namespace
 
 const std::vector<Scenario> launch_scenarios = {
-    {"two launches, every edge", whole_launch, {"counters are not zeroed", "combine does not wait", "one parity"},
-     {{" at route_hash", not_read}, {" at route_tokens", not_read}, {"add of value + 1 at rows_ready", one_of_one},
-      {"add of value + 1 at gemm1_done", one_of_one}, {"add of value + 1 at gemm2_done", one_of_one},
+    {"two launches, every edge",
+     whole_launch,
+     {"counters are not zeroed", "combine does not wait", "one parity"},
+     {{" at route_hash", not_read},
+      {" at route_tokens", not_read},
+      {"add of value + 1 at rows_ready", one_of_one},
+      {"add of value + 1 at gemm1_done", one_of_one},
+      {"add of value + 1 at gemm2_done", one_of_one},
       {"value + 1 at generation", only_grows}}},
 };
 

@@ -84,7 +84,8 @@ def test_unreadable_field_is_an_error():
 
 
 def test_alignment_needs_padding():
-    text = "struct alignas(64) Big {\n    uint64_t w[2];\n};\nstruct Args {\n    int32_t a;\n    Big b;\n    int32_t c;\n};\n"
+    big = "struct alignas(64) Big {\n    uint64_t w[2];\n};\n"
+    text = big + "struct Args {\n    int32_t a;\n    Big b;\n    int32_t c;\n};\n"
     structures, _ = abi.parse(text)
     assert structures["Big"].alignment == 64
     assert structures["Args"].b.offset == 64

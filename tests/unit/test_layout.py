@@ -113,7 +113,7 @@ def test_pool_sizes():
             layout.worst_pool_rows(problem),
         )
         assert least <= default <= worst
-        assert not (least % 128 or default % 128 or worst % 128)
+        assert [rows % 128 for rows in (least, default, worst)] == [0, 0, 0]
         local = problem.num_local_experts()
         if (
             local

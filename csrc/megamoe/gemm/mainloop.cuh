@@ -6,16 +6,29 @@
 
 namespace megamoe {
 
+// The scales of a tile's weights, one float a stage and half. FP8 only.
+struct WeightScales {
+    const float* half0;
+    int to_half1;  // from half 0's to half 1's
+};
+
 MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
     if (arch::lane_idx() == 0) arch::mbar_arrive(&smem.empty[slot]);  // 8 math warps arrive
 }
 
+template <class T>
+MEGAMOE_DEVICE void await_stage(Context& ctx, RingPosition ring) {
+    Profile<T>::timed(ctx.args, Mark::stage_wait, arch::thread_idx() == first_math_warp * 32,
+                      [&] { arch::mbar_wait(&ctx.smem.full[ring.slot], ring.parity); });
+}
+
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Smem& smem, RingPosition& ring, int group, int stages,
-                             const float*, const float*) {
+template <class T>
+MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages, WeightScales) {
+    Smem& smem = ctx.smem;
     int previous = 0;
     for (int i = 0; i < stages; ++i) {
-        arch::mbar_wait(&smem.full[ring.slot], ring.parity);
+        await_stage<T>(ctx, ring);
         auto& stage = smem.stages[ring.slot];
         arch::Desc a = arch::make_desc(stage.a + group * chunk_bytes);
         arch::Desc b0 = arch::make_desc(stage.b[0]), b1 = arch::make_desc(stage.b[1]);
@@ -42,16 +55,18 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Smem& smem, RingPosition
 }
 
 // FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into fp32 sums.
-MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Smem& smem, RingPosition& ring, int group, int stages,
-                             const float* scale0, const float* scale1) {
+template <class T>
+MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages,
+                             WeightScales scales) {
+    Smem& smem = ctx.smem;
     MEGAMOE_UNROLL
     for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
     int row = group * group_rows + (arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4;
-    float w0 = scale0[0], w1 = scale1[0];
-    for (int i = 0; i < stages; ++i) {
-        int following = i + 1 < stages ? i + 1 : i;  // weight scales are loaded one stage ahead
-        float w0_next = scale0[following], w1_next = scale1[following];
-        arch::mbar_wait(&smem.full[ring.slot], ring.parity);
+    float w0 = scales.half0[0], w1 = scales.half0[scales.to_half1];
+    for (int left = stages; left > 0; --left) {
+        scales.half0 += left > 1 ? 1 : 0;  // weight scales are loaded one stage ahead
+        float w0_next = scales.half0[0], w1_next = scales.half0[scales.to_half1];
+        await_stage<T>(ctx, ring);
         auto& stage = smem.stages[ring.slot];
         float x0 = smem.a_scale[ring.slot][row], x1 = smem.a_scale[ring.slot][row + 8];
         arch::Desc a = arch::make_desc(stage.a + group * chunk_bytes);

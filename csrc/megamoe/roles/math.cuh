@@ -112,16 +112,18 @@ MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group,
     }
 }
 
-// The weight scales of one half: a row of [scale blocks of K] floats. A half past the last column takes the last row.
+// A half past the last column has no scales of its own and takes the last ones: its products are zero.
 template <class T>
-MEGAMOE_DEVICE const float* weight_scales(const Args& args, const Tile& tile, int half) {
+MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile) {
     int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
-    if (tile.stage == Stage::gemm1) {
-        int planes = Shape<T>::gated ? 2 : 1;
-        int row = Shape<T>::gated ? half * groups_i + tile.n : min_of(2 * tile.n + half, groups_i - 1);
-        return args.w13_scale + (int64_t{tile.expert()} * planes * groups_i + row) * groups_h;
+    if (tile.stage == Stage::gemm1 && Shape<T>::gated) {
+        int64_t row = int64_t{tile.expert()} * 2 * groups_i + tile.n;
+        return {args.w13_scale + row * groups_h, groups_i * groups_h};
     }
-    return args.w2_scale + (int64_t{tile.expert()} * groups_h + min_of(2 * tile.n + half, groups_h - 1)) * groups_i;
+    bool first = tile.stage == Stage::gemm1;
+    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;
+    int64_t row = int64_t{tile.expert()} * rows + 2 * tile.n;
+    return {(first ? args.w13_scale : args.w2_scale) + row * columns, 2 * tile.n + 1 < rows ? columns : 0};
 }
 
 template <class T>
@@ -139,13 +141,9 @@ MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
             arch::mbar_wait(&smem.output_empty[group], parity ^ 1);
         } else {
             float sum[2][64];
-            const float *scale0 = nullptr, *scale1 = nullptr;
-            if constexpr (Precision::scaled) {
-                scale0 = weight_scales<T>(ctx.args, tile, 0);
-                scale1 = weight_scales<T>(ctx.args, tile, 1);
-            }
-            multiply(Precision{}, sum, smem, ring, group, stages, scale0, scale1);
-            arch::mbar_wait(&smem.output_empty[group], parity ^ 1);  // the store warp is done with the last tile's chunks
+            multiply<T>(Precision{}, sum, ctx, ring, group, stages, weight_scales<T>(ctx.args, tile));
+            Profile<T>::timed(ctx.args, Mark::output_wait, arch::thread_idx() == first_math_warp * 32,
+                              [&] { arch::mbar_wait(&smem.output_empty[group], parity ^ 1); });  // last tile's chunks are stored
             if (tile.stage == Stage::gemm1) {
                 finish_h<T>(ctx, tile, group, sum);
             } else {

@@ -164,16 +164,16 @@ MEGAMOE_DEVICE void reduce_token(Context& ctx, int ordered) {
 class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx)
-        : unit_(rows_per_unit(ctx.smem.plan.num_blocks, 8)), next_(transport_index()) {}
+        : unit_(rows_per_unit(ctx.smem.plan.num_blocks, 8)), row_(transport_index() * unit_) {}
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return next_ * unit_ >= ctx.smem.plan.num_blocks * block_rows; }
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return row_ >= ctx.smem.plan.num_blocks * block_rows; }
     MEGAMOE_DEVICE uint32_t waits_for() const { return static_cast<uint32_t>(done_); }  // block, for a fault record
 
     // Does the next unit if its blocks, and all before them, are done.
     MEGAMOE_DEVICE bool try_unit(Context& ctx, int tiles2) {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
-        int block = next_ * unit_ / block_rows;
+        int block = row_ / block_rows;
         while (done_ <= block) {  // 32 blocks a look
             int b = done_ + lane;
             bool ready = b > block || YRowsReady::ready(ctx.mem, args.gemm2_done + b, tiles2);
@@ -189,7 +189,7 @@ class Reducer {
         if (arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) != 0) {  // y_rows may be garbage: publish nothing
             return false;
         }
-        int row = next_ * unit_ + lane;
+        int row = row_ + lane;
         bool mine = lane < unit_ && row % block_rows < block_entry(args, block).rows();
         uint32_t route = mine ? args.row_route[row] : 0;
         bool closes = (route & route_closer) != 0;
@@ -203,12 +203,12 @@ class Reducer {
             auto* ready = ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
             PartialsReady::publish(ctx.mem, ready + token_of(ordered, args.num_ranks), ctx.epoch());
         }
-        next_ += num_transports();
+        row_ += unit_ * num_transports();
         return true;
     }
 
   private:
-    int unit_, next_;
+    int unit_, row_;
     int done_ = 0;  // blocks before this one are done
 };
 
@@ -314,7 +314,6 @@ class Combiner {
 // Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
-    int tiles2 = Shape<T>::tiles2(ctx.args);
     Reducer reducer(ctx);
     Combiner combiner(ctx);
     uint32_t idle_since = ctx.mem.coarse_time();
@@ -322,10 +321,12 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished();
         if (reduced && combined) return;
-        if ((!reduced && reducer.try_unit(ctx, tiles2)) || (!combined && combiner.try_token(ctx))) {
+        if ((!reduced && reducer.try_unit(ctx, Shape<T>::tiles2(ctx.args))) || (!combined && combiner.try_token(ctx))) {
             polls = 0;
             continue;
         }
+        // 660 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to about 1 us.
+        arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
         if (++polls % 16 != 0) continue;
         uint32_t now = ctx.mem.coarse_time();
         if (polls == 16) idle_since = now;
@@ -336,7 +337,6 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
             if (reduced ? combiner.waiting() : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
         }
         if (arch::ballot(give_up) != 0) break;
-        arch::sleep_ns(64);
     }
     if (ctx.smem.plan.is_last != 0) combiner.poison(ctx);
 }

@@ -1,14 +1,16 @@
 // mbarriers, named barriers.
 //
-// An mbarrier keeps its whole state in its own 8 bytes, as on the device: phase, arrivals still pending in this phase, bytes still to come.
-// The phase completes when both are zero. Only the queue of blocked fibers lives in the CTA.
+// An mbarrier keeps its whole state in its own 8 bytes, as on the device: phase, arrivals still pending in
+// this phase, bytes still to come. The phase completes when both are zero. Only the queue of blocked fibers
+// lives in the CTA.
 #pragma once
 #include "megamoe/arch/host/machine.h"
 
 namespace megamoe::host {
 
 struct Mbarrier {
-    static constexpr uint64_t valid_mark = 2;  // shared memory starts as all ones: an uninitialised barrier is noticed
+    static constexpr uint64_t valid_mark =
+        2;  // shared memory starts as all ones: an uninitialised barrier is noticed
     static constexpr int64_t max_tx_bytes = (1 << 20) - 1;  // the limits of the PTX manual, "mbarrier object"
     uint64_t mark : 2;
     uint64_t phase : 1;
@@ -21,15 +23,16 @@ static_assert(sizeof(Mbarrier) == 8);
 inline std::string describe_mbarrier(const void* pointer) {
     const auto* barrier = static_cast<const Mbarrier*>(pointer);
     if (barrier->mark != Mbarrier::valid_mark) return "not initialised";
-    return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase), int(barrier->pending),
-                int(barrier->expected), int(barrier->tx_bytes));
+    return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase),
+                int(barrier->pending), int(barrier->expected), int(barrier->tx_bytes));
 }
 
 inline Mbarrier* check_mbarrier(uint64_t* pointer, const char* what) {
     check_shared(pointer, 8, 8, what);
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
     if (barrier->mark != Mbarrier::valid_mark)
-        machine.fail("%s: no mbarrier was initialised at shared %+td", what, reinterpret_cast<uint8_t*>(pointer) - current->cta->shared);
+        machine.fail("%s: no mbarrier was initialised at shared %+td", what,
+                     reinterpret_cast<uint8_t*>(pointer) - current->cta->shared);
     return barrier;
 }
 
@@ -86,7 +89,9 @@ inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
 inline void mbar_fence_init() {}
 
 inline void mbar_arrive(uint64_t* bar) { host::arrive(bar, 0, "mbar_arrive"); }
-inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) { host::arrive(bar, bytes, "mbar_arrive_expect_tx"); }
+inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
+    host::arrive(bar, bytes, "mbar_arrive_expect_tx");
+}
 
 inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     host::machine.preemption_point();
@@ -104,8 +109,9 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     host::machine.block(host::Waiting::mbarrier);
     // On the device a waiter that was overtaken by a whole phase would hang: it only sees the parity.
     if (barrier->phase == parity)
-        host::machine.fail("mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
-                           reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
+        host::machine.fail(
+            "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
+            reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
 
 inline void named_sync(int id, int num_threads) {
@@ -117,7 +123,8 @@ inline void named_sync(int id, int num_threads) {
     host::NamedBarrier& barrier = cta.named[id];
     if (barrier.arrived == 0) barrier.expected = num_threads;
     if (barrier.expected != num_threads)
-        host::machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads, barrier.expected);
+        host::machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads,
+                           barrier.expected);
     if (++barrier.arrived == num_threads) {
         barrier.arrived = 0;
         ++host::machine.meetings;

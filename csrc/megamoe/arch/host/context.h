@@ -1,8 +1,9 @@
 // The bottom of the fiber machine: switching stacks, and the stacks themselves.
 //
-// A switch saves what the calling convention lets a callee clobber not: six registers and the stack pointer (about 5 ns;
-// ucontext costs two system calls). Stacks are mapped once, kept between launches and have a guard page; their tops are
-// staggered, because tops at a power-of-two distance would share a handful of cache sets.
+// A switch saves what the calling convention lets a callee clobber not: six registers and the stack pointer
+// (about 5 ns; ucontext costs two system calls). Stacks are mapped once, kept between launches and have a
+// guard page; their tops are staggered, because tops at a power-of-two distance would share a handful of
+// cache sets.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -80,9 +81,10 @@ inline void make_context(Context& context, uint8_t* bottom, size_t bytes, void (
     context.bytes = bytes;
 #endif
 #if defined(__x86_64__)
-    // What switch_stack pops: six registers, the return address; then a null return address for unwinders. After `ret` the
-    // stack pointer must be 8 modulo 16, as after a call.
-    auto* top = reinterpret_cast<uint64_t*>((reinterpret_cast<uintptr_t>(bottom) + bytes) & ~uintptr_t(15)) - 8;
+    // What switch_stack pops: six registers, the return address; then a null return address for unwinders.
+    // After `ret` the stack pointer must be 8 modulo 16, as after a call.
+    auto* top =
+        reinterpret_cast<uint64_t*>((reinterpret_cast<uintptr_t>(bottom) + bytes) & ~uintptr_t(15)) - 8;
     for (int i = 0; i < 6; ++i) top[i] = 0;
     top[6] = reinterpret_cast<uint64_t>(entry);
     top[7] = 0;
@@ -99,7 +101,9 @@ inline void make_context(Context& context, uint8_t* bottom, size_t bytes, void (
 // Stack i of the pool. Never unmapped: a process that emulates once will do so again.
 class StackPool {
   public:
-    uint8_t* bottom(size_t index) const { return slabs_[index / slab_stacks] + (index % slab_stacks) * stack_bytes + guard_bytes; }
+    uint8_t* bottom(size_t index) const {
+        return slabs_[index / slab_stacks] + (index % slab_stacks) * stack_bytes + guard_bytes;
+    }
     static size_t usable_bytes(size_t index) { return stack_bytes - guard_bytes - (index * 13 % 64) * 128; }
 
     bool reserve(size_t count) {
@@ -108,7 +112,8 @@ class StackPool {
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (slab == MAP_FAILED) return false;
             slabs_.push_back(static_cast<uint8_t*>(slab));
-            for (size_t i = 0; i < slab_stacks; ++i) mprotect(slabs_.back() + i * stack_bytes, guard_bytes, PROT_NONE);
+            for (size_t i = 0; i < slab_stacks; ++i)
+                mprotect(slabs_.back() + i * stack_bytes, guard_bytes, PROT_NONE);
         }
         return true;
     }

@@ -7,7 +7,8 @@
 
 namespace megamoe::host {
 
-constexpr size_t red_zone_bytes = 1024;  // behind each CTA's shared memory; ordinary stores past its end are noticed there
+constexpr size_t red_zone_bytes =
+    1024;  // behind each CTA's shared memory; ordinary stores past its end are noticed there
 constexpr int registers_per_sm = 65536;
 
 // What a thread must not leave behind.
@@ -16,14 +17,17 @@ inline void check_finished(Fiber* fiber) {
     Warpgroup& group = cta.warpgroup(fiber);
     if (fiber->wgmma_issued != group.executed) machine.fail("the thread exits with wgmma in flight");
     for (const Store& store : cta.stores)
-        if (store.owner == fiber && !store.released) machine.fail("the thread exits before its bulk stores have read shared memory");
+        if (store.owner == fiber && !store.released)
+            machine.fail("the thread exits before its bulk stores have read shared memory");
     if (cta.live != 1) return;
     if (cta.loads_in_flight) machine.fail("the CTA exits with %d bulk loads in flight", cta.loads_in_flight);
     for (size_t i = 0; i < red_zone_bytes; ++i)
-        if (cta.shared[cta.shared_bytes + i] != poison) machine.fail("byte %zu behind shared memory was overwritten", i);
+        if (cta.shared[cta.shared_bytes + i] != poison)
+            machine.fail("byte %zu behind shared memory was overwritten", i);
     int registers = 0;
     for (const Warpgroup& g : cta.warpgroups) registers += g.registers * warpgroup_size;
-    if (registers > registers_per_sm) machine.fail("the warpgroups hold %d registers, an SM has %d", registers, registers_per_sm);
+    if (registers > registers_per_sm)
+        machine.fail("the warpgroups hold %d registers, an SM has %d", registers, registers_per_sm);
     // Writes of stores that nobody waited for still reach memory.
     for (const Store& store : cta.stores)
         if (!store.early_write) write_destination(store);
@@ -50,15 +54,17 @@ class SharedPool {
 MEGAMOE_HOST_GLOBAL SharedPool shared_pool;
 MEGAMOE_HOST_GLOBAL std::mutex launch_mutex;
 
-// 0: finished (a fault, if any, is in args.fault; `report` then says who waited for what). 1: deadlock, 2: misuse, with a report.
-inline int launch(void (*kernel)(const Args&), const Args* args_per_rank, int num_ranks, int num_ctas, int threads, size_t smem_bytes,
-                  uint64_t seed, char* report, size_t report_bytes) {
+// 0: finished (a fault, if any, is in args.fault; `report` then says who waited for what). 1: deadlock, 2:
+// misuse, with a report.
+inline int launch(void (*kernel)(const Args&), const Args* args_per_rank, int num_ranks, int num_ctas,
+                  int threads, size_t smem_bytes, uint64_t seed, char* report, size_t report_bytes) {
     std::lock_guard<std::mutex> lock(launch_mutex);
     size_t pitch = (smem_bytes + red_zone_bytes + 1023) / 1024 * 1024;
     std::vector<Cta> ctas(static_cast<size_t>(num_ranks) * static_cast<size_t>(num_ctas));
     uint8_t* shared = shared_pool.reserve(pitch * ctas.size());
     std::string problem;
-    if (ctas.empty() || threads < warp_size || threads > 1024 || threads % warp_size) problem = "a CTA has 32, 64, ... 1024 threads";
+    if (ctas.empty() || threads < warp_size || threads > 1024 || threads % warp_size)
+        problem = "a CTA has 32, 64, ... 1024 threads";
     if (smem_bytes > 227 * 1024) problem = "more than 227 KB of shared memory";
     if (!shared) problem = "no memory for the CTAs' shared memory";
     int status = Status::misuse;
@@ -74,7 +80,8 @@ inline int launch(void (*kernel)(const Args&), const Args* args_per_rank, int nu
             cta.shared_bytes = smem_bytes;
             cta.warps.resize(static_cast<size_t>(threads / warp_size));
             cta.warpgroups.resize(static_cast<size_t>((threads + warpgroup_size - 1) / warpgroup_size));
-            for (Warpgroup& group : cta.warpgroups) group.registers = std::min(255, registers_per_sm / threads / 8 * 8);
+            for (Warpgroup& group : cta.warpgroups)
+                group.registers = std::min(255, registers_per_sm / threads / 8 * 8);
         }
         status = machine.run(kernel, std::move(ctas), seed);
         problem = machine.report();

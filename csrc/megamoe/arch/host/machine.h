@@ -1,10 +1,10 @@
 // The emulated machine: one fiber per GPU thread, every CTA of every rank co-resident, one OS thread.
 //
-// Time passes in rounds. A round resumes each fiber that was ready when it began; then copies land, flag waits are tested and
-// sleepers wake. A blocked fiber is resumed only when somebody wakes it, so the cost follows the events. The clock is virtual: it
-// creeps while something changes and runs towards the next deadline when nothing does, so a timeout costs no real time.
-// `progress` counts changes that another thread could see. No progress and no deadline left: a deadlock, reported with
-// who waits for what.
+// Time passes in rounds. A round resumes each fiber that was ready when it began; then copies land, flag
+// waits are tested and sleepers wake. A blocked fiber is resumed only when somebody wakes it, so the cost
+// follows the events. The clock is virtual: it creeps while something changes and runs towards the next
+// deadline when nothing does, so a timeout costs no real time. `progress` counts changes that another thread
+// could see. No progress and no deadline left: a deadlock, reported with who waits for what.
 #pragma once
 #include <algorithm>
 #include <cstdarg>
@@ -33,7 +33,7 @@ struct Cta;
 struct Fiber {
     Context context;
     Cta* cta;
-    Fiber* next;          // in the queue it is blocked in
+    Fiber* next;  // in the queue it is blocked in
     int thread;
     Waiting waiting;
     bool flag_reached;    // what a flag wait returns
@@ -100,7 +100,8 @@ struct MbarrierQueue {
     Queue blocked;
 };
 
-// An asynchronous copy into shared memory. The source is read at issue or at landing, as the seed says: the program may rely on neither.
+// An asynchronous copy into shared memory. The source is read at issue or at landing, as the seed says: the
+// program may rely on neither.
 struct Load {
     Cta* cta;
     uint8_t* destination;
@@ -154,11 +155,13 @@ class ReadyQueue {
     }
     size_t size() const { return tail_ - head_; }
     void push(Fiber* fiber) { slots_[tail_++ & mask_] = fiber; }
-    // Thousands of stacks do not fit into the caches: fetch those of the next fibers meanwhile (20 ns a switch instead of 60).
+    // Thousands of stacks do not fit into the caches: fetch those of the next fibers meanwhile (20 ns a
+    // switch instead of 60).
     Fiber* pop() {
         if (const Fiber* soon = slots_[(head_ + lookahead) & mask_]) __builtin_prefetch(soon);
 #if defined(__x86_64__)
-        if (const Fiber* next = slots_[(head_ + lookahead / 2) & mask_]) __builtin_prefetch(next->context.stack_pointer);
+        if (const Fiber* next = slots_[(head_ + lookahead / 2) & mask_])
+            __builtin_prefetch(next->context.stack_pointer);
 #endif
         return slots_[head_++ & mask_];
     }
@@ -177,7 +180,8 @@ class ReadyQueue {
     size_t mask_ = 0, head_ = 0, tail_ = 0;
 };
 
-// Hidden: an inline variable is otherwise unique in the process, shared by all emulated kernels that it has loaded.
+// Hidden: an inline variable is otherwise unique in the process, shared by all emulated kernels that it has
+// loaded.
 #define MEGAMOE_HOST_GLOBAL __attribute__((visibility("hidden"))) inline
 
 MEGAMOE_HOST_GLOBAL Fiber* current = nullptr;
@@ -185,8 +189,8 @@ MEGAMOE_HOST_GLOBAL Fiber* current = nullptr;
 class Machine {
   public:
     static constexpr uint64_t round_ns = 50;
-    // Rounds without progress before the clock runs: while some threads only poll, and while some still meet (which may be a long
-    // computation, or polling by whole warps).
+    // Rounds without progress before the clock runs: while some threads only poll, and while some still meet
+    // (which may be a long computation, or polling by whole warps).
     static constexpr uint64_t patience = 1024, patience_with_meetings = 20000;
 
     std::vector<Cta> ctas;
@@ -281,10 +285,14 @@ class Machine {
     // For some rounds one warp, CTA or rank lags behind, so that others overtake it by more than a step.
     bool is_slow(const Fiber* fiber) {
         switch (slow_kind_) {
-            case 0: return fiber->cta == slow_cta_ && fiber->warp() == slow_warp_ && random() % 16;
-            case 1: return fiber->cta == slow_cta_ && random() % 16;
-            case 2: return fiber->cta->rank == slow_cta_->rank && random() % 16;
-            default: return false;
+            case 0:
+                return fiber->cta == slow_cta_ && fiber->warp() == slow_warp_ && random() % 16;
+            case 1:
+                return fiber->cta == slow_cta_ && random() % 16;
+            case 2:
+                return fiber->cta->rank == slow_cta_->rank && random() % 16;
+            default:
+                return false;
         }
     }
     static void entry();
@@ -335,7 +343,8 @@ inline void Machine::fail(const char* format, ...) {
     va_start(arguments, format);
     std::string what = format_text(format, arguments);
     va_end(arguments);
-    report_ = text("rank %d cta %d warp %d lane %d: ", current->cta->rank, current->cta->block, current->warp(), current->lane()) +
+    report_ = text("rank %d cta %d warp %d lane %d: ", current->cta->rank, current->cta->block,
+                   current->warp(), current->lane()) +
               what + "\n" + describe_waits();
     status_ = Status::misuse;
     Fiber* self = current;
@@ -372,7 +381,8 @@ inline void Machine::land_loads() {
 }
 
 inline void Machine::test_flags() {
-    Fiber* late = nullptr;  // of those past their deadline only the first fails now: it raises the abort flag for the others
+    Fiber* late = nullptr;  // of those past their deadline only the first fails now: it raises the abort flag
+                            // for the others
     size_t kept = 0;
     for (Fiber* fiber : flag_waits_) {
         bool reached = flag_satisfied(fiber);
@@ -403,13 +413,16 @@ inline Status Machine::watch() {
     }
     ++quiet_rounds_;
     bool nobody_polls = ready_.size() == 0 && loads.empty();
-    if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings)) return Status::ok;
+    if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings))
+        return Status::ok;
     uint64_t deadline = UINT64_MAX, timeout = 0;
     for (const Fiber* fiber : flag_waits_) deadline = std::min(deadline, fiber->deadline);
     for (const Cta& cta : ctas) timeout = std::max(timeout, cta.args->timeout_ns);
-    bool hopeless = nobody_polls ? deadline == UINT64_MAX : clock_ns - quiet_since_ns_ > 4 * timeout + 1'000'000'000;
+    bool hopeless =
+        nobody_polls ? deadline == UINT64_MAX : clock_ns - quiet_since_ns_ > 4 * timeout + 1'000'000'000;
     if (hopeless) {
-        report_ += text("deadlock: nothing changed for %llu rounds\n", static_cast<unsigned long long>(quiet_rounds_));
+        report_ += text("deadlock: nothing changed for %llu rounds\n",
+                        static_cast<unsigned long long>(quiet_rounds_));
         report_ += describe_waits();
         return Status::deadlock;
     }
@@ -451,7 +464,8 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
             Fiber& fiber = fibers_[index];
             fiber.cta = &cta;
             fiber.thread = thread;
-            make_context(fiber.context, stacks_.bottom(index), StackPool::usable_bytes(index), &Machine::entry);
+            make_context(fiber.context, stacks_.bottom(index), StackPool::usable_bytes(index),
+                         &Machine::entry);
             ready_.push(&fiber);
         }
     }
@@ -480,8 +494,9 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
 }
 
 inline const char* edge_name(Edge edge) {
-    static const char* const names[] = {"none",    "routes_ready", "x_ready",        "grid_barrier", "rows_ready",
-                                        "h_ready", "y_rows_ready", "partials_ready", "config"};
+    static const char* const names[] = {"none",         "routes_ready",   "x_ready",
+                                        "grid_barrier", "rows_ready",     "h_ready",
+                                        "y_rows_ready", "partials_ready", "config"};
     size_t index = static_cast<size_t>(edge);
     return index < sizeof(names) / sizeof(names[0]) ? names[index] : "?";
 }
@@ -499,24 +514,32 @@ inline const char* name_of(WarpgroupOperation operation) {
 inline std::string Machine::describe(const Fiber* fiber) const {
     Cta& cta = *fiber->cta;
     switch (fiber->waiting) {
-        case Waiting::nothing: return "ready";
-        case Waiting::time: return "sleeping (polls)";
-        case Waiting::exited: return "exited";
+        case Waiting::nothing:
+            return "ready";
+        case Waiting::time:
+            return "sleeping (polls)";
+        case Waiting::exited:
+            return "exited";
         case Waiting::mbarrier:
-            return text("mbarrier at shared +%td, parity %u: ", static_cast<const uint8_t*>(fiber->address) - cta.shared, fiber->value) +
+            return text("mbarrier at shared +%td, parity %u: ",
+                        static_cast<const uint8_t*>(fiber->address) - cta.shared, fiber->value) +
                    describe_mbarrier(fiber->address);
         case Waiting::named_barrier: {
             const NamedBarrier& barrier = cta.named[fiber->value];
-            return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived, barrier.expected);
+            return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived,
+                        barrier.expected);
         }
         case Waiting::warp:
-            return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation), cta.warp(fiber).arrived);
+            return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation),
+                        cta.warp(fiber).arrived);
         case Waiting::warpgroup:
-            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation), cta.warpgroup(fiber).arrived, warpgroup_size);
+            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation),
+                        cta.warpgroup(fiber).arrived, warpgroup_size);
         case Waiting::flag:
             return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
-                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-", fiber->at_least ? "at least" : "equal",
-                        fiber->value, *static_cast<const uint32_t*>(fiber->address));
+                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-",
+                        fiber->at_least ? "at least" : "equal", fiber->value,
+                        *static_cast<const uint32_t*>(fiber->address));
     }
     return "?";
 }
@@ -536,7 +559,8 @@ inline std::string Machine::describe_waits() const {
                                                           : text(" %d.%d-%d", warp, lane, end - 1);
                 lane = end;
                 if (what == "exited") continue;
-                auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == what; });
+                auto group =
+                    std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == what; });
                 if (group == groups.end()) group = groups.insert(groups.end(), {what, ""});
                 group->second += who;
             }
@@ -554,7 +578,8 @@ inline size_t check_shared(const void* pointer, size_t bytes, size_t alignment, 
     const Cta& cta = *current->cta;
     ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - cta.shared;
     if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
-        machine.fail("%s: %zu bytes at shared %+td are outside the CTA's %zu bytes", what, bytes, offset, cta.shared_bytes);
+        machine.fail("%s: %zu bytes at shared %+td are outside the CTA's %zu bytes", what, bytes, offset,
+                     cta.shared_bytes);
     if (static_cast<size_t>(offset) % alignment)
         machine.fail("%s: shared +%td is not a multiple of %zu", what, offset, alignment);
     return static_cast<size_t>(offset);

@@ -1,5 +1,6 @@
-// The Memory policy of protocol/memory.h on fibers. Flags are plain words (one OS thread, so sequentially consistent: orders and scopes are
-// the model checker's business); await blocks the fiber and the machine tests the flag once a round.
+// The Memory policy of protocol/memory.h on fibers. Flags are plain words (one OS thread, so sequentially
+// consistent: orders and scopes are the model checker's business); await blocks the fiber and the machine
+// tests the flag once a round.
 #pragma once
 #include "megamoe/arch/arch.h"
 #include "megamoe/protocol/memory.h"
@@ -34,7 +35,8 @@ struct Memory {
         return before;
     }
 
-    // timeout_ns counts emulated time; 0 waits for ever, so that the machine reports the deadlock instead of a fault.
+    // timeout_ns counts emulated time; 0 waits for ever, so that the machine reports the deadlock instead of
+    // a fault.
     bool await(Cell cell, Until until, uint32_t target, Scope, Wait wait) const {
         host::machine.preemption_point();
         host::Fiber* self = host::current;
@@ -61,7 +63,8 @@ struct Memory {
         return *static_cast<volatile uint32_t*>(args.abort) != 0;
     }
 
-    // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons its other waits.
+    // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons
+    // its other waits.
     void fault(Wait wait, uint32_t expected, uint32_t seen) const {
         if (fetch_add(&args.tickets[3], 1, Scope::gpu) == 0) {
             FaultRecord& record = *args.fault;
@@ -71,14 +74,16 @@ struct Memory {
             record.expected = expected;
             record.seen = seen;
             record.edge = static_cast<uint32_t>(wait.edge);
-            host::machine.note_fault(host::text("fault of rank %d cta %d warp %d: edge %s, index %u, peer %u, expected %u, seen %u",
-                                                args.rank, arch::block_idx(), arch::warp_idx(), host::edge_name(wait.edge),
-                                                wait.index, wait.peer, expected, seen));
+            host::machine.note_fault(host::text(
+                "fault of rank %d cta %d warp %d: edge %s, index %u, peer %u, expected %u, seen %u",
+                args.rank, arch::block_idx(), arch::warp_idx(), host::edge_name(wait.edge), wait.index,
+                wait.peer, expected, seen));
         }
         store(args.abort, 1, Order::release, Scope::system);
     }
     void raise_abort(int peer) const {
-        store(reinterpret_cast<Cell>(args.window[peer] + static_cast<uint64_t>(args.window_abort)), 1, Order::release, Scope::system);
+        store(reinterpret_cast<Cell>(args.window[peer] + static_cast<uint64_t>(args.window_abort)), 1,
+              Order::release, Scope::system);
     }
 
     uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }

@@ -29,7 +29,7 @@ constexpr uint8_t float_to_e4m3(float v) {  // round to nearest even, saturating
     uint8_t sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
     bits &= 0x7fffffffu;
     if (bits >= 0x43e00000u) return sign | 0x7e;  // 448
-    if (bits < 0x3c800000u) {                     // below 2^-6: a multiple of 2^-9. Adding 1.5 * 2^14 rounds to one.
+    if (bits < 0x3c800000u) {  // below 2^-6: a multiple of 2^-9. Adding 1.5 * 2^14 rounds to one.
         float sum = __builtin_bit_cast(float, bits) + 24576.0f;
         return sign | static_cast<uint8_t>(__builtin_bit_cast(uint32_t, sum) & 0xfu);
     }
@@ -50,7 +50,9 @@ inline constexpr E4m3Table e4m3_table;
 
 namespace megamoe::arch {
 
-inline uint32_t pack_bf16x2(float lo, float hi) { return host::float_to_bf16(lo) | uint32_t(host::float_to_bf16(hi)) << 16; }
+inline uint32_t pack_bf16x2(float lo, float hi) {
+    return host::float_to_bf16(lo) | uint32_t(host::float_to_bf16(hi)) << 16;
+}
 inline float bf16_lo(uint32_t v) { return host::bf16_to_float(static_cast<uint16_t>(v)); }
 inline float bf16_hi(uint32_t v) { return host::bf16_to_float(static_cast<uint16_t>(v >> 16)); }
 inline uint16_t pack_e4m3x2(float lo, float hi) {

@@ -1,5 +1,5 @@
-// The machine interface (arch/README.md) on a CPU: every GPU thread is a fiber. Everything here is plain C++; the machine itself is
-// machine.h, and the pieces follow in the order of the interface.
+// The machine interface (arch/README.md) on a CPU: every GPU thread is a fiber. Everything here is plain C++;
+// the machine itself is machine.h, and the pieces follow in the order of the interface.
 #pragma once
 #include "megamoe/arch/host/barriers.h"
 #include "megamoe/arch/host/machine.h"
@@ -11,13 +11,15 @@
 namespace megamoe::arch {
 
 inline uint4_t load_streaming(const void* pointer) {
-    if (reinterpret_cast<uintptr_t>(pointer) % 16) host::machine.fail("load_streaming: %p is not a multiple of 16", pointer);
+    if (reinterpret_cast<uintptr_t>(pointer) % 16)
+        host::machine.fail("load_streaming: %p is not a multiple of 16", pointer);
     uint4_t v;
     memcpy(&v, pointer, 16);
     return v;
 }
 inline void store_vec(void* pointer, uint4_t v) {
-    if (reinterpret_cast<uintptr_t>(pointer) % 16) host::machine.fail("store_vec: %p is not a multiple of 16", pointer);
+    if (reinterpret_cast<uintptr_t>(pointer) % 16)
+        host::machine.fail("store_vec: %p is not a multiple of 16", pointer);
     memcpy(pointer, &v, 16);
 }
 

@@ -1,14 +1,16 @@
 // Bulk copies between global and shared memory, asynchronous as on the device.
 //
-// A load poisons its destination, lands some rounds later and only then completes bytes on its mbarrier. A store's source is poisoned when
-// bulk_wait_read returns. The device may read a source, and write a destination, at any time between issue and completion; here
-// the seed picks the first or the last moment for each copy. So using data too early, or a buffer too soon, gives wrong results.
+// A load poisons its destination, lands some rounds later and only then completes bytes on its mbarrier. A
+// store's source is poisoned when bulk_wait_read returns. The device may read a source, and write a
+// destination, at any time between issue and completion; here the seed picks the first or the last moment for
+// each copy. So using data too early, or a buffer too soon, gives wrong results.
 #pragma once
 #include "megamoe/arch/host/barriers.h"
 
 namespace megamoe::host {
 
-// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes with 128B swizzle.
+// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes with
+// 128B swizzle.
 struct alignas(64) EmulatedTensorMap {
     static constexpr uint32_t valid_mark = 0x70614d54;
     uint64_t base;
@@ -30,12 +32,15 @@ inline const EmulatedTensorMap& check_map(const TensorMap* pointer, uint32_t ran
     if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
     if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
     if (map.box[0] * map.element_bytes != row_bytes)
-        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128", what, map.box[0] * map.element_bytes);
+        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128", what,
+                     map.box[0] * map.element_bytes);
     if (map.base % 16) machine.fail("%s: the tensor's address is not a multiple of 16", what);
     for (uint32_t d = 0; d < rank; ++d) {
         if (map.dims[d] == 0) machine.fail("%s: dimension %u is empty", what, d);
-        if (map.box[d] == 0 || map.box[d] > 256) machine.fail("%s: box dimension %u is %u", what, d, map.box[d]);
-        if (d > 0 && map.strides_bytes[d - 1] % 16) machine.fail("%s: stride %u is not a multiple of 16 bytes", what, d);
+        if (map.box[d] == 0 || map.box[d] > 256)
+            machine.fail("%s: box dimension %u is %u", what, d, map.box[d]);
+        if (d > 0 && map.strides_bytes[d - 1] % 16)
+            machine.fail("%s: stride %u is not a multiple of 16 bytes", what, d);
     }
     return map;
 }
@@ -46,7 +51,8 @@ inline uint32_t box_bytes(const EmulatedTensorMap& map) {
     return rows * row_bytes;
 }
 
-// Calls visit(row of the box, its address or null when out of bounds, bytes in bounds), rows in the order of shared memory.
+// Calls visit(row of the box, its address or null when out of bounds, bytes in bounds), rows in the order of
+// shared memory.
 template <class Visit>
 inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit visit) {
     auto in_bounds = [&](uint32_t d, int64_t i) { return i >= 0 && static_cast<uint64_t>(i) < map.dims[d]; };
@@ -122,13 +128,16 @@ inline void issue(Load&& load, const char* what) {
     machine.loads.push_back(std::move(load));
 }
 
-inline void tensor_load(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0, int c1, int c2, int c3) {
+inline void tensor_load(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0, int c1,
+                        int c2, int c3) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     uint32_t bytes = box_bytes(map);
-    check_shared(s_dst, bytes, 1024, "tma_load");  // the swizzle pattern's period, as the wgmma descriptors assume
+    check_shared(s_dst, bytes, 1024,
+                 "tma_load");  // the swizzle pattern's period, as the wgmma descriptors assume
     if (c0 < 0) machine.fail("tma_load: column %d", c0);
-    issue(Load{nullptr, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}}, "tma_load");
+    issue(Load{nullptr, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
+          "tma_load");
 }
 
 inline void read_source(Store& store) {
@@ -174,7 +183,8 @@ inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* 
     host::check_shared(s_dst, bytes, 16, "bulk_load");
     if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(g_src) % 16)
         host::machine.fail("bulk_load: %u bytes from %p, both must be multiples of 16", bytes, g_src);
-    host::issue(host::Load{nullptr, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
+    host::issue(host::Load{nullptr, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}},
+                "bulk_load");
 }
 
 inline void tma_store_2d(const TensorMap* pointer, const void* s_src, int c0, int c1) {
@@ -184,7 +194,15 @@ inline void tma_store_2d(const TensorMap* pointer, const void* s_src, int c0, in
     host::check_shared(s_src, bytes, 1024, "tma_store_2d");
     if (c0 < 0) host::machine.fail("tma_store_2d: column %d", c0);
     auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
-    host::Store store{host::current, pointer, source, {c0, c1, 0, 0}, bytes, false, false, host::machine.random() % 2 == 0, {}};
+    host::Store store{host::current,
+                      pointer,
+                      source,
+                      {c0, c1, 0, 0},
+                      bytes,
+                      false,
+                      false,
+                      host::machine.random() % 2 == 0,
+                      {}};
     if (host::machine.random() % 2) host::read_source(store);
     host::current->cta->stores.push_back(std::move(store));
 }
@@ -215,7 +233,9 @@ inline void bulk_wait() {
     });
     auto& stores = host::current->cta->stores;
     stores.erase(std::remove_if(stores.begin(), stores.end(),
-                                [](const host::Store& store) { return store.owner == host::current && store.committed; }),
+                                [](const host::Store& store) {
+                                    return store.owner == host::current && store.committed;
+                                }),
                  stores.end());
 }
 

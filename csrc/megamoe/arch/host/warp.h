@@ -1,4 +1,5 @@
-// Identity of a thread, and what the 32 lanes of a warp do together: the last lane to arrive computes everybody's result.
+// Identity of a thread, and what the 32 lanes of a warp do together: the last lane to arrive computes
+// everybody's result.
 #pragma once
 #include "megamoe/arch/host/machine.h"
 
@@ -6,12 +7,15 @@ namespace megamoe::host {
 
 inline void finish_warp_operation(Warp& warp) {
     switch (warp.operation) {
-        case WarpOperation::sync: break;
+        case WarpOperation::sync:
+            break;
         case WarpOperation::shuffle:
-            for (int i = 0; i < warp_size; ++i) warp.result[i] = warp.operand[warp.parameter[i] & (warp_size - 1)];
+            for (int i = 0; i < warp_size; ++i)
+                warp.result[i] = warp.operand[warp.parameter[i] & (warp_size - 1)];
             break;
         case WarpOperation::shuffle_xor:
-            for (int i = 0; i < warp_size; ++i) warp.result[i] = warp.operand[(i ^ warp.parameter[i]) & (warp_size - 1)];
+            for (int i = 0; i < warp_size; ++i)
+                warp.result[i] = warp.operand[(i ^ warp.parameter[i]) & (warp_size - 1)];
             break;
         case WarpOperation::ballot: {
             uint32_t lanes = 0;
@@ -22,7 +26,8 @@ inline void finish_warp_operation(Warp& warp) {
         case WarpOperation::match:
             for (int i = 0; i < warp_size; ++i) {
                 uint32_t lanes = 0;
-                for (int j = 0; j < warp_size; ++j) lanes |= (warp.operand[i] == warp.operand[j] ? 1u : 0u) << j;
+                for (int j = 0; j < warp_size; ++j)
+                    lanes |= (warp.operand[i] == warp.operand[j] ? 1u : 0u) << j;
                 warp.result[i] = lanes;
             }
             break;
@@ -35,7 +40,8 @@ inline uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, i
     int lane = self->lane();
     if (warp.arrived == 0) warp.operation = operation;
     if (warp.operation != operation)
-        machine.fail("the lanes of a warp differ: %s here, %s in lanes %08x", name_of(operation), name_of(warp.operation), warp.arrived);
+        machine.fail("the lanes of a warp differ: %s here, %s in lanes %08x", name_of(operation),
+                     name_of(warp.operation), warp.arrived);
     warp.operand[lane] = operand;
     warp.parameter[lane] = parameter;
     warp.arrived |= 1u << lane;
@@ -52,7 +58,8 @@ inline uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, i
     return warp.result[lane];
 }
 
-// All 128 threads of a warpgroup meet; true for the last, which does the common work and then calls release_warpgroup().
+// All 128 threads of a warpgroup meet; true for the last, which does the common work and then calls
+// release_warpgroup().
 inline bool meet_warpgroup(WarpgroupOperation operation, int parameter) {
     Fiber* self = current;
     Cta& cta = *self->cta;
@@ -64,8 +71,8 @@ inline bool meet_warpgroup(WarpgroupOperation operation, int parameter) {
         group.parameter = parameter;
     }
     if (group.operation != operation || group.parameter != parameter)
-        machine.fail("the threads of a warpgroup differ: %s<%d> here, %s<%d> in %d others", name_of(operation), parameter,
-                     name_of(group.operation), group.parameter, group.arrived);
+        machine.fail("the threads of a warpgroup differ: %s<%d> here, %s<%d> in %d others",
+                     name_of(operation), parameter, name_of(group.operation), group.parameter, group.arrived);
     if (++group.arrived == warpgroup_size) return true;
     group.blocked.push(self);
     machine.block(Waiting::warpgroup);
@@ -98,8 +105,12 @@ inline uint64_t clock_cycles() { return globaltimer_ns(); }
 inline void sleep_ns(uint32_t) { host::machine.sleep(); }
 
 inline void warp_sync() { host::warp_rendezvous(host::WarpOperation::sync); }
-inline uint32_t shfl(uint32_t v, int lane) { return host::warp_rendezvous(host::WarpOperation::shuffle, v, lane); }
-inline uint32_t shfl_xor(uint32_t v, int mask) { return host::warp_rendezvous(host::WarpOperation::shuffle_xor, v, mask); }
+inline uint32_t shfl(uint32_t v, int lane) {
+    return host::warp_rendezvous(host::WarpOperation::shuffle, v, lane);
+}
+inline uint32_t shfl_xor(uint32_t v, int mask) {
+    return host::warp_rendezvous(host::WarpOperation::shuffle_xor, v, mask);
+}
 inline uint64_t shfl(uint64_t v, int lane) {
     uint64_t high = shfl(static_cast<uint32_t>(v >> 32), lane);
     return high << 32 | shfl(static_cast<uint32_t>(v), lane);
@@ -115,7 +126,9 @@ inline float shfl_xor(float v, int mask) {
     return __builtin_bit_cast(float, bits);
 }
 inline uint32_t ballot(bool v) { return host::warp_rendezvous(host::WarpOperation::ballot, v ? 1u : 0u); }
-inline uint32_t match_any(int v) { return host::warp_rendezvous(host::WarpOperation::match, static_cast<uint32_t>(v)); }
+inline uint32_t match_any(int v) {
+    return host::warp_rendezvous(host::WarpOperation::match, static_cast<uint32_t>(v));
+}
 inline int popc(uint32_t v) { return __builtin_popcount(v); }
 inline int ffs0(uint32_t v) { return __builtin_ctz(v); }
 inline uint32_t lanes_below() { return (1u << lane_idx()) - 1u; }
@@ -123,14 +136,16 @@ inline uint32_t lanes_below() { return (1u << lane_idx()) - 1u; }
 // Nothing to move here; the sum is checked when the CTA ends (launch.h): 64 K registers an SM.
 template <int registers>
 inline void registers_grow() {
-    static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0, "setmaxnreg takes 24 ... 256 in steps of 8");
+    static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0,
+                  "setmaxnreg takes 24 ... 256 in steps of 8");
     if (!host::meet_warpgroup(host::WarpgroupOperation::registers_grow, registers)) return;
     host::current->cta->warpgroup(host::current).registers = registers;
     host::release_warpgroup();
 }
 template <int registers>
 inline void registers_shrink() {
-    static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0, "setmaxnreg takes 24 ... 256 in steps of 8");
+    static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0,
+                  "setmaxnreg takes 24 ... 256 in steps of 8");
     if (!host::meet_warpgroup(host::WarpgroupOperation::registers_shrink, registers)) return;
     host::current->cta->warpgroup(host::current).registers = registers;
     host::release_warpgroup();

@@ -1,7 +1,8 @@
 // Tensor cores: 64 x 128 x 32 bytes by one warpgroup.
 //
-// wgmma() only notes the instruction: its operands are read when the warpgroup waits for it, the last moment the device may read
-// them. There the last of the 128 threads computes whole tiles and deals the results out to everybody's accumulators.
+// wgmma() only notes the instruction: its operands are read when the warpgroup waits for it, the last moment
+// the device may read them. There the last of the 128 threads computes whole tiles and deals the results out
+// to everybody's accumulators.
 #pragma once
 #include "megamoe/arch/host/numeric.h"
 #include "megamoe/arch/host/warp.h"
@@ -19,7 +20,8 @@ struct alignas(64) Panels {
 };
 MEGAMOE_HOST_GLOBAL Panels panels;
 
-// c += a * b for `depth` columns of a, in blocks of 4 x 16 held in registers; k is innermost, so the order of each sum is fixed.
+// c += a * b for `depth` columns of a, in blocks of 4 x 16 held in registers; k is innermost, so the order of
+// each sum is fixed.
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
@@ -27,8 +29,10 @@ inline void multiply(Panels& p, int depth) {
     typedef float Vector __attribute__((vector_size(64)));
     for (int m = 0; m < tile_m; m += 4) {
         for (int n = 0; n < tile_n; n += 16) {
-            Vector c0 = *reinterpret_cast<Vector*>(&p.c[m][n]), c1 = *reinterpret_cast<Vector*>(&p.c[m + 1][n]);
-            Vector c2 = *reinterpret_cast<Vector*>(&p.c[m + 2][n]), c3 = *reinterpret_cast<Vector*>(&p.c[m + 3][n]);
+            Vector c0 = *reinterpret_cast<Vector*>(&p.c[m][n]),
+                   c1 = *reinterpret_cast<Vector*>(&p.c[m + 1][n]);
+            Vector c2 = *reinterpret_cast<Vector*>(&p.c[m + 2][n]),
+                   c3 = *reinterpret_cast<Vector*>(&p.c[m + 3][n]);
             for (int k = 0; k < depth; ++k) {
                 Vector b = *reinterpret_cast<Vector*>(&p.b[k][n]);
                 c0 += p.a[m][k] * b;
@@ -87,14 +91,16 @@ inline void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
     }
 }
 
-// Executes the first `count` instructions in flight. Those into the same accumulators follow each other without a detour over them.
+// Executes the first `count` instructions in flight. Those into the same accumulators follow each other
+// without a detour over them.
 inline void execute_first(Warpgroup& group, uint32_t count) {
     auto& ops = group.in_flight;
     std::vector<bool> done(count, false);
     for (uint32_t first = 0; first < count; ++first) {
         if (done[first]) continue;
         uint32_t last = first;
-        if (ops[first].accumulate) for_each_fragment(ops[first], panels, [](float& acc, float& c) { c = acc; });
+        if (ops[first].accumulate)
+            for_each_fragment(ops[first], panels, [](float& acc, float& c) { c = acc; });
         for (uint32_t i = first; i < count; ++i) {
             if (ops[i].acc[0] != ops[first].acc[0]) continue;
             if (!ops[i].accumulate) memset(panels.c, 0, sizeof(panels.c));
@@ -109,15 +115,18 @@ inline void execute_first(Warpgroup& group, uint32_t count) {
     ++machine.progress;
 }
 
-inline void issue_wgmma(float* acc, const uint8_t* a, uint32_t a_byte, const uint8_t* b, uint32_t b_byte, bool is_e4m3, bool accumulate) {
+inline void issue_wgmma(float* acc, const uint8_t* a, uint32_t a_byte, const uint8_t* b, uint32_t b_byte,
+                        bool is_e4m3, bool accumulate) {
     Fiber* self = current;
     if (self->thread / warpgroup_size * warpgroup_size + warpgroup_size > self->cta->threads)
         machine.fail("wgmma: not in a whole warpgroup");
     Warpgroup& group = self->cta->warpgroup(self);
     uint32_t number = self->wgmma_issued++;
     if (number == group.issued) {
-        if (group.in_flight.size() >= max_wgmma_in_flight) machine.fail("wgmma: more than %u in flight", max_wgmma_in_flight);
-        group.in_flight.push_back(Wgmma{a, b, a_byte, b_byte, is_e4m3, accumulate, self->wgmma_committed, {}});
+        if (group.in_flight.size() >= max_wgmma_in_flight)
+            machine.fail("wgmma: more than %u in flight", max_wgmma_in_flight);
+        group.in_flight.push_back(
+            Wgmma{a, b, a_byte, b_byte, is_e4m3, accumulate, self->wgmma_committed, {}});
         ++group.issued;
     }
     Wgmma& op = group.in_flight[number - group.executed];
@@ -169,7 +178,8 @@ inline void wgmma_wait() {
     host::Fiber* first = self - self->thread % host::warpgroup_size;
     for (int i = 0; i < host::warpgroup_size; ++i)
         if (first[i].wgmma_issued != self->wgmma_issued || first[i].wgmma_committed != self->wgmma_committed)
-            host::machine.fail("wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
+            host::machine.fail(
+                "wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
     uint32_t count = 0;
     while (count < group.in_flight.size() &&
            static_cast<int32_t>(self->wgmma_committed - group.in_flight[count].group) > pending)

@@ -1,0 +1,281 @@
+"""The real kernel on the emulated machine against the reference, over shapes, routings, ranks and orders of execution."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megamoe import arguments, layout
+from megamoe.config import ACTIVATIONS, Problem
+from megamoe.emulate import EmulateBackend, Emulation
+from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.reference.layer import forward
+from megamoe.testing.compare import assert_close
+from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
+from megamoe.testing.launch import launch
+from megamoe.transport.group import ThreadGroup
+from megamoe.weights import ExpertWeights
+
+# Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
+# which now and then round to the neighbouring bf16 or e4m3 value.
+TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3}
+
+
+def inputs_of(
+    problem: Problem, tokens: list[int], **options: Any
+) -> tuple[list[Inputs], list[ExpertWeights]]:
+    ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
+    inputs = [make_inputs(p, t, **options) for p, t in zip(ranks, tokens, strict=True)]
+    return inputs, [make_weights(p, seed=1) for p in ranks]
+
+
+def columns(inputs: list[Inputs]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    return [i.x for i in inputs], [i.topk_ids for i in inputs], [i.topk_weights for i in inputs]
+
+
+def reference(problem: Problem, inputs: list[Inputs], weights: list[ExpertWeights]) -> list[Tensor]:
+    return forward(problem, *columns(inputs), weights)["y"]
+
+
+def least_pool(problem: Problem) -> int:
+    return max(layout.min_pool_rows(replace(problem, rank=r)) for r in range(problem.ep_size))
+
+
+def check(
+    emulation: Emulation, tokens: list[int], *, seed: int = 0, **options: Any
+) -> list[Tensor]:
+    problem = emulation.problem
+    inputs, weights = inputs_of(problem, tokens, **options)
+    ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
+    for rank, (y, expected) in enumerate(zip(ys, reference(problem, inputs, weights), strict=True)):
+        assert_close(y, expected, relative=TOLERANCE[problem.precision], name=f"y of rank {rank}")
+    return ys
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    ep_size = draw(st.integers(1, 3))
+    tokens = draw(st.lists(st.integers(0, 80), min_size=ep_size, max_size=ep_size))
+    problem = Problem(
+        hidden=16 * draw(st.integers(1, 24)),
+        intermediate=16 * draw(st.integers(1, 24)),
+        num_experts=draw(st.integers(1, 7)),
+        top_k=draw(st.integers(1, 5)),
+        ep_size=ep_size,
+        max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
+        precision=draw(st.sampled_from(["bf16", "fp8"])),
+        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        bias=draw(st.booleans()),
+    )
+    return {
+        "problem": problem,
+        "tokens": tokens,
+        "num_ctas": draw(st.integers(1, 3)),
+        "small_pool": draw(st.booleans()),
+        "routing": draw(st.sampled_from(ROUTINGS)),
+        "ids_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_any_shape(case: dict[str, Any]) -> None:
+    problem = case["problem"]
+    pool_rows = least_pool(problem) if case["small_pool"] else None
+    emulation = Emulation(problem, num_ctas=case["num_ctas"], pool_rows=pool_rows)
+    options = {key: case[key] for key in ("routing", "ids_dtype", "seed")}
+    check(emulation, case["tokens"], **options)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_every_variant_through_several_launches(precision: str, activation: str) -> None:
+    problem = Problem(
+        272,
+        144,
+        5,
+        3,
+        ep_size=2,
+        max_tokens=70,
+        precision=precision,
+        activation=activation,
+        bias=True,
+    )
+    emulation = Emulation(problem)
+    for seed, (routing, tokens) in enumerate(
+        [("uniform", [70, 33]), ("hot", [1, 70]), ("dropped", [0, 64]), ("uniform", [0, 0])]
+    ):
+        check(emulation, tokens, routing=routing, seed=seed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_several_passes(precision: str) -> None:
+    """A pool of the least size makes many passes; later launches reuse it."""
+    problem = Problem(144, 80, 4, 4, ep_size=2, max_tokens=200, precision=precision)
+    emulation = Emulation(problem, pool_rows=least_pool(problem), num_ctas=2)
+    for seed, routing in enumerate(["uniform", "one_rank", "hot"]):
+        check(emulation, [200, 130], routing=routing, seed=seed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
+    problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, precision=precision, bias=True)
+    inputs, weights = inputs_of(problem, [130, 57])
+    first: list[Tensor] | None = None
+    worst = layout.worst_pool_rows(problem)
+    for num_ctas, pool_rows, lag, seed in (
+        *((1, None, 16, 0), (2, None, 16, 0), (3, None, 16, 0)),
+        *(
+            (2, least_pool(problem), 16, 0),
+            (3, worst, 16, 1),
+            (2, least_pool(problem) + 256, 17, 2),
+        ),
+        *((4, None, 40, 3), (2, None, 16, 4), (2, least_pool(problem), 16, 5)),
+    ):
+        emulation = Emulation(problem, num_ctas=num_ctas, pool_rows=pool_rows, gemm2_lag=lag)
+        for _ in range(2):
+            ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
+            first = first or ys
+            assert all(torch.equal(a, b) for a, b in zip(first, ys, strict=True)), (
+                num_ctas,
+                pool_rows,
+                lag,
+                seed,
+            )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_orders_of_execution(seed: int) -> None:
+    problem = Problem(
+        144, 144, 6, 2, ep_size=3, max_tokens=64, precision="fp8" if seed % 2 else "bf16"
+    )
+    emulation = Emulation(
+        problem, num_ctas=1 + seed % 3, pool_rows=least_pool(problem) if seed % 4 == 0 else None
+    )
+    for _ in range(3):
+        check(emulation, [64, 20, 41], seed=seed)
+
+
+def test_four_ranks() -> None:
+    problem = Problem(256, 256, 8, 4, ep_size=4, max_tokens=64, precision="fp8")
+    check(Emulation(problem), [64, 1, 64, 32])
+
+
+def test_fewer_tokens_by_device_count() -> None:
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
+    inputs, weights = inputs_of(problem, [50, 40])
+    counts = [torch.tensor([17], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)]
+    ys = Emulation(problem).forward_all(*columns(inputs), weights, num_tokens_device=counts)
+    for i, count in zip(inputs, counts, strict=True):
+        i.topk_ids[int(count) :] = -1
+    for y, expected, count in zip(ys, reference(problem, inputs, weights), counts, strict=True):
+        assert_close(y[: int(count)], expected[: int(count)], relative=TOLERANCE["bf16"])
+
+
+# --- faults ---
+
+
+def test_other_configuration_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32)
+    emulation = Emulation(problem)
+    fill = arguments.fill_call
+
+    def fill_otherwise(args: Any, *rest: Any) -> None:
+        fill(args, *rest)
+        if args.rank == 1:
+            args.config_hash ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arguments, "fill_call", fill_otherwise)
+        with pytest.raises(RankMismatch):
+            check(emulation, [8, 8])
+    with pytest.raises(WindowBroken):
+        check(emulation, [8, 8])
+    emulation.reset()
+    check(emulation, [8, 8])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_absent_rank_is_a_timeout_and_poisons_y(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rank 1 believes to be at another launch: its flags carry the wrong epoch."""
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32)
+    emulation = Emulation(problem, timeout_s=60)
+    emulation.region(1, "epoch")[0] = 5
+    inputs, weights = inputs_of(problem, [8, 8])
+    with pytest.raises(ProtocolTimeout, match="routes_ready"):
+        emulation.forward_all(*columns(inputs), weights, seed=seed)
+    assert "edge routes_ready" in emulation.report
+    emulation.reset()
+    check(emulation, [8, 8])
+
+
+# --- the backend ---
+
+
+def backend_inputs() -> tuple[Problem, list[Inputs], list[ExpertWeights], list[Tensor]]:
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32)
+    inputs, weights = inputs_of(problem, [20, 9])
+    return problem, inputs, weights, reference(problem, inputs, weights)
+
+
+def test_backend_alone() -> None:
+    problem = Problem(64, 48, 4, 2, max_tokens=32)
+    inputs, weights = inputs_of(problem, [20])
+    backend = EmulateBackend(problem)
+    backend.prepare(weights[0])
+    out = torch.empty_like(inputs[0].x)
+    i = inputs[0]
+    y = backend.forward(i.x, i.topk_ids, i.topk_weights, weights[0], out=out)
+    assert y is out
+    assert_close(y, reference(problem, inputs, weights)[0], relative=TOLERANCE["bf16"])
+    backend.close()
+
+
+def test_backend_of_threads() -> None:
+    problem, inputs, weights, expected = backend_inputs()
+    results: list[Any] = [None, None]
+
+    def rank_main(rank: int, group: ThreadGroup) -> None:
+        backend = EmulateBackend(replace(problem, rank=rank), group)
+        i = inputs[rank]
+        results[rank] = backend.forward(i.x, i.topk_ids, i.topk_weights, weights[rank])
+
+    threads = [
+        threading.Thread(target=rank_main, args=pair) for pair in enumerate(ThreadGroup.create(2))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for y, e in zip(results, expected, strict=True):
+        assert_close(y, e, relative=TOLERANCE["bf16"])
+
+
+def _process_main(rank: int) -> Any:
+    import torch.distributed as dist
+
+    from megamoe.functional import moe_forward
+
+    problem, inputs, weights, _ = backend_inputs()
+    i = inputs[rank]
+    y = moe_forward(
+        *(i.x, i.topk_ids, i.topk_weights, weights[rank]),
+        problem=replace(problem, rank=rank),
+        group=dist.group.WORLD,
+        backend="emulate",
+    )
+    return y.float().numpy()
+
+
+def test_backend_of_processes() -> None:
+    expected = backend_inputs()[3]
+    for y, e in zip(launch(_process_main, 2), expected, strict=True):
+        assert_close(torch.from_numpy(y), e, relative=TOLERANCE["bf16"])

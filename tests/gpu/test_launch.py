@@ -1,0 +1,138 @@
+"""Compile, launch and streams on one GPU. The layer's results are compared by tools/rank_check.py."""
+
+import pytest
+import torch
+
+from megamoe import reference
+from megamoe.config import Problem
+from megamoe.errors import ConfigError
+from megamoe.jit.quantize import quantize_weights
+from megamoe.weights import ExpertWeights, expected_weights, quantize_blockwise
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(
+    ("shape", "planes"), [((3, 512, 256), 2), ((2, 2 * 144, 272), 2), ((5, 48, 4112), 1)]
+)
+def test_quantized_weights_have_torchs_bits(shape, planes):
+    torch.manual_seed(0)
+    w = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).bfloat16()
+    w[0, :16, :16] = 0
+    w[-1, -1] = 1e-30
+    q, scale = quantize_weights(w, planes)
+    expected_q, expected_scale = quantize_blockwise(w, planes)
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))
+    again = quantize_weights(w, planes, out=(torch.empty_like(q), torch.empty_like(scale)))
+    assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
+
+
+def make(precision, tokens=300, **options):
+    from megamoe.mega import MegaBackend
+
+    problem = Problem(512, 256, 8, 3, max_tokens=512, precision=precision)
+    torch.manual_seed(1)
+    masters = {
+        name: torch.randn(shape, device="cuda")
+        .mul_(0.05)
+        .to(dtype if dtype != torch.float8_e4m3fn else torch.bfloat16)
+        for name, (shape, dtype) in expected_weights(problem).items()
+        if not name.endswith("_scale")
+    }
+    weights = ExpertWeights(**masters)
+    if precision == "fp8":
+        weights = weights.quantized(problem)
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    ids = torch.rand(tokens, 8, device="cuda").topk(3).indices
+    scores = torch.rand(tokens, 3, device="cuda")
+    return problem, MegaBackend(problem, **options), (x, ids, scores, weights)
+
+
+@pytest.fixture(params=["bf16", "fp8"])
+def precision(request):
+    return request.param
+
+
+def want(problem, call):
+    x, ids, scores, weights = call
+    return reference.forward(problem, [x], [ids], [scores], [weights])["y"][0].float()
+
+
+def close(y, expected):
+    return (y.float() - expected).norm() / expected.norm() < 1e-2
+
+
+def test_forward(precision):
+    problem, backend, call = make(precision, profile=True)
+    y = backend.forward(*call)
+    backend.check()
+    assert close(y, want(problem, call))
+    assert torch.equal(backend.forward(*call), y)
+    assert 0.3 < backend.clock_ghz() < 2.5
+    assert set(backend.intermediates()) >= {"x_pool", "h", "y_rows", "partials", "row_route"}
+    backend.close()
+
+
+def test_passes_and_grid_do_not_change_bits(precision):
+    problem, backend, call = make(precision)
+    y = backend.forward(*call)
+    from megamoe.layout import min_pool_rows
+    from megamoe.mega import MegaBackend
+
+    other = MegaBackend(problem, pool_rows=min_pool_rows(problem), reserve_sms=40)
+    assert torch.equal(other.forward(*call), y)
+    other.check()
+    with pytest.raises(ConfigError, match="profile"):
+        other.clock_ghz()
+    other.close()
+    backend.close()
+
+
+def test_streams_are_serialised(precision):
+    problem, backend, call = make(precision)
+    y = backend.forward(*call)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for i in range(12):
+        with torch.cuda.stream(streams[i % 3]):
+            found.append(backend.forward(*call))
+    backend.check()
+    assert all(torch.equal(f, y) for f in found)
+    backend.close()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_graphs_replay_with_new_inputs(precision, pdl):
+    problem, backend, call = make(precision, pdl=pdl)
+    backend.prepare(call[3])
+    x, ids, scores, weights = call
+    count = torch.full((1,), x.shape[0], dtype=torch.int32, device="cuda")
+    backend.forward(*call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = backend.forward(x, ids, scores, weights, num_tokens_device=count)
+        second = backend.forward(first, ids, scores, weights)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        ids.copy_(torch.rand(x.shape[0], 8, device="cuda").topk(3).indices)
+        graph.replay()
+        torch.cuda.synchronize()
+        backend.check()
+        assert close(first, want(problem, call))
+        assert close(second, want(problem, (first, ids, scores, weights)))
+    count.fill_(7)
+    graph.replay()
+    backend.check()
+    assert close(first[:7], want(problem, call)[:7])
+    backend.close()
+
+
+def test_no_tokens(precision):
+    _, backend, call = make(precision, tokens=0)
+    assert backend.forward(*call).shape == (0, 512)
+    backend.check()
+    backend.close()

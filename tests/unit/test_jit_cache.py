@@ -1,0 +1,163 @@
+"""The build cache: keyed by content, built once, never half a file."""
+
+import json
+import multiprocessing
+import shutil
+import time
+
+import pytest
+
+from megamoe.jit import cache, paths
+from megamoe.jit.compiler import compile_source, parse_log
+from megamoe.jit.source import Variant, variants
+
+KERNEL = """
+#include "megamoe/layout/args.h"
+extern "C" __global__ void kernel(uint32_t* out) { out[threadIdx.x] = sizeof(megamoe::Args); }
+"""
+
+
+def copy_of_csrc(folder):
+    shutil.copytree(paths.CSRC / "megamoe", folder / "megamoe")
+    return folder
+
+
+def test_key_follows_contents_not_places(tmp_path):
+    here, there = copy_of_csrc(tmp_path / "a"), copy_of_csrc(tmp_path / "deeper" / "b")
+    key = cache.content_key("text", csrc=here)
+    assert key == cache.content_key("text", csrc=there) == cache.content_key("text")
+    header = there / "megamoe" / "protocol" / "edges.h"
+    header.write_text(header.read_text() + " ")
+    assert cache.content_key("text", csrc=there) != key
+    shutil.copyfile(here / "megamoe" / "protocol" / "edges.h", header)
+    assert cache.content_key("text", csrc=there) == key
+    header.rename(header.with_name("renamed.h"))
+    assert cache.content_key("text", csrc=there) != key
+
+
+def test_key_follows_everything_else(tmp_path):
+    extra = tmp_path / "version.h"
+    extra.write_text("1")
+    keys = [
+        cache.content_key("text"),
+        cache.content_key("Text"),
+        cache.content_key("text", flags=["-a"]),
+        cache.content_key("text", flags=["-a", "-b"]),
+        cache.content_key("text", flags=["-a-b"]),
+        cache.content_key("text", compiler="-a"),
+        cache.content_key("text", extra_files=[extra]),
+    ]
+    extra.write_text("2")
+    keys.append(cache.content_key("text", extra_files=[extra]))
+    assert len(set(keys)) == len(keys)
+
+
+def test_variants_have_keys_of_their_own():
+    every = variants() + variants(profile=True)
+    assert len(variants()) == 8
+    assert len({cache.content_key(v.source()) for v in every}) == len({str(v) for v in every}) == 16
+    with pytest.raises(ValueError, match="no such kernel"):
+        Variant("fp4", "swiglu")
+
+
+def build_counting(calls, data=b"result"):
+    def build(target):
+        calls.append(target)
+        target.write_bytes(data)
+        return {"log": "built"}
+
+    return build
+
+
+def test_second_fetch_does_not_build(tmp_path):
+    calls = []
+    for _ in range(3):
+        path, notes = cache.fetch("key", ".so", build_counting(calls), tmp_path)
+        assert path.read_bytes() == b"result"
+        assert notes["log"] == "built"
+    assert len(calls) == 1
+    assert path.name == "key.so"
+    assert not list(tmp_path.glob(".build-*"))
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "no notes", "bad notes"])
+def test_damaged_results_are_built_again(tmp_path, damage):
+    calls = []
+    path, _ = cache.fetch("key", ".cubin", build_counting(calls), tmp_path)
+    notes = path.with_name(path.name + ".json")
+    {
+        "empty": lambda: path.write_bytes(b""),
+        "short": lambda: path.write_bytes(b"resul"),
+        "no notes": notes.unlink,
+        "bad notes": lambda: notes.write_text("{"),
+    }[damage]()
+    path, _ = cache.fetch("key", ".cubin", build_counting(calls), tmp_path)
+    assert path.read_bytes() == b"result"
+    assert len(calls) == 2
+
+
+def test_failed_builds_leave_nothing(tmp_path):
+    def fails(target):
+        target.write_bytes(b"half")
+        raise RuntimeError("compiler died")
+
+    with pytest.raises(RuntimeError, match="compiler died"):
+        cache.fetch("key", ".cubin", fails, tmp_path)
+    with pytest.raises(RuntimeError, match="empty file"):
+        cache.fetch("key", ".cubin", build_counting([], b""), tmp_path)
+    calls = []
+    cache.fetch("key", ".cubin", build_counting(calls), tmp_path)
+    assert len(calls) == 1
+
+
+def slow_build(folder):
+    def build(target):
+        (folder / f"built-{time.monotonic_ns()}").touch()
+        time.sleep(0.3)
+        target.write_bytes(b"x" * 1000)
+        return {}
+
+    path, _ = cache.fetch("key", ".cubin", build, folder)
+    assert path.stat().st_size == 1000
+
+
+def test_processes_build_once(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    started = [fork.Process(target=slow_build, args=(tmp_path,)) for _ in range(4)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * 4
+    assert len(list(tmp_path.glob("built-*"))) == 1
+
+
+def test_a_cached_kernel_loads_fast(tmp_path):
+    built = compile_source(KERNEL, directory=tmp_path)
+    assert built.seconds > 0
+    start = time.perf_counter()
+    again = compile_source(KERNEL, directory=tmp_path)
+    assert time.perf_counter() - start < 0.05
+    assert again.seconds == 0
+    assert (again.cubin, again.registers) == (built.cubin, built.registers)
+    notes = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert notes["bytes"] == len(built.cubin)
+
+
+def test_flags_matter_and_include_folders_do_not(tmp_path, monkeypatch):
+    compile_source(KERNEL, directory=tmp_path)
+    moved = copy_of_csrc(tmp_path / "csrc")
+    monkeypatch.setattr(paths, "CSRC", moved)
+    assert compile_source(KERNEL, directory=tmp_path).seconds == 0
+    assert compile_source(KERNEL, directory=tmp_path, flags=["-DX=1"]).seconds > 0
+
+
+def test_log_is_read():
+    log = """ptxas info    : Function properties for a
+    96 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers, 96 bytes cumulative stack size, 32 bytes smem
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."""
+    found = parse_log(log)
+    assert (found["registers"], found["stack_bytes"], found["spill_bytes"]) == (128, 96, 28)
+    assert found["shared_bytes"] == 32
+    assert len(found["warnings"]) == 1

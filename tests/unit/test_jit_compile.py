@@ -1,0 +1,91 @@
+"""Every kernel compiles for Hopper, within its budgets, and holds the instructions it is made for. Needs no GPU."""
+
+import collections
+import ctypes
+import re
+import subprocess
+
+import pytest
+
+from megamoe.errors import CompileError
+from megamoe.jit import abi, paths
+from megamoe.jit.compiler import compile_source, compile_variant
+from megamoe.jit.cubin import read_u32
+from megamoe.jit.module import check_abi
+from megamoe.jit.quantize import compile_quantize
+from megamoe.jit.source import Variant, variants
+
+SMEM_LIMIT = 232448  # of a Hopper CTA
+REGISTERS = 65536 // 512  # what 512 threads may start with
+
+
+def opcodes(cubin, folder):
+    """Count the instructions of a cubin by their first word."""
+    tool = paths.find_tool("nvdisasm")
+    assert tool, "pip install nvidia-cuda-nvdisasm"
+    (folder / "kernel.cubin").write_bytes(cubin)
+    text = subprocess.run(
+        [tool, "-c", folder / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", text, re.MULTILINE
+    )
+    return collections.Counter(found)
+
+
+@pytest.fixture(params=variants(), ids=str)
+def built(request):
+    return request.param, compile_variant(request.param)
+
+
+def test_budgets(built):
+    _, result = built
+    assert (result.stack_bytes, result.spill_bytes) == (0, 0)
+    assert result.registers <= REGISTERS
+    assert not [line for line in result.warnings if "Performance Loss" in line or "ignored" in line]
+
+
+def test_instructions(built, tmp_path):
+    variant, result = built
+    count = opcodes(result.cubin, tmp_path)
+    math, other = ("QGMMA", "HGMMA") if variant.precision == "fp8" else ("HGMMA", "QGMMA")
+    assert count[math] >= 8
+    assert count[other] == 0
+    assert count["UTMALDG"] >= 3  # A, and two halves of B
+    assert count["UTMASTG"] >= 1
+    assert count["USETMAXREG"] >= 2
+    assert count["LDL"] == count["STL"] == 0
+
+
+def test_the_cubin_states_its_abi(built):
+    variant, result = built
+    assert read_u32(result.cubin, "megamoe_args_bytes") == ctypes.sizeof(abi.Args)
+    assert 64 << 10 < check_abi(result.cubin, str(variant)) <= SMEM_LIMIT
+
+
+def test_profile_variant_compiles():
+    assert compile_variant(Variant("bf16", "swiglu", profile=True)).spill_bytes == 0
+
+
+def test_quantize_kernel():
+    result = compile_quantize()
+    assert (result.stack_bytes, result.spill_bytes) == (0, 0)
+    assert result.registers <= 128  # two CTAs of 256 threads an SM, at least
+
+
+def test_errors_show_the_compilers_first_words(tmp_path):
+    with pytest.raises(CompileError, match=r"(?s)broken\.cu did not compile.*nonsense"):
+        compile_source("int f() { return nonsense; }", name="broken.cu", directory=tmp_path)
+
+
+def test_nvcc_agrees(tmp_path, monkeypatch):
+    """The same text through nvcc: the quantization kernel, which is quick."""
+    if paths.find_tool("nvcc") is None:
+        pytest.skip("no nvcc")
+    from megamoe.jit.quantize import SOURCE
+
+    monkeypatch.setenv("MEGAMOE_COMPILER", "nvcc")
+    result = compile_source(SOURCE, directory=tmp_path)
+    assert result.seconds > 0
+    assert result.spill_bytes == 0
+    assert "megamoe_quantize_weights" in result.log

@@ -1,0 +1,342 @@
+"""Launching without a GPU: tests/stub/libcuda.c stands in for the driver and records what it is told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Runs in a process of its own, whose libcuda.so.1 is the stub.
+PRELUDE = """
+import ctypes, json, sys
+from unittest import mock
+import torch
+from megamoe.errors import *
+from megamoe.config import Problem
+from megamoe.jit import abi, module
+from megamoe.jit.driver import device_attribute
+from megamoe.jit.tensormap import encode
+
+stub = ctypes.CDLL("libcuda.so.1")
+def number(name):
+    return ctypes.c_int.in_dll(stub, name)
+def numbers(name, n=8):
+    return list((ctypes.c_int * n).in_dll(stub, name))
+class Config(ctypes.Structure):
+    _fields_ = [("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("smem", ctypes.c_uint),
+                ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+class Map(ctypes.Structure):
+    _fields_ = [(n, ctypes.c_int) for n in ("type", "rank", "swizzle", "promotion", "fill")] + [
+        ("base", ctypes.c_uint64), ("dims", ctypes.c_uint64 * 5), ("strides", ctypes.c_uint64 * 4),
+        ("box", ctypes.c_uint32 * 5)]
+def config():
+    c = Config.in_dll(stub, "stub_config")
+    return {"grid": list(c.grid), "block": list(c.block), "smem": c.smem, "stream": c.stream, "count": c.count,
+            "ids": numbers("stub_attribute_ids")[:c.count], "values": numbers("stub_attribute_values")[:c.count]}
+def argument():
+    return abi.Args.from_buffer_copy((ctypes.c_uint8 * 8192).in_dll(stub, "stub_argument"))
+def maps():
+    table = (Map * 64).in_dll(stub, "stub_maps")
+    return [{k: list(v) if hasattr(v, "_length_") else v for k in [f[0] for f in Map._fields_]
+             for v in [getattr(table[i], k)]} for i in range(number("stub_num_maps").value)]
+number("stub_argument_bytes").value = ctypes.sizeof(abi.Args)
+"""
+
+# MegaBackend on CPU memory: everything but the kernel is real.
+BACKEND = """
+class Stream:
+    cuda_stream = 0x5000
+def on_cpu():
+    changed = {"current_stream": lambda *a: Stream, "is_current_stream_capturing": lambda: False}
+    return mock.patch.multiple("torch.cuda", **changed)
+KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
+from megamoe import mega
+from megamoe.window import Window
+from megamoe.weights import ExpertWeights, expected_weights
+module.load_forward = lambda variant, device: KERNEL
+problem = Problem(272, 144, 7, 3, max_tokens=70, precision="fp8")
+weights = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()})
+def call(backend, tokens=5, weights=weights, **options):
+    x = torch.zeros(tokens, 272, dtype=torch.bfloat16)
+    ids, scores = torch.zeros(tokens, 3, dtype=torch.int64), torch.zeros(tokens, 3)
+    return x, backend.forward(x, ids, scores, weights, **options)
+"""
+
+
+# Reads one JSON string a line: a program; answers with one line: what it printed last, or its error.
+WORKER = """
+import contextlib, io, traceback
+start = dict(globals())
+for line in sys.stdin:
+    number("stub_launches").value = number("stub_num_maps").value = 0
+    number("stub_blocks_per_sm").value = 1
+    encode.cache_clear()
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(json.loads(line), dict(start))
+        answer = {"result": json.loads(printed.getvalue().splitlines()[-1])}
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stub")
+    source = ROOT / "tests" / "stub" / "libcuda.c"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", folder / "libcuda.so.1", source, "-ldl"]
+    subprocess.run(command, check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + BACKEND + WORKER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(worker):
+    def in_worker(body):
+        worker.stdin.write(json.dumps(body) + "\n")
+        worker.stdin.flush()
+        answer = json.loads(worker.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer["result"]
+
+    return in_worker
+
+
+def test_launch_passes_the_argument_and_the_attributes(run):
+    seen = run("""
+args = abi.aligned(abi.Args)
+args.num_tokens, args.act_alpha, args.window[3] = 77, 0.5, 1 << 45
+kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
+out = []
+for pdl, cooperative in ((False, True), (True, True), (False, False)):
+    launcher = module.Launcher(kernel, 130, args, cooperative=cooperative, pdl=pdl)
+    launcher.launch(0x7000)
+    launcher.launch(0x7100)
+    out.append(config())
+got = argument()
+args.num_tokens = 78  # after the launch: the driver has its copy
+print(json.dumps({"configs": out, "args": [got.num_tokens, got.act_alpha, got.window[3]],
+                  "launches": number("stub_launches").value,
+                  "max_smem": number("stub_max_smem").value}))
+""")
+    cooperative, both, neither = seen["configs"]
+    assert cooperative["grid"] == [130, 1, 1]
+    assert cooperative["block"] == [512, 1, 1]
+    assert cooperative["smem"] == seen["max_smem"] == 200000
+    assert cooperative["stream"] == 0x7100
+    assert (cooperative["ids"], cooperative["values"]) == (
+        [2],
+        [1],
+    )  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    assert (both["ids"], both["values"]) == (
+        [2, 6],
+        [1, 1],
+    )  # and PROGRAMMATIC_STREAM_SERIALIZATION
+    assert neither["ids"] == []
+    assert seen["args"] == [77, 0.5, 1 << 45]
+    assert seen["launches"] == 6
+
+
+def test_too_large_grids_are_refused(run):
+    seen = run("""
+kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
+kernel.check_resident(132)
+messages = []
+for act in (lambda: kernel.check_resident(133), lambda: module.Kernel(b"cubin", "k", 0, 300000)):
+    try:
+        act()
+    except NotCoResident as error:
+        messages.append(str(error))
+number("stub_blocks_per_sm").value = 0
+try:
+    kernel.check_resident(1)
+except NotCoResident as error:
+    messages.append(str(error))
+print(json.dumps(messages))
+""")
+    assert len(seen) == 3
+    assert "133 CTAs, 132 fit" in seen[0]
+    assert "300000 bytes of shared memory" in seen[1]
+
+
+def test_driver_errors_become_exceptions(run):
+    seen = run("""
+try:
+    encode(4096 + 8, (64, 64), (128,), (64, 64), 2)
+except MegaMoEError as error:
+    print(json.dumps(str(error)))
+""")
+    assert "INVALID_VALUE" in seen
+    assert "the stub refuses" in seen
+
+
+def test_tensor_maps(run):
+    seen = run("""
+w13 = (1 << 20, (7168, 2048, 2, 64), (7168, 7168 * 2048, 7168 * 4096), (128, 128, 1, 1), 1)
+first, again, pool = encode(*w13), encode(*w13), encode(1 << 21, (64, 256), (128,), (64, 64), 2)
+print(json.dumps({"maps": maps(), "same": first == again, "sizes": [len(first), len(pool)],
+                  "last": [first[127], pool[127]]}))
+""")
+    w13, pool = seen["maps"]  # the second call came from the cache
+    assert seen["same"]
+    assert seen["sizes"] == [128, 128]
+    assert seen["last"] == [1, 2]
+    assert (w13["type"], w13["rank"]) == (0, 4)  # uint8
+    assert w13["dims"][:4] == [7168, 2048, 2, 64]
+    assert w13["strides"][:3] == [7168, 7168 * 2048, 7168 * 4096]
+    assert w13["box"][:4] == [128, 128, 1, 1]
+    assert (pool["type"], pool["rank"], pool["dims"][:2]) == (9, 2, [64, 256])  # bfloat16
+    for tensor_map in (w13, pool):  # 128-byte swizzle, 256-byte promotion, zeros outside
+        assert (tensor_map["swizzle"], tensor_map["promotion"], tensor_map["fill"]) == (3, 3, 0)
+
+
+def test_backend_launches_what_the_call_says(run):
+    seen = run("""
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu", reserve_sms=20, timeout_s=2, profile=True)
+    backend.prepare(weights)
+    count = torch.ones(1, dtype=torch.int32)
+    x, y = call(backend, num_tokens_device=count)
+    got, made = argument(), len(maps())
+    facts = {
+        "config": config(), "y": list(y.shape), "maps": made,
+        "pointers": [got.x == x.data_ptr(), got.y == y.data_ptr(), got.num_tokens_device == count.data_ptr(),
+                     got.epoch == backend.window.epoch_address, got.fault == backend.window.fault_address,
+                     got.profile == backend.profile.data_ptr(), got.window[0] == backend.window.bases[0],
+                     got.w13_scale == weights.w13_scale.data_ptr(),
+                     got.map_w13.words[0] == weights.w13.data_ptr(), got.map_h.words[0] == got.h],
+        "sizes": [got.num_tokens, got.ids_are_int64, got.timeout_ns],
+    }
+    out = torch.zeros(0, 272, dtype=torch.bfloat16)
+    _, empty = call(backend, tokens=0, out=out)
+    facts["empty"] = [argument().num_tokens, empty is out, len(maps()) == made]
+    moved = ExpertWeights(**{n: t.clone() for n, t in weights.named().items()})
+    call(backend, weights=moved)
+    facts["moved"] = [argument().map_w13.words[0] == moved.w13.data_ptr(), len(maps()) - made]
+    backend.close(); backend.close()
+print(json.dumps(facts))
+""")
+    assert seen["config"]["grid"] == [112, 1, 1]
+    assert seen["config"]["ids"] == [2]
+    assert seen["config"]["stream"] == 0x5000
+    assert seen["y"] == [5, 272]
+    assert seen["maps"] == 5
+    assert all(seen["pointers"]), seen["pointers"]
+    assert seen["sizes"] == [5, 1, 2_000_000_000]
+    assert seen["empty"] == [0, True, True]
+    assert seen["moved"] == [True, 2]
+
+
+def test_faults_are_raised_and_reset(run):
+    seen = run("""
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu", timeout_s=2)
+    call(backend)
+    fault = backend.window.fault
+    fault.peer, fault.index, fault.expected, fault.seen = 8, 17, 128, 96
+    fault.edge = int(abi.Edge.rows_ready)
+    messages = []
+    for _ in range(2):
+        try:
+            call(backend)
+        except MegaMoEError as error:
+            messages.append([type(error).__name__, str(error)])
+    backend.reset()
+    call(backend)
+    abort = backend.window.regions["window_abort"].view(backend.window.memory)
+    abort[0] = 4
+    call(backend)  # nothing on the host says so yet
+    try:
+        backend.check()
+    except MegaMoEError as error:
+        messages.append([type(error).__name__, str(error)])
+    backend.reset()
+    backend.check()
+    messages.append([int(abort[0]), number("stub_launches").value])
+print(json.dumps(messages))
+""")
+    (first, text), (second, _), (third, _), after = seen
+    assert (first, second, third) == ("ProtocolTimeout", "WindowBroken", "PeerFault")
+    assert "2.0 s at edge rows_ready" in text
+    assert "expected 128, saw 96" in text
+    assert after == [0, 3]
+
+
+def test_layers_share_a_window(run):
+    seen = run("""
+from dataclasses import replace
+with on_cpu():
+    window = Window(replace(problem, max_tokens=200), device="cpu")
+    layers = [mega.MegaBackend(problem, window=window) for _ in range(2)]
+    small = mega.MegaBackend(replace(problem, max_tokens=30), window=window, pool_rows=2048)
+    workspaces = []
+    for layer in (*layers, small):
+        call(layer)
+        got = argument()
+        workspaces.append([got.x_pool, got.max_tokens, got.epoch == window.epoch_address])
+    refused = []
+    for other in (replace(problem, hidden=256), replace(problem, max_tokens=201), replace(problem, precision="bf16")):
+        try:
+            mega.MegaBackend(other, window=window)
+        except ConfigError as error:
+            refused.append(str(error))
+    for layer in layers:
+        layer.close()
+    open_still = not window.closed
+    window.close()
+    try:
+        call(small)
+    except WindowBroken as error:
+        refused.append(str(error))
+print(json.dumps({"workspaces": workspaces, "refused": refused, "open": open_still}))
+""")
+    first, second, small = seen["workspaces"]
+    assert first == second  # equal layers share the workspace, too
+    assert small[0] != first[0]
+    assert first[1:] == small[1:] == [200, True]
+    assert [
+        next(
+            word
+            for word in ("hidden is 256", "max_tokens is 201", "precision is bf16", "closed")
+            if word in text
+        )
+        for text in seen["refused"]
+    ] == ["hidden is 256", "max_tokens is 201", "precision is bf16", "closed"]
+    assert seen["open"]
+
+
+def test_bad_calls_are_refused_before_the_launch(run):
+    seen = run("""
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu")
+    names = []
+    for tokens in (71, 3):
+        try:
+            x = torch.zeros(tokens, 272, dtype=torch.bfloat16)
+            scores = torch.zeros(tokens, 3, dtype=torch.float64 if tokens == 3 else torch.float32)
+            backend.forward(x, torch.zeros(tokens, 3, dtype=torch.int32), scores, weights)
+        except ArgumentError as error:
+            names.append(error.argument)
+    try:
+        mega.MegaBackend(problem, device="cpu", reserve_sms=132)
+    except ConfigError as error:
+        names.append(error.argument)
+print(json.dumps([names, number("stub_launches").value, mega.why_not(problem, None, torch.device("cpu"))]))
+""")
+    assert seen[0] == ["x, topk_ids, topk_weights"] * 2 + ["reserve_sms"]
+    assert seen[1] == 0
+    assert "needs a CUDA device" in seen[2]
