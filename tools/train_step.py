@@ -279,7 +279,7 @@ def main() -> int:
         default=5e-3,
         help=f"the same in the first {EARLY_STEPS} steps",
     )
-    add("--norm-tolerance", type=float, default=0.02, help="of gradient norms there, relative")
+    add("--norm-tolerance", type=float, default=0.05, help="of gradient norms there, relative")
     add_launch_arguments(parser)
     return launch(worker, parser.parse_args())
 

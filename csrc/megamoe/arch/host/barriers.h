@@ -9,28 +9,34 @@
 namespace megamoe::host {
 
 struct Mbarrier {
-    static constexpr uint64_t valid_mark =
-        2;  // shared memory starts as all ones: an uninitialised barrier is noticed
-    static constexpr int64_t max_tx_bytes = (1 << 20) - 1;  // the limits of the PTX manual, "mbarrier object"
-    uint64_t mark : 2;
-    uint64_t phase : 1;
-    uint64_t expected : 20;
-    uint64_t pending : 20;
-    int64_t tx_bytes : 21;
+    static constexpr int32_t max_tx_bytes = (1 << 20) - 1;  // PTX ISA, "mbarrier object"
+    static constexpr uint32_t max_arrivals =
+        (1 << 15) - 1;  // the device's limit is higher, no CTA needs that
+    // Shared memory starts as all ones, so an uninitialised barrier is noticed: its counts are beyond the
+    // limit.
+    int32_t tx_bytes;
+    uint16_t expected, pending_and_phase;
+
+    bool is_valid() const { return expected > 0 && expected <= max_arrivals && pending() <= expected; }
+    uint32_t pending() const { return pending_and_phase >> 1; }
+    uint32_t phase() const { return pending_and_phase & 1u; }
+    void set(uint32_t pending, uint32_t phase) {
+        pending_and_phase = static_cast<uint16_t>(pending << 1 | phase);
+    }
 };
 static_assert(sizeof(Mbarrier) == 8);
 
 inline std::string describe_mbarrier(const void* pointer) {
     const auto* barrier = static_cast<const Mbarrier*>(pointer);
-    if (barrier->mark != Mbarrier::valid_mark) return "not initialised";
-    return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase),
-                int(barrier->pending), int(barrier->expected), int(barrier->tx_bytes));
+    if (!barrier->is_valid()) return "not initialised";
+    return text("phase %d, %d of %d arrivals and %d bytes missing", int(barrier->phase()),
+                int(barrier->pending()), int(barrier->expected), barrier->tx_bytes);
 }
 
 inline Mbarrier* check_mbarrier(uint64_t* pointer, const char* what) {
     check_shared(pointer, 8, 8, what);
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
-    if (barrier->mark != Mbarrier::valid_mark)
+    if (!barrier->is_valid())
         machine.fail("%s: no mbarrier was initialised at shared %+td", what,
                      reinterpret_cast<uint8_t*>(pointer) - current->cta->shared);
     return barrier;
@@ -39,9 +45,8 @@ inline Mbarrier* check_mbarrier(uint64_t* pointer, const char* what) {
 // Flips the phase if nothing is missing, and wakes who waited for it.
 inline void complete_phase(Cta& cta, Mbarrier* barrier) {
     ++machine.progress;
-    if (barrier->pending != 0 || barrier->tx_bytes != 0) return;
-    barrier->phase ^= 1;
-    barrier->pending = barrier->expected;
+    if (barrier->pending() != 0 || barrier->tx_bytes != 0) return;
+    barrier->set(barrier->expected, barrier->phase() ^ 1u);
     for (size_t i = 0; i < cta.mbarriers.size(); ++i) {
         if (cta.mbarriers[i].barrier != barrier) continue;
         machine.wake(cta.mbarriers[i].blocked);
@@ -54,20 +59,20 @@ inline void complete_phase(Cta& cta, Mbarrier* barrier) {
 inline void arrive(uint64_t* pointer, uint32_t tx_bytes, const char* what) {
     machine.preemption_point();
     Mbarrier* barrier = check_mbarrier(pointer, what);
-    if (barrier->pending == 0)
+    if (barrier->pending() == 0)
         machine.fail("%s at shared +%td: more than %d arrivals in one phase", what,
                      reinterpret_cast<uint8_t*>(pointer) - current->cta->shared, int(barrier->expected));
-    if (barrier->tx_bytes + int64_t(tx_bytes) > Mbarrier::max_tx_bytes)
-        machine.fail("%s: tx-count overflow, %d + %u bytes", what, int(barrier->tx_bytes), tx_bytes);
-    barrier->tx_bytes += int64_t(tx_bytes);
-    barrier->pending -= 1;
+    if (int64_t(barrier->tx_bytes) + tx_bytes > Mbarrier::max_tx_bytes)
+        machine.fail("%s: tx-count overflow, %d + %u bytes", what, barrier->tx_bytes, tx_bytes);
+    barrier->tx_bytes += static_cast<int32_t>(tx_bytes);
+    barrier->set(barrier->pending() - 1, barrier->phase());
     complete_phase(*current->cta, barrier);
 }
 
 // Bytes of an asynchronous copy have landed. May precede the expect_tx of the same phase.
 inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
-    barrier->tx_bytes -= int64_t(bytes);
+    barrier->tx_bytes -= static_cast<int32_t>(bytes);
     complete_phase(cta, barrier);
 }
 
@@ -77,13 +82,10 @@ namespace megamoe::arch {
 
 inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
     host::check_shared(bar, 8, 8, "mbar_init");
-    if (arrivals == 0 || arrivals >= (1u << 20)) host::machine.fail("mbar_init: %u arrivals", arrivals);
-    host::Mbarrier barrier;
-    barrier.mark = host::Mbarrier::valid_mark;
-    barrier.phase = 0;
-    barrier.expected = arrivals;
-    barrier.pending = arrivals;
-    barrier.tx_bytes = 0;
+    if (arrivals == 0 || arrivals > host::Mbarrier::max_arrivals)
+        host::machine.fail("mbar_init: %u arrivals", arrivals);
+    host::Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
+    barrier.set(arrivals, 0);
     memcpy(bar, &barrier, 8);
 }
 inline void mbar_fence_init() {}
@@ -97,7 +99,7 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     host::machine.preemption_point();
     host::Mbarrier* barrier = host::check_mbarrier(bar, "mbar_wait");
     if (parity > 1) host::machine.fail("mbar_wait: parity %u", parity);
-    if (barrier->phase != parity) return;
+    if (barrier->phase() != parity) return;
     host::Fiber* self = host::current;
     self->address = bar;
     self->value = parity;
@@ -108,7 +110,7 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     queues[i].blocked.push(self);
     host::machine.block(host::Waiting::mbarrier);
     // On the device a waiter that was overtaken by a whole phase would hang: it only sees the parity.
-    if (barrier->phase == parity)
+    if (barrier->phase() == parity)
         host::machine.fail(
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);

@@ -25,7 +25,6 @@ constexpr size_t stack_bytes = 256 * 1024;
 #else
 constexpr size_t stack_bytes = 64 * 1024;
 #endif
-constexpr size_t guard_bytes = 4096;
 
 struct Context {
 #if defined(__x86_64__)
@@ -98,13 +97,15 @@ inline void make_context(Context& context, uint8_t* bottom, size_t bytes, void (
 #endif
 }
 
-// Stack i of the pool. Never unmapped: a process that emulates once will do so again.
+// Stack i of the pool. Never unmapped: a process that emulates once will do so again. No guard pages, since a
+// process may only have 64 K mappings; the machine compares the stack pointer with lowest() at every switch.
 class StackPool {
   public:
     uint8_t* bottom(size_t index) const {
-        return slabs_[index / slab_stacks] + (index % slab_stacks) * stack_bytes + guard_bytes;
+        return slabs_[index / slab_stacks] + (index % slab_stacks) * stack_bytes;
     }
-    static size_t usable_bytes(size_t index) { return stack_bytes - guard_bytes - (index * 13 % 64) * 128; }
+    const uint8_t* lowest(size_t index) const { return bottom(index) + margin_bytes; }
+    static size_t usable_bytes(size_t index) { return stack_bytes - (index * 13 % 64) * 128; }
 
     bool reserve(size_t count) {
         while (slabs_.size() * slab_stacks < count) {
@@ -112,14 +113,12 @@ class StackPool {
                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
             if (slab == MAP_FAILED) return false;
             slabs_.push_back(static_cast<uint8_t*>(slab));
-            for (size_t i = 0; i < slab_stacks; ++i)
-                mprotect(slabs_.back() + i * stack_bytes, guard_bytes, PROT_NONE);
         }
         return true;
     }
 
   private:
-    static constexpr size_t slab_stacks = 512;
+    static constexpr size_t slab_stacks = 512, margin_bytes = 8192;
     std::vector<uint8_t*> slabs_;
 };
 

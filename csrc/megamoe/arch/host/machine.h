@@ -34,6 +34,7 @@ struct Fiber {
     Context context;
     Cta* cta;
     Fiber* next;  // in the queue it is blocked in
+    const uint8_t* lowest_stack;
     int thread;
     Waiting waiting;
     bool flag_reached;    // what a flag wait returns
@@ -248,6 +249,11 @@ class Machine {
         return fiber->at_least ? static_cast<int32_t>(seen - fiber->value) >= 0 : seen == fiber->value;
     }
 
+    // Rounds that an asynchronous operation takes: few, now and then many.
+    uint32_t delay() {
+        if (!shuffled) return 0;
+        return random() % 8 ? random() % 4 : random() % 128;
+    }
     uint32_t random() {  // xorshift64*
         random_ ^= random_ >> 12;
         random_ ^= random_ << 25;
@@ -264,6 +270,8 @@ class Machine {
   private:
     void leave() {
         Fiber* self = current;
+        if (static_cast<uint8_t*>(__builtin_frame_address(0)) < self->lowest_stack && status_ == Status::ok)
+            fail("the fiber's stack of %zu bytes overflows", stack_bytes);
         Fiber* next = pick();
         if (next == self) return;
         current = next;
@@ -282,18 +290,19 @@ class Machine {
         }
         return nullptr;
     }
-    // For some rounds one warp, CTA or rank lags behind, so that others overtake it by more than a step.
+    // For a while one warp, CTA or rank lags far behind, so that others overtake it by more than a step.
+    enum class Slow { nobody, warp, cta, rank };
+    void choose_slow() {
+        slow_ = static_cast<Slow>(random() % 4);
+        slow_cta_ = &ctas[random() % ctas.size()];
+        slow_warp_ = static_cast<int>(random() % slow_cta_->warps.size());
+        slow_until_ = round + (uint64_t(16) << random() % 7);
+    }
     bool is_slow(const Fiber* fiber) {
-        switch (slow_kind_) {
-            case 0:
-                return fiber->cta == slow_cta_ && fiber->warp() == slow_warp_ && random() % 16;
-            case 1:
-                return fiber->cta == slow_cta_ && random() % 16;
-            case 2:
-                return fiber->cta->rank == slow_cta_->rank && random() % 16;
-            default:
-                return false;
-        }
+        bool slow = (slow_ == Slow::warp && fiber->cta == slow_cta_ && fiber->warp() == slow_warp_) ||
+                    (slow_ == Slow::cta && fiber->cta == slow_cta_) ||
+                    (slow_ == Slow::rank && fiber->cta->rank == slow_cta_->rank);
+        return slow && random() % 64 != 0;
     }
     static void entry();
     void land_loads();
@@ -311,7 +320,9 @@ class Machine {
     size_t live_ = 0, budget_ = 0;
     uint64_t random_ = 1;
     uint64_t progress_seen_ = 0, meetings_seen_ = 0, quiet_rounds_ = 0, quiet_since_ns_ = 0, stride_ns_ = 0;
-    int slow_kind_ = 3, slow_warp_ = 0;
+    Slow slow_ = Slow::nobody;
+    uint64_t slow_until_ = 0;
+    int slow_warp_ = 0;
     const Cta* slow_cta_ = nullptr;
     Status status_ = Status::ok;
     std::string report_;
@@ -447,7 +458,8 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
     progress_seen_ = meetings_seen_ = quiet_rounds_ = quiet_since_ns_ = stride_ns_ = 0;
     shuffled = seed != 0;
     random_ = (seed + 1) * 0x9E3779B97F4A7C15ull | 1;
-    slow_kind_ = 3;
+    slow_ = Slow::nobody;
+    slow_until_ = 0;
     live_ = 0;
     for (const Cta& cta : ctas) live_ += static_cast<size_t>(cta.threads);
     if (!stacks_.reserve(live_)) {
@@ -464,17 +476,14 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
             Fiber& fiber = fibers_[index];
             fiber.cta = &cta;
             fiber.thread = thread;
+            fiber.lowest_stack = stacks_.lowest(index);
             make_context(fiber.context, stacks_.bottom(index), StackPool::usable_bytes(index),
                          &Machine::entry);
             ready_.push(&fiber);
         }
     }
     while (live_ > 0) {
-        if (shuffled && round % 64 == 0) {
-            slow_kind_ = static_cast<int>(random() % 5);
-            slow_cta_ = &ctas[random() % ctas.size()];
-            slow_warp_ = static_cast<int>(random() % slow_cta_->warps.size());
-        }
+        if (shuffled && round >= slow_until_) choose_slow();
         budget_ = ready_.size();
         if (Fiber* first = budget_ ? pick() : nullptr) {
             current = first;

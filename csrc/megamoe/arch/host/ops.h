@@ -1,6 +1,7 @@
 // The machine interface (arch/README.md) on a CPU: every GPU thread is a fiber. Everything here is plain C++;
 // the machine itself is machine.h, and the pieces follow in the order of the interface.
 #pragma once
+#include "megamoe/arch/arch.h"  // the storage types
 #include "megamoe/arch/host/barriers.h"
 #include "megamoe/arch/host/machine.h"
 #include "megamoe/arch/host/numeric.h"

@@ -120,7 +120,7 @@ inline void land(Load& load) {
 inline void issue(Load&& load, const char* what) {
     check_mbarrier(load.barrier, what);
     load.cta = current->cta;
-    load.due = machine.round + 1 + (machine.shuffled ? machine.random() % 6 : 0);
+    load.due = machine.round + 1 + machine.delay();
     memset(load.destination, poison, load.bytes);
     if (machine.random() % 2) read_source(load);
     ++load.cta->loads_in_flight;
@@ -161,8 +161,7 @@ inline bool for_each_store(Do act) {  // of the calling thread, committed
     return any;
 }
 inline void linger() {  // completion takes a while
-    if (machine.shuffled)
-        for (uint32_t n = machine.random() % 3; n > 0; --n) machine.sleep();
+    for (uint32_t rounds = machine.delay(); rounds > 0; --rounds) machine.sleep();
 }
 
 }  // namespace megamoe::host
