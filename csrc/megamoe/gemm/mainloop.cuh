@@ -6,12 +6,6 @@
 
 namespace megamoe {
 
-// The scales of a tile's weights, one float a stage and half. FP8 only.
-struct WeightScales {
-    const float* half0;
-    int to_half1;  // from half 0's to half 1's
-};
-
 MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
     if (arch::lane_idx() == 0) arch::mbar_arrive(&smem.empty[slot]);  // 8 math warps arrive
 }
@@ -24,7 +18,7 @@ MEGAMOE_DEVICE void await_stage(Context& ctx, RingPosition ring) {
 
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
 template <class T>
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages, WeightScales) {
+MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages) {
     Smem& smem = ctx.smem;
     int previous = 0;
     for (int i = 0; i < stages; ++i) {
@@ -56,19 +50,14 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPositi
 
 // FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into fp32 sums.
 template <class T>
-MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages,
-                             WeightScales scales) {
+MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages) {
     Smem& smem = ctx.smem;
     MEGAMOE_UNROLL
     for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
     int row = group * group_rows + (arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4;
-    float w0 = scales.half0[0], w1 = scales.half0[scales.to_half1];
-    for (int left = stages; left > 0; --left) {
-        scales.half0 += left > 1 ? 1 : 0;  // weight scales are loaded one stage ahead
-        float w0_next = scales.half0[0], w1_next = scales.half0[scales.to_half1];
+    for (int i = 0; i < stages; ++i) {
         await_stage<T>(ctx, ring);
         auto& stage = smem.stages[ring.slot];
-        float x0 = smem.a_scale[ring.slot][row], x1 = smem.a_scale[ring.slot][row + 8];
         arch::Desc a = arch::make_desc(stage.a + group * chunk_bytes);
         MEGAMOE_UNROLL
         for (int half = 0; half < 2; ++half) {
@@ -81,10 +70,12 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPositio
                 arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
             }
             arch::wgmma_commit();
+            // The scales are read behind the MMAs: nothing but the barrier stands before them.
+            float weight_scale = smem.b_scale[ring.slot][half];
+            float s0 = smem.a_scale[ring.slot][row] * weight_scale, s1 = smem.a_scale[ring.slot][row + 8] * weight_scale;
             arch::wgmma_wait<0>();
             arch::fence_accumulator(acc);
             if (half == 1) release_stage(smem, ring.slot);
-            float s0 = x0 * (half == 0 ? w0 : w1), s1 = x1 * (half == 0 ? w0 : w1);
             MEGAMOE_UNROLL
             for (int j = 0; j < 64; j += 4) {
                 sum[half][j] += s0 * acc[j];
@@ -93,8 +84,6 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPositio
                 sum[half][j + 3] += s1 * acc[j + 3];
             }
         }
-        w0 = w0_next;
-        w1 = w1_next;
         ring.advance();
     }
 }
@@ -103,6 +92,7 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPositio
 MEGAMOE_DEVICE void skip_tile(Smem& smem, RingPosition& ring, int stages) {
     for (int i = 0; i < stages; ++i) {
         arch::mbar_wait(&smem.full[ring.slot], ring.parity);
+        arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole lap
         release_stage(smem, ring.slot);
         ring.advance();
     }

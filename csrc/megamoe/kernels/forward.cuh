@@ -57,6 +57,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     if (arch::thread_idx() == 0 &&
         LastArrival::arrive(ctx.mem, ctx.args.tickets + static_cast<int>(Ticket::exit), arch::grid_dim())) {
         if (ctx.mem.aborted()) {
+            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);  // no record yet: a peer's fault ended this launch
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
         }
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);

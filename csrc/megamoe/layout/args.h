@@ -28,6 +28,7 @@ enum class Edge : uint32_t {
     y_rows_ready = 6,    // gemm2 -> reduce
     partials_ready = 7,  // reduce (expert rank) -> combine (home rank)
     config = 8,          // a peer runs another configuration
+    peer_abort = 9,      // no wait of this rank failed: another rank gave up
 };
 
 struct FaultRecord {  // in pinned host memory
@@ -89,7 +90,7 @@ struct Args {
     int64_t window_partials;    // [R, max_tokens, H] bf16: partials for home rank r's tokens
     uint64_t timeout_ns;
     // sizes
-    int32_t num_tokens;
+    int32_t num_tokens;         // rows of x and y; num_tokens_device may say fewer
     int32_t max_tokens;
     int32_t num_ranks;
     int32_t rank;
@@ -101,7 +102,7 @@ struct Args {
     int32_t intermediate;
     int32_t pool_rows;          // M, a multiple of 128
     int32_t max_chunks;         // row length of chunk_prefix is max_chunks + 1
-    int32_t gemm2_lag;          // blocks that gemm2 trails gemm1 by, >= 1
+    int32_t gemm2_lag;          // blocks that gemm2 trails gemm1 by, >= max_group of schedule/order.h
     int32_t ids_are_int64;
     uint32_t config_hash;       // equal on all ranks, or Edge::config is raised
     float act_alpha;

@@ -41,6 +41,7 @@ struct alignas(1024) Smem {
         int32_t expert_start[max_local_experts + 1];  // first block of each expert in this pass (routing only)
     };
     float a_scale[num_stages][block_rows];
+    float b_scale[num_stages][2];  // of either half
     uint64_t full[num_stages], empty[num_stages];
     uint64_t output_full[num_math_groups], output_empty[num_math_groups];
     PassPlan plan;

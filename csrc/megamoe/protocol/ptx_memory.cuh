@@ -89,9 +89,11 @@ struct Memory {
         store(cell, 1, Order::release, Scope::system);
     }
 
-    // Units of 2^20 ns, about a millisecond: one register.
+    // Units of 2^20 ns, about a millisecond: one register. A timeout of 0 is none.
     MEGAMOE_DEVICE uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }
-    MEGAMOE_DEVICE uint32_t coarse_timeout() const { return static_cast<uint32_t>(args.timeout_ns >> 20); }
+    MEGAMOE_DEVICE uint32_t coarse_timeout() const {
+        return args.timeout_ns == 0 ? ~0u : static_cast<uint32_t>(args.timeout_ns >> 20);
+    }
 };
 
 }  // namespace megamoe

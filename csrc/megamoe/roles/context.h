@@ -71,16 +71,15 @@ class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
         : args_(ctx.args),
-          order_{ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args), ctx.args.gemm2_lag},
-          index_(arch::block_idx()) {}
+          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args), ctx.args.gemm2_lag,
+                  arch::block_idx(), arch::grid_dim()) {}
 
     MEGAMOE_DEVICE Tile next() {
-        if (index_ >= order_.size()) return {Stage::gemm1, -1, 0, {0}};
-        Position p = order_.at(index_);
-        index_ += arch::grid_dim();
+        if (stream_.done()) return {Stage::gemm1, -1, 0, {0}};
+        Position p = stream_.pop();
         Tile tile;
         tile.stage = p.stage;
-        tile_in_group(block_group(args_, p.slot), p, p.stage == Stage::gemm1 ? order_.tiles1 : order_.tiles2, &tile.block,
+        tile_in_group(block_group(args_, p.slot), p, p.stage == Stage::gemm1 ? stream_.tiles1 : stream_.tiles2, &tile.block,
                       &tile.n);
         tile.entry = block_entry(args_, tile.block);
         return tile;
@@ -88,8 +87,7 @@ class Tiles {
 
   private:
     const Args& args_;
-    TileOrder order_;
-    int index_;
+    TileStream stream_;
 };
 
 // Position in a shared-memory ring: slot and the parity of its current lap.

@@ -39,6 +39,26 @@ MEGAMOE_DEVICE void load_a(Context& ctx, RingPosition& ring) {
     }
 }
 
+// The scales of a tile's weights, one float a stage and half.
+struct WeightScales {
+    const float* half0;
+    int to_half1;
+};
+
+// A half past the last column has no scales of its own and takes the first half's: its products are zero.
+template <class T>
+MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile) {
+    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
+    if (tile.stage == Stage::gemm1 && Shape<T>::gated) {
+        int64_t row = int64_t{tile.expert()} * 2 * groups_i + tile.n;
+        return {args.w13_scale + row * groups_h, groups_i * groups_h};
+    }
+    bool first = tile.stage == Stage::gemm1;
+    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;
+    int64_t row = int64_t{tile.expert()} * rows + 2 * tile.n;
+    return {(first ? args.w13_scale : args.w2_scale) + row * columns, 2 * tile.n + 1 < rows ? columns : 0};
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, RingPosition& ring) {
     using Precision = typename T::Precision;
@@ -51,13 +71,24 @@ MEGAMOE_DEVICE void load_b(Context& ctx, RingPosition& ring) {
         int column0 = tile.n * (planes ? half_columns : tile_columns);
         int column1 = column0 + (planes ? 0 : half_columns);
         int stages = Shape<T>::stages_of(args, tile.stage);
+        WeightScales scales = weight_scales<T>(args, tile);
         for (int i = 0; i < stages; ++i, ring.advance()) {
+            float scale0 = 0, scale1 = 0;
+            if (Precision::scaled) {  // in flight while this thread waits for the slot
+                scale0 = scales.half0[i];
+                scale1 = scales.half0[i + scales.to_half1];
+            }
             arch::mbar_wait(&smem.empty[ring.slot], ring.parity ^ 1);
             uint64_t* full = &smem.full[ring.slot];
-            arch::mbar_arrive_expect_tx(full, sizeof(smem.stages[0].b));
             auto& b = smem.stages[ring.slot].b;
+            arch::mbar_expect_tx(full, sizeof(b));
             arch::tma_load_4d(b[0], map, full, i * Precision::stage_k, column0, 0, tile.expert());
             arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0, tile.expert());
+            if (Precision::scaled) {
+                smem.b_scale[ring.slot][0] = scale0;
+                smem.b_scale[ring.slot][1] = scale1;
+            }
+            arch::mbar_arrive(full);  // releases the scales
         }
     }
 }

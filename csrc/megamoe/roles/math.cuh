@@ -112,23 +112,8 @@ MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group,
     }
 }
 
-// A half past the last column has no scales of its own and takes the last ones: its products are zero.
-template <class T>
-MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile) {
-    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
-    if (tile.stage == Stage::gemm1 && Shape<T>::gated) {
-        int64_t row = int64_t{tile.expert()} * 2 * groups_i + tile.n;
-        return {args.w13_scale + row * groups_h, groups_i * groups_h};
-    }
-    bool first = tile.stage == Stage::gemm1;
-    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;
-    int64_t row = int64_t{tile.expert()} * rows + 2 * tile.n;
-    return {(first ? args.w13_scale : args.w2_scale) + row * columns, 2 * tile.n + 1 < rows ? columns : 0};
-}
-
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
-    using Precision = typename T::Precision;
     Smem& smem = ctx.smem;
     int group = (arch::warp_idx() - first_math_warp) / 4;
     Tiles<T> tiles(ctx);
@@ -141,7 +126,7 @@ MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
             arch::mbar_wait(&smem.output_empty[group], parity ^ 1);
         } else {
             float sum[2][64];
-            multiply<T>(Precision{}, sum, ctx, ring, group, stages, weight_scales<T>(ctx.args, tile));
+            multiply<T>(typename T::Precision{}, sum, ctx, ring, group, stages);
             Profile<T>::timed(ctx.args, Mark::output_wait, arch::thread_idx() == first_math_warp * 32,
                               [&] { arch::mbar_wait(&smem.output_empty[group], parity ^ 1); });  // last tile's chunks are stored
             if (tile.stage == Stage::gemm1) {

@@ -22,7 +22,7 @@ MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
 
 MEGAMOE_DEVICE int own_tokens(const Args& args) {
     int n = args.num_tokens_device != nullptr ? *args.num_tokens_device : args.num_tokens;
-    return max_of(0, min_of(n, args.max_tokens));
+    return max_of(0, min_of(n, args.num_tokens));  // the buffers hold args.num_tokens
 }
 
 // True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are visible to it.

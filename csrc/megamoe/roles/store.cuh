@@ -10,6 +10,7 @@ MEGAMOE_DEVICE void store(Context& ctx, uint32_t& parity) {
     using Precision = typename T::Precision;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
+    ctx.mem.fence_proxy_async();  // after the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over
     Tiles<T> tiles(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next(), parity ^= 1) {
         bool first = tile.stage == Stage::gemm1;

@@ -62,9 +62,10 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / block_rows, 1);
 }
 
-// Row groups of 32; `unit` smaller when there are few rows, so that every warp has some. Affects timing only.
-MEGAMOE_DEVICE int rows_per_unit(int num_blocks, int most) {
-    int unit = most;
+// Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there are not many rows,
+// so that every warp has some. Affects timing only.
+MEGAMOE_DEVICE int rows_per_unit(int num_blocks) {
+    int unit = 4;
     while (unit > 1 && num_blocks * block_rows < unit * num_transports()) unit /= 2;
     return unit;
 }
@@ -74,7 +75,7 @@ MEGAMOE_DEVICE void dispatch(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     uint32_t staged = 0;  // home ranks known to have staged x
-    int unit = rows_per_unit(ctx.smem.plan.num_blocks, 32);
+    int unit = rows_per_unit(ctx.smem.plan.num_blocks);
     int units = ctx.smem.plan.num_blocks * (block_rows / unit);
     for (int u = transport_index(); u < units; u += num_transports()) {
         int row = u * unit + lane;
@@ -164,7 +165,7 @@ MEGAMOE_DEVICE void reduce_token(Context& ctx, int ordered) {
 class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx)
-        : unit_(rows_per_unit(ctx.smem.plan.num_blocks, 8)), row_(transport_index() * unit_) {}
+        : unit_(rows_per_unit(ctx.smem.plan.num_blocks)), row_(transport_index() * unit_) {}
 
     MEGAMOE_DEVICE bool finished(const Context& ctx) const { return row_ >= ctx.smem.plan.num_blocks * block_rows; }
     MEGAMOE_DEVICE uint32_t waits_for() const { return static_cast<uint32_t>(done_); }  // block, for a fault record

@@ -53,7 +53,7 @@ MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block
     return {expert_first_block + first, (g + 1) * expert_blocks / groups - first};
 }
 
-// What position `index` of the launch's tile order is: `slot` counts block-sized portions of a stage, `part` tiles in it.
+// A place in the launch's tile order: `slot` counts block-sized portions of a stage, `part` tiles in it.
 struct Position {
     Stage stage;
     int slot, part;
@@ -61,22 +61,35 @@ struct Position {
 
 // The order: step s = gemm1's portion s, then gemm2's portion s - lag. Because lag >= max_group, a gemm2 portion comes after
 // every gemm1 tile of its group: each tile stands after all its inputs.
-struct TileOrder {
-    int num_blocks, tiles1, tiles2, lag;  // tiles a block and stage
+//
+// The stream of one CTA out of `stride`: of either stage every stride-th tile, in the order above. Each stage is dealt out by
+// itself, since dealing the merged order ties a CTA to one stage whenever tiles1 + tiles2 divides the grid (measured on DSv3:
+// 44 tiles a step on 132 CTAs, 11.8 ms instead of 6). gemm2 is dealt from the other end, so that no CTA gets both remainders.
+// Deadlock-free because every CTA walks its tiles in the global order and each tile's inputs precede it there.
+struct TileStream {
+    int num_blocks, tiles1, tiles2, lag, stride;
+    int next1, next2;  // next tile of each stage
 
-    MEGAMOE_PURE int size() const { return num_blocks * (tiles1 + tiles2); }
-    MEGAMOE_PURE Position at(int index) const {
-        int head = min_of(lag, num_blocks);
-        if (index < head * tiles1) return {Stage::gemm1, index / tiles1, index % tiles1};
-        index -= head * tiles1;
-        int both = tiles1 + tiles2, middle = num_blocks - head;
-        if (index < middle * both) {
-            int step = index / both, part = index % both;
-            if (part < tiles1) return {Stage::gemm1, head + step, part};
-            return {Stage::gemm2, step, part - tiles1};
+    MEGAMOE_PURE TileStream(int blocks, int per_block1, int per_block2, int gemm2_lag, int cta, int num_ctas)
+        : num_blocks(blocks),
+          tiles1(per_block1),
+          tiles2(per_block2),
+          lag(gemm2_lag),
+          stride(num_ctas),
+          next1(cta),
+          next2(num_ctas - 1 - cta) {}
+
+    MEGAMOE_PURE bool done() const { return next1 >= num_blocks * tiles1 && next2 >= num_blocks * tiles2; }
+    MEGAMOE_PURE Position pop() {  // not when done()
+        bool left1 = next1 < num_blocks * tiles1, left2 = next2 < num_blocks * tiles2;
+        if (left1 && (!left2 || next1 / tiles1 <= next2 / tiles2 + lag)) {
+            int tile = next1;
+            next1 += stride;
+            return {Stage::gemm1, tile / tiles1, tile % tiles1};
         }
-        index -= middle * both;
-        return {Stage::gemm2, middle + index / tiles2, index % tiles2};
+        int tile = next2;
+        next2 += stride;
+        return {Stage::gemm2, tile / tiles2, tile % tiles2};
     }
 };
 

@@ -91,6 +91,11 @@ inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
 inline void mbar_fence_init() {}
 
 inline void mbar_arrive(uint64_t* bar) { host::arrive(bar, 0, "mbar_arrive"); }
+inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
+    host::machine.preemption_point();
+    host::check_mbarrier(bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);
+    ++host::machine.progress;
+}
 inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     host::arrive(bar, bytes, "mbar_arrive_expect_tx");
 }

@@ -230,9 +230,15 @@ class Machine {
         sleepers_.push_back(current);
         block(Waiting::time);
     }
-    // A place where a GPU thread could be overtaken: the seed decides.
+    // A place where a GPU thread could be overtaken, by one step or, seldom, by hundreds: the seed decides.
     void preemption_point() {
-        if (shuffled && random() % 8 == 0) yield();
+        if (!shuffled) return;
+        uint32_t dice = random();
+        if (dice % 8 == 0) yield();
+        if (dice % 512 == 1) stall();
+    }
+    void data_access() {  // the same for ordinary accesses, which are many
+        if (shuffled && random() % 4096 == 0) stall();
     }
     // A load in a program's own polling loop: the loop must not keep the others from running.
     void polled() {
@@ -249,6 +255,9 @@ class Machine {
         return fiber->at_least ? static_cast<int32_t>(seen - fiber->value) >= 0 : seen == fiber->value;
     }
 
+    void stall() {
+        for (uint32_t rounds = random() % 256; rounds > 0; --rounds) sleep();
+    }
     // Rounds that an asynchronous operation takes: few, now and then many.
     uint32_t delay() {
         if (!shuffled) return 0;

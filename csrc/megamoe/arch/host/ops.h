@@ -14,6 +14,7 @@ namespace megamoe::arch {
 inline uint4_t load_streaming(const void* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16)
         host::machine.fail("load_streaming: %p is not a multiple of 16", pointer);
+    host::machine.data_access();
     uint4_t v;
     memcpy(&v, pointer, 16);
     return v;
@@ -21,6 +22,7 @@ inline uint4_t load_streaming(const void* pointer) {
 inline void store_vec(void* pointer, uint4_t v) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16)
         host::machine.fail("store_vec: %p is not a multiple of 16", pointer);
+    host::machine.data_access();
     memcpy(pointer, &v, 16);
 }
 
