@@ -1,7 +1,7 @@
 """The kernel's own source on CPU fibers (csrc/megamoe/arch/host): all ranks in one process, no GPU.
 
-Slow (tiny shapes), but it runs every role, barrier, swizzle and protocol step of the real kernel, and says who waits for
-what when something hangs.
+Slow (tiny shapes), but it runs every role, barrier, swizzle and protocol step of the real kernel, and says
+who waits for what when something hangs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -72,12 +72,14 @@ class _Rank:
     def make(cls, problem: Problem, pool_rows: int | None) -> _Rank:
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         plan = Plan(problem, rows)
-        memories = [_aligned_zeros(layout.total_bytes(r)) for r in (plan.window, plan.workspace)]
-        for regions, memory in zip((plan.window, plan.workspace), memories, strict=True):
+        window, workspace = (
+            _aligned_zeros(layout.total_bytes(r)) for r in (plan.window, plan.workspace)
+        )
+        for regions, memory in ((plan.window, window), (plan.workspace, workspace)):
             for name in _POISONED:
                 if name in regions:
                     memory[regions[name].offset : regions[name].end] = 0xFF
-        return cls(plan, *memories, abi.FaultRecord())
+        return cls(plan, window, workspace, abi.FaultRecord())
 
     def reset(self) -> None:
         tables = (
@@ -141,14 +143,14 @@ class Emulation:
         if self.broken is not None:
             raise WindowBroken(f"call reset() first. The fault was: {self.broken}")
         devices = [x.device for x in xs]
-        keep: list[Any] = []  # what the argument blocks point to
+        keep: list[Tensor] = []  # what the argument blocks point to
 
-        def here(tensor: Tensor | None) -> Tensor | None:
+        def here(tensor: Tensor | None) -> Any:
             if tensor is None:
                 return None
             tensor = tensor.detach().cpu().contiguous()
             keep.append(tensor if tensor.data_ptr() % 16 == 0 else tensor.clone())
-            return keep[-1]  # type: ignore[no-any-return]
+            return keep[-1]
 
         ys = []
         size = ctypes.sizeof(abi.Args)
@@ -157,7 +159,9 @@ class Emulation:
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
             args = abi.Args.from_address(address + index * size)
-            experts = ExpertWeights(**{name: here(t) for name, t in vars(weights[index]).items()})
+            experts = ExpertWeights(
+                **{name: here(t) for name, t in _tensors(weights[index]).items()}
+            )
             ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16))
             arguments.fill_static(
                 args,
@@ -171,8 +175,8 @@ class Emulation:
             )
             arguments.fill_weights(args, rank.plan, experts, encode_emulated)
             tokens = None if num_tokens_device is None else here(num_tokens_device[index])
-            call = (here(t[index]) for t in (xs, topk_ids, topk_weights))
-            arguments.fill_call(args, *call, ys[-1], tokens)  # type: ignore[arg-type]
+            x, ids, scores = (here(t[index]) for t in (xs, topk_ids, topk_weights))
+            arguments.fill_call(args, x, ids, scores, ys[-1], tokens)
         self._launch(address, seed)
         return [y.to(device) for y, device in zip(ys, devices, strict=True)]
 
@@ -185,11 +189,12 @@ class Emulation:
         if status:
             self.broken = EmulationError(self.report)
             raise self.broken
-        for index, rank in enumerate(self.ranks):
-            if rank.fault.edge:
-                record = {"rank": index, "waited_ns": self.timeout_ns}
-                self.broken = fault_to_error(record | abi.fault_fields(rank.fault))
-                raise self.broken
+        failed = [index for index, rank in enumerate(self.ranks) if rank.fault.edge]
+        if failed:  # the cause before its consequences
+            index = min(failed, key=lambda i: self.ranks[i].fault.edge == abi.Edge.peer_abort)
+            record = {"rank": index, "waited_ns": self.timeout_ns}
+            self.broken = fault_to_error(record | abi.fault_fields(self.ranks[index].fault))
+            raise self.broken
 
     def reset(self) -> None:
         """Make the ranks usable again after a fault."""
@@ -239,7 +244,7 @@ class EmulateBackend:
         pool_rows: int | None = None,
     ) -> None:
         self.problem, self.group = problem, as_group(group)
-        self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
 
     @property
@@ -264,7 +269,7 @@ class EmulateBackend:
     ) -> Tensor:
         """Return y [T, H] bf16. Collective."""
         mine = (_to(x, "cpu"), _to(topk_ids, "cpu"), _to(topk_weights, "cpu"))
-        experts = {name: _to(t, "cpu") for name, t in vars(weights).items()}
+        experts = {name: _to(t, "cpu") for name, t in _tensors(weights).items()}
         if self.group.size == 1:
             everyone = [(*mine, experts, _to(num_tokens_device, "cpu"))]
         else:
@@ -288,6 +293,10 @@ class EmulateBackend:
     def close(self) -> None:
         """Free the emulated ranks."""
         self._emulation = None
+
+
+def _tensors(weights: ExpertWeights) -> dict[str, Any]:
+    return {field.name: getattr(weights, field.name) for field in fields(weights)}
 
 
 def _to(tensor: Tensor | None, device: str) -> Tensor | None:

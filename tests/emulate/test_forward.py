@@ -1,4 +1,4 @@
-"""The real kernel on the emulated machine against the reference, over shapes, routings, ranks and orders of execution."""
+"""The real kernel on the emulated machine against the reference: shapes, routings, ranks, orders of execution."""
 
 from __future__ import annotations
 

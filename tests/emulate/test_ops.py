@@ -328,7 +328,7 @@ def test_conversions(library: Any) -> None:
 
 
 def test_reports_know_every_edge() -> None:
-    text = (paths.CSRC / "megamoe/arch/host/machine.h").read_text()
+    text = (paths.CSRC / "megamoe/arch/host/report.h").read_text()
     names = re.search(r"edge_name\(.*?\{(.*?)\};", text, re.DOTALL)
     assert names is not None
     assert re.findall(r'"(\w+)"', names[1]) == [edge.name for edge in sorted(abi.Edge)]
@@ -388,9 +388,8 @@ def test_await_without_timeout_is_a_deadlock(library: Any) -> None:
 def test_missing_arrival_is_a_deadlock(library: Any, seed: int) -> None:
     status, report, *_ = gemm(library, "bf16", 128, 256, 256, seed=seed, forget=1, num_ctas=1)
     assert status == 1
-    empty = (
-        3 * 2 * 16384 + 8 * 3
-    )  # of the first slot: the second tile's third step needs what the first tile's last held
+    # The first slot's `empty`: the second tile's third step needs what the first tile's last step held.
+    empty = 3 * 2 * 16384 + 8 * 3
     missing = (
         f"rank 0 cta 0 warp 0.0: mbarrier at shared +{empty}, parity 1: phase 1, 2 of 2 arrivals"
     )

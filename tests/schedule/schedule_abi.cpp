@@ -19,23 +19,31 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
     Group g = group_of(first_block, blocks, block);
     out[0] = g.first, out[1] = g.size;
 }
-int abi_order_size(int blocks, int tiles1, int tiles2, int lag) {
-    return TileOrder{blocks, tiles1, tiles2, lag}.size();
-}
 
-// The whole order of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per index (stage,
-// block, n).
-void abi_tiles(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int lag, int* out) {
+// The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
+// after the other: per tile (cta, step, stage, part, block, n), where step is the slot for gemm1 and slot +
+// lag for gemm2. Writes at most `capacity` tiles and returns how many there are.
+int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int lag, int num_ctas,
+                int* out, int capacity) {
     int num_blocks = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
-    TileOrder order{num_blocks, tiles1, tiles2, lag};
-    for (int i = 0; i < order.size(); ++i) {
-        Position p = order.at(i);
-        int first = 0, e = 0;  // the expert that holds block p.slot
-        while (first + expert_blocks[e] <= p.slot) first += expert_blocks[e++];
-        Group group = group_of(first, expert_blocks[e], p.slot);
-        out[3 * i] = static_cast<int>(p.stage);
-        tile_in_group(group, p, p.stage == Stage::gemm1 ? tiles1 : tiles2, &out[3 * i + 1], &out[3 * i + 2]);
+    int written = 0;
+    for (int cta = 0; cta < num_ctas; ++cta) {
+        TileStream stream(num_blocks, tiles1, tiles2, lag, cta, num_ctas);
+        while (!stream.done()) {
+            Position p = stream.pop();
+            if (written++ >= capacity) return written;  // one too many: the test says so
+            int first = 0, e = 0;                       // the expert that holds block p.slot
+            while (e < num_experts && first + expert_blocks[e] <= p.slot) first += expert_blocks[e++];
+            if (e == num_experts) return -1;  // a slot past the last block
+            bool is1 = p.stage == Stage::gemm1;
+            int* tile = out + 6 * (written - 1);
+            tile[0] = cta, tile[1] = p.slot + (is1 ? 0 : lag), tile[2] = static_cast<int>(p.stage),
+            tile[3] = p.part;
+            Group group = group_of(first, expert_blocks[e], p.slot);
+            tile_in_group(group, p, is1 ? tiles1 : tiles2, &tile[4], &tile[5]);
+        }
     }
+    return written;
 }
 }

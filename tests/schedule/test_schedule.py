@@ -1,9 +1,12 @@
-"""schedule/order.h, enumerated: every tile once and after its inputs, index maps one to one, ranges that partition."""
+"""schedule/order.h, enumerated: every tile once, in order and after its inputs; index maps one to one; ranges partition."""
 
 import ctypes
 import itertools
 import pathlib
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -22,28 +25,82 @@ def order(tmp_path_factory):
     return ctypes.CDLL(str(library))
 
 
-def tiles_of(order, expert_blocks, tiles1, tiles2, lag):
-    """The launch's tiles in order: [(stage, block, n)]."""
-    size = order.abi_order_size(sum(expert_blocks), tiles1, tiles2, lag)
-    out = (ctypes.c_int * (3 * size))()
-    blocks = (ctypes.c_int * len(expert_blocks))(*expert_blocks)
-    order.abi_tiles(blocks, len(expert_blocks), tiles1, tiles2, lag, out)
-    return list(zip(out[0::3], out[1::3], out[2::3], strict=True))
+@dataclass(frozen=True)
+class Launch:
+    """What fixes the streams of a launch."""
+
+    blocks: Sequence[int]  # of each expert
+    tiles1: int
+    tiles2: int
+    lag: int
+    ctas: int
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(self.blocks)
 
 
-def check_tiles(order, expert_blocks, tiles1, tiles2, lag):
-    tiles = tiles_of(order, expert_blocks, tiles1, tiles2, lag)
-    blocks = range(sum(expert_blocks))
-    wanted = {(GEMM1, b, n) for b in blocks for n in range(tiles1)}
-    wanted |= {(GEMM2, b, n) for b in blocks for n in range(tiles2)}
-    assert len(tiles) == len(wanted), "a tile is missing or comes twice"
-    assert set(tiles) == wanted, "a tile is missing or comes twice"
-    # Deadlock-free because: a CTA takes tiles in this order, and each stands after all of its inputs.
-    last_gemm1 = {block: i for i, (stage, block, _) in enumerate(tiles) if stage == GEMM1}
-    for i, (stage, block, n) in enumerate(tiles):
-        assert stage == GEMM1 or last_gemm1[block] < i, (
-            f"gemm2 of block {block}, n {n} stands before its inputs"
+class Tile(NamedTuple):
+    """One tile of a stream; (step, stage, part) is its place in the global order."""
+
+    cta: int
+    step: int
+    stage: int
+    part: int
+    block: int
+    n: int
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.step, self.stage, self.part
+
+
+def streams_of(order, launch: Launch) -> list[Tile]:
+    """Return the tiles of every CTA, each CTA's in its own order, one CTA after the other."""
+    wanted = launch.num_blocks * (launch.tiles1 + launch.tiles2)
+    out = (ctypes.c_int * (6 * wanted + 6))()
+    blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
+    found = order.abi_streams(
+        *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.lag),
+        *(launch.ctas, out, wanted),
+    )
+    assert found == wanted, "a tile is missing or comes twice"
+    return [Tile(*out[6 * i : 6 * i + 6]) for i in range(wanted)]
+
+
+def check_streams(order, launch: Launch) -> None:
+    tiles = streams_of(order, launch)
+    wanted = {(GEMM1, b, n) for b in range(launch.num_blocks) for n in range(launch.tiles1)}
+    wanted |= {(GEMM2, b, n) for b in range(launch.num_blocks) for n in range(launch.tiles2)}
+    assert {(t.stage, t.block, t.n) for t in tiles} == wanted, "a tile is missing or comes twice"
+    assert len({t.place for t in tiles}) == len(tiles), "two tiles at one place of the order"
+    for before, after in itertools.pairwise(tiles):
+        assert before.cta != after.cta or before.place < after.place, (
+            f"{after} comes after {before} in its CTA, before it in the order"
         )
+    # Deadlock-free because: each CTA takes its tiles in the global order, and each tile stands there after all its inputs.
+    last_gemm1 = [(-1, 0, 0)] * launch.num_blocks
+    for t in tiles:
+        if t.stage == GEMM1:
+            last_gemm1[t.block] = max(last_gemm1[t.block], t.place)
+    for t in tiles:
+        assert t.stage == GEMM1 or last_gemm1[t.block] < t.place, f"{t} stands before its inputs"
+    check_deal(tiles, launch)
+
+
+def check_deal(tiles: list[Tile], launch: Launch) -> None:
+    """Every CTA has its share of either stage, to one tile, and of both together, to one tile."""
+    counts = [[0] * launch.ctas for _ in range(2)]
+    for t in tiles:
+        counts[t.stage][t.cta] += 1
+    both = [sum(pair) for pair in zip(*counts, strict=True)]
+    for name, dealt in (("gemm1", counts[GEMM1]), ("gemm2", counts[GEMM2]), ("both", both)):
+        assert max(dealt) - min(dealt) <= 1, f"{name} is dealt unevenly: {dealt}"
+    more = [[n > min(dealt) for n in dealt] for dealt in counts]
+    if (
+        sum(map(sum, more)) <= launch.ctas
+    ):  # else some CTA must have both; the sum is even nevertheless
+        assert not any(map(all, zip(*more, strict=True))), "a CTA has the remainder of both stages"
 
 
 def group_of(order, first, blocks, block):
@@ -52,29 +109,66 @@ def group_of(order, first, blocks, block):
     return out[0], out[1]
 
 
-def test_tiles_small_bounds(order):
-    lags = [order.abi_max_group(), order.abi_max_group() + 1, 40, 1000]
-    for num_experts in range(1, 4):
-        for blocks in itertools.product([0, 1, 2, 3, 16, 17, 33], repeat=num_experts):
-            for tiles1, tiles2, lag in itertools.product([1, 3], [1, 2], lags):
-                check_tiles(order, blocks, tiles1, tiles2, lag)
+def test_streams_small_bounds(order):
+    """Exhaustive: few blocks, few tiles, up to more CTAs than tiles."""
+    least = order.abi_max_group()
+    for blocks in itertools.product([0, 1, 2, 3], repeat=2):
+        for tiles1, tiles2, ctas in itertools.product([1, 2, 3], [1, 2, 5], range(1, 9)):
+            for lag in (least, least + 1, 40):
+                check_streams(order, Launch(blocks, tiles1, tiles2, lag, ctas))
+
+
+def test_streams_around_the_group(order):
+    """Experts of one group less, exactly and more than the largest group, at the least lag."""
+    least = order.abi_max_group()
+    sizes = (0, 1, least - 1, least, least + 1, 2 * least, 2 * least + 1)
+    for blocks in itertools.product(sizes, repeat=2):
+        for tiles1, tiles2, ctas in itertools.product([1, 3], [1, 4], [1, 5, 132]):
+            check_streams(order, Launch(blocks, tiles1, tiles2, least, ctas))
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    blocks=st.lists(st.integers(0, 70), min_size=1, max_size=16),
+    blocks=st.lists(st.integers(0, 40), min_size=1, max_size=8),
     tiles1=st.integers(1, 24),
     tiles2=st.integers(1, 28),
     extra_lag=st.integers(0, 200),
+    ctas=st.integers(1, 140),
 )
-def test_tiles(order, blocks, tiles1, tiles2, extra_lag):
-    check_tiles(order, blocks, tiles1, tiles2, order.abi_max_group() + extra_lag)
+def test_streams(order, blocks, tiles1, tiles2, extra_lag, ctas):
+    lag = order.abi_max_group() + extra_lag
+    check_streams(order, Launch(blocks, tiles1, tiles2, lag, ctas))
 
 
-def test_tile_order_needs_the_lag(order):
-    """What makes the dependency hold is lag >= the group: a smaller one must fail, or the test above proves nothing."""
+@pytest.mark.parametrize(
+    ("tiles1", "tiles2"), [(16, 28), (16, 16), (12, 16), (6, 8)], ids=str
+)  # DSv3, Flash, Qwen3-235B, Qwen3-30B
+def test_real_shapes_share_both_stages(order, tiles1, tiles2):
+    """132 CTAs: all of them have work of both stages, also where tiles1 + tiles2 divides the grid."""
+    launch = Launch([8] * 16, tiles1, tiles2, order.abi_max_group(), 132)
+    check_streams(order, launch)
+    tiles = streams_of(order, launch)
+    for stage in (GEMM1, GEMM2):
+        assert {t.cta for t in tiles if t.stage == stage} == set(range(132))
+
+
+@pytest.mark.parametrize("missing", [2, 4, 8, 15])
+def test_streams_need_the_lag(order, missing):
+    """lag >= max_group makes the dependencies hold: a smaller one must fail, or the tests above prove nothing."""
+    group = order.abi_max_group()
     with pytest.raises(AssertionError, match="before its inputs"):
-        check_tiles(order, [order.abi_max_group()], 2, 2, 1)
+        check_streams(order, Launch([group], 24, 2, group - missing, 7))
+
+
+def test_deal_check_sees_a_tied_cta(order):
+    """Dealing the merged order tied CTAs to one stage (docs/tuning.md): the check of the shares must fail on it."""
+    launch = Launch([16], 2, 2, order.abi_max_group(), 4)
+    merged = sorted(streams_of(order, launch), key=lambda t: t.place)
+    tied = [t._replace(cta=i % launch.ctas) for i, t in enumerate(merged)]
+    check_deal(tied, launch)  # as even as can be while both stages are dealt out ...
+    one_stage = [t._replace(cta=t.stage * 2 + i % 2) for i, t in enumerate(merged)]
+    with pytest.raises(AssertionError, match="dealt unevenly"):
+        check_deal(one_stage, launch)  # ... and not when a CTA sees one stage only
 
 
 def test_groups_partition_the_blocks(order):

@@ -10,22 +10,31 @@ MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
     if (arch::lane_idx() == 0) arch::mbar_arrive(&smem.empty[slot]);  // 8 math warps arrive
 }
 
+// Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little arithmetic stands
+// between a stage's barrier and its first MMA.
+struct Operands {
+    arch::Desc a, b;
+    MEGAMOE_DEVICE Operands(Smem& smem, int group)
+        : a(arch::make_desc(smem.stages[0].a + group * chunk_bytes)), b(arch::make_desc(smem.stages[0].b[0])) {}
+};
+
 template <class T>
-MEGAMOE_DEVICE void await_stage(Context& ctx, RingPosition ring) {
+MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
     Profile<T>::timed(ctx.args, Mark::stage_wait, arch::thread_idx() == first_math_warp * 32,
                       [&] { arch::mbar_wait(&ctx.smem.full[ring.slot], ring.parity); });
 }
 
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
 template <class T>
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages) {
+MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int group, int stages) {
     Smem& smem = ctx.smem;
+    Operands operands(smem, group);
     int previous = 0;
     for (int i = 0; i < stages; ++i) {
+        int at = ring.slot * static_cast<int>(sizeof(Smem::PipelineStage));
+        arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
+        arch::Desc b1 = arch::desc_advance(b0, half_columns * stage_k_bytes);
         await_stage<T>(ctx, ring);
-        auto& stage = smem.stages[ring.slot];
-        arch::Desc a = arch::make_desc(stage.a + group * chunk_bytes);
-        arch::Desc b0 = arch::make_desc(stage.b[0]), b1 = arch::make_desc(stage.b[1]);
         arch::fence_accumulator(sum[0]);
         arch::fence_accumulator(sum[1]);
         arch::wgmma_fence();
@@ -50,18 +59,19 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, RingPositi
 
 // FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into fp32 sums.
 template <class T>
-MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPosition& ring, int group, int stages) {
+MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& ring, int group, int stages) {
     Smem& smem = ctx.smem;
+    Operands operands(smem, group);
     MEGAMOE_UNROLL
     for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
     int row = group * group_rows + (arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4;
     for (int i = 0; i < stages; ++i) {
+        int at = ring.slot * static_cast<int>(sizeof(Smem::PipelineStage));
+        arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
         await_stage<T>(ctx, ring);
-        auto& stage = smem.stages[ring.slot];
-        arch::Desc a = arch::make_desc(stage.a + group * chunk_bytes);
         MEGAMOE_UNROLL
         for (int half = 0; half < 2; ++half) {
-            arch::Desc b = arch::make_desc(stage.b[half]);
+            arch::Desc b = arch::desc_advance(b0, half * half_columns * stage_k_bytes);
             float acc[64];
             arch::fence_accumulator(acc);
             arch::wgmma_fence();
@@ -89,7 +99,7 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, RingPositio
 }
 
 // A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
-MEGAMOE_DEVICE void skip_tile(Smem& smem, RingPosition& ring, int stages) {
+MEGAMOE_DEVICE void skip_tile(Smem& smem, StageRing& ring, int stages) {
     for (int i = 0; i < stages; ++i) {
         arch::mbar_wait(&smem.full[ring.slot], ring.parity);
         arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole lap

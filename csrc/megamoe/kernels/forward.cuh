@@ -7,9 +7,11 @@
 
 namespace megamoe {
 
-// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: 2 x 216 + 2 x 40.
+// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups.
 constexpr int math_registers = 200;
-constexpr int other_registers = 56;
+constexpr int transport_registers = 72;
+constexpr int load_registers = 40;
+static_assert(2 * math_registers + transport_registers + load_registers == 512, "the register file of an SM");
 
 MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     if (arch::thread_idx() == 0) {
@@ -18,8 +20,10 @@ MEGAMOE_DEVICE void init_barriers(Smem& smem) {
             arch::mbar_init(&smem.empty[s], num_math_groups * 4);   // one lane of each math warp
         }
         for (int g = 0; g < num_math_groups; ++g) {
-            arch::mbar_init(&smem.output_full[g], 128);  // the warpgroup's threads
-            arch::mbar_init(&smem.output_empty[g], 1);   // the store thread
+            for (int s = 0; s < num_output_slots; ++s) {
+                arch::mbar_init(&smem.output_full[g][s], 128);  // the warpgroup's threads
+                arch::mbar_init(&smem.output_empty[g][s], 1);   // the store thread
+            }
         }
         arch::mbar_fence_init();
     }
@@ -78,25 +82,28 @@ MEGAMOE_DEVICE void forward(const Args& args) {
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
         arch::registers_grow<math_registers>();
-        RingPosition ring;
-        uint32_t parity = 0;
-        each_pass(ctx, [&] { math<T>(ctx, ring, parity); });
+        StageRing ring;
+        OutputRing output;
+        each_pass(ctx, [&] { math<T>(ctx, ring, output); });
         Profile<T>::mark(args, Mark::math_done);
+    } else if (warp >= first_transport_warp) {
+        arch::registers_shrink<transport_registers>();
+        transport_passes<T>(ctx);
+        Profile<T>::mark(args, Mark::combined);
     } else {
-        arch::registers_shrink<other_registers>();
+        arch::registers_shrink<load_registers>();
         bool elected = arch::lane_idx() == 0;
         if (warp == 0) {
-            RingPosition ring;
+            StageRing ring;
             each_pass(ctx, [&] { if (elected) load_a<T>(ctx, ring); });
         } else if (warp == 1) {
-            RingPosition ring;
+            StageRing ring;
             each_pass(ctx, [&] { if (elected) load_b<T>(ctx, ring); });
         } else if (warp == 2) {
-            uint32_t parity = 0;
-            each_pass(ctx, [&] { if (elected) store<T>(ctx, parity); });
+            OutputRing output;
+            each_pass(ctx, [&] { if (elected) store<T>(ctx, output); });
         } else {
-            transport_passes<T>(ctx);
-            Profile<T>::mark(args, Mark::combined);
+            each_pass(ctx, [] {});
         }
     }
     leave(ctx);

@@ -6,17 +6,17 @@
 
 namespace megamoe {
 
-constexpr int num_stages = 3;
+constexpr int num_stages = 4;
 constexpr int num_math_groups = 2;
 constexpr int num_threads = 512;
 constexpr int num_warps = num_threads / 32;
-constexpr int first_transport_warp = 3;
-constexpr int num_transport_warps = 5;
+constexpr int first_transport_warp = 4;  // a warpgroup of its own, for its register budget; warp 3 idles
+constexpr int num_transport_warps = 4;
 constexpr int first_math_warp = 8;
 constexpr int group_rows = 64;                     // rows of one math warpgroup
 constexpr int max_local_experts = 1024;
 constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
-constexpr int max_output_chunks = 4;                     // 256 columns of bf16
+constexpr int num_output_slots = 2;                      // chunks of one warpgroup in flight to memory
 
 // What one pass over the pool does; written by one thread, read by every role after a CTA barrier.
 struct PassPlan {
@@ -37,13 +37,13 @@ struct alignas(1024) Smem {
         int32_t expert_counters[num_warps][max_local_experts];
     };
     union alignas(1024) {
-        uint8_t output[num_math_groups][max_output_chunks][chunk_bytes];
+        uint8_t output[num_math_groups][num_output_slots][chunk_bytes];
         int32_t expert_start[max_local_experts + 1];  // first block of each expert in this pass (routing only)
     };
     float a_scale[num_stages][block_rows];
     float b_scale[num_stages][2];  // of either half
     uint64_t full[num_stages], empty[num_stages];
-    uint64_t output_full[num_math_groups], output_empty[num_math_groups];
+    uint64_t output_full[num_math_groups][num_output_slots], output_empty[num_math_groups][num_output_slots];
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
     uint32_t epoch;      // of this launch; kept here, not in registers, like the counts below

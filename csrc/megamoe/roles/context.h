@@ -32,6 +32,10 @@ struct Shape {
     static constexpr bool gated = T::Activation::gated;
     static constexpr int h_columns = gated ? half_columns : tile_columns;  // columns of h a gemm1 tile makes
 
+    // Output chunks of 64 rows x 128 bytes that a warpgroup hands to the store warp for one tile.
+    static MEGAMOE_DEVICE int output_chunks(Stage stage) {
+        return stage == Stage::gemm1 ? h_columns * Precision::element_bytes / stage_k_bytes : tile_columns * 2 / stage_k_bytes;
+    }
     static MEGAMOE_DEVICE int tiles1(const Args& args) { return ceil_div(args.intermediate, h_columns); }
     static MEGAMOE_DEVICE int tiles2(const Args& args) { return ceil_div(args.hidden, tile_columns); }
     static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
@@ -91,15 +95,18 @@ class Tiles {
 };
 
 // Position in a shared-memory ring: slot and the parity of its current lap.
+template <int slots>
 struct RingPosition {
     int slot = 0;
     uint32_t parity = 0;
     MEGAMOE_DEVICE void advance() {
-        if (++slot == num_stages) {
+        if (++slot == slots) {
             slot = 0;
             parity ^= 1;
         }
     }
 };
+using StageRing = RingPosition<num_stages>;
+using OutputRing = RingPosition<num_output_slots>;
 
 }  // namespace megamoe

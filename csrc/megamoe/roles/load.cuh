@@ -6,7 +6,7 @@
 namespace megamoe {
 
 template <class T>
-MEGAMOE_DEVICE void load_a(Context& ctx, RingPosition& ring) {
+MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
     using Precision = typename T::Precision;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
@@ -60,7 +60,7 @@ MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile) {
 }
 
 template <class T>
-MEGAMOE_DEVICE void load_b(Context& ctx, RingPosition& ring) {
+MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
     using Precision = typename T::Precision;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;

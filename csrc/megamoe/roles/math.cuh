@@ -30,19 +30,41 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
     }
 }
 
-// One half as bf16 into two chunks.
-MEGAMOE_DEVICE void write_bf16(uint8_t* chunks, const float (&v)[64], Fragment f) {
+// This warpgroup's side of the output ring: claim a slot, fill it, hand it to the store warp. All 128 threads call both.
+struct OutputSlots {
+    Smem& smem;
+    OutputRing& ring;
+    int group;
+
+    MEGAMOE_DEVICE uint8_t* claim() {
+        arch::mbar_wait(&smem.output_empty[group][ring.slot], ring.parity ^ 1);
+        return smem.output[group][ring.slot];
+    }
+    MEGAMOE_DEVICE void hand_over() {
+        arch::fence_proxy_async_shared();
+        arch::mbar_arrive(&smem.output_full[group][ring.slot]);
+        ring.advance();
+    }
+};
+
+// One half as bf16: two chunks of 64 columns.
+MEGAMOE_DEVICE void write_bf16(OutputSlots& output, const float (&v)[64], Fragment f) {
     MEGAMOE_UNROLL
-    for (int g = 0; g < 16; ++g) {
-        uint8_t* chunk = chunks + (g / 8) * chunk_bytes;
-        int byte = (f.column(g) % 64) * 2;
-        *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) = arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
-        *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) = arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
+    for (int c = 0; c < 2; ++c) {
+        uint8_t* chunk = output.claim();
+        MEGAMOE_UNROLL
+        for (int g = 8 * c; g < 8 * c + 8; ++g) {
+            int byte = (f.column(g) % 64) * 2;
+            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) = arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
+            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) = arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
+        }
+        output.hand_over();
     }
 }
 
-// One half as e4m3 into one chunk, quantized per row (this half is exactly one group of 128), and its scales.
-MEGAMOE_DEVICE void write_e4m3(uint8_t* chunk, const float (&v)[64], float* row_scale, Fragment f) {
+// One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if the half exists.
+MEGAMOE_DEVICE void write_e4m3(OutputSlots& output, const float (&v)[64], float* row_scale, Fragment f) {
+    uint8_t* chunk = output.claim();
     MEGAMOE_UNROLL
     for (int i = 0; i < 2; ++i) {
         float amax = amax_floor;
@@ -59,13 +81,14 @@ MEGAMOE_DEVICE void write_e4m3(uint8_t* chunk, const float (&v)[64], float* row_
             *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
                 arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
         }
-        if (f.quad == 0) row_scale[f.row + 8 * i] = amax / e4m3_max;
+        if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = amax / e4m3_max;
     }
+    output.hand_over();
 }
 
-// gemm1: bias, activation, quantization; h into the output chunks.
+// gemm1: bias, activation, quantization.
 template <class T>
-MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, int group, float (&sum)[2][64]) {
+MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
     const Args& args = ctx.args;
     Fragment f;
     int column0 = tile.n * Shape<T>::h_columns;
@@ -83,23 +106,20 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, int group, fl
         sum[0][i] = T::Activation::apply(args, sum[0][i], sum[1][i]);
         if (!Shape<T>::gated) sum[1][i] = T::Activation::apply(args, sum[1][i], 0.0f);
     }
-    uint8_t* chunks = ctx.smem.output[group][0];
     MEGAMOE_UNROLL
     for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
         if constexpr (T::Precision::scaled) {
             int scale_row = column0 / scale_group + half;
-            if (scale_row < Shape<T>::scale_groups_i(args)) {
-                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + group * group_rows;
-                write_e4m3(chunks + half * chunk_bytes, sum[half], scales, f);
-            }
+            float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + output.group * group_rows;
+            write_e4m3(output, sum[half], scale_row < Shape<T>::scale_groups_i(args) ? scales : nullptr, f);
         } else {
-            write_bf16(chunks + half * 2 * chunk_bytes, sum[half], f);
+            write_bf16(output, sum[half], f);
         }
     }
 }
 
-// gemm2: bias; y_rows as bf16 into the output chunks.
-MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group, float (&sum)[2][64]) {
+// gemm2: bias; y_rows as bf16.
+MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
     const Args& args = ctx.args;
     Fragment f;
     MEGAMOE_UNROLL
@@ -108,36 +128,34 @@ MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, int group,
             add_bias(sum[half], args.b2 + int64_t{tile.expert()} * args.hidden, tile.n * tile_columns + half * half_columns,
                      args.hidden, f);
         }
-        write_bf16(ctx.smem.output[group][0] + half * 2 * chunk_bytes, sum[half], f);
+        write_bf16(output, sum[half], f);
     }
 }
 
 template <class T>
-MEGAMOE_DEVICE void math(Context& ctx, RingPosition& ring, uint32_t& parity) {
-    Smem& smem = ctx.smem;
+MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring) {
     int group = (arch::warp_idx() - first_math_warp) / 4;
+    OutputSlots output{ctx.smem, output_ring, group};
     Tiles<T> tiles(ctx);
     Tile tile = tiles.next();
     while (tile.valid()) {
         Tile following = tiles.next();  // its table reads overlap this tile's main loop
         int stages = Shape<T>::stages_of(ctx.args, tile.stage);
         if (tile.rows() <= group * group_rows) {
-            skip_tile(smem, ring, stages);
-            arch::mbar_wait(&smem.output_empty[group], parity ^ 1);
+            skip_tile(ctx.smem, ring, stages);
+            for (int c = 0; c < Shape<T>::output_chunks(tile.stage); ++c) {
+                output.claim();
+                output.hand_over();
+            }
         } else {
             float sum[2][64];
             multiply<T>(typename T::Precision{}, sum, ctx, ring, group, stages);
-            Profile<T>::timed(ctx.args, Mark::output_wait, arch::thread_idx() == first_math_warp * 32,
-                              [&] { arch::mbar_wait(&smem.output_empty[group], parity ^ 1); });  // last tile's chunks are stored
             if (tile.stage == Stage::gemm1) {
-                finish_h<T>(ctx, tile, group, sum);
+                finish_h<T>(ctx, tile, output, sum);
             } else {
-                finish_rows(ctx, tile, group, sum);
+                finish_rows(ctx, tile, output, sum);
             }
-            arch::fence_proxy_async_shared();
         }
-        arch::mbar_arrive(&smem.output_full[group]);  // 128 threads arrive
-        parity ^= 1;
         tile = following;
     }
 }

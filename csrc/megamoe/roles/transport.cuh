@@ -1,4 +1,4 @@
-// transport: five warps a CTA that move rows with ordinary 16-byte loads and stores.
+// transport: four warps a CTA that move rows with ordinary 16-byte loads and stores.
 //   dispatch: walk the pool in row order; at a token's leader, pull it from its home rank and fan it out to all its rows.
 //   reduce:   walk the pool in row order; at a token's closer, once every block up to there is done, sum its rows.
 //   combine:  for each of this rank's own tokens, once every expert rank's partial is ready, sum the partials.
@@ -14,7 +14,7 @@ constexpr int vector_bytes = 16;
 
 // One warp: row `from` (of `bytes`) to each of the n rows in `rows` (lane i holds the i-th row; -1 = none).
 MEGAMOE_DEVICE void fan_out(const uint8_t* from, uint8_t* pool, int bytes, int lane_row, uint32_t targets) {
-    constexpr int in_flight = 4;
+    constexpr int in_flight = 8;
     int lane = arch::lane_idx();
     int vectors = bytes / vector_bytes;
     MEGAMOE_UNROLL_BY(1)
@@ -110,55 +110,83 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
             arch::pack_bf16x2(sum[6], sum[7])};
 }
 
-// One warp: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of weight_i * row_i, in fp32.
-// Lane i holds address and weight of source i. Two vectors of a lane are in flight for up to `depth` sources at once.
-MEGAMOE_DEVICE void sum_rows(uint8_t* out, int hidden, uint64_t lane_address, float lane_weight, uint32_t sources) {
-    constexpr int depth = 4;
-    int lane = arch::lane_idx(), vectors = hidden / 8;
-    MEGAMOE_UNROLL_BY(1)
-    for (int v0 = lane; v0 - lane < vectors; v0 += 32) {
-        bool in_range = v0 < vectors;
+// out[0..hidden) = sum over the set bits i of `sources`, lowest first, of weight_i * row_i. Lane i holds address and weight of
+// source i.
+struct SumJob {
+    uint8_t* out;
+    uint64_t lane_address;
+    float lane_weight;
+    uint32_t sources;
+};
+
+// One step of sum_rows: `positions` vectors of this lane, 32 apart from v0 on, of depth / positions sources at a time, all in
+// flight together.
+constexpr int depth = 8;  // 16-byte loads a lane has in flight
+
+template <int positions>
+MEGAMOE_DEVICE void sum_vectors(const SumJob& job, int v0, int vectors) {
+    constexpr int width = depth / positions;
+    uint4_t data[depth];
+    uint32_t left = job.sources;
+    MEGAMOE_UNROLL
+    for (int s = 0; s < width; ++s) {
+        if (left == 0) break;
+        auto* from = reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(left)));
+        left &= left - 1;
+        MEGAMOE_UNROLL
+        for (int p = 0; p < positions; ++p) {
+            if (v0 + 32 * p < vectors) data[s * positions + p] = arch::load_streaming(from + int64_t{v0 + 32 * p} * vector_bytes);
+        }
+    }
+    MEGAMOE_UNROLL
+    for (int p = 0; p < positions; ++p) {
         float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        for (uint32_t left = sources; left != 0;) {
-            uint4_t data[depth];
-            uint32_t batch = left;
-            MEGAMOE_UNROLL
-            for (int j = 0; j < depth; ++j) {
-                if (batch != 0) {
-                    uint64_t address = arch::shfl(lane_address, arch::ffs0(batch));
-                    if (in_range) data[j] = arch::load_streaming(reinterpret_cast<const uint8_t*>(address) + int64_t{v0} * vector_bytes);
+        left = job.sources;
+        MEGAMOE_UNROLL
+        for (int s = 0; s < width; ++s) {
+            if (left == 0) break;
+            add_vector(sum, data[s * positions + p], arch::shfl(job.lane_weight, arch::ffs0(left)));
+            left &= left - 1;
+        }
+        if (positions == 1) {  // more sources than that: the rest, `depth` at a time
+            while (left != 0) {
+                uint32_t batch = left;
+                MEGAMOE_UNROLL
+                for (int s = 0; s < depth; ++s) {
+                    if (batch == 0) break;
+                    auto* from = reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(batch)));
                     batch &= batch - 1;
+                    if (v0 < vectors) data[s] = arch::load_streaming(from + int64_t{v0} * vector_bytes);
                 }
-            }
-            MEGAMOE_UNROLL
-            for (int j = 0; j < depth; ++j) {
-                if (left != 0) {
-                    float weight = arch::shfl(lane_weight, arch::ffs0(left));
-                    if (in_range) add_vector(sum, data[j], weight);
+                MEGAMOE_UNROLL
+                for (int s = 0; s < depth; ++s) {
+                    if (left == 0) break;
+                    add_vector(sum, data[s], arch::shfl(job.lane_weight, arch::ffs0(left)));
                     left &= left - 1;
                 }
             }
         }
-        if (in_range) arch::store_vec(out + int64_t{v0} * vector_bytes, pack_vector(sum));
+        if (v0 + 32 * p < vectors) arch::store_vec(job.out + int64_t{v0 + 32 * p} * vector_bytes, pack_vector(sum));
+    }
+}
+
+// One warp does a job, in fp32. With few sources, several vectors of a lane at once, to keep loads in flight.
+MEGAMOE_DEVICE void sum_rows(const SumJob& job, int hidden) {
+    int lane = arch::lane_idx(), vectors = hidden / 8, count = arch::popc(job.sources);
+    int positions = count <= 2 ? 4 : count <= 4 ? 2 : 1;
+    MEGAMOE_UNROLL_BY(1)
+    for (int v0 = lane; v0 - lane < vectors; v0 += 32 * positions) {
+        if (positions == 4) {
+            sum_vectors<4>(job, v0, vectors);
+        } else if (positions == 2) {
+            sum_vectors<2>(job, v0, vectors);
+        } else {
+            sum_vectors<1>(job, v0, vectors);
+        }
     }
 }
 
 // ---- reduce
-
-// One token's partial: rows in k order times routing weights, into the window slot of its home.
-MEGAMOE_DEVICE void reduce_token(Context& ctx, int ordered) {
-    const Args& args = ctx.args;
-    int lane = arch::lane_idx();
-    int home = home_of(ordered, args.num_ranks);
-    int64_t token = token_of(ordered, args.num_ranks);
-    int64_t route = int64_t{ordered} * args.top_k + lane;
-    int row = lane < args.top_k ? args.route_rows[route] : -1;
-    float weight = row >= 0 ? args.route_weights[route] : 0.0f;
-    int64_t row_bytes = int64_t{args.hidden} * 2;
-    uint64_t address = reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes;
-    auto* out = ctx.window<uint8_t>(args.rank, args.window_partials) + (int64_t{home} * args.max_tokens + token) * row_bytes;
-    sum_rows(out, args.hidden, address, weight, arch::ballot(row >= 0));
-}
 
 // Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done. Holds as few registers as
 // it can: what follows from the plan is computed again.
@@ -170,14 +198,38 @@ class Reducer {
     MEGAMOE_DEVICE bool finished(const Context& ctx) const { return row_ >= ctx.smem.plan.num_blocks * block_rows; }
     MEGAMOE_DEVICE uint32_t waits_for() const { return static_cast<uint32_t>(done_); }  // block, for a fault record
 
-    // Does the next unit if its blocks, and all before them, are done.
-    MEGAMOE_DEVICE bool try_unit(Context& ctx, int tiles2) {
+    // The next token's sum, if its unit's blocks, and all before them, are done. Not when finished.
+    MEGAMOE_DEVICE bool next(Context& ctx, int tiles2, SumJob* job) {
+        while (closers_ == 0) {
+            if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
+            load_unit(ctx);
+            if (closers_ == 0) row_ += unit_ * num_transports();
+        }
+        *job = partial(ctx, route_token(arch::shfl(route_, arch::ffs0(closers_))));
+        return true;
+    }
+
+    // The job of next() is done; with the last of a unit, the unit's partials are published.
+    MEGAMOE_DEVICE void done(Context& ctx) {
+        closers_ &= closers_ - 1;
+        if (closers_ != 0) return;
         const Args& args = ctx.args;
-        int lane = arch::lane_idx();
+        arch::warp_sync();  // all lanes' stores happen before each lane's release
+        if ((route_ & route_closer) != 0) {
+            int ordered = route_token(route_);
+            int home = home_of(ordered, args.num_ranks);
+            auto* ready = ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
+            PartialsReady::publish(ctx.mem, ready + token_of(ordered, args.num_ranks), ctx.epoch());
+        }
+        row_ += unit_ * num_transports();
+    }
+
+  private:
+    MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
         int block = row_ / block_rows;
         while (done_ <= block) {  // 32 blocks a look
-            int b = done_ + lane;
-            bool ready = b > block || YRowsReady::ready(ctx.mem, args.gemm2_done + b, tiles2);
+            int b = done_ + arch::lane_idx();
+            bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm2_done + b, tiles2);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
                 done_ += arch::ffs0(missing);
@@ -187,30 +239,34 @@ class Reducer {
         }
         done_ = block + 1;
         arch::warp_sync();
-        if (arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) != 0) {  // y_rows may be garbage: publish nothing
-            return false;
-        }
-        int row = row_ + lane;
-        bool mine = lane < unit_ && row % block_rows < block_entry(args, block).rows();
-        uint32_t route = mine ? args.row_route[row] : 0;
-        bool closes = (route & route_closer) != 0;
-        for (uint32_t left = arch::ballot(closes); left != 0; left &= left - 1) {
-            reduce_token(ctx, route_token(arch::shfl(route, arch::ffs0(left))));
-        }
-        arch::warp_sync();  // the unit's stores happen before each lane's release
-        if (closes) {
-            int ordered = route_token(route);
-            int home = home_of(ordered, args.num_ranks);
-            auto* ready = ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
-            PartialsReady::publish(ctx.mem, ready + token_of(ordered, args.num_ranks), ctx.epoch());
-        }
-        row_ += unit_ * num_transports();
-        return true;
+        // After the acquire: of a poisoned launch y_rows may be garbage, so nothing of it is published.
+        return arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) == 0;
     }
 
-  private:
+    MEGAMOE_DEVICE void load_unit(const Context& ctx) {
+        int row = row_ + arch::lane_idx();
+        bool mine = arch::lane_idx() < unit_ && row % block_rows < block_entry(ctx.args, row_ / block_rows).rows();
+        route_ = mine ? ctx.args.row_route[row] : 0;
+        closers_ = arch::ballot((route_ & route_closer) != 0);
+    }
+
+    // One token's partial: rows in k order times routing weights, into the window slot of its home.
+    MEGAMOE_DEVICE SumJob partial(const Context& ctx, int ordered) const {
+        const Args& args = ctx.args;
+        int lane = arch::lane_idx();
+        int64_t route = int64_t{ordered} * args.top_k + lane;
+        int row = lane < args.top_k ? args.route_rows[route] : -1;
+        int64_t row_bytes = int64_t{args.hidden} * 2;
+        int64_t slot = int64_t{home_of(ordered, args.num_ranks)} * args.max_tokens + token_of(ordered, args.num_ranks);
+        return {ctx.window<uint8_t>(args.rank, args.window_partials) + slot * row_bytes,
+                reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes, row >= 0 ? args.route_weights[route] : 0.0f,
+                arch::ballot(row >= 0)};
+    }
+
     int unit_, row_;
-    int done_ = 0;  // blocks before this one are done
+    int done_ = 0;           // blocks before this one are done
+    uint32_t route_ = 0;     // of this lane's row of the unit
+    uint32_t closers_ = 0;   // lanes of the unit whose tokens are still to be summed
 };
 
 // ---- combine
@@ -223,8 +279,8 @@ class Combiner {
     MEGAMOE_DEVICE bool finished() const { return arch::ballot(token_ >= 0) == 0; }
     MEGAMOE_DEVICE bool waiting() const { return token_ >= 0; }  // this lane
 
-    // Combines one token whose partials are all there, if there is one.
-    MEGAMOE_DEVICE bool try_token(Context& ctx) {
+    // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without routes.
+    MEGAMOE_DEVICE bool next(Context& ctx, SumJob* job) {
         bool ready = token_ >= 0;
         for (uint32_t left = waiting_; ready && left != 0; left &= left - 1) {
             int rank = arch::ffs0(left);
@@ -234,10 +290,21 @@ class Combiner {
         uint32_t candidates = arch::ballot(ready);
         if (candidates == 0) return false;
         arch::warp_sync();  // the lane's acquires cover the whole warp's loads
-        int chosen = arch::ffs0(candidates);
-        combine_token(ctx, arch::shfl(token_, chosen), arch::shfl(ranks_, chosen));
-        retire(ctx, chosen);
+        int chosen = arch::ffs0(candidates), lane = arch::lane_idx();
+        int token = arch::shfl(token_, chosen);
+        int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
+        int64_t slot = int64_t{ctx.args.rank} * ctx.args.max_tokens + token;
+        uint64_t address = lane < ctx.args.num_ranks ? ctx.args.window[lane] + ctx.args.window_partials + slot * row_bytes : 0;
+        *job = {static_cast<uint8_t*>(ctx.args.y) + token * row_bytes, address, 1.0f, arch::shfl(ranks_, chosen)};
+        if (lane == chosen) token_ = -1;
         return true;
+    }
+
+    // The job of next() is done.
+    MEGAMOE_DEVICE void done(const Context& ctx) {
+        if (!finished()) return;
+        base_ += 32 * num_transports();
+        load(ctx);
     }
 
     // For a fault record: a token and the rank whose partial is missing (of some lane that waits).
@@ -251,15 +318,14 @@ class Combiner {
     MEGAMOE_DEVICE void poison(Context& ctx) {
         while (!finished()) {
             for (uint32_t left = arch::ballot(token_ >= 0); left != 0; left &= left - 1) {
-                uint8_t* out = row_of_y(ctx, arch::shfl(token_, arch::ffs0(left)));
+                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{arch::shfl(token_, arch::ffs0(left))} * ctx.args.hidden * 2;
                 MEGAMOE_UNROLL_BY(1)
                 for (int v = arch::lane_idx(); v < ctx.args.hidden / 8; v += 32) {
                     arch::store_vec(out + int64_t{v} * vector_bytes, {~0u, ~0u, ~0u, ~0u});
                 }
             }
             token_ = -1;
-            base_ += 32 * num_transports();
-            load(ctx);
+            done(ctx);
         }
     }
 
@@ -279,33 +345,9 @@ class Combiner {
         waiting_ = ranks_;
     }
 
-    MEGAMOE_DEVICE void retire(const Context& ctx, int lane) {
-        if (arch::lane_idx() == lane) token_ = -1;
-        if (finished()) {
-            base_ += 32 * num_transports();
-            load(ctx);
-        }
-    }
-
     MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int rank) const {
         return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) + int64_t{rank} * ctx.args.max_tokens + token_;
     }
-    MEGAMOE_DEVICE uint8_t* row_of_y(const Context& ctx, int token) const {
-        return static_cast<uint8_t*>(ctx.args.y) + int64_t{token} * ctx.args.hidden * 2;
-    }
-
-    // y[token] = sum of the partials of `ranks`, in rank order; a token without routes becomes zero.
-    MEGAMOE_DEVICE void combine_token(Context& ctx, int token, uint32_t ranks) {
-        const Args& args = ctx.args;
-        int lane = arch::lane_idx();
-        uint64_t address = 0;
-        if (lane < args.num_ranks) {
-            int64_t slot = int64_t{args.rank} * args.max_tokens + token;
-            address = args.window[lane] + args.window_partials + slot * args.hidden * 2;
-        }
-        sum_rows(row_of_y(ctx, token), args.hidden, address, 1.0f, ranks);
-    }
-
     int base_;
     int token_;          // this lane's token, or -1
     uint32_t ranks_;     // expert ranks that owe it a partial
@@ -322,7 +364,15 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished();
         if (reduced && combined) return;
-        if ((!reduced && reducer.try_unit(ctx, Shape<T>::tiles2(ctx.args))) || (!combined && combiner.try_token(ctx))) {
+        SumJob job;
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles2(ctx.args), &job);
+        if (reduces || (!combined && combiner.next(ctx, &job))) {
+            sum_rows(job, ctx.args.hidden);
+            if (reduces) {
+                reducer.done(ctx);
+            } else {
+                combiner.done(ctx);
+            }
             polls = 0;
             continue;
         }

@@ -7,142 +7,12 @@
 // could see. No progress and no deadline left: a deadlock, reported with who waits for what.
 #pragma once
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
-#include <vector>
 
-#include "megamoe/arch/host/context.h"
-#include "megamoe/layout/args.h"
+#include "megamoe/arch/host/state.h"
 
 namespace megamoe::host {
-
-constexpr int warp_size = 32;
-constexpr int warpgroup_size = 128;
-constexpr int num_named_barriers = 16;
-
-enum class Waiting : uint8_t { nothing, mbarrier, named_barrier, warp, warpgroup, flag, time, exited };
-enum class WarpOperation : uint8_t { sync, shuffle, shuffle_xor, ballot, match };
-enum class WarpgroupOperation : uint8_t { wgmma_wait, registers_grow, registers_shrink };
-enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
-
-struct Cta;
-
-struct Fiber {
-    Context context;
-    Cta* cta;
-    Fiber* next;  // in the queue it is blocked in
-    const uint8_t* lowest_stack;
-    int thread;
-    Waiting waiting;
-    bool flag_reached;    // what a flag wait returns
-    uint32_t value;       // mbarrier: parity; named barrier: id; flag: target
-    const void* address;  // mbarrier or flag
-    // a flag wait
-    const uint32_t* abort;
-    uint64_t deadline;
-    bool at_least;
-    Edge edge;
-    uint32_t peer, index;
-    // tensor-core instructions issued, and groups committed, since the launch began
-    uint32_t wgmma_issued, wgmma_committed;
-
-    int lane() const { return thread % warp_size; }
-    int warp() const { return thread / warp_size; }
-};
-
-struct Queue {  // FIFO of blocked fibers
-    Fiber* head = nullptr;
-    Fiber* tail = nullptr;
-    void push(Fiber* fiber) {
-        fiber->next = nullptr;
-        (head ? tail->next : head) = fiber;
-        tail = fiber;
-    }
-};
-
-struct Warp {
-    uint32_t arrived = 0;  // lanes
-    WarpOperation operation = WarpOperation::sync;
-    uint32_t operand[warp_size];
-    int parameter[warp_size];
-    uint32_t result[warp_size];
-};
-
-// One wgmma of a warpgroup: issued by all 128 threads, executed when they wait for it.
-struct Wgmma {
-    const uint8_t* a;  // first row of the operand, and
-    const uint8_t* b;
-    uint32_t a_byte, b_byte;  // the byte within each 128-byte row
-    bool is_e4m3, accumulate;
-    uint32_t group;
-    float* acc[warpgroup_size];
-};
-
-struct Warpgroup {
-    int arrived = 0;
-    WarpgroupOperation operation = WarpgroupOperation::wgmma_wait;
-    int parameter = 0;
-    int registers = 0;  // per thread
-    Queue blocked;
-    uint32_t executed = 0, issued = 0;
-    std::vector<Wgmma> in_flight;  // numbers [executed, issued)
-};
-
-struct NamedBarrier {
-    int arrived = 0, expected = 0;
-    Queue blocked;
-};
-
-struct MbarrierQueue {
-    const void* barrier;
-    Queue blocked;
-};
-
-// An asynchronous copy into shared memory. The source is read at issue or at landing, as the seed says: the
-// program may rely on neither.
-struct Load {
-    Cta* cta;
-    uint8_t* destination;
-    uint64_t* barrier;
-    const TensorMap* map;  // null: a plain copy from `source`
-    const void* source;
-    int coordinates[4];
-    uint32_t bytes;
-    uint64_t due;  // round
-    std::vector<uint8_t> data;
-};
-
-// An asynchronous copy out of shared memory.
-struct Store {
-    Fiber* owner;
-    const TensorMap* map;
-    uint8_t* source;
-    int coordinates[4];
-    uint32_t bytes;
-    bool committed, released, early_write;  // released: bulk_wait_read has returned
-    std::vector<uint8_t> data;              // empty until the source was read
-};
-
-struct Cta {
-    const Args* args = nullptr;
-    int rank = 0, block = 0, num_ctas = 0, threads = 0;
-    int live = 0;
-    uint8_t* shared = nullptr;
-    size_t shared_bytes = 0;
-    Fiber* fibers = nullptr;
-    std::vector<Warp> warps;
-    std::vector<Warpgroup> warpgroups;
-    NamedBarrier named[num_named_barriers];
-    std::vector<MbarrierQueue> mbarriers;  // those with waiters
-    std::vector<Store> stores;
-    int loads_in_flight = 0;
-
-    Warp& warp(const Fiber* fiber) { return warps[fiber->thread / warp_size]; }
-    Warpgroup& warpgroup(const Fiber* fiber) { return warpgroups[fiber->thread / warpgroup_size]; }
-};
 
 // Ready fibers, oldest first; a shuffled machine takes them from a random place.
 class ReadyQueue {
@@ -256,7 +126,10 @@ class Machine {
     }
 
     void stall() {
-        for (uint32_t rounds = random() % 256; rounds > 0; --rounds) sleep();
+        for (uint32_t rounds = random() % 256; rounds > 0; --rounds) {
+            held_back_ = true;
+            sleep();
+        }
     }
     // Rounds that an asynchronous operation takes: few, now and then many.
     uint32_t delay() {
@@ -295,6 +168,7 @@ class Machine {
             if (!shuffled) return ready_.pop();
             Fiber* fiber = ready_.pop_random(random());
             if (!is_slow(fiber)) return fiber;
+            held_back_ = true;
             ready_.push(fiber);
         }
         return nullptr;
@@ -331,6 +205,7 @@ class Machine {
     uint64_t progress_seen_ = 0, meetings_seen_ = 0, quiet_rounds_ = 0, quiet_since_ns_ = 0, stride_ns_ = 0;
     Slow slow_ = Slow::nobody;
     uint64_t slow_until_ = 0;
+    bool held_back_ = false;  // in this round a fiber did not run though it could
     int slow_warp_ = 0;
     const Cta* slow_cta_ = nullptr;
     Status status_ = Status::ok;
@@ -342,20 +217,6 @@ MEGAMOE_HOST_GLOBAL Machine machine;
 void land(Load& load);                       // tma.h
 std::string describe_mbarrier(const void*);  // barriers.h
 void check_finished(Fiber* fiber);           // launch.h
-
-inline std::string format_text(const char* format, va_list arguments) {
-    char text[1024];
-    vsnprintf(text, sizeof(text), format, arguments);
-    return text;
-}
-inline std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-inline std::string text(const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    std::string result = format_text(format, arguments);
-    va_end(arguments);
-    return result;
-}
 
 // Ends the launch. The fibers are abandoned where they are: kernel code owns nothing that needs a destructor.
 inline void Machine::fail(const char* format, ...) {
@@ -431,6 +292,7 @@ inline Status Machine::watch() {
         quiet_since_ns_ = clock_ns;
         return Status::ok;
     }
+    if (held_back_) return Status::ok;  // quiet because we made it so
     ++quiet_rounds_;
     bool nobody_polls = ready_.size() == 0 && loads.empty();
     if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings))
@@ -493,6 +355,7 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
     }
     while (live_ > 0) {
         if (shuffled && round >= slow_until_) choose_slow();
+        held_back_ = false;
         budget_ = ready_.size();
         if (Fiber* first = budget_ ? pick() : nullptr) {
             current = first;
@@ -509,84 +372,6 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
             if (Status status = watch(); status != Status::ok) return status;
     }
     return Status::ok;
-}
-
-inline const char* edge_name(Edge edge) {
-    static const char* const names[] = {"none",         "routes_ready",   "x_ready",
-                                        "grid_barrier", "rows_ready",     "h_ready",
-                                        "y_rows_ready", "partials_ready", "config"};
-    size_t index = static_cast<size_t>(edge);
-    return index < sizeof(names) / sizeof(names[0]) ? names[index] : "?";
-}
-
-inline const char* name_of(WarpOperation operation) {
-    static const char* const names[] = {"warp_sync", "shfl", "shfl_xor", "ballot", "match_any"};
-    return names[static_cast<int>(operation)];
-}
-
-inline const char* name_of(WarpgroupOperation operation) {
-    static const char* const names[] = {"wgmma_wait", "registers_grow", "registers_shrink"};
-    return names[static_cast<int>(operation)];
-}
-
-inline std::string Machine::describe(const Fiber* fiber) const {
-    Cta& cta = *fiber->cta;
-    switch (fiber->waiting) {
-        case Waiting::nothing:
-            return "ready";
-        case Waiting::time:
-            return "sleeping (polls)";
-        case Waiting::exited:
-            return "exited";
-        case Waiting::mbarrier:
-            return text("mbarrier at shared +%td, parity %u: ",
-                        static_cast<const uint8_t*>(fiber->address) - cta.shared, fiber->value) +
-                   describe_mbarrier(fiber->address);
-        case Waiting::named_barrier: {
-            const NamedBarrier& barrier = cta.named[fiber->value];
-            return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived,
-                        barrier.expected);
-        }
-        case Waiting::warp:
-            return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation),
-                        cta.warp(fiber).arrived);
-        case Waiting::warpgroup:
-            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation),
-                        cta.warpgroup(fiber).arrived, warpgroup_size);
-        case Waiting::flag:
-            return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
-                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-",
-                        fiber->at_least ? "at least" : "equal", fiber->value,
-                        *static_cast<const uint32_t*>(fiber->address));
-    }
-    return "?";
-}
-
-// For each CTA one line for each thing that somebody waits for; exited threads are left out.
-inline std::string Machine::describe_waits() const {
-    std::string result;
-    for (const Cta& cta : ctas) {
-        std::vector<std::pair<std::string, std::string>> groups;  // what, who
-        for (int warp = 0; warp < cta.threads / warp_size; ++warp) {
-            for (int lane = 0; lane < warp_size;) {
-                std::string what = describe(&cta.fibers[warp * warp_size + lane]);
-                int end = lane + 1;
-                while (end < warp_size && describe(&cta.fibers[warp * warp_size + end]) == what) ++end;
-                std::string who = end - lane == warp_size ? text(" %d", warp)
-                                  : end - lane == 1       ? text(" %d.%d", warp, lane)
-                                                          : text(" %d.%d-%d", warp, lane, end - 1);
-                lane = end;
-                if (what == "exited") continue;
-                auto group =
-                    std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == what; });
-                if (group == groups.end()) group = groups.insert(groups.end(), {what, ""});
-                group->second += who;
-            }
-        }
-        for (const auto& [what, who] : groups)
-            result += text("  rank %d cta %d warp", cta.rank, cta.block) + who + ": " + what + "\n";
-    }
-    return result;
 }
 
 // ---- what the operations ask of shared memory
@@ -607,3 +392,5 @@ inline size_t check_shared(const void* pointer, size_t bytes, size_t alignment, 
 constexpr size_t swizzle_128b(size_t offset) { return offset ^ ((offset >> 3) & 0x70); }
 
 }  // namespace megamoe::host
+
+#include "megamoe/arch/host/report.h"

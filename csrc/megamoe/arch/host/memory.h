@@ -87,7 +87,9 @@ struct Memory {
     }
 
     uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }
-    uint32_t coarse_timeout() const { return args.timeout_ns == 0 ? ~0u : static_cast<uint32_t>(args.timeout_ns >> 20); }
+    uint32_t coarse_timeout() const {
+        return args.timeout_ns == 0 ? ~0u : static_cast<uint32_t>(args.timeout_ns >> 20);
+    }
 };
 
 }  // namespace megamoe

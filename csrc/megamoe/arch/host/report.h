@@ -1,0 +1,85 @@
+// Who waits for what, in words: the body of every error and deadlock report.
+#pragma once
+#include "megamoe/arch/host/machine.h"
+
+namespace megamoe::host {
+
+inline const char* edge_name(Edge edge) {
+    static const char* const names[] = {"none",       "routes_ready", "x_ready",      "grid_barrier",
+                                        "rows_ready", "h_ready",      "y_rows_ready", "partials_ready",
+                                        "config",     "peer_abort"};
+    size_t index = static_cast<size_t>(edge);
+    return index < sizeof(names) / sizeof(names[0]) ? names[index] : "?";
+}
+
+inline const char* name_of(WarpOperation operation) {
+    static const char* const names[] = {"warp_sync", "shfl", "shfl_xor", "ballot", "match_any"};
+    return names[static_cast<int>(operation)];
+}
+
+inline const char* name_of(WarpgroupOperation operation) {
+    static const char* const names[] = {"wgmma_wait", "registers_grow", "registers_shrink"};
+    return names[static_cast<int>(operation)];
+}
+
+inline std::string Machine::describe(const Fiber* fiber) const {
+    Cta& cta = *fiber->cta;
+    switch (fiber->waiting) {
+        case Waiting::nothing:
+            return "ready";
+        case Waiting::time:
+            return "sleeping (polls)";
+        case Waiting::exited:
+            return "exited";
+        case Waiting::mbarrier:
+            return text("mbarrier at shared +%td, parity %u: ",
+                        static_cast<const uint8_t*>(fiber->address) - cta.shared, fiber->value) +
+                   describe_mbarrier(fiber->address);
+        case Waiting::named_barrier: {
+            const NamedBarrier& barrier = cta.named[fiber->value];
+            return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived,
+                        barrier.expected);
+        }
+        case Waiting::warp:
+            return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation),
+                        cta.warp(fiber).arrived);
+        case Waiting::warpgroup:
+            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation),
+                        cta.warpgroup(fiber).arrived, warpgroup_size);
+        case Waiting::flag:
+            return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
+                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-",
+                        fiber->at_least ? "at least" : "equal", fiber->value,
+                        *static_cast<const uint32_t*>(fiber->address));
+    }
+    return "?";
+}
+
+// For each CTA one line for each thing that somebody waits for; exited threads are left out.
+inline std::string Machine::describe_waits() const {
+    std::string result;
+    for (const Cta& cta : ctas) {
+        std::vector<std::pair<std::string, std::string>> groups;  // what, who
+        for (int warp = 0; warp < cta.threads / warp_size; ++warp) {
+            for (int lane = 0; lane < warp_size;) {
+                std::string what = describe(&cta.fibers[warp * warp_size + lane]);
+                int end = lane + 1;
+                while (end < warp_size && describe(&cta.fibers[warp * warp_size + end]) == what) ++end;
+                std::string who = end - lane == warp_size ? text(" %d", warp)
+                                  : end - lane == 1       ? text(" %d.%d", warp, lane)
+                                                          : text(" %d.%d-%d", warp, lane, end - 1);
+                lane = end;
+                if (what == "exited") continue;
+                auto group =
+                    std::find_if(groups.begin(), groups.end(), [&](auto& g) { return g.first == what; });
+                if (group == groups.end()) group = groups.insert(groups.end(), {what, ""});
+                group->second += who;
+            }
+        }
+        for (const auto& [what, who] : groups)
+            result += text("  rank %d cta %d warp", cta.rank, cta.block) + who + ": " + what + "\n";
+    }
+    return result;
+}
+
+}  // namespace megamoe::host

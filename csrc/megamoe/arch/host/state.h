@@ -1,0 +1,152 @@
+// What the emulated machine consists of: fibers, warps, warpgroups, CTAs, and the copies under way.
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "megamoe/arch/host/context.h"
+#include "megamoe/layout/args.h"
+
+namespace megamoe::host {
+
+constexpr int warp_size = 32;
+constexpr int warpgroup_size = 128;
+constexpr int num_named_barriers = 16;
+
+enum class Waiting : uint8_t { nothing, mbarrier, named_barrier, warp, warpgroup, flag, time, exited };
+enum class WarpOperation : uint8_t { sync, shuffle, shuffle_xor, ballot, match };
+enum class WarpgroupOperation : uint8_t { wgmma_wait, registers_grow, registers_shrink };
+enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
+
+struct Cta;
+
+struct Fiber {
+    Context context;
+    Cta* cta;
+    Fiber* next;  // in the queue it is blocked in
+    const uint8_t* lowest_stack;
+    int thread;
+    Waiting waiting;
+    bool flag_reached;    // what a flag wait returns
+    uint32_t value;       // mbarrier: parity; named barrier: id; flag: target
+    const void* address;  // mbarrier or flag
+    // a flag wait
+    const uint32_t* abort;
+    uint64_t deadline;
+    bool at_least;
+    Edge edge;
+    uint32_t peer, index;
+    // tensor-core instructions issued, and groups committed, since the launch began
+    uint32_t wgmma_issued, wgmma_committed;
+
+    int lane() const { return thread % warp_size; }
+    int warp() const { return thread / warp_size; }
+};
+
+struct Queue {  // FIFO of blocked fibers
+    Fiber* head = nullptr;
+    Fiber* tail = nullptr;
+    void push(Fiber* fiber) {
+        fiber->next = nullptr;
+        (head ? tail->next : head) = fiber;
+        tail = fiber;
+    }
+};
+
+struct Warp {
+    uint32_t arrived = 0;  // lanes
+    WarpOperation operation = WarpOperation::sync;
+    uint32_t operand[warp_size];
+    int parameter[warp_size];
+    uint32_t result[warp_size];
+};
+
+// One wgmma of a warpgroup: issued by all 128 threads, executed when they wait for it.
+struct Wgmma {
+    const uint8_t* a;  // first row of the operand, and
+    const uint8_t* b;
+    uint32_t a_byte, b_byte;  // the byte within each 128-byte row
+    bool is_e4m3, accumulate;
+    uint32_t group;
+    float* acc[warpgroup_size];
+};
+
+struct Warpgroup {
+    int arrived = 0;
+    WarpgroupOperation operation = WarpgroupOperation::wgmma_wait;
+    int parameter = 0;
+    int registers = 0;  // per thread
+    Queue blocked;
+    uint32_t executed = 0, issued = 0;
+    std::vector<Wgmma> in_flight;  // numbers [executed, issued)
+};
+
+struct NamedBarrier {
+    int arrived = 0, expected = 0;
+    Queue blocked;
+};
+
+struct MbarrierQueue {
+    const void* barrier;
+    Queue blocked;
+};
+
+// An asynchronous copy into shared memory. The source is read at issue or at landing, as the seed says: the
+// program may rely on neither.
+struct Load {
+    Cta* cta;
+    uint8_t* destination;
+    uint64_t* barrier;
+    const TensorMap* map;  // null: a plain copy from `source`
+    const void* source;
+    int coordinates[4];
+    uint32_t bytes;
+    uint64_t due;  // round
+    std::vector<uint8_t> data;
+};
+
+// An asynchronous copy out of shared memory.
+struct Store {
+    Fiber* owner;
+    const TensorMap* map;
+    uint8_t* source;
+    int coordinates[4];
+    uint32_t bytes;
+    bool committed, released, early_write;  // released: bulk_wait_read has returned
+    std::vector<uint8_t> data;              // empty until the source was read
+};
+
+struct Cta {
+    const Args* args = nullptr;
+    int rank = 0, block = 0, num_ctas = 0, threads = 0;
+    int live = 0;
+    uint8_t* shared = nullptr;
+    size_t shared_bytes = 0;
+    Fiber* fibers = nullptr;
+    std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
+    NamedBarrier named[num_named_barriers];
+    std::vector<MbarrierQueue> mbarriers;  // those with waiters
+    std::vector<Store> stores;
+    int loads_in_flight = 0;
+
+    Warp& warp(const Fiber* fiber) { return warps[fiber->thread / warp_size]; }
+    Warpgroup& warpgroup(const Fiber* fiber) { return warpgroups[fiber->thread / warpgroup_size]; }
+};
+
+inline std::string format_text(const char* format, va_list arguments) {
+    char text[1024];
+    vsnprintf(text, sizeof(text), format, arguments);
+    return text;
+}
+inline std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+inline std::string text(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    std::string result = format_text(format, arguments);
+    va_end(arguments);
+    return result;
+}
+
+}  // namespace megamoe::host
