@@ -22,7 +22,7 @@ from megamoe.weights import ExpertWeights
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 
 SWIZZLE_BYTES = 128  # innermost extent of every box
-DEFAULT_GEMM2_LAG = 16  # blocks; at least max_group of csrc/megamoe/schedule/order.h
+DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def fill_static(
     fault: int,
     profile: int = 0,
     epoch: int = 0,
-    gemm2_lag: int = DEFAULT_GEMM2_LAG,
+    step_blocks: int = DEFAULT_STEP_BLOCKS,
 ) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
@@ -126,7 +126,7 @@ def fill_static(
     args.hidden, args.intermediate = p.hidden, p.intermediate
     args.pool_rows = plan.pool_rows
     args.max_chunks = layout.max_chunks(p)
-    args.gemm2_lag = gemm2_lag
+    args.step_blocks = step_blocks
     args.config_hash = p.fingerprint()
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset

@@ -111,13 +111,13 @@ class Emulation:
         *,
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
-        gemm2_lag: int = arguments.DEFAULT_GEMM2_LAG,
+        step_blocks: int = arguments.DEFAULT_STEP_BLOCKS,
         timeout_s: float | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
         if not 1 <= num_ctas <= 64:
             raise ConfigError("num_ctas", num_ctas, "1..64")
-        self.problem, self.num_ctas, self.gemm2_lag = problem, num_ctas, gemm2_lag
+        self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
         self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         self.library = _load(Variant(problem.precision, problem.activation.kind), flags)
         self.ranks = [
@@ -171,7 +171,7 @@ class Emulation:
                 encoder=encode_emulated,
                 timeout_ns=self.timeout_ns,
                 fault=ctypes.addressof(rank.fault),
-                gemm2_lag=self.gemm2_lag,
+                step_blocks=self.step_blocks,
             )
             arguments.fill_weights(args, rank.plan, experts, encode_emulated)
             tokens = None if num_tokens_device is None else here(num_tokens_device[index])

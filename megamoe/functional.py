@@ -28,7 +28,7 @@ BACKENDS = {
 # what the constructors of the backends take besides problem, group and device
 OPTIONS = (
     *("window", "reserve_sms", "pool_rows", "timeout_s", "pdl", "profile"),
-    *("gemm2_lag", "num_ctas", "rounding"),
+    *("step_blocks", "num_ctas", "rounding"),
 )
 
 

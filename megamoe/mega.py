@@ -84,7 +84,7 @@ class MegaBackend:
         timeout_s: float | None = None,
         pdl: bool | None = None,
         profile: bool = False,
-        gemm2_lag: int | None = None,
+        step_blocks: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         wrapped = as_group(group)
@@ -104,7 +104,7 @@ class MegaBackend:
         self._timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         self.window.timeout_ns = self._timeout_ns
         self._pdl = env.pdl() if pdl is None else pdl
-        self._gemm2_lag = gemm2_lag
+        self._step_blocks = step_blocks
         reserve = _default_reserve(wrapped) if reserve_sms is None else reserve_sms
         sms = self._num_sms()
         if not 0 <= reserve < sms:
@@ -161,7 +161,7 @@ class MegaBackend:
         kernel.check_resident(self.grid)
         self._encode = encode
         self._workspace = self.window.workspace(self.plan)
-        options = {} if self._gemm2_lag is None else {"gemm2_lag": self._gemm2_lag}
+        options = {} if self._step_blocks is None else {"step_blocks": self._step_blocks}
         fill_static(
             self._args,
             self.plan,

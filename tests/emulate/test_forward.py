@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
         ),
         *((4, None, 40, 3), (2, None, 16, 4), (2, least_pool(problem), 16, 5)),
     ):
-        emulation = Emulation(problem, num_ctas=num_ctas, pool_rows=pool_rows, gemm2_lag=lag)
+        emulation = Emulation(problem, num_ctas=num_ctas, pool_rows=pool_rows, step_blocks=lag)
         for _ in range(2):
             ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
             first = first or ys

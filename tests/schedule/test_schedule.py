@@ -1,4 +1,4 @@
-"""schedule/order.h, enumerated: every tile once, in order and after its inputs; index maps one to one; ranges partition."""
+"""schedule/order.h, enumerated: every tile once, in order, after its inputs; index maps one to one; ranges a partition."""
 
 import ctypes
 import itertools
@@ -78,7 +78,7 @@ def check_streams(order, launch: Launch) -> None:
         assert before.cta != after.cta or before.place < after.place, (
             f"{after} comes after {before} in its CTA, before it in the order"
         )
-    # Deadlock-free because: each CTA takes its tiles in the global order, and each tile stands there after all its inputs.
+    # Deadlock-free because: each CTA takes its tiles in the global order, where each tile stands after its inputs.
     last_gemm1 = [(-1, 0, 0)] * launch.num_blocks
     for t in tiles:
         if t.stage == GEMM1:
@@ -154,21 +154,22 @@ def test_real_shapes_share_both_stages(order, tiles1, tiles2):
 
 @pytest.mark.parametrize("missing", [2, 4, 8, 15])
 def test_streams_need_the_lag(order, missing):
-    """lag >= max_group makes the dependencies hold: a smaller one must fail, or the tests above prove nothing."""
+    """lag >= max_group makes the dependencies hold: a smaller one must fail, or the tests above prove nothing.
+
+    One less would still do, since gemm1 comes first within a step.
+    """
     group = order.abi_max_group()
+    check_streams(order, Launch([group], 24, 2, group - 1, 7))
     with pytest.raises(AssertionError, match="before its inputs"):
         check_streams(order, Launch([group], 24, 2, group - missing, 7))
 
 
-def test_deal_check_sees_a_tied_cta(order):
-    """Dealing the merged order tied CTAs to one stage (docs/tuning.md): the check of the shares must fail on it."""
-    launch = Launch([16], 2, 2, order.abi_max_group(), 4)
+def test_dealing_the_merged_order_is_seen(order):
+    """What TileStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each (docs/tuning.md)."""
+    launch = Launch([16] * 8, 16, 28, order.abi_max_group(), 132)
     merged = sorted(streams_of(order, launch), key=lambda t: t.place)
-    tied = [t._replace(cta=i % launch.ctas) for i, t in enumerate(merged)]
-    check_deal(tied, launch)  # as even as can be while both stages are dealt out ...
-    one_stage = [t._replace(cta=t.stage * 2 + i % 2) for i, t in enumerate(merged)]
     with pytest.raises(AssertionError, match="dealt unevenly"):
-        check_deal(one_stage, launch)  # ... and not when a CTA sees one stage only
+        check_deal([t._replace(cta=i % launch.ctas) for i, t in enumerate(merged)], launch)
 
 
 def test_groups_partition_the_blocks(order):

@@ -1,5 +1,6 @@
 // Activation policies, fp32, element by element: h = apply(gate, up) for gated ones, h = apply(up) otherwise.
-// Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/config.py::Activation is the torch twin.
+// Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/config.py::Activation is the torch
+// twin.
 #pragma once
 #include "megamoe/arch/arch.h"
 #include "megamoe/layout/args.h"
@@ -31,7 +32,8 @@ struct GeGlu {
         float z = gate * 0.70710678f;
         float a = z < 0 ? -z : z;
         float t = arch::fast_div(1.0f, 1.0f + 0.3275911f * a);
-        float poly = t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+        float poly = t * (0.254829592f +
+                          t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
         float erf_a = 1.0f - poly * arch::fast_exp(-a * a);
         return 0.5f * gate * (1.0f + (z < 0 ? -erf_a : erf_a)) * up;
     }

@@ -3,9 +3,16 @@
 #include "megamoe/base/portable.h"
 
 namespace megamoe {
-struct bf16_t { uint16_t bits; };   // storage types; arithmetic is fp32
-struct e4m3_t { uint8_t bits; };
-struct alignas(16) uint4_t { uint32_t x, y, z, w; };
+// Storage types; arithmetic is fp32.
+struct bf16_t {
+    uint16_t bits;
+};
+struct e4m3_t {
+    uint8_t bits;
+};
+struct alignas(16) uint4_t {
+    uint32_t x, y, z, w;
+};
 }  // namespace megamoe
 
 #if defined(MEGAMOE_EMULATE)

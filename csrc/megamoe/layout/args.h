@@ -1,10 +1,10 @@
 // The launch argument block: one POD, passed as a __grid_constant__ parameter.
 //
-// This file is its only definition. Python (jit/abi.py) reads it line by line to build the ctypes.Structure, so
-// every field is one line `type name;` or `type name[count];`, largest alignment first within a group.
-// All byte offsets are computed in megamoe/layout.py; the kernel receives pointers and offsets and computes none.
-// Shapes: T tokens of this rank, R ranks, E experts, L local experts, K top-k, H hidden, I intermediate, M pool rows,
-// C chunks of 32 tokens, P planes of w13 (2 gated, 1 not).
+// This file is its only definition. Python (jit/abi.py) reads it line by line to build the ctypes.Structure,
+// so every field is one line `type name;` or `type name[count];`, largest alignment first within a group. All
+// byte offsets are computed in megamoe/layout.py; the kernel receives pointers and offsets and computes none.
+// Shapes: T tokens of this rank, R ranks, E experts, L local experts, K top-k, H hidden, I intermediate, M
+// pool rows, C chunks of 32 tokens, P planes of w13 (2 gated, 1 not).
 #pragma once
 #include "megamoe/base/portable.h"
 
@@ -32,65 +32,65 @@ enum class Edge : uint32_t {
 };
 
 struct FaultRecord {  // in pinned host memory
-    uint32_t edge;      // written last; 0 = no fault
-    uint32_t peer;      // the rank waited for; max_ranks when local
-    uint32_t role;      // warp index in the CTA
-    uint32_t index;     // block, token or CTA waited for
+    uint32_t edge;    // written last; 0 = no fault
+    uint32_t peer;    // the rank waited for; max_ranks when local
+    uint32_t role;    // warp index in the CTA
+    uint32_t index;   // block, token or CTA waited for
     uint32_t expected;
     uint32_t seen;
 };
 
 struct Args {
-    TensorMap map_x_pool;       // [M, H] A operand of gemm1; box 64 rows x 128 bytes, 128B swizzle
-    TensorMap map_w13;          // [L, P, I, H]; box 128 rows x 128 bytes
-    TensorMap map_h;            // [M, I] stored by gemm1, A operand of gemm2; box 64 rows x 128 bytes
-    TensorMap map_w2;           // [L, 1, H, I]; box 128 rows x 128 bytes
-    TensorMap map_y_rows;       // [M, H] bf16, stored by gemm2; box 64 rows x 64 columns
+    TensorMap map_x_pool;  // [M, H] A operand of gemm1; box 64 rows x 128 bytes, 128B swizzle
+    TensorMap map_w13;     // [L, P, I, H]; box 128 rows x 128 bytes
+    TensorMap map_h;       // [M, I] stored by gemm1, A operand of gemm2; box 64 rows x 128 bytes
+    TensorMap map_w2;      // [L, 1, H, I]; box 128 rows x 128 bytes
+    TensorMap map_y_rows;  // [M, H] bf16, stored by gemm2; box 64 rows x 64 columns
     // inputs and output, ordinary memory
-    const void* x;              // [T, H] bf16
-    const void* topk_ids;       // [T, K] int32 or int64, see ids_are_int64
-    const float* topk_weights;  // [T, K]
+    const void* x;                     // [T, H] bf16
+    const void* topk_ids;              // [T, K] int32 or int64, see ids_are_int64
+    const float* topk_weights;         // [T, K]
     const int32_t* num_tokens_device;  // [1] or null: then num_tokens below
-    void* y;                    // [T, H] bf16
-    const float* w13_scale;     // fp8: [L, P * ceil(I/128), ceil(H/128)]
-    const float* w2_scale;      // fp8: [L, ceil(H/128), ceil(I/128)]
-    const float* b13;           // [L, P * I] or null
-    const float* b2;            // [L, H] or null
+    void* y;                           // [T, H] bf16
+    const float* w13_scale;            // fp8: [L, P * ceil(I/128), ceil(H/128)]
+    const float* w2_scale;             // fp8: [L, ceil(H/128), ceil(I/128)]
+    const float* b13;                  // [L, P * I] or null
+    const float* b2;                   // [L, H] or null
     // workspace, ordinary memory, zeroed once when it is made
-    uint32_t* epoch;            // [1] completed launches
-    uint32_t* tickets;          // [8] see roles/prologue.cuh
-    uint32_t* barrier;          // [2] arrivals, generation
-    int32_t* route_ids;         // [C*32, K] local expert or -1
-    float* route_weights;       // [C*32, K]
-    int32_t* route_rows;        // [C*32, K] pool row in this pass or -1
-    int32_t* chunk_prefix;      // [L, C+1] routes of expert l in chunks before c
-    uint32_t* row_route;        // [M] chunk-order token * 16 + k, with the leader and closer bits
-    int32_t* block_table;       // [M/128, 2] expert and rows, group; see BlockEntry
-    uint32_t* rows_ready;       // [M/128] rows that arrived
-    uint32_t* gemm1_done;       // [M/128] finished tiles
-    uint32_t* gemm2_done;       // [M/128] finished tiles
-    void* x_pool;               // [M, H] bf16 or e4m3
-    float* x_pool_scale;        // fp8: [ceil(H/128), M]
-    void* h;                    // [M, I] bf16 or e4m3
-    float* h_scale;             // fp8: [ceil(I/128), M]
-    void* y_rows;               // [M, H] bf16
-    FaultRecord* fault;         // pinned host memory
-    uint32_t* abort;            // [1] window[rank] + window_abort: the cell that this rank polls
-    uint64_t* profile;          // [grid, 16] or null: in-kernel timestamps, see roles/profile.h
+    uint32_t* epoch;        // [1] completed launches
+    uint32_t* tickets;      // [8] see roles/prologue.cuh
+    uint32_t* barrier;      // [2] arrivals, generation
+    int32_t* route_ids;     // [C*32, K] local expert or -1
+    float* route_weights;   // [C*32, K]
+    int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
+    int32_t* chunk_prefix;  // [L, C+1] routes of expert l in chunks before c
+    uint32_t* row_route;    // [M] chunk-order token * 16 + k, with the leader and closer bits
+    int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
+    uint32_t* rows_ready;   // [M/128] rows that arrived
+    uint32_t* gemm1_done;   // [M/128] finished tiles
+    uint32_t* gemm2_done;   // [M/128] finished tiles
+    void* x_pool;           // [M, H] bf16 or e4m3
+    float* x_pool_scale;    // fp8: [ceil(H/128), M]
+    void* h;                // [M, I] bf16 or e4m3
+    float* h_scale;         // fp8: [ceil(I/128), M]
+    void* y_rows;           // [M, H] bf16
+    FaultRecord* fault;     // pinned host memory
+    uint32_t* abort;        // [1] window[rank] + window_abort: the cell that this rank polls
+    uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see roles/profile.h
     // the window: base address of each rank's, as mapped here, and offsets that are equal on all ranks
     uint64_t window[max_ranks];
-    int64_t window_abort;       // uint32: not 0 once a rank has given up; only a reset clears it
-    int64_t window_routes;      // [2, R] RouteCell, written by each home rank
-    int64_t window_staged;      // [R] uint32 epoch: x of that home rank is staged
-    int64_t window_ids;         // [2, max_tokens, K] int32, global expert or -1
-    int64_t window_weights;     // [2, max_tokens, K] float
-    int64_t window_x;           // [max_tokens, H] bf16 or e4m3
-    int64_t window_x_scale;     // fp8: [max_tokens, ceil(H/128)] float
-    int64_t window_ready;       // [R, max_tokens] uint32 epoch: rank r's partial of my token exists
-    int64_t window_partials;    // [R, max_tokens, H] bf16: partials for home rank r's tokens
+    int64_t window_abort;     // uint32: not 0 once a rank has given up; only a reset clears it
+    int64_t window_routes;    // [2, R] RouteCell, written by each home rank
+    int64_t window_staged;    // [R] uint32 epoch: x of that home rank is staged
+    int64_t window_ids;       // [2, max_tokens, K] int32, global expert or -1
+    int64_t window_weights;   // [2, max_tokens, K] float
+    int64_t window_x;         // [max_tokens, H] bf16 or e4m3
+    int64_t window_x_scale;   // fp8: [max_tokens, ceil(H/128)] float
+    int64_t window_ready;     // [R, max_tokens] uint32 epoch: rank r's partial of my token exists
+    int64_t window_partials;  // [R, max_tokens, H] bf16: partials for home rank r's tokens
     uint64_t timeout_ns;
     // sizes
-    int32_t num_tokens;         // rows of x and y; num_tokens_device may say fewer
+    int32_t num_tokens;  // rows of x and y; num_tokens_device may say fewer
     int32_t max_tokens;
     int32_t num_ranks;
     int32_t rank;
@@ -100,17 +100,17 @@ struct Args {
     int32_t top_k;
     int32_t hidden;
     int32_t intermediate;
-    int32_t pool_rows;          // M, a multiple of 128
-    int32_t max_chunks;         // row length of chunk_prefix is max_chunks + 1
-    int32_t gemm2_lag;          // blocks that gemm2 trails gemm1 by, >= max_group of schedule/order.h
+    int32_t pool_rows;   // M, a multiple of 128
+    int32_t max_chunks;  // row length of chunk_prefix is max_chunks + 1
+    int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
     int32_t ids_are_int64;
-    uint32_t config_hash;       // equal on all ranks, or Edge::config is raised
+    uint32_t config_hash;  // equal on all ranks, or Edge::config is raised
     float act_alpha;
     float act_limit;
     float act_up_offset;
 };
 
-struct RouteCell {   // one writer; `epoch` stored last, with release
+struct RouteCell {  // one writer; `epoch` stored last, with release
     uint32_t num_tokens;
     uint32_t config_hash;
     uint32_t unused;

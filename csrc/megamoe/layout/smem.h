@@ -6,7 +6,7 @@
 
 namespace megamoe {
 
-constexpr int num_stages = 4;
+constexpr int num_stages = 3;
 constexpr int num_math_groups = 2;
 constexpr int num_threads = 512;
 constexpr int num_warps = num_threads / 32;
@@ -16,7 +16,7 @@ constexpr int first_math_warp = 8;
 constexpr int group_rows = 64;                     // rows of one math warpgroup
 constexpr int max_local_experts = 1024;
 constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
-constexpr int num_output_slots = 2;                      // chunks of one warpgroup in flight to memory
+constexpr int num_output_slots = 4;                      // chunks of one warpgroup in flight to memory
 
 // What one pass over the pool does; written by one thread, read by every role after a CTA barrier.
 struct PassPlan {

@@ -1,20 +1,22 @@
-// Every hand-over between CTAs or ranks, one struct an edge: publish() by the producer, await() by the consumer.
-// A role never touches a flag otherwise, so it cannot forget a fence. docs/protocol.md has the happens-before
-// argument of each; tests/model checks each with its mutants.
+// Every hand-over between CTAs or ranks, one struct an edge: publish() by the producer, await() by the
+// consumer. A role never touches a flag otherwise, so it cannot forget a fence. docs/protocol.md has the
+// happens-before argument of each; tests/model checks each with its mutants.
 //
-// Rules: a producer that wrote through the async proxy completes its bulk stores first; one that wrote with ordinary
-// stores is converged with all writers (warp_sync, cta_sync or an mbarrier) before publish(). A consumer that reads through
-// the async proxy crosses proxies after its acquire, in the thread that issues the copy.
+// Rules: a producer that wrote through the async proxy completes its bulk stores first; one that wrote with
+// ordinary stores is converged with all writers (warp_sync, cta_sync or an mbarrier) before publish(). A
+// consumer that reads through the async proxy crosses proxies after its acquire, in the thread that issues
+// the copy.
 #pragma once
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {
 
-// home rank -> expert rank: ids and weights of my tokens are staged. Cell: RouteCell::epoch in the peer's window.
+// home rank -> expert rank: ids and weights of my tokens are staged. Cell: RouteCell::epoch in the peer's
+// window.
 struct RoutesReady {
     template <class Mem, class Cell>
-    static MEGAMOE_DEVICE void publish(Mem& mem, Cell epoch_cell, Cell tokens_cell, Cell hash_cell, uint32_t epoch,
-                                       uint32_t num_tokens, uint32_t config_hash) {
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell epoch_cell, Cell tokens_cell, Cell hash_cell,
+                                       uint32_t epoch, uint32_t num_tokens, uint32_t config_hash) {
         mem.store(tokens_cell, num_tokens, Order::relaxed, Scope::system);
         mem.store(hash_cell, config_hash, Order::relaxed, Scope::system);
         mem.store(epoch_cell, epoch, Order::release, Scope::system);
@@ -45,7 +47,8 @@ struct RowsReady {
     }
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t rows, uint32_t block) {
-        bool ok = mem.await(cell, Until::at_least, rows, Scope::gpu, Wait{Edge::rows_ready, max_ranks, block});
+        bool ok =
+            mem.await(cell, Until::at_least, rows, Scope::gpu, Wait{Edge::rows_ready, max_ranks, block});
         mem.fence_proxy_async();
         return ok;
     }
@@ -74,12 +77,13 @@ struct YRowsReady {
         mem.add(cell, 1, Order::release, Scope::gpu);
     }
     template <class Mem, class Cell>
-    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t tiles) {  // a poll: transport has other work meanwhile
+    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t tiles) {  // a poll, not a wait
         return mem.load(cell, Order::acquire, Scope::gpu) >= tiles;
     }
 };
 
-// reduce (expert rank) -> combine (home rank): one partial is in the expert rank's window. Ordinary loads by the home.
+// reduce (expert rank) -> combine (home rank): one partial is in the expert rank's window. Ordinary loads by
+// the home.
 struct PartialsReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {
@@ -91,7 +95,8 @@ struct PartialsReady {
     }
 };
 
-// All CTAs of this rank. The last to arrive opens the next generation; called by one thread of each CTA, CTA-converged.
+// All CTAs of this rank. The last to arrive opens the next generation; called by one thread of each CTA,
+// CTA-converged.
 struct GridBarrier {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {
@@ -101,7 +106,8 @@ struct GridBarrier {
             mem.store(generation, mine + 1, Order::release, Scope::gpu);
             return true;
         }
-        return mem.await(generation, Until::at_least, mine + 1, Scope::gpu, Wait{Edge::grid_barrier, max_ranks, 0});
+        return mem.await(generation, Until::at_least, mine + 1, Scope::gpu,
+                         Wait{Edge::grid_barrier, max_ranks, 0});
     }
 };
 

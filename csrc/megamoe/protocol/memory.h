@@ -5,15 +5,16 @@
 //   void store(Cell, uint32_t, Order, Scope)             relaxed or release
 //   void add(Cell, uint32_t, Order, Scope)               relaxed or release reduction
 //   uint32_t fetch_add(Cell, uint32_t, Scope)            acquire + release
-//   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = the launch is poisoned
-//   void fence_proxy_async()                             orders generic accesses with later async-proxy ones, all spaces
+//   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = poisoned launch
+//   void fence_proxy_async()                             orders generic accesses with later async-proxy ones
 //   void async_complete()                                waits until this thread's bulk stores are written
 //
 //   bool aborted(); void fault(Wait, expected, seen); void raise_abort(int peer)
 //   uint32_t coarse_time(), coarse_timeout()             units of 2^20 ns
 //
-// Implementations: protocol/ptx_memory.cuh (Hopper), arch/host/memory.h (fibers), tests/model/model.h (model checker).
-// protocol/edges.h is written on this and nothing else, so the checker runs the very code that the kernel runs.
+// Implementations: protocol/ptx_memory.cuh (Hopper), arch/host/memory.h (fibers), tests/model/model.h (model
+// checker). protocol/edges.h is written on this and nothing else, so the checker runs the very code that the
+// kernel runs.
 #pragma once
 #include "megamoe/layout/args.h"
 

@@ -1,6 +1,7 @@
-// The Memory policy on Hopper: every flag operation and fence that orders memory between CTAs or ranks, as PTX.
-// PTX ISA, "Memory Consistency Model": release/acquire patterns at .gpu or .sys scope, cumulative over what the thread has
-// observed (so a barrier among the writers, then one release, publishes the writes of all of them).
+// The Memory policy on Hopper: every flag operation and fence that orders memory between CTAs or ranks, as
+// PTX. PTX ISA, "Memory Consistency Model": release/acquire patterns at .gpu or .sys scope, cumulative over
+// what the thread has observed (so a barrier among the writers, then one release, publishes the writes of all
+// of them).
 #pragma once
 #include "megamoe/arch/arch.h"
 #include "megamoe/protocol/memory.h"
@@ -40,7 +41,10 @@ struct Memory {
     }
     MEGAMOE_DEVICE uint32_t fetch_add(Cell cell, uint32_t v, Scope) const {
         uint32_t old;
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(cell), "r"(v) : "memory");
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+                     : "=r"(old)
+                     : "l"(cell), "r"(v)
+                     : "memory");
         return old;
     }
     MEGAMOE_DEVICE void fence_proxy_async() const { asm volatile("fence.proxy.async;" ::: "memory"); }
@@ -67,11 +71,13 @@ struct Memory {
         }
     }
 
-    // True once any rank has given up on a launch of this window: from then on waits return at once (abort = poison).
+    // True once any rank has given up on a launch of this window: from then on waits return at once (abort =
+    // poison).
     MEGAMOE_DEVICE bool aborted() const { return load(args.abort, Order::relaxed, Scope::system) != 0; }
 
-    // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons its other waits.
-    // The last CTA out raises the peers' cells (raise_abort), so that this cold path stays a handful of stores.
+    // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons
+    // its other waits. The last CTA out raises the peers' cells (raise_abort), so that this cold path stays a
+    // handful of stores.
     MEGAMOE_DEVICE void fault(Wait wait, uint32_t expected, uint32_t seen) const {
         if (fetch_add(&args.tickets[3], 1, Scope::gpu) == 0) {
             volatile FaultRecord* record = args.fault;
@@ -80,7 +86,8 @@ struct Memory {
             record->index = wait.index;
             record->expected = expected;
             record->seen = seen;
-            store(const_cast<uint32_t*>(&record->edge), static_cast<uint32_t>(wait.edge), Order::release, Scope::system);
+            store(const_cast<uint32_t*>(&record->edge), static_cast<uint32_t>(wait.edge), Order::release,
+                  Scope::system);
         }
         store(args.abort, 1, Order::release, Scope::system);
     }
@@ -90,7 +97,9 @@ struct Memory {
     }
 
     // Units of 2^20 ns, about a millisecond: one register. A timeout of 0 is none.
-    MEGAMOE_DEVICE uint32_t coarse_time() const { return static_cast<uint32_t>(arch::globaltimer_ns() >> 20); }
+    MEGAMOE_DEVICE uint32_t coarse_time() const {
+        return static_cast<uint32_t>(arch::globaltimer_ns() >> 20);
+    }
     MEGAMOE_DEVICE uint32_t coarse_timeout() const {
         return args.timeout_ns == 0 ? ~0u : static_cast<uint32_t>(args.timeout_ns >> 20);
     }

@@ -75,7 +75,7 @@ class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
         : args_(ctx.args),
-          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args), ctx.args.gemm2_lag,
+          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args), step_blocks(ctx.args),
                   arch::block_idx(), arch::grid_dim()) {}
 
     MEGAMOE_DEVICE Tile next() {
@@ -90,6 +90,12 @@ class Tiles {
     }
 
   private:
+    // Two gemm1 tiles a CTA and step, or what the caller asked for.
+    static MEGAMOE_DEVICE int step_blocks(const Args& args) {
+        int blocks = args.step_blocks != 0 ? args.step_blocks : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles1(args));
+        return max_of(blocks, max_group);
+    }
+
     const Args& args_;
     TileStream stream_;
 };

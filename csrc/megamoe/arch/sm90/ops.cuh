@@ -1,6 +1,6 @@
-// The machine interface of arch/README.md on Hopper. One instruction a function; the PTX ISA section is named where the
-// operands are not obvious. Tensor-core instructions are CuTe's atoms (nvidia-cutlass), the rest is short PTX, every one
-// with a "memory" clobber when it touches memory.
+// The machine interface of arch/README.md on Hopper. One instruction a function; the PTX ISA section is named
+// where the operands are not obvious. Tensor-core instructions are CuTe's atoms (nvidia-cutlass), the rest is
+// short PTX, every one with a "memory" clobber when it touches memory.
 #pragma once
 #include "megamoe/arch/sm90/wgmma.cuh"
 #include "megamoe/layout/args.h"
@@ -25,36 +25,48 @@ MEGAMOE_DEVICE uint64_t globaltimer_ns() {
 }
 MEGAMOE_DEVICE uint64_t clock_cycles() { return static_cast<uint64_t>(clock64()); }
 MEGAMOE_DEVICE void sleep_ns(uint32_t ns) { __nanosleep(ns); }
-// Programmatic dependent launch: nothing of the previous kernel's is read before this. Returns at once without it.
+// Programmatic dependent launch: nothing of the previous kernel's is read before this. Returns at once
+// without it.
 MEGAMOE_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- threads of a CTA, a warp
 MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-MEGAMOE_DEVICE void cta_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }  // not .aligned: roles call it apart
+// Not .aligned: roles call it from different places.
+MEGAMOE_DEVICE void cta_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }
 MEGAMOE_DEVICE void warp_sync() { __syncwarp(); }
 template <class V>
-MEGAMOE_DEVICE V shfl(V v, int lane) { return __shfl_sync(~0u, v, lane); }
+MEGAMOE_DEVICE V shfl(V v, int lane) {
+    return __shfl_sync(~0u, v, lane);
+}
 template <class V>
-MEGAMOE_DEVICE V shfl_xor(V v, int mask) { return __shfl_xor_sync(~0u, v, mask); }
+MEGAMOE_DEVICE V shfl_xor(V v, int mask) {
+    return __shfl_xor_sync(~0u, v, mask);
+}
 MEGAMOE_DEVICE uint32_t ballot(bool p) { return __ballot_sync(~0u, p); }
 MEGAMOE_DEVICE uint32_t match_any(int v) { return __match_any_sync(~0u, v); }
 MEGAMOE_DEVICE int popc(uint32_t v) { return __popc(v); }
 MEGAMOE_DEVICE int ffs0(uint32_t v) { return __ffs(static_cast<int>(v)) - 1; }
 MEGAMOE_DEVICE uint32_t lanes_below() { return (1u << lane_idx()) - 1; }
 
-// ---- mbarriers. Default semantics (release/acquire at CTA scope): the .cluster forms compile to MEMBAR.ALL.GPU.
-MEGAMOE_DEVICE uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// ---- mbarriers. Default semantics (release/acquire at CTA scope): the .cluster forms compile to
+// MEMBAR.ALL.GPU.
+MEGAMOE_DEVICE uint32_t smem_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
 MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
+                 : "memory");
 }
 MEGAMOE_DEVICE void mbar_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 MEGAMOE_DEVICE void mbar_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 MEGAMOE_DEVICE void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)),
+                 "r"(bytes)
+                 : "memory");
 }
 MEGAMOE_DEVICE void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
@@ -78,23 +90,25 @@ MEGAMOE_DEVICE void prefetch_tensor_map(const TensorMap* map) {
 }
 MEGAMOE_DEVICE void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-            "r"(smem_address(s_dst)),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4}], [%2];" ::"r"(smem_address(s_dst)),
         "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1)
         : "memory");
 }
-MEGAMOE_DEVICE void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+MEGAMOE_DEVICE void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2,
+                                int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(smem_address(s_dst)),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem_address(s_dst)),
         "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
 MEGAMOE_DEVICE void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     smem_address(s_dst)),
-                 "l"(g_src), "r"(bytes), "r"(smem_address(bar))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            smem_address(s_dst)),
+        "l"(g_src), "r"(bytes), "r"(smem_address(bar))
+        : "memory");
 }
 MEGAMOE_DEVICE void tma_store_2d(const TensorMap* map, const void* s_src, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
@@ -104,7 +118,9 @@ MEGAMOE_DEVICE void tma_store_2d(const TensorMap* map, const void* s_src, int c0
 MEGAMOE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 MEGAMOE_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 MEGAMOE_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-MEGAMOE_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+MEGAMOE_DEVICE void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- 16-byte global access
 MEGAMOE_DEVICE uint4_t load_streaming(const void* p) {
@@ -116,7 +132,8 @@ MEGAMOE_DEVICE uint4_t load_streaming(const void* p) {
     return v;
 }
 MEGAMOE_DEVICE void store_vec(void* p, uint4_t v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 
 // ---- conversions

@@ -1,18 +1,21 @@
-// Tensor-core side of the machine interface: CuTe's m64n128 atoms, shared-memory descriptors, register budgets.
+// Tensor-core side of the machine interface: CuTe's m64n128 atoms, shared-memory descriptors, register
+// budgets.
 #pragma once
-#include <cute/arch/mma_sm90_gmma.hpp>
 #include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/mma_sm90_gmma.hpp>
 
 namespace megamoe::arch {
 
-// PTX ISA "Matrix descriptor": address >> 4 in bits 0-13, leading byte offset (unused for a swizzled K-major tile) in 16-29,
-// stride byte offset >> 4 in 32-45: 1024 bytes between groups of 8 rows of 128 bytes; bits 62-63 = 1: 128-byte swizzle.
+// PTX ISA "Matrix descriptor": address >> 4 in bits 0-13, leading byte offset (unused for a swizzled K-major
+// tile) in 16-29, stride byte offset >> 4 in 32-45: 1024 bytes between groups of 8 rows of 128 bytes; bits
+// 62-63 = 1: 128-byte swizzle.
 struct Desc {
     uint64_t bits;
 };
 MEGAMOE_DEVICE Desc make_desc(const void* s_tile) {
     uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(s_tile));
-    return {(uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4)};
+    return {(uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) |
+            ((address & 0x3ffff) >> 4)};
 }
 MEGAMOE_DEVICE Desc desc_advance(Desc d, int bytes) { return {d.bits + static_cast<uint64_t>(bytes >> 4)}; }
 
@@ -21,7 +24,8 @@ template <class Element>
 struct Atom;
 template <>
 struct Atom<bf16_t> {
-    using type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+    using type = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<cute::SM90::GMMA::Major::K,
+                                                                cute::SM90::GMMA::Major::K>;
 };
 template <>
 struct Atom<e4m3_t> {
@@ -44,7 +48,8 @@ MEGAMOE_DEVICE void issue(float (&acc)[64], Desc a, Desc b, bool accumulate, Ind
 
 template <class Element>
 MEGAMOE_DEVICE void wgmma(float (&acc)[64], Desc a, Desc b, bool accumulate) {
-    detail::issue<typename detail::Atom<Element>::type>(acc, a, b, accumulate, typename detail::MakeIndices<64>::type{});
+    detail::issue<typename detail::Atom<Element>::type>(acc, a, b, accumulate,
+                                                        typename detail::MakeIndices<64>::type{});
 }
 MEGAMOE_DEVICE void wgmma_fence() { cute::warpgroup_arrive(); }
 MEGAMOE_DEVICE void wgmma_commit() { cute::warpgroup_commit_batch(); }
