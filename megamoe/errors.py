@@ -96,9 +96,15 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
     """
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
     epoch = int(record.get("epoch", 0))
-    where = f"(launch {epoch}, role {role_name(int(record.get('role', 0)))})"
+    launch = f"launch {epoch}, " if epoch else ""
+    where = f"({launch}role {role_name(int(record.get('role', 0)))})"
     if edge == "none":
         return MegaMoEError("no fault is recorded")
+    if edge == "peer_abort":
+        return PeerFault(
+            f"rank {rank} left its launch because another rank gave up (edge peer_abort): see that "
+            "rank's error. No wait of this rank failed; its y is NaN"
+        )
     expected, seen = int(record["expected"]), int(record["seen"])
     if edge == "config":
         return RankMismatch(

@@ -21,6 +21,7 @@ from megamoe.window import Window, launch_lock, launch_order, on_device
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
+MAX_GROUP = 16  # max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/roles/profile.h
 
 
@@ -87,6 +88,8 @@ class MegaBackend:
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if step_blocks is not None and step_blocks < MAX_GROUP:
+            raise ConfigError("step_blocks", step_blocks, f"at least {MAX_GROUP} blocks")
         wrapped = as_group(group)
         self.problem = problem
         self._owns_window = window is None

@@ -48,13 +48,30 @@ class ReferenceBackend:
         parts = [(x, topk_ids, topk_weights, weights)]
         if self.problem.ep_size > 1:
             parts = [None] * self.problem.ep_size  # type: ignore[list-item]
-            dist.all_gather_object(parts, (x, topk_ids, topk_weights, weights), group=self.group)
+            mine = (x, topk_ids, topk_weights, _packed(weights))
+            dist.all_gather_object(parts, mine, group=self.group)
+            parts = [(*tensors, _unpacked(packed)) for *tensors, packed in parts]
         xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
         xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
         experts = [_to(e, x.device) for e in experts]
         result = forward(self.problem, xs, ids, scores, experts, rounding=self.rounding)
         y = result["y"][self.problem.rank].to(x.dtype)
         return y if out is None else out.copy_(y)
+
+
+def _packed(weights: Any) -> tuple[type, dict[str, Any]]:
+    """Return the weights as (class, name -> (bytes, dtype)): torch cannot pickle float8 tensors."""
+    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    packed = {
+        name: None if t is None else (t.detach().contiguous().view(torch.uint8), t.dtype)
+        for name, t in tensors.items()
+    }
+    return type(weights), packed
+
+
+def _unpacked(packed: tuple[type, dict[str, Any]]) -> Any:
+    cls, tensors = packed
+    return cls(**{name: t if t is None else t[0].view(t[1]) for name, t in tensors.items()})
 
 
 def _to(weights: Any, device: torch.device) -> Any:

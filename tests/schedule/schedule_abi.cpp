@@ -21,8 +21,8 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 }
 
 // The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
-// after the other: per tile (cta, step, stage, part, block, n), where step is the slot for gemm1 and slot +
-// lag for gemm2. Writes at most `capacity` tiles and returns how many there are.
+// after the other: per tile (cta, step, stage, part, block, n), where lag is the
+// blocks of a step; step is slot / lag for gemm1 and one more for gemm2, part counts all tiles of a stage. Writes at most `capacity` tiles and returns how many there are.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int lag, int num_ctas,
                 int* out, int capacity) {
     int num_blocks = 0;
@@ -38,8 +38,8 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
             if (e == num_experts) return -1;  // a slot past the last block
             bool is1 = p.stage == Stage::gemm1;
             int* tile = out + 6 * (written - 1);
-            tile[0] = cta, tile[1] = p.slot + (is1 ? 0 : lag), tile[2] = static_cast<int>(p.stage),
-            tile[3] = p.part;
+            tile[0] = cta, tile[1] = p.slot / lag + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
+            tile[3] = p.slot * (is1 ? tiles1 : tiles2) + p.part;
             Group group = group_of(first, expert_blocks[e], p.slot);
             tile_in_group(group, p, is1 ? tiles1 : tiles2, &tile[4], &tile[5]);
         }

@@ -162,6 +162,14 @@ def test_cross_rank_faults_name_the_peer():
     assert "rank 1 runs another configuration than rank 3" in str(mismatch)
 
 
+def test_leaving_with_a_peer_is_a_peer_fault():
+    record = {**RECORD, "edge": "peer_abort", "peer": 8, "expected": 0, "seen": 0}
+    for own_rank in (None, 3):
+        error = fault_to_error(record, own_rank)
+        assert isinstance(error, PeerFault)
+        assert "rank 3 left its launch because another rank gave up" in str(error)
+
+
 def test_argument_error_carries_its_parts():
     error = ArgumentError("x.dtype", torch.float32, "torch.bfloat16")
     assert str(error) == "x.dtype is torch.float32, expected torch.bfloat16"

@@ -340,3 +340,20 @@ print(json.dumps([names, number("stub_launches").value, mega.why_not(problem, No
     assert seen[0] == ["x, topk_ids, topk_weights"] * 2 + ["reserve_sms"]
     assert seen[1] == 0
     assert "needs a CUDA device" in seen[2]
+
+
+def test_a_step_is_at_least_a_group(run):
+    seen = run("""
+with on_cpu():
+    try:
+        mega.MegaBackend(problem, device="cpu", step_blocks=15)
+    except ConfigError as error:
+        message = str(error)
+    backend = mega.MegaBackend(problem, device="cpu", step_blocks=17)
+    call(backend)
+print(json.dumps([message, argument().step_blocks, mega.MAX_GROUP]))
+""")
+    assert seen[0] == "step_blocks is 15, expected at least 16 blocks"
+    assert seen[1] == 17
+    order = (ROOT / "csrc" / "megamoe" / "schedule" / "order.h").read_text()
+    assert f"constexpr int max_group = {seen[2]};" in order
