@@ -153,7 +153,7 @@ def test_real_shapes_share_both_stages(order, tiles1, tiles2):
 
 
 def test_streams_need_long_steps(order):
-    """Steps of at least max_group blocks make the dependencies hold: short ones must fail, or the tests above prove nothing."""
+    """Steps of at least max_group blocks make the dependencies hold; short ones must fail."""
     group = order.abi_max_group()
     check_streams(order, Launch([group], 24, 2, group, 7))
     with pytest.raises(AssertionError, match="before its inputs"):
