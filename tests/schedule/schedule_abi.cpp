@@ -22,7 +22,8 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 
 // The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
 // after the other: per tile (cta, step, stage, part, block, n), where lag is the
-// blocks of a step; step is slot / lag for gemm1 and one more for gemm2, part counts all tiles of a stage. Writes at most `capacity` tiles and returns how many there are.
+// blocks of a step; step is slot / lag for gemm1 and one more for gemm2, part counts all tiles of a stage.
+// Writes at most `capacity` tiles and returns how many there are.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int lag, int num_ctas,
                 int* out, int capacity) {
     int num_blocks = 0;

@@ -1,6 +1,7 @@
 // The main loop of one tile: 64 rows (one warpgroup) x 256 columns as two halves, over all of K.
-// Measured facts behind it (H200, 2026-11-21): fp32 promotion every 128 of K costs about 7 points of utilisation; one
-// accumulator of 64 registers is enough because the other warpgroup's MMAs fill the tensor cores meanwhile.
+// Measured facts behind it (H200, 2026-11-21): fp32 promotion every 128 of K costs about 7 points of
+// utilisation; one accumulator of 64 registers is enough because the other warpgroup's MMAs fill the tensor
+// cores meanwhile.
 #pragma once
 #include "megamoe/roles/context.h"
 
@@ -10,12 +11,13 @@ MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
     if (arch::lane_idx() == 0) arch::mbar_arrive(&smem.empty[slot]);  // 8 math warps arrive
 }
 
-// Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little arithmetic stands
-// between a stage's barrier and its first MMA.
+// Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little
+// arithmetic stands between a stage's barrier and its first MMA.
 struct Operands {
     arch::Desc a, b;
     MEGAMOE_DEVICE Operands(Smem& smem, int group)
-        : a(arch::make_desc(smem.stages[0].a + group * chunk_bytes)), b(arch::make_desc(smem.stages[0].b[0])) {}
+        : a(arch::make_desc(smem.stages[0].a + group * chunk_bytes)),
+          b(arch::make_desc(smem.stages[0].b[0])) {}
 };
 
 template <class T>
@@ -26,7 +28,8 @@ MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
 
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
 template <class T>
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int group, int stages) {
+MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int group,
+                             int stages) {
     Smem& smem = ctx.smem;
     Operands operands(smem, group);
     int previous = 0;
@@ -57,7 +60,8 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing&
     release_stage(smem, previous);
 }
 
-// FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into fp32 sums.
+// FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into
+// fp32 sums.
 template <class T>
 MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& ring, int group, int stages) {
     Smem& smem = ctx.smem;
@@ -82,7 +86,8 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& 
             arch::wgmma_commit();
             // The scales are read behind the MMAs: nothing but the barrier stands before them.
             float weight_scale = smem.b_scale[ring.slot][half];
-            float s0 = smem.a_scale[ring.slot][row] * weight_scale, s1 = smem.a_scale[ring.slot][row + 8] * weight_scale;
+            float s0 = smem.a_scale[ring.slot][row] * weight_scale,
+                  s1 = smem.a_scale[ring.slot][row + 8] * weight_scale;
             arch::wgmma_wait<0>();
             arch::fence_accumulator(acc);
             if (half == 1) release_stage(smem, ring.slot);
@@ -102,7 +107,8 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& 
 MEGAMOE_DEVICE void skip_tile(Smem& smem, StageRing& ring, int stages) {
     for (int i = 0; i < stages; ++i) {
         arch::mbar_wait(&smem.full[ring.slot], ring.parity);
-        arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole lap
+        arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole
+                            // lap
         release_stage(smem, ring.slot);
         ring.advance();
     }

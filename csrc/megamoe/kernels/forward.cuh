@@ -1,4 +1,5 @@
-// The forward layer: one persistent CTA an SM, 16 warps, roles side by side. docs/architecture.md has the picture.
+// The forward layer: one persistent CTA an SM, 16 warps, roles side by side. docs/architecture.md has the
+// picture.
 #pragma once
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -16,8 +17,8 @@ static_assert(2 * math_registers + transport_registers + load_registers == 512, 
 MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < num_stages; ++s) {
-            arch::mbar_init(&smem.full[s], 2);                      // load_a and load_b
-            arch::mbar_init(&smem.empty[s], num_math_groups * 4);   // one lane of each math warp
+            arch::mbar_init(&smem.full[s], 2);                     // load_a and load_b
+            arch::mbar_init(&smem.empty[s], num_math_groups * 4);  // one lane of each math warp
         }
         for (int g = 0; g < num_math_groups; ++g) {
             for (int s = 0; s < num_output_slots; ++s) {
@@ -61,7 +62,8 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     if (arch::thread_idx() == 0 &&
         LastArrival::arrive(ctx.mem, ctx.args.tickets + static_cast<int>(Ticket::exit), arch::grid_dim())) {
         if (ctx.mem.aborted()) {
-            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);  // no record yet: a peer's fault ended this launch
+            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0,
+                          0);  // no record yet: a peer's fault ended this launch
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
         }
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
@@ -95,13 +97,19 @@ MEGAMOE_DEVICE void forward(const Args& args) {
         bool elected = arch::lane_idx() == 0;
         if (warp == 0) {
             StageRing ring;
-            each_pass(ctx, [&] { if (elected) load_a<T>(ctx, ring); });
+            each_pass(ctx, [&] {
+                if (elected) load_a<T>(ctx, ring);
+            });
         } else if (warp == 1) {
             StageRing ring;
-            each_pass(ctx, [&] { if (elected) load_b<T>(ctx, ring); });
+            each_pass(ctx, [&] {
+                if (elected) load_b<T>(ctx, ring);
+            });
         } else if (warp == 2) {
             OutputRing output;
-            each_pass(ctx, [&] { if (elected) store<T>(ctx, output); });
+            each_pass(ctx, [&] {
+                if (elected) store<T>(ctx, output);
+            });
         } else {
             each_pass(ctx, [] {});
         }
@@ -117,11 +125,11 @@ MEGAMOE_DEVICE void forward(const Args& args) {
 #define MEGAMOE_FORWARD_KERNEL(name, traits) \
     MEGAMOE_HOST_ENTRY(name, megamoe::forward<traits>, sizeof(megamoe::Smem), megamoe::num_threads);
 #else
-#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                              \
-    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                      \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem);                      \
-    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                                 \
-        name(const __grid_constant__ megamoe::Args args) {                                                \
-        megamoe::forward<traits>(args);                                                                   \
+#define MEGAMOE_FORWARD_KERNEL(name, traits)                                         \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args); \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem); \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)            \
+        name(const __grid_constant__ megamoe::Args args) {                           \
+        megamoe::forward<traits>(args);                                              \
     }
 #endif

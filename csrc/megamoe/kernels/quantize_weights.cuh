@@ -1,24 +1,30 @@
 // bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, in one pass over memory.
-// [L, P * I, H]; blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA a block.
-// Same formula as everywhere (docs/architecture.md), so the bits equal those of megamoe/weights.py.
+// [L, P * I, H]; blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA
+// a block. Same formula as everywhere (docs/architecture.md), so the bits equal those of megamoe/weights.py.
 #pragma once
 #include "megamoe/base/portable.h"
 
 namespace megamoe {
 
 struct QuantizeWeightsArgs {
-    const void* w;   // [L, P * I, H] bf16
-    void* q;         // [L, P * I, H] e4m3
-    float* scale;    // [L, P * ceil(I/128), ceil(H/128)]
+    const void* w;              // [L, P * I, H] bf16
+    void* q;                    // [L, P * I, H] e4m3
+    float* scale;               // [L, P * ceil(I/128), ceil(H/128)]
     int planes, rows, columns;  // P, I, H; H is a multiple of 8
 };
 
 constexpr int quantize_threads = 256;  // 16 columns of 8 elements x 16 rows, 8 times
 
-struct alignas(16) Bf16x8 { uint32_t pairs[4]; };
-struct alignas(8) E4m3x8 { uint32_t quads[2]; };
+struct alignas(16) Bf16x8 {
+    uint32_t pairs[4];
+};
+struct alignas(8) E4m3x8 {
+    uint32_t quads[2];
+};
 
-MEGAMOE_DEVICE float bf16_of(uint32_t pair, int high) { return __uint_as_float(high ? pair & 0xffff0000u : pair << 16); }
+MEGAMOE_DEVICE float bf16_of(uint32_t pair, int high) {
+    return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
+}
 
 MEGAMOE_DEVICE uint32_t e4m3x2_of(float low, float high) {  // saturating, as the formula's clamp
     uint16_t out;
@@ -46,7 +52,8 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     for (int pass = 0; pass < passes; ++pass) {
         int64_t at;
         bool inside = element(pass, &at);
-        v[pass] = inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.w) + at) : Bf16x8{};
+        v[pass] =
+            inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.w) + at) : Bf16x8{};
         MEGAMOE_UNROLL
         for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(bf16_of(v[pass].pairs[i / 2], i % 2)));
     }

@@ -102,7 +102,8 @@ struct Args {
     int32_t intermediate;
     int32_t pool_rows;   // M, a multiple of 128
     int32_t max_chunks;  // row length of chunk_prefix is max_chunks + 1
-    int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
+    int32_t
+        step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
     int32_t ids_are_int64;
     uint32_t config_hash;  // equal on all ranks, or Edge::config is raised
     float act_alpha;

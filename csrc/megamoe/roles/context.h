@@ -34,7 +34,8 @@ struct Shape {
 
     // Output chunks of 64 rows x 128 bytes that a warpgroup hands to the store warp for one tile.
     static MEGAMOE_DEVICE int output_chunks(Stage stage) {
-        return stage == Stage::gemm1 ? h_columns * Precision::element_bytes / stage_k_bytes : tile_columns * 2 / stage_k_bytes;
+        return stage == Stage::gemm1 ? h_columns * Precision::element_bytes / stage_k_bytes
+                                     : tile_columns * 2 / stage_k_bytes;
     }
     static MEGAMOE_DEVICE int tiles1(const Args& args) { return ceil_div(args.intermediate, h_columns); }
     static MEGAMOE_DEVICE int tiles2(const Args& args) { return ceil_div(args.hidden, tile_columns); }
@@ -42,17 +43,21 @@ struct Shape {
         return ceil_div(stage == Stage::gemm1 ? args.hidden : args.intermediate, Precision::stage_k);
     }
     static MEGAMOE_DEVICE int scale_groups_h(const Args& args) { return ceil_div(args.hidden, scale_group); }
-    static MEGAMOE_DEVICE int scale_groups_i(const Args& args) { return ceil_div(args.intermediate, scale_group); }
+    static MEGAMOE_DEVICE int scale_groups_i(const Args& args) {
+        return ceil_div(args.intermediate, scale_group);
+    }
 };
 
-// args.block_table holds two words a block, each packed so that a tile costs few registers: expert << 8 | rows (at most 128), and
-// the group's first block << 8 | its size.
+// args.block_table holds two words a block, each packed so that a tile costs few registers: expert << 8 |
+// rows (at most 128), and the group's first block << 8 | its size.
 struct BlockEntry {
     int packed;
     MEGAMOE_DEVICE int expert() const { return packed >> 8; }
     MEGAMOE_DEVICE int rows() const { return packed & 0xff; }
 };
-MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) { return {args.block_table[int64_t{2} * block]}; }
+MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
+    return {args.block_table[int64_t{2} * block]};
+}
 MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
     int packed = args.block_table[int64_t{2} * block + 1];
     return {packed >> 8, packed & 0xff};
@@ -75,16 +80,16 @@ class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
         : args_(ctx.args),
-          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args), step_blocks(ctx.args),
-                  arch::block_idx(), arch::grid_dim()) {}
+          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args),
+                  step_blocks(ctx.args), arch::block_idx(), arch::grid_dim()) {}
 
     MEGAMOE_DEVICE Tile next() {
         if (stream_.done()) return {Stage::gemm1, -1, 0, {0}};
         Position p = stream_.pop();
         Tile tile;
         tile.stage = p.stage;
-        tile_in_group(block_group(args_, p.slot), p, p.stage == Stage::gemm1 ? stream_.tiles1 : stream_.tiles2, &tile.block,
-                      &tile.n);
+        tile_in_group(block_group(args_, p.slot), p,
+                      p.stage == Stage::gemm1 ? stream_.tiles1 : stream_.tiles2, &tile.block, &tile.n);
         tile.entry = block_entry(args_, tile.block);
         return tile;
     }
@@ -92,7 +97,8 @@ class Tiles {
   private:
     // Two gemm1 tiles a CTA and step, or what the caller asked for.
     static MEGAMOE_DEVICE int step_blocks(const Args& args) {
-        int blocks = args.step_blocks != 0 ? args.step_blocks : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles1(args));
+        int blocks =
+            args.step_blocks != 0 ? args.step_blocks : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles1(args));
         return max_of(blocks, max_group);
     }
 

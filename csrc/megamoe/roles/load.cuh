@@ -1,5 +1,5 @@
-// load_a and load_b: one thread each, filling the pipeline stages by TMA. load_b never waits for rows, so weights stream
-// from the first tile on. The ring positions live across passes, like the barriers' phases.
+// load_a and load_b: one thread each, filling the pipeline stages by TMA. load_b never waits for rows, so
+// weights stream from the first tile on. The ring positions live across passes, like the barriers' phases.
 #pragma once
 #include "megamoe/roles/context.h"
 
@@ -31,9 +31,12 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
             arch::mbar_arrive_expect_tx(full, bytes);
             uint8_t* a = smem.stages[ring.slot].a;
             arch::tma_load_2d(a, map, full, i * Precision::stage_k, tile.row0());
-            if (tall) arch::tma_load_2d(a + chunk_bytes, map, full, i * Precision::stage_k, tile.row0() + group_rows);
+            if (tall)
+                arch::tma_load_2d(a + chunk_bytes, map, full, i * Precision::stage_k,
+                                  tile.row0() + group_rows);
             if (Precision::scaled) {
-                arch::bulk_load(smem.a_scale[ring.slot], scale + int64_t{i} * args.pool_rows, sizeof(smem.a_scale[0]), full);
+                arch::bulk_load(smem.a_scale[ring.slot], scale + int64_t{i} * args.pool_rows,
+                                sizeof(smem.a_scale[0]), full);
             }
         }
     }
@@ -66,7 +69,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
-        bool planes = tile.stage == Stage::gemm1 && Shape<T>::gated;  // halves: gate and up, or neighbouring columns
+        bool planes =
+            tile.stage == Stage::gemm1 && Shape<T>::gated;  // halves: gate and up, or neighbouring columns
         const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
         int column0 = tile.n * (planes ? half_columns : tile_columns);
         int column1 = column0 + (planes ? 0 : half_columns);
@@ -83,7 +87,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
             auto& b = smem.stages[ring.slot].b;
             arch::mbar_expect_tx(full, sizeof(b));
             arch::tma_load_4d(b[0], map, full, i * Precision::stage_k, column0, 0, tile.expert());
-            arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0, tile.expert());
+            arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0,
+                              tile.expert());
             if (Precision::scaled) {
                 smem.b_scale[ring.slot][0] = scale0;
                 smem.b_scale[ring.slot][1] = scale1;

@@ -1,6 +1,6 @@
-// math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's stage into the
-// swizzled output chunks; the store warp takes it from there.
-// Fragment map (arch/README.md): sum[half][4*g + 2*i + j] is row 16*(warp%4) + lane/4 + 8*i, column 8*g + 2*(lane%4) + j.
+// math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
+// stage into the swizzled output chunks; the store warp takes it from there. Fragment map (arch/README.md):
+// sum[half][4*g + 2*i + j] is row 16*(warp%4) + lane/4 + 8*i, column 8*g + 2*(lane%4) + j.
 #pragma once
 #include "megamoe/gemm/mainloop.cuh"
 
@@ -11,7 +11,8 @@ MEGAMOE_DEVICE int swizzled(int row, int byte) { return row * stage_k_bytes + (b
 
 struct Fragment {  // this thread's rows and columns in its warpgroup's half
     int row, quad;
-    MEGAMOE_DEVICE Fragment() : row((arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4), quad(arch::lane_idx() & 3) {}
+    MEGAMOE_DEVICE Fragment()
+        : row((arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4), quad(arch::lane_idx() & 3) {}
     MEGAMOE_DEVICE int column(int g) const { return 8 * g + 2 * quad; }
 };
 
@@ -30,7 +31,8 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
     }
 }
 
-// This warpgroup's side of the output ring: claim a slot, fill it, hand it to the store warp. All 128 threads call both.
+// This warpgroup's side of the output ring: claim a slot, fill it, hand it to the store warp. All 128 threads
+// call both.
 struct OutputSlots {
     Smem& smem;
     OutputRing& ring;
@@ -55,14 +57,17 @@ MEGAMOE_DEVICE void write_bf16(OutputSlots& output, const float (&v)[64], Fragme
         MEGAMOE_UNROLL
         for (int g = 8 * c; g < 8 * c + 8; ++g) {
             int byte = (f.column(g) % 64) * 2;
-            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) = arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
-            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) = arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
+            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) =
+                arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
+            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) =
+                arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
         }
         output.hand_over();
     }
 }
 
-// One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if the half exists.
+// One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if the
+// half exists.
 MEGAMOE_DEVICE void write_e4m3(OutputSlots& output, const float (&v)[64], float* row_scale, Fragment f) {
     uint8_t* chunk = output.claim();
     MEGAMOE_UNROLL
@@ -110,7 +115,8 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, OutputSlots& 
     for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
         if constexpr (T::Precision::scaled) {
             int scale_row = column0 / scale_group + half;
-            float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + output.group * group_rows;
+            float* scales =
+                args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + output.group * group_rows;
             write_e4m3(output, sum[half], scale_row < Shape<T>::scale_groups_i(args) ? scales : nullptr, f);
         } else {
             write_bf16(output, sum[half], f);
@@ -119,14 +125,15 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, OutputSlots& 
 }
 
 // gemm2: bias; y_rows as bf16.
-MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
+MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, OutputSlots& output,
+                                float (&sum)[2][64]) {
     const Args& args = ctx.args;
     Fragment f;
     MEGAMOE_UNROLL
     for (int half = 0; half < 2; ++half) {
         if (args.b2 != nullptr) {
-            add_bias(sum[half], args.b2 + int64_t{tile.expert()} * args.hidden, tile.n * tile_columns + half * half_columns,
-                     args.hidden, f);
+            add_bias(sum[half], args.b2 + int64_t{tile.expert()} * args.hidden,
+                     tile.n * tile_columns + half * half_columns, args.hidden, f);
         }
         write_bf16(output, sum[half], f);
     }

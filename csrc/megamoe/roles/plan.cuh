@@ -1,5 +1,6 @@
-// The plan of one pass: which chunks fit the pool, where each expert's rows start, and which route has which row.
-// Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree without talking.
+// The plan of one pass: which chunks fit the pool, where each expert's rows start, and which route has which
+// row. Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree
+// without talking.
 #pragma once
 #include "megamoe/roles/prologue.cuh"
 
@@ -24,11 +25,13 @@ MEGAMOE_DEVICE int routes_between(const Args& args, int expert, int chunk_begin,
     return row[chunk_end] - row[chunk_begin];
 }
 
-// Pool rows (experts padded to whole blocks) that the chunks [begin, end) need; one warp, same result in all lanes.
+// Pool rows (experts padded to whole blocks) that the chunks [begin, end) need; one warp, same result in all
+// lanes.
 MEGAMOE_DEVICE int rows_needed(const Args& args, int begin, int end) {
     int rows = 0;
     MEGAMOE_UNROLL_BY(1)
-    for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32) rows += padded_rows(routes_between(args, e, begin, end));
+    for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32)
+        rows += padded_rows(routes_between(args, e, begin, end));
     MEGAMOE_UNROLL_BY(1)
     for (int mask = 16; mask > 0; mask >>= 1) rows += arch::shfl_xor(rows, mask);
     return rows;
@@ -56,7 +59,8 @@ MEGAMOE_DEVICE int place_experts(const Context& ctx, int begin, int end) {
     MEGAMOE_UNROLL_BY(1)
     for (int e0 = 0; e0 < args.num_local_experts; e0 += 32) {
         int e = e0 + lane;
-        int own = e < args.num_local_experts ? padded_rows(routes_between(args, e, begin, end)) / block_rows : 0;
+        int own =
+            e < args.num_local_experts ? padded_rows(routes_between(args, e, begin, end)) / block_rows : 0;
         int inclusive = own;
         MEGAMOE_UNROLL_BY(1)
         for (int step = 1; step < 32; step <<= 1) {
@@ -89,7 +93,8 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
     }
 }
 
-// Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k, token) order.
+// Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k,
+// token) order.
 MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
@@ -126,7 +131,8 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
             args.route_rows[int64_t{ordered} * args.top_k + k] = row;
             if (e >= 0) {
                 uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
-                args.row_route[row] = flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
+                args.row_route[row] =
+                    flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
             }
         }
     }
@@ -134,15 +140,17 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
 
 MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
     transport_sync();
-    if (leads) GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+    if (leads)
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
     transport_sync();
 }
 
-// Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at the CTA barrier
-// that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
+// Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at
+// the CTA barrier that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
 //
-// A poisoned launch plans no block. Invariant: a CTA that does not see the abort here has counts that all CTAs agree on,
-// because a CTA whose waits failed raised (or saw) the abort before it arrived at the grid barrier that ordered the counts.
+// A poisoned launch plans no block. Invariant: a CTA that does not see the abort here has counts that all
+// CTAs agree on, because a CTA whose waits failed raised (or saw) the abort before it arrived at the grid
+// barrier that ordered the counts.
 MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
     PassPlan& plan = ctx.smem.plan;
     bool leads = transport_warp() == 0 && arch::lane_idx() == 0;

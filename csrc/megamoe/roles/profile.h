@@ -1,14 +1,26 @@
-// In-kernel timestamps of a variant with Traits::profile: args.profile[cta][16]. Marks are nanoseconds of %globaltimer,
-// except the two clock readings, which give the SM clock: (clock_end - clock_start) / (end - start) GHz, and the waits, which are
-// cycles summed over the launch.
+// In-kernel timestamps of a variant with Traits::profile: args.profile[cta][16]. Marks are nanoseconds of
+// %globaltimer, except the two clock readings, which give the SM clock: (clock_end - clock_start) / (end -
+// start) GHz, and the waits, which are cycles summed over the launch.
 #pragma once
 #include "megamoe/arch/arch.h"
 #include "megamoe/layout/args.h"
 
 namespace megamoe {
 
-enum class Mark : int { clock_start, clock_end, start, end, routed, dispatched, math_done, combined, rows_wait, h_wait, stage_wait, output_wait };
-
+enum class Mark : int {
+    clock_start,
+    clock_end,
+    start,
+    end,
+    routed,
+    dispatched,
+    math_done,
+    combined,
+    rows_wait,
+    h_wait,
+    stage_wait,
+    output_wait
+};
 
 template <class T>
 class Profile {

@@ -1,4 +1,5 @@
-// What all 16 warps do before the roles part: stage this rank's tokens into its window, learn every rank's routes, count them.
+// What all 16 warps do before the roles part: stage this rank's tokens into its window, learn every rank's
+// routes, count them.
 //
 //   ids, weights -> window -> RoutesReady to every peer        (the last CTA to finish publishes)
 //   x (quantized for FP8) -> window -> XReady to every peer    (likewise)
@@ -25,7 +26,8 @@ MEGAMOE_DEVICE int own_tokens(const Args& args) {
     return max_of(0, min_of(n, args.num_tokens));  // the buffers hold args.num_tokens
 }
 
-// True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are visible to it.
+// True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are
+// visible to it.
 MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Ticket ticket) {
     arch::cta_sync();
     if (arch::thread_idx() == 0) {
@@ -42,14 +44,16 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* ids = ctx.window<int32_t>(args.rank, args.window_ids) + base;
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
-    for (int i = arch::block_idx() * num_threads + arch::thread_idx(); i < total; i += arch::grid_dim() * num_threads) {
+    for (int i = arch::block_idx() * num_threads + arch::thread_idx(); i < total;
+         i += arch::grid_dim() * num_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
     if (!last_to_arrive(ctx, Ticket::ids)) return;
     int peer = arch::thread_idx();
     if (peer < args.num_ranks) {
-        auto* cell = ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
+        auto* cell =
+            ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
         RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
                              static_cast<uint32_t>(num_tokens), args.config_hash);
     }
@@ -62,7 +66,8 @@ MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
     auto* from = static_cast<const uint4_t*>(args.x);
     int64_t total = int64_t{num_tokens} * args.hidden / 8;
     int64_t stride = int64_t{arch::grid_dim()} * num_threads;
-    for (int64_t i = int64_t{arch::block_idx()} * num_threads + arch::thread_idx(); i < total; i += 4 * stride) {
+    for (int64_t i = int64_t{arch::block_idx()} * num_threads + arch::thread_idx(); i < total;
+         i += 4 * stride) {
         uint4_t v[4];  // four loads in flight
         MEGAMOE_UNROLL
         for (int j = 0; j < 4; ++j) {
@@ -86,7 +91,8 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
     int64_t total = int64_t{num_tokens} * pieces;
     int64_t stride = int64_t{arch::grid_dim()} * num_warps;
     constexpr int batch = 4;  // loads in flight
-    for (int64_t i = int64_t{arch::block_idx()} * num_warps + arch::warp_idx(); i < total; i += batch * stride) {
+    for (int64_t i = int64_t{arch::block_idx()} * num_warps + arch::warp_idx(); i < total;
+         i += batch * stride) {
         uint4_t v[batch];
         MEGAMOE_UNROLL
         for (int j = 0; j < batch; ++j) {
@@ -94,7 +100,8 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
             int column = static_cast<int>(piece % pieces) * 256 + lane * 8;
             v[j] = {0, 0, 0, 0};
             if (piece < total && column < args.hidden) {
-                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) + piece / pieces * args.hidden + column);
+                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) +
+                                            piece / pieces * args.hidden + column);
             }
         }
         MEGAMOE_UNROLL
@@ -110,7 +117,8 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
             for (int w = 0; w < 4; ++w) {
                 f[2 * w] = arch::bf16_lo(words[w]);
                 f[2 * w + 1] = arch::bf16_hi(words[w]);
-                amax = max_of(amax, max_of(f[2 * w] < 0 ? -f[2 * w] : f[2 * w], f[2 * w + 1] < 0 ? -f[2 * w + 1] : f[2 * w + 1]));
+                amax = max_of(amax, max_of(f[2 * w] < 0 ? -f[2 * w] : f[2 * w],
+                                           f[2 * w + 1] < 0 ? -f[2 * w + 1] : f[2 * w + 1]));
             }
             MEGAMOE_UNROLL
             for (int mask = 8; mask > 0; mask >>= 1) amax = max_of(amax, arch::shfl_xor(amax, mask));
@@ -133,16 +141,19 @@ MEGAMOE_DEVICE void publish_x(Context& ctx) {
     if (!last_to_arrive(ctx, Ticket::x)) return;
     int peer = arch::thread_idx();
     if (peer < ctx.args.num_ranks) {
-        XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank, ctx.epoch());
+        XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank,
+                        ctx.epoch());
     }
 }
 
-// Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as empty.
+// Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as
+// empty.
 MEGAMOE_DEVICE void await_routes(Context& ctx) {
     const Args& args = ctx.args;
     int peer = arch::thread_idx();
     if (peer < args.num_ranks) {
-        auto* cell = ctx.window<RouteCell>(args.rank, args.window_routes) + ctx.parity() * args.num_ranks + peer;
+        auto* cell =
+            ctx.window<RouteCell>(args.rank, args.window_routes) + ctx.parity() * args.num_ranks + peer;
         uint32_t tokens = 0;
         if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
@@ -164,12 +175,14 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     arch::cta_sync();
 }
 
-// Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary memory.
+// Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary
+// memory.
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), warp = arch::warp_idx();
     int32_t* counters = ctx.smem.expert_counters[warp];
-    for (int chunk = arch::block_idx() * num_warps + warp; chunk < ctx.smem.num_chunks; chunk += arch::grid_dim() * num_warps) {
+    for (int chunk = arch::block_idx() * num_warps + warp; chunk < ctx.smem.num_chunks;
+         chunk += arch::grid_dim() * num_warps) {
         for (int e = lane; e < args.num_local_experts; e += 32) counters[e] = 0;
         arch::warp_sync();
         int ordered = chunk * chunk_tokens + lane;
@@ -199,7 +212,8 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
 MEGAMOE_DEVICE void scan_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), chunks = ctx.smem.num_chunks;
-    for (int e = arch::block_idx() * num_warps + arch::warp_idx(); e < args.num_local_experts; e += arch::grid_dim() * num_warps) {
+    for (int e = arch::block_idx() * num_warps + arch::warp_idx(); e < args.num_local_experts;
+         e += arch::grid_dim() * num_warps) {
         int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
         int running = 0;
         for (int c0 = 0; c0 < chunks; c0 += 32) {
@@ -242,7 +256,8 @@ MEGAMOE_DEVICE void prologue(Context& ctx) {
         }
         grid_sync(ctx);
     }
-    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages after the plan's CTA barrier
+    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages after the plan's CTA
+                                       // barrier
 }
 
 }  // namespace megamoe

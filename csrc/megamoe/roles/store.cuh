@@ -1,5 +1,6 @@
-// store: one thread that TMA-stores the output chunks which the math warpgroups leave in shared memory, waits until they are
-// written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would cost a short tile 20 %.
+// store: one thread that TMA-stores the output chunks which the math warpgroups leave in shared memory, waits
+// until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
+// cost a short tile 20 %.
 #pragma once
 #include "megamoe/roles/context.h"
 
@@ -9,7 +10,8 @@ template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
-    ctx.mem.fence_proxy_async();  // after the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over
+    ctx.mem.fence_proxy_async();  // after the plan's barriers: the last pass's reads of h and y_rows by other
+                                  // CTAs are over
     Tiles<T> tiles(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         bool first = tile.stage == Stage::gemm1;
@@ -22,12 +24,14 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
             for (int group = 0; group < num_math_groups; ++group) {
                 arch::mbar_wait(&smem.output_full[group][output.slot], output.parity);
                 if (column < width && tile.rows() > group * group_rows) {
-                    arch::tma_store_2d(map, smem.output[group][output.slot], column, tile.row0() + group * group_rows);
+                    arch::tma_store_2d(map, smem.output[group][output.slot], column,
+                                       tile.row0() + group * group_rows);
                 }
             }
             arch::bulk_commit();
             arch::bulk_wait_read();
-            for (int group = 0; group < num_math_groups; ++group) arch::mbar_arrive(&smem.output_empty[group][output.slot]);
+            for (int group = 0; group < num_math_groups; ++group)
+                arch::mbar_arrive(&smem.output_empty[group][output.slot]);
         }
         if (first) {
             HReady::publish(ctx.mem, args.gemm1_done + tile.block);

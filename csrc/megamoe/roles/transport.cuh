@@ -1,7 +1,8 @@
 // transport: four warps a CTA that move rows with ordinary 16-byte loads and stores.
-//   dispatch: walk the pool in row order; at a token's leader, pull it from its home rank and fan it out to all its rows.
-//   reduce:   walk the pool in row order; at a token's closer, once every block up to there is done, sum its rows.
-//   combine:  for each of this rank's own tokens, once every expert rank's partial is ready, sum the partials.
+//   dispatch: walk the pool in row order; at a token's leader, pull it from its home rank and fan it out to
+//   all its rows. reduce:   walk the pool in row order; at a token's closer, once every block up to there is
+//   done, sum its rows. combine:  for each of this rank's own tokens, once every expert rank's partial is
+//   ready, sum the partials.
 // Dispatch finishes first (it waits for peers' staging only); then reduce and combine, whichever has work.
 #pragma once
 #include "megamoe/roles/plan.cuh"
@@ -22,7 +23,8 @@ MEGAMOE_DEVICE void fan_out(const uint8_t* from, uint8_t* pool, int bytes, int l
         uint4_t data[in_flight];
         MEGAMOE_UNROLL
         for (int j = 0; j < in_flight; ++j) {
-            if (v0 + 32 * j < vectors) data[j] = arch::load_streaming(from + int64_t{v0 + 32 * j} * vector_bytes);
+            if (v0 + 32 * j < vectors)
+                data[j] = arch::load_streaming(from + int64_t{v0 + 32 * j} * vector_bytes);
         }
         for (uint32_t left = targets; left != 0; left &= left - 1) {
             int64_t row = arch::shfl(lane_row, arch::ffs0(left));
@@ -44,8 +46,8 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     int lane_row = lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
     uint32_t targets = arch::ballot(lane_row >= 0);
     int bytes = args.hidden * T::Precision::element_bytes;
-    fan_out(ctx.window<const uint8_t>(home, args.window_x) + token * bytes, static_cast<uint8_t*>(args.x_pool), bytes,
-            lane_row, targets);
+    fan_out(ctx.window<const uint8_t>(home, args.window_x) + token * bytes,
+            static_cast<uint8_t*>(args.x_pool), bytes, lane_row, targets);
     if constexpr (T::Precision::scaled) {
         int groups = Shape<T>::scale_groups_h(args);
         const auto* scales = ctx.window<const float>(home, args.window_x_scale) + token * groups;
@@ -62,8 +64,8 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / block_rows, 1);
 }
 
-// Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there are not many rows,
-// so that every warp has some. Affects timing only.
+// Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
+// are not many rows, so that every warp has some. Affects timing only.
 MEGAMOE_DEVICE int rows_per_unit(int num_blocks) {
     int unit = 4;
     while (unit > 1 && num_blocks * block_rows < unit * num_transports()) unit /= 2;
@@ -85,8 +87,10 @@ MEGAMOE_DEVICE void dispatch(Context& ctx) {
             int ordered = route_token(arch::shfl(route, arch::ffs0(left)));
             int home = home_of(ordered, args.num_ranks);
             if ((staged >> home & 1) == 0) {
-                bool ok = XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + home, ctx.epoch(), home);
-                if (arch::ballot(ok) != ~0u) return;  // poisoned: pull nothing more; waits for rows return by themselves
+                bool ok = XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + home,
+                                        ctx.epoch(), home);
+                if (arch::ballot(ok) != ~0u)
+                    return;  // poisoned: pull nothing more; waits for rows return by themselves
                 arch::warp_sync();
                 staged |= 1u << home;
             }
@@ -106,12 +110,12 @@ MEGAMOE_DEVICE void add_vector(float (&sum)[8], uint4_t v, float weight) {
     }
 }
 MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
-    return {arch::pack_bf16x2(sum[0], sum[1]), arch::pack_bf16x2(sum[2], sum[3]), arch::pack_bf16x2(sum[4], sum[5]),
-            arch::pack_bf16x2(sum[6], sum[7])};
+    return {arch::pack_bf16x2(sum[0], sum[1]), arch::pack_bf16x2(sum[2], sum[3]),
+            arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
 }
 
-// out[0..hidden) = sum over the set bits i of `sources`, lowest first, of weight_i * row_i. Lane i holds address and weight of
-// source i.
+// out[0..hidden) = sum over the set bits i of `sources`, lowest first, of weight_i * row_i. Lane i holds
+// address and weight of source i.
 struct SumJob {
     uint8_t* out;
     uint64_t lane_address;
@@ -119,8 +123,8 @@ struct SumJob {
     uint32_t sources;
 };
 
-// One step of sum_rows: `positions` vectors of this lane, 32 apart from v0 on, of depth / positions sources at a time, all in
-// flight together.
+// One step of sum_rows: `positions` vectors of this lane, 32 apart from v0 on, of depth / positions sources
+// at a time, all in flight together.
 constexpr int depth = 8;  // 16-byte loads a lane has in flight
 
 template <int positions>
@@ -135,7 +139,8 @@ MEGAMOE_DEVICE void sum_vectors(const SumJob& job, int v0, int vectors) {
         left &= left - 1;
         MEGAMOE_UNROLL
         for (int p = 0; p < positions; ++p) {
-            if (v0 + 32 * p < vectors) data[s * positions + p] = arch::load_streaming(from + int64_t{v0 + 32 * p} * vector_bytes);
+            if (v0 + 32 * p < vectors)
+                data[s * positions + p] = arch::load_streaming(from + int64_t{v0 + 32 * p} * vector_bytes);
         }
     }
     MEGAMOE_UNROLL
@@ -154,7 +159,8 @@ MEGAMOE_DEVICE void sum_vectors(const SumJob& job, int v0, int vectors) {
                 MEGAMOE_UNROLL
                 for (int s = 0; s < depth; ++s) {
                     if (batch == 0) break;
-                    auto* from = reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(batch)));
+                    auto* from =
+                        reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(batch)));
                     batch &= batch - 1;
                     if (v0 < vectors) data[s] = arch::load_streaming(from + int64_t{v0} * vector_bytes);
                 }
@@ -166,7 +172,8 @@ MEGAMOE_DEVICE void sum_vectors(const SumJob& job, int v0, int vectors) {
                 }
             }
         }
-        if (v0 + 32 * p < vectors) arch::store_vec(job.out + int64_t{v0 + 32 * p} * vector_bytes, pack_vector(sum));
+        if (v0 + 32 * p < vectors)
+            arch::store_vec(job.out + int64_t{v0 + 32 * p} * vector_bytes, pack_vector(sum));
     }
 }
 
@@ -188,15 +195,19 @@ MEGAMOE_DEVICE void sum_rows(const SumJob& job, int hidden) {
 
 // ---- reduce
 
-// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done. Holds as few registers as
-// it can: what follows from the plan is computed again.
+// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done. Holds as
+// few registers as it can: what follows from the plan is computed again.
 class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx)
         : unit_(rows_per_unit(ctx.smem.plan.num_blocks)), row_(transport_index() * unit_) {}
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return row_ >= ctx.smem.plan.num_blocks * block_rows; }
-    MEGAMOE_DEVICE uint32_t waits_for() const { return static_cast<uint32_t>(done_); }  // block, for a fault record
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const {
+        return row_ >= ctx.smem.plan.num_blocks * block_rows;
+    }
+    MEGAMOE_DEVICE uint32_t waits_for() const {
+        return static_cast<uint32_t>(done_);
+    }  // block, for a fault record
 
     // The next token's sum, if its unit's blocks, and all before them, are done. Not when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int tiles2, SumJob* job) {
@@ -218,7 +229,8 @@ class Reducer {
         if ((route_ & route_closer) != 0) {
             int ordered = route_token(route_);
             int home = home_of(ordered, args.num_ranks);
-            auto* ready = ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
+            auto* ready =
+                ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
             PartialsReady::publish(ctx.mem, ready + token_of(ordered, args.num_ranks), ctx.epoch());
         }
         row_ += unit_ * num_transports();
@@ -245,7 +257,8 @@ class Reducer {
 
     MEGAMOE_DEVICE void load_unit(const Context& ctx) {
         int row = row_ + arch::lane_idx();
-        bool mine = arch::lane_idx() < unit_ && row % block_rows < block_entry(ctx.args, row_ / block_rows).rows();
+        bool mine =
+            arch::lane_idx() < unit_ && row % block_rows < block_entry(ctx.args, row_ / block_rows).rows();
         route_ = mine ? ctx.args.row_route[row] : 0;
         closers_ = arch::ballot((route_ & route_closer) != 0);
     }
@@ -257,16 +270,17 @@ class Reducer {
         int64_t route = int64_t{ordered} * args.top_k + lane;
         int row = lane < args.top_k ? args.route_rows[route] : -1;
         int64_t row_bytes = int64_t{args.hidden} * 2;
-        int64_t slot = int64_t{home_of(ordered, args.num_ranks)} * args.max_tokens + token_of(ordered, args.num_ranks);
+        int64_t slot =
+            int64_t{home_of(ordered, args.num_ranks)} * args.max_tokens + token_of(ordered, args.num_ranks);
         return {ctx.window<uint8_t>(args.rank, args.window_partials) + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes, row >= 0 ? args.route_weights[route] : 0.0f,
-                arch::ballot(row >= 0)};
+                reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes,
+                row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0)};
     }
 
     int unit_, row_;
-    int done_ = 0;           // blocks before this one are done
-    uint32_t route_ = 0;     // of this lane's row of the unit
-    uint32_t closers_ = 0;   // lanes of the unit whose tokens are still to be summed
+    int done_ = 0;          // blocks before this one are done
+    uint32_t route_ = 0;    // of this lane's row of the unit
+    uint32_t closers_ = 0;  // lanes of the unit whose tokens are still to be summed
 };
 
 // ---- combine
@@ -279,7 +293,8 @@ class Combiner {
     MEGAMOE_DEVICE bool finished() const { return arch::ballot(token_ >= 0) == 0; }
     MEGAMOE_DEVICE bool waiting() const { return token_ >= 0; }  // this lane
 
-    // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without routes.
+    // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
+    // routes.
     MEGAMOE_DEVICE bool next(Context& ctx, SumJob* job) {
         bool ready = token_ >= 0;
         for (uint32_t left = waiting_; ready && left != 0; left &= left - 1) {
@@ -294,8 +309,11 @@ class Combiner {
         int token = arch::shfl(token_, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
         int64_t slot = int64_t{ctx.args.rank} * ctx.args.max_tokens + token;
-        uint64_t address = lane < ctx.args.num_ranks ? ctx.args.window[lane] + ctx.args.window_partials + slot * row_bytes : 0;
-        *job = {static_cast<uint8_t*>(ctx.args.y) + token * row_bytes, address, 1.0f, arch::shfl(ranks_, chosen)};
+        uint64_t address = lane < ctx.args.num_ranks
+                               ? ctx.args.window[lane] + ctx.args.window_partials + slot * row_bytes
+                               : 0;
+        *job = {static_cast<uint8_t*>(ctx.args.y) + token * row_bytes, address, 1.0f,
+                arch::shfl(ranks_, chosen)};
         if (lane == chosen) token_ = -1;
         return true;
     }
@@ -318,7 +336,8 @@ class Combiner {
     MEGAMOE_DEVICE void poison(Context& ctx) {
         while (!finished()) {
             for (uint32_t left = arch::ballot(token_ >= 0); left != 0; left &= left - 1) {
-                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{arch::shfl(token_, arch::ffs0(left))} * ctx.args.hidden * 2;
+                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) +
+                               int64_t{arch::shfl(token_, arch::ffs0(left))} * ctx.args.hidden * 2;
                 MEGAMOE_UNROLL_BY(1)
                 for (int v = arch::lane_idx(); v < ctx.args.hidden / 8; v += 32) {
                     arch::store_vec(out + int64_t{v} * vector_bytes, {~0u, ~0u, ~0u, ~0u});
@@ -346,15 +365,17 @@ class Combiner {
     }
 
     MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int rank) const {
-        return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) + int64_t{rank} * ctx.args.max_tokens + token_;
+        return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) +
+               int64_t{rank} * ctx.args.max_tokens + token_;
     }
     int base_;
-    int token_;          // this lane's token, or -1
-    uint32_t ranks_;     // expert ranks that owe it a partial
-    uint32_t waiting_;   // those not seen ready yet
+    int token_;         // this lane's token, or -1
+    uint32_t ranks_;    // expert ranks that owe it a partial
+    uint32_t waiting_;  // those not seen ready yet
 };
 
-// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are combined.
+// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are
+// combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     Reducer reducer(ctx);
@@ -376,7 +397,8 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
             polls = 0;
             continue;
         }
-        // 660 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to about 1 us.
+        // 660 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to
+        // about 1 us.
         arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
         if (++polls % 16 != 0) continue;
         uint32_t now = ctx.mem.coarse_time();
@@ -384,7 +406,8 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
-            Wait wait = reduced ? combiner.waits_for() : Wait{Edge::y_rows_ready, max_ranks, reducer.waits_for()};
+            Wait wait =
+                reduced ? combiner.waits_for() : Wait{Edge::y_rows_ready, max_ranks, reducer.waits_for()};
             if (reduced ? combiner.waiting() : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
         }
         if (arch::ballot(give_up) != 0) break;

@@ -60,20 +60,23 @@ struct Position {
     int slot, part;
 };
 
-// The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1. Because span >=
-// max_group, a gemm2 tile comes after every gemm1 tile of its group, which reaches into the next step at most: each tile
-// stands after all its inputs. Steps are long (two gemm1 tiles a CTA), so that the CTAs that share a weight tile run it side by
-// side and it is read from memory once: with steps of one block, BF16 tiles waited for data a third of the time.
+// The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1.
+// Because span >= max_group, a gemm2 tile comes after every gemm1 tile of its group, which reaches into the
+// next step at most: each tile stands after all its inputs. Steps are long (two gemm1 tiles a CTA), so that
+// the CTAs that share a weight tile run it side by side and it is read from memory once: with steps of one
+// block, BF16 tiles waited for data a third of the time.
 //
-// The stream of one CTA out of `stride`: of either stage every stride-th tile, in the order above. Each stage is dealt out by
-// itself, since dealing the merged order can tie a CTA to one stage (measured on DSv3 with steps of one block: 44 tiles a step on
-// 132 CTAs, 11.8 ms instead of 7). gemm2 is dealt from the other end, so that no CTA gets both remainders.
-// Deadlock-free because every CTA walks its tiles in the global order and each tile's inputs precede it there.
+// The stream of one CTA out of `stride`: of either stage every stride-th tile, in the order above. Each stage
+// is dealt out by itself, since dealing the merged order can tie a CTA to one stage (measured on DSv3 with
+// steps of one block: 44 tiles a step on 132 CTAs, 11.8 ms instead of 7). gemm2 is dealt from the other end,
+// so that no CTA gets both remainders. Deadlock-free because every CTA walks its tiles in the global order
+// and each tile's inputs precede it there.
 struct TileStream {
     int num_blocks, tiles1, tiles2, span, stride;
     int next1, next2;  // next tile of each stage
 
-    MEGAMOE_PURE TileStream(int blocks, int per_block1, int per_block2, int step_blocks, int cta, int num_ctas)
+    MEGAMOE_PURE TileStream(int blocks, int per_block1, int per_block2, int step_blocks, int cta,
+                            int num_ctas)
         : num_blocks(blocks),
           tiles1(per_block1),
           tiles2(per_block2),
