@@ -88,8 +88,8 @@ class MegaBackend:
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if step_blocks is not None and step_blocks < MAX_GROUP:
-            raise ConfigError("step_blocks", step_blocks, f"at least {MAX_GROUP} blocks")
+        if step_blocks and step_blocks < MAX_GROUP:
+            raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_GROUP}")
         wrapped = as_group(group)
         self.problem = problem
         self._owns_window = window is None

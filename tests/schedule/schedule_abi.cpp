@@ -21,16 +21,16 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 }
 
 // The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
-// after the other: per tile (cta, step, stage, part, block, n), where lag is the
-// blocks of a step; step is slot / lag for gemm1 and one more for gemm2, part counts all tiles of a stage.
-// Writes at most `capacity` tiles and returns how many there are.
-int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int lag, int num_ctas,
+// after the other: per tile (cta, step, stage, part, block, n). A step is `span` blocks of gemm1 and then the
+// previous step's blocks of gemm2; part counts all tiles of a stage. Writes at most `capacity` tiles and
+// returns how many there are.
+int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
                 int* out, int capacity) {
     int num_blocks = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
     int written = 0;
     for (int cta = 0; cta < num_ctas; ++cta) {
-        TileStream stream(num_blocks, tiles1, tiles2, lag, cta, num_ctas);
+        TileStream stream(num_blocks, tiles1, tiles2, span, cta, num_ctas);
         while (!stream.done()) {
             Position p = stream.pop();
             if (written++ >= capacity) return written;  // one too many: the test says so
@@ -39,7 +39,7 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
             if (e == num_experts) return -1;  // a slot past the last block
             bool is1 = p.stage == Stage::gemm1;
             int* tile = out + 6 * (written - 1);
-            tile[0] = cta, tile[1] = p.slot / lag + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
+            tile[0] = cta, tile[1] = p.slot / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
             tile[3] = p.slot * (is1 ? tiles1 : tiles2) + p.part;
             Group group = group_of(first, expert_blocks[e], p.slot);
             tile_in_group(group, p, is1 ? tiles1 : tiles2, &tile[4], &tile[5]);

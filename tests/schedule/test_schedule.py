@@ -32,7 +32,7 @@ class Launch:
     blocks: Sequence[int]  # of each expert
     tiles1: int
     tiles2: int
-    lag: int
+    span: int  # blocks of a step
     ctas: int
 
     @property
@@ -61,7 +61,7 @@ def streams_of(order, launch: Launch) -> list[Tile]:
     out = (ctypes.c_int * (6 * wanted + 6))()
     blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
     found = order.abi_streams(
-        *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.lag),
+        *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.span),
         *(launch.ctas, out, wanted),
     )
     assert found == wanted, "a tile is missing or comes twice"
@@ -97,9 +97,7 @@ def check_deal(tiles: list[Tile], launch: Launch) -> None:
     for name, dealt in (("gemm1", counts[GEMM1]), ("gemm2", counts[GEMM2]), ("both", both)):
         assert max(dealt) - min(dealt) <= 1, f"{name} is dealt unevenly: {dealt}"
     more = [[n > min(dealt) for n in dealt] for dealt in counts]
-    if (
-        sum(map(sum, more)) <= launch.ctas
-    ):  # else some CTA must have both; the sum is even nevertheless
+    if sum(map(sum, more)) <= launch.ctas:  # else some CTA must have both; the sum stays even
         assert not any(map(all, zip(*more, strict=True))), "a CTA has the remainder of both stages"
 
 
@@ -114,12 +112,12 @@ def test_streams_small_bounds(order):
     least = order.abi_max_group()
     for blocks in itertools.product([0, 1, 2, 3], repeat=2):
         for tiles1, tiles2, ctas in itertools.product([1, 2, 3], [1, 2, 5], range(1, 9)):
-            for lag in (least, least + 1, 40):
-                check_streams(order, Launch(blocks, tiles1, tiles2, lag, ctas))
+            for span in (least, least + 1, 40):
+                check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas))
 
 
 def test_streams_around_the_group(order):
-    """Experts of one group less, exactly and more than the largest group, at the least lag."""
+    """Experts of one group less, exactly and more than the largest group, in the shortest steps."""
     least = order.abi_max_group()
     sizes = (0, 1, least - 1, least, least + 1, 2 * least, 2 * least + 1)
     for blocks in itertools.product(sizes, repeat=2):
@@ -132,12 +130,12 @@ def test_streams_around_the_group(order):
     blocks=st.lists(st.integers(0, 40), min_size=1, max_size=8),
     tiles1=st.integers(1, 24),
     tiles2=st.integers(1, 28),
-    extra_lag=st.integers(0, 200),
+    extra=st.integers(0, 200),
     ctas=st.integers(1, 140),
 )
-def test_streams(order, blocks, tiles1, tiles2, extra_lag, ctas):
-    lag = order.abi_max_group() + extra_lag
-    check_streams(order, Launch(blocks, tiles1, tiles2, lag, ctas))
+def test_streams(order, blocks, tiles1, tiles2, extra, ctas):
+    span = order.abi_max_group() + extra
+    check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas))
 
 
 @pytest.mark.parametrize(
@@ -152,12 +150,19 @@ def test_real_shapes_share_both_stages(order, tiles1, tiles2):
         assert {t.cta for t in tiles if t.stage == stage} == set(range(132))
 
 
-def test_streams_need_long_steps(order):
-    """Steps of at least max_group blocks make the dependencies hold; short ones must fail."""
+@pytest.mark.parametrize("missing", [2, 3, 4, 8, 15])
+def test_streams_need_long_steps(order, missing):
+    """Steps of max_group blocks make the dependencies hold: short ones must fail, or the tests above prove nothing.
+
+    One block less would still do: a group starts in its step's last block at worst, and gemm1 comes
+    first within the next step.
+    """
     group = order.abi_max_group()
-    check_streams(order, Launch([group], 24, 2, group, 7))
+    for blocks in itertools.product(range(1, group), [group]):
+        check_streams(order, Launch(blocks, 24, 2, group - 1, 7))
+    span = group - missing
     with pytest.raises(AssertionError, match="before its inputs"):
-        check_streams(order, Launch([group], 24, 2, 2, 7))
+        check_streams(order, Launch([span - 1, group] if span > 1 else [group], 24, 2, span, 7))
 
 
 def test_dealing_the_merged_order_is_seen(order):

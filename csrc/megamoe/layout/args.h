@@ -40,6 +40,7 @@ struct FaultRecord {  // in pinned host memory
     uint32_t seen;
 };
 
+// clang-format off: one field a line, read by jit/abi.py
 struct Args {
     TensorMap map_x_pool;  // [M, H] A operand of gemm1; box 64 rows x 128 bytes, 128B swizzle
     TensorMap map_w13;     // [L, P, I, H]; box 128 rows x 128 bytes
@@ -102,14 +103,15 @@ struct Args {
     int32_t intermediate;
     int32_t pool_rows;   // M, a multiple of 128
     int32_t max_chunks;  // row length of chunk_prefix is max_chunks + 1
-    int32_t
-        step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
+    int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
     int32_t ids_are_int64;
     uint32_t config_hash;  // equal on all ranks, or Edge::config is raised
     float act_alpha;
     float act_limit;
     float act_up_offset;
 };
+
+// clang-format on
 
 struct RouteCell {  // one writer; `epoch` stored last, with release
     uint32_t num_tokens;
