@@ -15,154 +15,26 @@ missing or unnamed, or the time given by --bound was over.
 
 import argparse
 import faulthandler
-import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from common import Rank, header
+from soak_faults import kill, killed_rank, late, mismatch
+from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
-from megamoe import reference
-from megamoe.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
-from megamoe.testing import ROUTINGS, compare, launch, make_inputs, make_weights
+from megamoe.testing import launch, make_weights
+from megamoe.window import Window
 
 BACKENDS = "cpu:gloo,cuda:nccl"
-LIMIT = {"bf16": 5e-3, "fp8": 1e-2}  # relative error of y; docs/numerics.md
 BLOCK = 500  # calls between two looks at the device
-TIMEOUT_S = 3.0  # where a fault is wanted
 BUSY_CYCLES = 3_000_000_000  # about 1.5 s
 SPINNERS = 16
-
-
-@dataclass
-class Outcome:
-    """What a scenario found on one rank."""
-
-    text: str
-    failures: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def require(self, condition: object, message: str) -> None:
-        if not condition:
-            self.failures.append(message)
-
-
-def device_of(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def group_of(me: Rank) -> object:
-    return dist.group.WORLD if me.size > 1 else None
-
-
-def gather(me: Rank, value: object) -> list:
-    """Return every rank's value."""
-    values: list = [None] * me.size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def problem_of(me: Rank, precision: str = "bf16", **changes: object) -> megamoe.Problem:
-    small = megamoe.Problem(
-        hidden=1024,
-        intermediate=512,
-        num_experts=32,
-        top_k=4,
-        ep_size=me.size,
-        rank=me.rank,
-        max_tokens=512,
-        precision=precision,
-    )
-    return replace(small, **changes)
-
-
-def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], torch.dtype]]:
-    """Return (routing, tokens of each rank, type of ids) of `count` inputs, the same on all ranks."""
-    r = random.Random(5)
-    full, alone = [most] * me.size, [0] * (me.size - 1) + [most]
-    plans = [("uniform", full), ("hot", full), ("one_rank", full), ("uniform", alone), ("dropped", alone[::-1])]
-    plans += [("all_dropped", full), ("uniform", [0] * me.size), ("uniform", [1] * me.size)]
-    while len(plans) < count:
-        sizes = [0 if r.random() < 0.2 else r.randint(1, most) for _ in range(me.size)]
-        plans.append((ROUTINGS[len(plans) % len(ROUTINGS)], sizes))
-    return [(*plan, (torch.int32, torch.int64)[i % 2]) for i, plan in enumerate(plans[:count])]
-
-
-class Layer:
-    """A backend, inputs for it, what they should give and what they gave at the first call."""
-
-    def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: object) -> None:
-        from megamoe.mega import MegaBackend
-
-        self.me, self.problem = me, problem
-        options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
-        if options["reserve_sms"] is None:
-            del options["reserve_sms"]
-        ranks = range(me.size)
-        everyones = [make_weights(problem, rank=r, device=me.device) for r in ranks]
-        self.weights, self.inputs, self.expected = everyones[me.rank], [], []
-        for seed, (routing, tokens, dtype) in enumerate(draw_plans(me, problem.max_tokens, count)):
-            kind = {"seed": seed, "routing": routing, "device": me.device, "ids_dtype": dtype}
-            drawn = [make_inputs(problem, tokens[r], rank=r, **kind) for r in ranks]
-            columns = ([getattr(i, name) for i in drawn] for name in ("x", "topk_ids", "topk_weights"))
-            self.expected.append(reference.forward(problem, *columns, everyones)["y"][me.rank])
-            self.inputs.append(drawn[me.rank])
-        del everyones
-        torch.cuda.synchronize()
-        self.backend = MegaBackend(problem, group_of(me), device=me.device, **options)
-        self.backend.prepare(self.weights)
-        self.first: list[torch.Tensor] = []
-        self.flags: list[torch.Tensor] = []  # on the device: one for each call whose bits were compared
-        self.worst = 0.0
-
-    def call(self, i: int) -> torch.Tensor:
-        inputs = self.inputs[i]
-        return self.backend.forward(inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights)
-
-    def start(self) -> "Layer":
-        """Make the first call of every input and compare it with the oracle."""
-        self.first = [self.call(i) for i in range(len(self.inputs))]
-        self.backend.check()
-        for i, y in enumerate(self.first):
-            self.judge(i, y)
-        self.note(0, self.first[0])  # loads the kernels that note() needs before anything depends on it
-        self.settle()
-        return self
-
-    def judge(self, i: int, y: torch.Tensor) -> None:
-        """Compare with the oracle."""
-        self.worst = max(self.worst, compare(y, self.expected[i]).relative)
-
-    def note(self, i: int, y: torch.Tensor) -> None:
-        """Compare with the first call's bits, on the current stream; settle() collects the verdict."""
-        first = self.first[i][: y.shape[0]]
-        self.flags.append((y.view(torch.int16) != first.view(torch.int16)).any())
-
-    def settle(self) -> int:
-        """Wait for the device; return how many calls had other bits. Raises the fault if there was one."""
-        self.backend.check()
-        wrong = int(torch.stack(self.flags).sum()) if self.flags else 0
-        self.flags.clear()
-        return wrong
-
-    def verdict(self, out: Outcome, wrong: int) -> str:
-        """Record what went wrong; return the figures."""
-        precision = self.problem.precision
-        out.require(wrong == 0, f"{precision}: {wrong} calls gave other bits than the first of their input")
-        good = self.worst <= LIMIT[precision]
-        out.require(good, f"{precision}: relative error {self.worst:.2e}, limit {LIMIT[precision]:g}")
-        return f"{precision} {wrong} differ, worst error {self.worst:.1e}"
 
 
 def calls(me: Rank, args: argparse.Namespace) -> Outcome:
@@ -265,82 +137,9 @@ def nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     out.require(broken == 0, f"{broken} all-gathers gave a wrong result")
     seconds = time.monotonic() - start
     text = layer.verdict(out, wrong)
-    out.text = f"{total} calls beside {total} all-gathers, {sms - layer.backend.grid} SMs reserved, in {seconds:.1f} s: {text}"
+    reserved = sms - layer.backend.grid
+    out.text = f"{total} calls beside {total} all-gathers, {reserved} SMs reserved, in {seconds:.1f} s: {text}"
     layer.backend.close()
-    return out
-
-
-def error_of(function: Callable[[], object]) -> MegaMoEError | None:
-    try:
-        function()
-    except MegaMoEError as error:
-        return error
-    return None
-
-
-def faults(me: Rank, out: Outcome, title: str, function: Callable[[], object], kinds: tuple, words: list[str]) -> None:
-    """Every rank must raise one of `kinds` or PeerFault, and the message of one rank must hold all words."""
-    start, error = time.monotonic(), error_of(function)
-    text = f"{title}, rank {me.rank}: {type(error).__name__}: {error} ({time.monotonic() - start:.1f} s)"
-    out.notes.append(text)
-    out.require(isinstance(error, (*kinds, PeerFault)), f"{text}: expected {[k.__name__ for k in kinds]}")
-    named = any(all(word in text for word in words) for text in gather(me, text))
-    out.require(named, f"{title}: no rank's message holds {words}")
-
-
-def late(me: Rank, args: argparse.Namespace) -> Outcome:
-    """The last rank comes later than the time-out; after a reset all is well."""
-    out, start = Outcome(""), time.monotonic()
-    layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
-    last = me.size - 1
-
-    def too_late() -> None:
-        time.sleep(2 * TIMEOUT_S if me.rank == last else 0)
-        layer.call(0)
-        layer.backend.check()
-
-    gather(me, None)
-    faults(me, out, "late", too_late, (ProtocolTimeout,), ["routes_ready", f"for rank {last}"])
-    out.require(isinstance(error_of(lambda: layer.call(0)), WindowBroken), "a broken window took a call")
-    layer.backend.reset()
-    for _ in range(3):
-        layer.note(0, layer.call(0))
-    text = layer.verdict(out, layer.settle())
-    out.text = f"time-out {TIMEOUT_S:g} s, then reset and 3 calls: {text}; {time.monotonic() - start:.1f} s in all"
-    layer.backend.close()
-    return out
-
-
-def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
-    """One rank is built differently; then two layers are called in another order on one rank."""
-    from megamoe.mega import MegaBackend
-    from megamoe.window import Window
-
-    out, start, last = Outcome(""), time.monotonic(), me.size - 1
-    for name, value in (("intermediate", 256), ("activation", megamoe.activation_by_name("geglu"))):
-        problem = problem_of(me, **({name: value} if me.rank == last else {}))
-
-        def build(problem: megamoe.Problem = problem) -> None:
-            MegaBackend(problem, group_of(me), device=me.device)
-
-        faults(me, out, f"other {name}", build, (RankMismatch,), [name, f"on rank {last}"])
-    window = Window(problem_of(me), group_of(me), device=me.device)
-    options = {"count": 2, "window": window, "timeout_s": TIMEOUT_S}
-    layers = [Layer(me, problem_of(me, intermediate=i), **options).start() for i in (512, 768)]
-
-    def in_another_order() -> None:
-        layers[me.rank == last].call(0)
-        window.check()
-
-    gather(me, None)
-    words = [f"rank {last} runs another configuration"]
-    faults(me, out, "other order of layers", in_another_order, (RankMismatch,), words)
-    window.reset()
-    for layer in layers:
-        layer.note(0, layer.call(0))
-    text = "; ".join(layer.verdict(out, layer.settle()) for layer in layers)
-    window.close()
-    out.text = f"2 configurations and 1 order differed, then reset: {text}; {time.monotonic() - start:.1f} s in all"
     return out
 
 
@@ -385,8 +184,6 @@ def busy(me: Rank, args: argparse.Namespace) -> Outcome:
 
 def streams(me: Rank, args: argparse.Namespace) -> Outcome:
     """Two streams, two layers in one window; then modules: autocast, and parameters whose storage moves."""
-    from megamoe.window import Window
-
     out, total, texts, start = Outcome(""), args.calls or 400, [], time.monotonic()
     for precision in args.precision:
         window = Window(problem_of(me, precision), group_of(me), device=me.device)
@@ -442,67 +239,6 @@ def modules(me: Rank, layer: Layer, window: object) -> None:
     module.close()
 
 
-# --- kill: ranks are plain processes, joined by gloo, which neither aborts nor ends the others
-
-
-def kill(args: argparse.Namespace, ranks: int) -> Outcome:
-    """Start the ranks, wait for the survivors' reports within the bound."""
-    out, start = Outcome(""), time.monotonic()
-    for mode, edge in (("between", "routes_ready"), ("during", "partials_ready")):
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        command = [sys.executable, __file__, "kill", "--ranks", str(ranks), "--bound", str(args.bound)]
-        command += ["--port", str(store.port), "--mode", mode, "--as-rank"]
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        begin = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-        processes = [subprocess.Popen([*command, str(r)], **begin) for r in range(ranks)]
-        named, deadline = False, time.monotonic() + args.bound
-        for rank, process in enumerate(processes):
-            try:
-                text = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-            except subprocess.TimeoutExpired:
-                out.failures.append(f"{mode}: rank {rank} still ran after {args.bound:g} s")
-                process.kill()
-                process.communicate()
-                continue
-            if rank == ranks - 1:
-                died = process.returncode == -signal.SIGKILL
-                out.require(died, f"{mode}: the victim ended with {process.returncode}: {text}")
-                continue
-            report = json.loads(text.splitlines()[-1]) if process.returncode == 0 and text else {}
-            kind, message = report.get("kind"), report.get("message", "no report")
-            note = f"killed {mode} calls, rank {rank}: {kind}: {message} ({report.get('seconds', -1):.1f} s)"
-            out.notes.append(note)
-            good = kind in ("ProtocolTimeout", "PeerFault") and report["seconds"] < TIMEOUT_S + 3
-            out.require(good and report["again"] == "WindowBroken", note)
-            named |= edge in message and f"rank {ranks - 1}" in message
-        out.require(named, f"{mode}: no survivor named edge {edge} and rank {ranks - 1}")
-    out.text = f"time-out {TIMEOUT_S:g} s, killed between and during calls, {time.monotonic() - start:.1f} s in all"
-    return out
-
-
-def killed_rank(args: argparse.Namespace) -> None:
-    """Be one of kill's processes. Leaves by os._exit, past all destructors."""
-    rank, ranks = args.as_rank, args.ranks
-    faulthandler.dump_traceback_later(args.bound, exit=True)
-    store = dist.TCPStore("127.0.0.1", args.port, None, False, timedelta(seconds=args.bound))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.bound))
-    me = Rank(rank, ranks, device_of(rank))
-    layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
-    gather(me, None)
-    if rank == ranks - 1:
-        if args.mode == "during":
-            layer.call(0)  # publishes its routes, then waits for the others
-            time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1.5)
-    start = time.monotonic()
-    error = error_of(lambda: (layer.call(0), layer.backend.check()))
-    report = {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
-    report["again"] = type(error_of(lambda: layer.call(0))).__name__
-    print(json.dumps(report), flush=True)
-    os._exit(0)
-
-
 SCENARIOS = {f.__name__: f for f in (calls, graph, nccl, late, mismatch, busy, streams)}
 NEED_TWO = ("nccl", "kill", "late", "mismatch")
 
@@ -540,7 +276,9 @@ def main() -> int:
         killed_rank(args)
     if "LOCAL_RANK" in os.environ:
         return under_torchrun(args)
-    ranks = args.ranks or min(8, torch.cuda.device_count())
+    ranks, gpus = args.ranks or min(8, torch.cuda.device_count()), torch.cuda.device_count()
+    if not 0 < ranks <= gpus:
+        raise SystemExit(f"{ranks} ranks on {gpus} GPUs")
     print(header(), flush=True)
     code = 0
     for name in args.scenario:

@@ -1,0 +1,139 @@
+"""What the scenarios of tools/soak.py share: a layer, inputs of every kind for it, what it should and did give."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from common import Rank
+
+import megamoe
+from megamoe import reference
+from megamoe.mega import MegaBackend
+from megamoe.testing import ROUTINGS, compare, make_inputs, make_weights
+
+LIMIT = {"bf16": 5e-3, "fp8": 1e-2}  # relative error of y; docs/numerics.md
+FEW_TOKENS = 64  # below, one rounding step of h weighs more: four times the limit
+
+
+@dataclass
+class Outcome:
+    """What a scenario found on one rank."""
+
+    text: str
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def require(self, condition: object, message: str) -> None:
+        if not condition:
+            self.failures.append(message)
+
+
+def device_of(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def group_of(me: Rank) -> object:
+    return dist.group.WORLD if me.size > 1 else None
+
+
+def gather(me: Rank, value: object) -> list:
+    """Return every rank's value."""
+    values: list = [None] * me.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def problem_of(me: Rank, precision: str = "bf16", **changes: object) -> megamoe.Problem:
+    small = megamoe.Problem(
+        hidden=1024,
+        intermediate=512,
+        num_experts=32,
+        top_k=4,
+        ep_size=me.size,
+        rank=me.rank,
+        max_tokens=512,
+        precision=precision,
+    )
+    return replace(small, **changes)
+
+
+def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], torch.dtype]]:
+    """Return (routing, tokens of each rank, type of ids) of `count` inputs, the same on all ranks."""
+    r = random.Random(5)
+    full, alone = [most] * me.size, [0] * (me.size - 1) + [most]
+    plans = [("uniform", full), ("hot", full), ("one_rank", full), ("uniform", alone), ("dropped", alone[::-1])]
+    plans += [("all_dropped", full), ("uniform", [0] * me.size), ("uniform", [1] * me.size)]
+    while len(plans) < count:
+        sizes = [0 if r.random() < 0.2 else r.randint(1, most) for _ in range(me.size)]
+        plans.append((ROUTINGS[len(plans) % len(ROUTINGS)], sizes))
+    return [(*plan, (torch.int32, torch.int64)[i % 2]) for i, plan in enumerate(plans[:count])]
+
+
+class Layer:
+    """A backend, inputs for it, what they should give and what they gave at the first call."""
+
+    def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: object) -> None:
+        self.me, self.problem = me, problem
+        options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
+        if options["reserve_sms"] is None:
+            del options["reserve_sms"]
+        ranks = range(me.size)
+        everyones = [make_weights(problem, rank=r, device=me.device) for r in ranks]
+        self.weights, self.inputs, self.expected = everyones[me.rank], [], []
+        for seed, (routing, tokens, dtype) in enumerate(draw_plans(me, problem.max_tokens, count)):
+            kind = {"seed": seed, "routing": routing, "device": me.device, "ids_dtype": dtype}
+            drawn = [make_inputs(problem, tokens[r], rank=r, **kind) for r in ranks]
+            columns = ([getattr(i, name) for i in drawn] for name in ("x", "topk_ids", "topk_weights"))
+            self.expected.append(reference.forward(problem, *columns, everyones)["y"][me.rank])
+            self.inputs.append(drawn[me.rank])
+        del everyones
+        torch.cuda.synchronize()
+        self.backend = MegaBackend(problem, group_of(me), device=me.device, **options)
+        self.backend.prepare(self.weights)
+        self.first: list[torch.Tensor] = []
+        self.flags: list[torch.Tensor] = []  # on the device: one for each call whose bits were compared
+        self.worst, self.bad = 0.0, 0
+
+    def call(self, i: int) -> torch.Tensor:
+        inputs = self.inputs[i]
+        return self.backend.forward(inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights)
+
+    def start(self) -> "Layer":
+        """Make the first call of every input and compare it with the oracle."""
+        self.first = [self.call(i) for i in range(len(self.inputs))]
+        self.backend.check()
+        for i, y in enumerate(self.first):
+            self.judge(i, y)
+        self.note(0, self.first[0])  # loads the kernels that note() needs before anything depends on it
+        self.settle()
+        return self
+
+    def judge(self, i: int, y: torch.Tensor) -> None:
+        """Compare with the oracle."""
+        relative = compare(y, self.expected[i]).relative
+        limit = LIMIT[self.problem.precision] * (4 if y.shape[0] < FEW_TOKENS else 1)
+        self.worst = max(self.worst, relative)
+        self.bad += not relative <= limit
+
+    def note(self, i: int, y: torch.Tensor) -> None:
+        """Compare with the first call's bits, on the current stream; settle() collects the verdict."""
+        first = self.first[i][: y.shape[0]]
+        self.flags.append((y.view(torch.int16) != first.view(torch.int16)).any())
+
+    def settle(self) -> int:
+        """Wait for the device; return how many calls had other bits. Raises the fault if there was one."""
+        self.backend.check()
+        wrong = int(torch.stack(self.flags).sum()) if self.flags else 0
+        self.flags.clear()
+        return wrong
+
+    def verdict(self, out: Outcome, wrong: int) -> str:
+        """Record what went wrong; return the figures."""
+        precision = self.problem.precision
+        out.require(wrong == 0, f"{precision}: {wrong} calls gave other bits than the first of their input")
+        message = f"{precision}: {self.bad} results are beyond the limit, relative error up to {self.worst:.2e}"
+        out.require(self.bad == 0, message)
+        return f"{precision} {wrong} differ, worst error {self.worst:.1e}"
