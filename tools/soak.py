@@ -164,7 +164,10 @@ def busy(me: Rank, args: argparse.Namespace) -> Outcome:
                 torch.mm(a, a)
 
     cases = [("spinners on rank 0", layer, spin, 1), ("spinners on all", layer, spin, me.size)]
-    cases += [("spinners on all, SMs reserved", small, spin, me.size), ("GEMMs on all", layer, multiply, me.size)]
+    cases += [
+        ("spinners on all, SMs reserved", small, spin, me.size),
+        ("GEMMs on all", layer, multiply, me.size),
+    ]
     for name, called, occupy, ranks in cases:
         torch.cuda.synchronize()
         gather(me, None)
@@ -193,7 +196,9 @@ def streams(me: Rank, args: argparse.Namespace) -> Outcome:
         for n in range(total):
             layer, i = order.choice(layers), order.randrange(16)
             if order.random() < 0.5:
-                sides[n % 2].wait_stream(sides[1 - n % 2])  # otherwise the library's own order has to do
+                sides[n % 2].wait_stream(
+                    sides[1 - n % 2]
+                )  # otherwise the library's own order has to do
             with torch.cuda.stream(sides[n % 2]):
                 layer.note(i, layer.call(i))
         wrong = [layer.settle() for layer in layers]
@@ -252,7 +257,9 @@ def run_rank(rank: int, name: str, args: argparse.Namespace) -> Outcome:
 
 
 def report(name: str, ranks: int, outcomes: list[Outcome]) -> int:
-    failures = [f"rank {rank}: {text}" for rank, out in enumerate(outcomes) for text in out.failures]
+    failures = [
+        f"rank {rank}: {text}" for rank, out in enumerate(outcomes) for text in out.failures
+    ]
     print(f"{'FAIL' if failures else 'ok'}: {name} x{ranks}: {outcomes[0].text}", flush=True)
     for line in failures + [note for out in outcomes for note in out.notes]:
         print(f"  {line}", flush=True)
@@ -260,7 +267,9 @@ def report(name: str, ranks: int, outcomes: list[Outcome]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("scenario", nargs="+", choices=[*SCENARIOS, "kill"])
     add("--ranks", type=int, help="default: all GPUs")
@@ -288,7 +297,9 @@ def main() -> int:
             if name == "kill":
                 outcomes = [kill(args, ranks)]
             else:
-                outcomes = launch(run_rank, ranks, name, args, timeout_s=args.bound + 30, backend=BACKENDS)
+                outcomes = launch(
+                    run_rank, ranks, name, args, timeout_s=args.bound + 30, backend=BACKENDS
+                )
             code |= report(name, ranks, outcomes)
         except Exception as error:  # a rank's, with its traceback; or TimeoutError
             print(f"FAIL: {name} x{ranks}: {error}", flush=True)
@@ -303,7 +314,11 @@ def under_torchrun(args: argparse.Namespace) -> int:
     for name in args.scenario:
         out = run_rank(rank, name, args)
         outcomes = gather(Rank(rank, dist.get_world_size(), torch.device("cpu")), out)
-        code |= report(name, len(outcomes), outcomes) if rank == 0 else any(o.failures for o in outcomes)
+        code |= (
+            report(name, len(outcomes), outcomes)
+            if rank == 0
+            else any(o.failures for o in outcomes)
+        )
     dist.destroy_process_group()
     return int(code)
 

@@ -33,12 +33,21 @@ def error_of(function: Callable[[], object]) -> MegaMoEError | None:
     return None
 
 
-def faults(me: Rank, out: Outcome, title: str, function: Callable[[], object], kinds: tuple, words: list[str]) -> None:
+def faults(
+    me: Rank,
+    out: Outcome,
+    title: str,
+    function: Callable[[], object],
+    kinds: tuple,
+    words: list[str],
+) -> None:
     """Every rank must raise one of `kinds` or PeerFault, and the message of one rank must hold all words."""
     start, error = time.monotonic(), error_of(function)
     text = f"{title}, rank {me.rank}: {type(error).__name__}: {error} ({time.monotonic() - start:.1f} s)"
     out.notes.append(text)
-    out.require(isinstance(error, (*kinds, PeerFault)), f"{text}: expected {[k.__name__ for k in kinds]}")
+    out.require(
+        isinstance(error, (*kinds, PeerFault)), f"{text}: expected {[k.__name__ for k in kinds]}"
+    )
     named = any(all(word in text for word in words) for text in gather(me, text))
     out.require(named, f"{title}: no rank's message holds {words}")
 
@@ -56,7 +65,9 @@ def late(me: Rank, args: argparse.Namespace) -> Outcome:
 
     gather(me, None)
     faults(me, out, "late", too_late, (ProtocolTimeout,), ["routes_ready", f"for rank {last}"])
-    out.require(isinstance(error_of(lambda: layer.call(0)), WindowBroken), "a broken window took a call")
+    out.require(
+        isinstance(error_of(lambda: layer.call(0)), WindowBroken), "a broken window took a call"
+    )
     layer.backend.reset()
     for _ in range(3):
         layer.note(0, layer.call(0))
@@ -139,7 +150,9 @@ def killed_rank(args: argparse.Namespace) -> None:
     rank, ranks = args.as_rank, args.ranks
     faulthandler.dump_traceback_later(args.bound, exit=True)
     store = dist.TCPStore("127.0.0.1", args.port, None, False, timedelta(seconds=args.bound))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.bound))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=args.bound)
+    )
     me = Rank(rank, ranks, device_of(rank))
     layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
     gather(me, None)
@@ -151,7 +164,11 @@ def killed_rank(args: argparse.Namespace) -> None:
     time.sleep(2.5)  # a killed process takes its kernels with it, not at once
     start = time.monotonic()
     error = error_of(lambda: (layer.call(0), layer.backend.check()))
-    report = {"kind": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+    report = {
+        "kind": type(error).__name__,
+        "message": str(error),
+        "seconds": time.monotonic() - start,
+    }
     report["again"] = type(error_of(lambda: layer.call(0))).__name__
     print(json.dumps(report), flush=True)
     os._exit(0)

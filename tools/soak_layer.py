@@ -64,7 +64,13 @@ def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], to
     """Return (routing, tokens of each rank, type of ids) of `count` inputs, the same on all ranks."""
     r = random.Random(5)
     full, alone = [most] * me.size, [0] * (me.size - 1) + [most]
-    plans = [("uniform", full), ("hot", full), ("one_rank", full), ("uniform", alone), ("dropped", alone[::-1])]
+    plans = [
+        ("uniform", full),
+        ("hot", full),
+        ("one_rank", full),
+        ("uniform", alone),
+        ("dropped", alone[::-1]),
+    ]
     plans += [("all_dropped", full), ("uniform", [0] * me.size), ("uniform", [1] * me.size)]
     while len(plans) < count:
         sizes = [0 if r.random() < 0.2 else r.randint(1, most) for _ in range(me.size)]
@@ -75,7 +81,9 @@ def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], to
 class Layer:
     """A backend, inputs for it, what they should give and what they gave at the first call."""
 
-    def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: object) -> None:
+    def __init__(
+        self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: object
+    ) -> None:
         self.me, self.problem = me, problem
         options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
         if options["reserve_sms"] is None:
@@ -86,7 +94,9 @@ class Layer:
         for seed, (routing, tokens, dtype) in enumerate(draw_plans(me, problem.max_tokens, count)):
             kind = {"seed": seed, "routing": routing, "device": me.device, "ids_dtype": dtype}
             drawn = [make_inputs(problem, tokens[r], rank=r, **kind) for r in ranks]
-            columns = ([getattr(i, name) for i in drawn] for name in ("x", "topk_ids", "topk_weights"))
+            columns = (
+                [getattr(i, name) for i in drawn] for name in ("x", "topk_ids", "topk_weights")
+            )
             self.expected.append(reference.forward(problem, *columns, everyones)["y"][me.rank])
             self.inputs.append(drawn[me.rank])
         del everyones
@@ -94,7 +104,9 @@ class Layer:
         self.backend = MegaBackend(problem, group_of(me), device=me.device, **options)
         self.backend.prepare(self.weights)
         self.first: list[torch.Tensor] = []
-        self.flags: list[torch.Tensor] = []  # on the device: one for each call whose bits were compared
+        self.flags: list[
+            torch.Tensor
+        ] = []  # on the device: one for each call whose bits were compared
         self.worst, self.bad = 0.0, 0
 
     def call(self, i: int) -> torch.Tensor:
@@ -107,7 +119,9 @@ class Layer:
         self.backend.check()
         for i, y in enumerate(self.first):
             self.judge(i, y)
-        self.note(0, self.first[0])  # loads the kernels that note() needs before anything depends on it
+        self.note(
+            0, self.first[0]
+        )  # loads the kernels that note() needs before anything depends on it
         self.settle()
         return self
 
@@ -133,7 +147,9 @@ class Layer:
     def verdict(self, out: Outcome, wrong: int) -> str:
         """Record what went wrong; return the figures."""
         precision = self.problem.precision
-        out.require(wrong == 0, f"{precision}: {wrong} calls gave other bits than the first of their input")
+        out.require(
+            wrong == 0, f"{precision}: {wrong} calls gave other bits than the first of their input"
+        )
         message = f"{precision}: {self.bad} results are beyond the limit, relative error up to {self.worst:.2e}"
         out.require(self.bad == 0, message)
         return f"{precision} {wrong} differ, worst error {self.worst:.1e}"
