@@ -45,17 +45,22 @@ class Kernel:
         return self._attribute("NUM_REGS")
 
     def check_resident(self, grid: int) -> None:
-        """Raise NotCoResident unless `grid` CTAs run at the same time on an otherwise idle device."""
-        blocks = check(
-            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                self.function, self.threads, self.smem_bytes
-            )
-        )
-        available = int(blocks) * device_attribute(self.device, "MULTIPROCESSOR_COUNT")
+        """Raise NotCoResident unless `grid` CTAs, in the kernel's clusters, fit an otherwise idle device at once."""
+        cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.smem_bytes
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dim = attribute.value.clusterDim
+        dim.x, dim.y, dim.z = cluster, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+        available = cluster * int(check(driver.cuOccupancyMaxActiveClusters(self.function, config)))
         if not 0 < grid <= available:
             raise NotCoResident(
-                f"{self.entry} wants {grid} CTAs, {available} fit this device at once "
-                f"({blocks} an SM with {self.threads} threads and {self.smem_bytes} bytes)"
+                f"{self.entry} wants {grid} CTAs, {available} fit this device at once, in clusters of "
+                f"{cluster} with {self.threads} threads and {self.smem_bytes} bytes each"
             )
 
 

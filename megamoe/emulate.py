@@ -21,6 +21,8 @@ from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
+from megamoe.reference.backend import _packed as packed
+from megamoe.reference.backend import _unpacked as unpacked
 from megamoe.transport.group import Group, as_group
 from megamoe.weights import ExpertWeights
 
@@ -101,7 +103,7 @@ def _aligned_zeros(nbytes: int) -> Tensor:
 class Emulation:
     """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
-    problem: of any rank. num_ctas: of each rank. pool_rows: of every rank (None: the default of each).
+    problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
     flags: further ones for g++, such as "-fsanitize=undefined".
     """
 
@@ -115,8 +117,8 @@ class Emulation:
         timeout_s: float | None = None,
         flags: tuple[str, ...] = (),
     ) -> None:
-        if not 1 <= num_ctas <= 64:
-            raise ConfigError("num_ctas", num_ctas, "1..64")
+        if not 2 <= num_ctas <= 64 or num_ctas % 2:
+            raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
         self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         self.library = _load(Variant(problem.precision, problem.activation.kind), flags)
@@ -268,18 +270,15 @@ class EmulateBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] bf16. Collective."""
-        mine = (_to(x, "cpu"), _to(topk_ids, "cpu"), _to(topk_weights, "cpu"))
-        experts = {name: _to(t, "cpu") for name, t in _tensors(weights).items()}
-        if self.group.size == 1:
-            everyone = [(*mine, experts, _to(num_tokens_device, "cpu"))]
-        else:
-            everyone = self.group.all_gather((*mine, experts, _to(num_tokens_device, "cpu")))
+        tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
+        experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
+        everyone = self.group.all_gather((*tensors, packed(experts)))
 
         def run() -> list[Tensor]:
-            xs, ids, scores, all_experts, counts = (
+            xs, ids, scores, counts, all_experts = (
                 list(column) for column in zip(*everyone, strict=True)
             )
-            all_weights = [ExpertWeights(**e) for e in all_experts]
+            all_weights = [unpacked(e) for e in all_experts]
             return self.emulation.forward_all(
                 xs, ids, scores, all_weights, num_tokens_device=counts
             )

@@ -100,7 +100,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
 # --- the workspace: ordinary memory of one rank ---
 
 # Cells that must be zero when no launch is in flight; a reset zeroes them.
-WORKSPACE_CONTROL = ("epoch", "tickets", "barrier")
+WORKSPACE_CONTROL = ("epoch", "ids_ticket", "x_ticket", "exit_ticket", "fault_ticket", "arrivals", "generation")
 
 
 def max_chunks(problem: Problem) -> int:
@@ -123,9 +123,8 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     local, chunks, blocks = p.num_local_experts(p.rank), max_chunks(p), rows // BLOCK_ROWS
     element = _ELEMENT[p.precision]
     tokens = chunks * CHUNK_TOKENS
-    yield "epoch", (1,), torch.int32
-    yield "tickets", (8,), torch.int32
-    yield "barrier", (2,), torch.int32
+    for cell in WORKSPACE_CONTROL:
+        yield cell, (1,), torch.int32
     yield "route_ids", (tokens, p.top_k), torch.int32
     yield "route_weights", (tokens, p.top_k), torch.float32
     yield "route_rows", (tokens, p.top_k), torch.int32

@@ -21,7 +21,8 @@ from megamoe.window import Window, launch_lock, launch_order, on_device
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
-MAX_GROUP = 16  # max_group of csrc/megamoe/schedule/order.h
+GPCS = 8  # of a Hopper GPU; a pair of CTAs needs two free SMs of one, so other kernels may strand one in each
+PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/roles/profile.h
 
 
@@ -57,7 +58,7 @@ def _default_reserve(group: Any) -> int:
     if not (torch.is_grad_enabled() and nccl_in_use(group)):
         return 0
     ctas = os.environ.get("NCCL_MAX_CTAS", "")
-    return int(ctas) if ctas.isdigit() and int(ctas) else NCCL_MAX_CTAS
+    return (int(ctas) if ctas.isdigit() and int(ctas) else NCCL_MAX_CTAS) + GPCS
 
 
 class MegaBackend:
@@ -110,9 +111,9 @@ class MegaBackend:
         self._step_blocks = step_blocks
         reserve = _default_reserve(wrapped) if reserve_sms is None else reserve_sms
         sms = self._num_sms()
-        if not 0 <= reserve < sms:
-            raise ConfigError("reserve_sms", reserve, f"0..{sms - 1}")
-        self.grid = sms - reserve
+        if not 0 <= reserve <= sms - PAIR_CTAS:
+            raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
+        self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
         self._args = abi.aligned(abi.Args)
         self._launcher: Any = None
         self._weights_key: tuple[int, ...] | None = None

@@ -3,20 +3,24 @@
 
     python tools/rank_check.py --backend staged --ranks 2                      small, anywhere
     python tools/rank_check.py --backend mega --shape dsv3 --tokens 8 1024 8192 --precision bf16 fp8
-    python tools/rank_check.py --backend mega --random 50 --repeat 3           random configurations, same bits?
+    python tools/rank_check.py --backend mega --random 200 --csv random.csv    random configurations, a row for each
     torchrun --nproc-per-node 4 tools/rank_check.py --backend mega             started by torchrun
 
 Inputs and weights are drawn on the device from (seed, rank), so every rank can draw those of the others and needs no
-communication to compute what it should have got. Large cases check a sample of tokens. Exit code 1 on any failure.
+communication to compute what it should have got. Large cases check a sample of tokens. Two oracles: one rounds where
+the kernel does and gives the verdict on every stage; the other is fp32 throughout on the bf16 weights, and shows what
+the roundings cost y. Exit code 1 on any failure.
 """
 
 import argparse
+import csv
 import gc
 import itertools
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,14 +30,12 @@ from torch import Tensor
 import megamoe
 from megamoe import reference
 from megamoe.config import ACTIVATIONS
-from megamoe.testing import ROUTINGS, Inputs, compare, make_inputs, make_weights
+from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
+from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
-# Relative Frobenius error and largest error over the expected tensor's root mean square. The oracle rounds where the
-# kernel rounds: what is left is the order of sums, and roundings that it tips over. docs/numerics.md
-TOLERANCES = {"bf16": (4e-3, 0.1), "fp8": (1e-2, 0.3)}
-ORDER = ["x_q", "x_scale", "x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "partials", "y"]
 MAX_CHECKED_TOKENS = 512  # of a rank
+CSV_FIELDS = ["case", "backend", "ranks", "precision", "verdict", *STAGES, "y_fp32", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ class Case:
             ids_dtype=self.ids_dtype,
         )
 
-    def weights(self, rank: int, device: torch.device) -> megamoe.ExpertWeights:
-        """Draw the experts of a rank, on the device."""
-        return make_weights(self.problem(rank), seed=self.seed, device=device)
+    def masters(self, rank: int, device: torch.device) -> megamoe.ExpertWeights:
+        """Draw the experts of a rank in bf16, on the device."""
+        return make_weights(self.problem(rank), seed=self.seed, device=device, quantize=False)
 
 
 def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) -> Case:
@@ -121,35 +123,6 @@ def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
     ]
 
 
-class Checker:
-    """Compares tensors of one case and remembers whether all were good."""
-
-    def __init__(self, precision: str, verbose: bool) -> None:
-        self.frobenius, self.largest = TOLERANCES[precision]
-        self.verbose, self.good, self.lines = verbose, True, []
-
-    def compare(self, name: str, got: Tensor, expected: Tensor) -> None:
-        """got and expected: the same shape, rows along the first dimension."""
-        if got.shape != expected.shape:
-            self.require(False, f"{name}: shape {list(got.shape)}, expected {list(expected.shape)}")
-            return
-        rms = expected.float().square().mean().sqrt().item() if expected.numel() else 0.0
-        found = compare(got, expected, tolerance=self.largest * rms)
-        good = found.relative <= self.frobenius and found.differing == 0
-        self.good &= good
-        if self.verbose or not good:
-            where = "" if found.first is None else f"; beyond {self.largest:g} rms: {found}"
-            self.lines.append(
-                f"  {'ok  ' if good else 'FAIL'} {name:<12} relative error {found.relative:.2e} "
-                f"(limit {self.frobenius:g}), largest {found.largest:.2e} at rms {rms:.2e}{where}"
-            )
-
-    def require(self, condition: bool, message: str) -> None:
-        if not condition:
-            self.good = False
-            self.lines.append("  FAIL " + message)
-
-
 def checked_tokens(case: Case, device: torch.device) -> list[Tensor]:
     """Return the tokens of each home rank that are compared: all, or an even sample."""
     return [
@@ -160,49 +133,68 @@ def checked_tokens(case: Case, device: torch.device) -> list[Tensor]:
     ]
 
 
-def compare_stages(
-    checker: Checker,
-    stages: dict[str, Tensor],
-    case: Case,
-    inputs: list[Inputs],
-    mine: megamoe.ExpertWeights,
-    me: Rank,
-) -> None:
-    """Compare what this rank computed: as home rank x_q and y, as expert rank the others."""
-    kept = checked_tokens(case, me.device)
-    weights = [mine if r == me.rank else case.weights(r, me.device) for r in range(me.size)]
-    x, ids = [i.x for i in inputs], [i.topk_ids for i in inputs]
-    scores = [i.topk_weights for i in inputs]
-    want = reference.forward(case.problem(me.rank), x, ids, scores, weights, check_tokens=kept)
+class Oracle:
+    """What a case should give on this rank."""
 
-    # The oracle holds the kept tokens and their rows only; a partial exists for a token that has a row here.
-    rows, home = want["rows"][me.rank], kept[me.rank]
-    present = rows.token.unique()
-    everywhere = torch.cat(offset(kept, case.tokens))
-    where = {"x_q": home, "x_scale": home, "y": home, "partials": everywhere[present]}
-    for name in ORDER:
-        if name in stages and name in want:
-            expected = want[name][me.rank]
-            expected = expected[present] if name == "partials" else expected
-            checker.compare(name, stages[name][where.get(name, rows.pool_row)], expected)
+    def __init__(self, case: Case, me: Rank) -> None:
+        self.case, self.me, self.problem = case, me, case.problem(me.rank)
+        ranks = range(me.size)
+        self.inputs = [case.inputs(rank, me.device) for rank in ranks]
+        self.masters = [case.masters(rank, me.device) for rank in ranks]
+        self.weights = self.masters
+        if case.precision == "fp8":
+            self.weights = [w.quantized(self.problem) for w in self.masters]
+        self.kept = checked_tokens(case, me.device)
+        columns = ("x", "topk_ids", "topk_weights")
+        self.columns = [[getattr(i, name) for i in self.inputs] for name in columns]
+
+    def compare_stages(self, checker: StageChecker, stages: dict[str, Tensor]) -> None:
+        """Compare what this rank computed: as home rank x_q and y, as expert rank the others."""
+        me, kept = self.me.rank, self.kept
+        want = reference.forward(self.problem, *self.columns, self.weights, check_tokens=kept)
+        # The oracle holds the kept tokens and their rows only; a partial exists for a token that has a row here.
+        rows, home = want["rows"][me], kept[me]
+        present = rows.token.unique()
+        everywhere = torch.cat(offset(kept, self.case.tokens))
+        where = {"x_q": home, "x_scale": home, "y": home, "partials": everywhere[present]}
+        names = [name for name in STAGES if name in stages and name in want]
+        got = {name: stages[name][where.get(name, rows.pool_row)] for name in names}
+        expected = {name: want[name][me] for name in names}
+        if "partials" in expected:
+            expected["partials"] = expected["partials"][present]
+        routes = {"y": sum(int((r.home == me).sum()) for r in want["rows"])}
+        for name in names:
+            checker.compare_stage(name, got, expected, routes.get(name, rows.token.numel()))
+
+    def compare_fp32(self, checker: StageChecker, y: Tensor) -> None:
+        """Compare y with fp32 throughout on unquantized weights and x: the price of all roundings."""
+        me = self.me.rank
+        problem = replace(self.problem, precision="bf16")
+        own = [tokens if rank == me else tokens[:0] for rank, tokens in enumerate(self.kept)]
+        want = reference.forward(
+            problem, *self.columns, self.masters, rounding="none", check_tokens=own
+        )
+        routes = sum(rows.token.numel() for rows in want["rows"])
+        elements = min(want["y"][me].numel(), routes * problem.intermediate)
+        strict = self.case.precision == "bf16" and elements >= ENOUGH
+        limit = FP32_LIMIT if strict else float("inf")
+        checker.judge("y_fp32", y[own[me]], want["y"][me], limit)
 
 
-def check(case: Case, me: Rank, args: argparse.Namespace) -> Checker:
+def check(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
     """Run one case on this rank. Collective."""
-    problem = case.problem(me.rank)
-    checker = Checker(case.precision, args.verbose)
-    group = dist.group.WORLD if me.size > 1 else None
-    inputs = [case.inputs(rank, me.device) for rank in range(me.size)]
-    mine = case.weights(me.rank, me.device)
-    own = inputs[me.rank]
+    oracle = Oracle(case, me)
+    checker = StageChecker(oracle.problem, args.verbose)
+    problem, own, mine = oracle.problem, oracle.inputs[me.rank], oracle.weights[me.rank]
     arguments = (own.x, own.topk_ids, own.topk_weights, mine)
+    group = dist.group.WORLD if me.size > 1 else None
 
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device)
     try:
         backend.prepare(mine)
         y = backend.forward(*arguments).clone()
-        stages = getattr(backend, "intermediates", dict)() | {"y": y}
-        compare_stages(checker, stages, case, inputs, mine, me)
+        oracle.compare_stages(checker, getattr(backend, "intermediates", dict)() | {"y": y})
+        oracle.compare_fp32(checker, y)
         for call in range(1, args.repeat):
             again = backend.forward(*arguments)
             same = torch.equal(again.view(torch.int16), y.view(torch.int16))
@@ -222,33 +214,76 @@ def offset(kept: list[Tensor], tokens: tuple[int, ...]) -> list[Tensor]:
     return [k + start for k, start in zip(kept, starts, strict=False)]
 
 
+def release_memory(device: torch.device) -> None:
+    """Hand cached memory back when it may be in the way of the next window, which is not taken from the cache."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free < total / 2:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    me.print(header())
+    title = header()
+    me.print(title)
+    if args.csv and me.is_first:
+        args.csv.write_text(title + "\n" + ",".join(CSV_FIELDS) + "\n")
     largest = 2048 if me.device.type == "cuda" else 320
     if args.random:
         cases = [random_case(i, me.size, args, largest) for i in range(args.random)]
     else:
         cases = listed_cases(me.size, args)
-    failures = 0
+    rows = []
     for case in cases:
         start = time.monotonic()
         with torch.no_grad():
             checker = check(case, me, args)
         reports: list = [None] * me.size
-        dist.all_gather_object(reports, (checker.good, checker.lines))
-        bad = [rank for rank, (good, _) in enumerate(reports) if not good]
-        failures += bool(bad)
-        verdict = f"FAIL on ranks {bad}" if bad else "ok"
-        me.print(f"{verdict}: {args.backend} x{me.size} {case} ({time.monotonic() - start:.1f} s)")
-        for rank, (_, lines) in enumerate(reports):
+        dist.all_gather_object(reports, (checker.good, checker.lines, checker.errors))
+        bad = [rank for rank, (good, _, _) in enumerate(reports) if not good]
+        row = {
+            "case": str(case),
+            "backend": args.backend,
+            "ranks": me.size,
+            "precision": case.precision,
+            "verdict": f"FAIL on ranks {bad}" if bad else "ok",
+            **worst_errors([errors for _, _, errors in reports]),
+            "seconds": f"{time.monotonic() - start:.2f}",
+        }
+        rows.append(row)
+        errors = f"y {row['y']:.1e}, against fp32 {row['y_fp32']:.1e}"
+        me.print(
+            "{verdict}: {backend} x{ranks} {case}:".format(**row), f"{errors} ({row['seconds']} s)"
+        )
+        for rank, (_, lines, _) in enumerate(reports):
             for line in lines:
                 me.print(f"  rank {rank}{line}")
-        del checker
-        gc.collect()
-        if me.device.type == "cuda":
-            torch.cuda.empty_cache()
-    me.print(f"{len(cases) - failures} of {len(cases)} configurations are right on all ranks")
-    return int(failures > 0)
+        if args.csv and me.is_first:
+            with args.csv.open("a", newline="") as file:  # a run that is cut off leaves its rows
+                csv.DictWriter(file, CSV_FIELDS).writerow(row)
+        release_memory(me.device)
+    return summarize(rows, me)
+
+
+def worst_errors(of_ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the largest error of each stage over the ranks, to four digits."""
+    names = {name for errors in of_ranks for name in errors}
+    worst = {name: max(errors.get(name, 0.0) for errors in of_ranks) for name in names}
+    return {name: float(f"{error:.3e}") for name, error in worst.items()}
+
+
+def summarize(rows: list[dict], me: Rank) -> int:
+    """Print the verdict on all configurations; return the exit code."""
+    good = sum(row["verdict"] == "ok" for row in rows)
+    me.print(f"{good} of {len(rows)} configurations are right on all ranks")
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        of_it = [row for row in rows if row["precision"] == precision]
+        y, fp32 = (max(row[name] for row in of_it) for name in ("y", "y_fp32"))
+        me.print(
+            f"{precision}: worst relative error of y {y:.2e}, against fp32 on unquantized inputs {fp32:.2e} "
+            f"({len(of_it)} configurations)"
+        )
+    return int(good < len(rows))
 
 
 def main() -> int:
@@ -265,6 +300,7 @@ def main() -> int:
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")
     add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")
     add("--seed", type=int, default=0)
+    add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
     add("--verbose", "-v", action="store_true", help="print good stages too")
     add_launch_arguments(parser)
     return launch(worker, parser.parse_args())

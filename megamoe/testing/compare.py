@@ -29,18 +29,25 @@ class Comparison:
         )
 
 
-def compare(actual: Tensor, expected: Tensor, tolerance: float = 0.0) -> Comparison:
-    """Compare in fp64; elements at most `tolerance` apart do not count as differing."""
+def rounding_step(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance of neighbouring numbers of a float format at |value|, in fp64."""
+    info = torch.finfo(dtype)
+    normal = value.double().abs().clamp(min=info.smallest_normal)  # numbers below share its step
+    return torch.ldexp(torch.full_like(normal, info.eps), torch.frexp(normal).exponent - 1)
+
+
+def compare(actual: Tensor, expected: Tensor, tolerance: float | Tensor = 0.0) -> Comparison:
+    """Compare in fp64 on actual's device; elements at most `tolerance` apart do not count as differing."""
     if actual.shape != expected.shape:
         raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
-    a, e = actual.detach().cpu().double(), expected.detach().cpu().double()
+    a, e = actual.detach().double(), expected.detach().to(actual.device).double()
     both_finite = a.isfinite() & e.isfinite()
     same = (a == e) | (a.isnan() & e.isnan())
     error = torch.where(both_finite, (a - e).abs(), torch.where(same, 0.0, float("inf")))
     norm = torch.where(e.isfinite(), e, 0.0).norm().item()
     error_norm = error.norm().item()
     relative = 0.0 if error_norm == 0 else (error_norm / norm if norm else float("inf"))
-    wrong = error > tolerance
+    wrong = (error > tolerance) | error.isinf()
     if not bool(wrong.any()):
         return Comparison(
             relative, error.max().item() if error.numel() else 0.0, 0, None, None, None

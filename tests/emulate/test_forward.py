@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "problem": problem,
         "tokens": tokens,
-        "num_ctas": draw(st.integers(1, 3)),
+        "num_ctas": draw(st.sampled_from((2, 4))),
         "small_pool": draw(st.booleans()),
         "routing": draw(st.sampled_from(ROUTINGS)),
         "ids_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
@@ -132,10 +132,10 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
     first: list[Tensor] | None = None
     worst = layout.worst_pool_rows(problem)
     for num_ctas, pool_rows, lag, seed in (
-        *((1, None, 16, 0), (2, None, 16, 0), (3, None, 16, 0)),
+        *((2, None, 16, 0), (4, None, 16, 0), (6, None, 16, 0)),
         *(
             (2, least_pool(problem), 16, 0),
-            (3, worst, 16, 1),
+            (6, worst, 16, 1),
             (2, least_pool(problem) + 256, 17, 2),
         ),
         *((4, None, 40, 3), (2, None, 16, 4), (2, least_pool(problem), 16, 5)),
@@ -158,7 +158,7 @@ def test_orders_of_execution(seed: int) -> None:
         144, 144, 6, 2, ep_size=3, max_tokens=64, precision="fp8" if seed % 2 else "bf16"
     )
     emulation = Emulation(
-        problem, num_ctas=1 + seed % 3, pool_rows=least_pool(problem) if seed % 4 == 0 else None
+        problem, num_ctas=2 + 2 * (seed % 2), pool_rows=least_pool(problem) if seed % 4 == 0 else None
     )
     for _ in range(3):
         check(emulation, [64, 20, 41], seed=seed)

@@ -342,7 +342,7 @@ def await_args(
     ranks = []
     for rank in range(3):
         args = make_args(
-            [forget], y=y, tickets=np.zeros(8, np.uint32), fault=ctypes.addressof(faults[rank])
+            [forget], y=y, fault_ticket=np.zeros(1, np.uint32), fault=ctypes.addressof(faults[rank])
         )
         for peer, window in enumerate(windows):
             args.window[peer] = window.ctypes.data

@@ -21,28 +21,32 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 }
 
 // The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
-// after the other: per tile (cta, step, stage, part, block, n). A step is `span` blocks of gemm1 and then the
-// previous step's blocks of gemm2; part counts all tiles of a stage. Writes at most `capacity` tiles and
-// returns how many there are.
+// after the other: per tile (cta, step, stage, part, block, n, shared). A step is `span` blocks of gemm1 and
+// then the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its
+// pair's unit has n = -1. Writes at most `capacity` tiles and returns how many there are.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
                 int* out, int capacity) {
     int num_blocks = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
     int written = 0;
     for (int cta = 0; cta < num_ctas; ++cta) {
-        TileStream stream(num_blocks, tiles1, tiles2, span, cta, num_ctas);
+        UnitStream stream(num_blocks, units_of(tiles1), units_of(tiles2), span, cta / pair_ctas,
+                          num_ctas / pair_ctas);
         while (!stream.done()) {
             Position p = stream.pop();
-            if (written++ >= capacity) return written;  // one too many: the test says so
             int first = 0, e = 0;                       // the expert that holds block p.slot
             while (e < num_experts && first + expert_blocks[e] <= p.slot) first += expert_blocks[e++];
             if (e == num_experts) return -1;  // a slot past the last block
             bool is1 = p.stage == Stage::gemm1;
-            int* tile = out + 6 * (written - 1);
-            tile[0] = cta, tile[1] = p.slot / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
-            tile[3] = p.slot * (is1 ? tiles1 : tiles2) + p.part;
+            int tiles = is1 ? tiles1 : tiles2;
             Group group = group_of(first, expert_blocks[e], p.slot);
-            tile_in_group(group, p, is1 ? tiles1 : tiles2, &tile[4], &tile[5]);
+            UnitTile unit;
+            if (!unit_in_group(group, p, tiles, cta % pair_ctas, &unit)) continue;
+            if (written++ >= capacity) return written;  // one too many: the test says so
+            int* tile = out + 7 * (written - 1);
+            tile[0] = cta, tile[1] = p.slot / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
+            tile[3] = p.slot * units_of(tiles) + p.part, tile[4] = unit.block;
+            tile[5] = unit.n < tiles ? unit.n : -1, tile[6] = static_cast<int>(unit.shared);
         }
     }
     return written;

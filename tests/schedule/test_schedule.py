@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 HERE = pathlib.Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 GEMM1, GEMM2 = 0, 1
+SHARED_A, SHARED_B = 0, 1
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ class Tile(NamedTuple):
     stage: int
     part: int
     block: int
-    n: int
+    n: int  # -1: none for this CTA
+    shared: int
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -57,48 +59,73 @@ class Tile(NamedTuple):
 
 def streams_of(order, launch: Launch) -> list[Tile]:
     """Return the tiles of every CTA, each CTA's in its own order, one CTA after the other."""
-    wanted = launch.num_blocks * (launch.tiles1 + launch.tiles2)
-    out = (ctypes.c_int * (6 * wanted + 6))()
+    units = -(-launch.tiles1 // 2) + -(-launch.tiles2 // 2)
+    most = 2 * launch.num_blocks * units
+    out = (ctypes.c_int * (7 * most))()
     blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
     found = order.abi_streams(
         *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.span),
-        *(launch.ctas, out, wanted),
+        *(launch.ctas, out, most),
     )
-    assert found == wanted, "a tile is missing or comes twice"
-    return [Tile(*out[6 * i : 6 * i + 6]) for i in range(wanted)]
+    assert found <= most, "more tiles than places"
+    return [Tile(*out[7 * i : 7 * i + 7]) for i in range(found)]
 
 
 def check_streams(order, launch: Launch) -> None:
-    tiles = streams_of(order, launch)
+    everything = streams_of(order, launch)
+    check_pairs(everything)
+    tiles = [t for t in everything if t.n >= 0]
     wanted = {(GEMM1, b, n) for b in range(launch.num_blocks) for n in range(launch.tiles1)}
     wanted |= {(GEMM2, b, n) for b in range(launch.num_blocks) for n in range(launch.tiles2)}
+    assert len(tiles) == len(wanted), "a tile is missing or comes twice"
     assert {(t.stage, t.block, t.n) for t in tiles} == wanted, "a tile is missing or comes twice"
-    assert len({t.place for t in tiles}) == len(tiles), "two tiles at one place of the order"
-    for before, after in itertools.pairwise(tiles):
+    assert len({(*t.place, t.cta % 2) for t in tiles}) == len(tiles), "two tiles at one place of the order"
+    for before, after in itertools.pairwise(everything):
         assert before.cta != after.cta or before.place < after.place, (
             f"{after} comes after {before} in its CTA, before it in the order"
         )
-    # Deadlock-free because: each CTA takes its tiles in the global order, where each tile stands after its inputs.
+    # Deadlock-free because: each pair takes its units in the global order, where each unit stands after the inputs
+    # of both its tiles.
     last_gemm1 = [(-1, 0, 0)] * launch.num_blocks
     for t in tiles:
         if t.stage == GEMM1:
             last_gemm1[t.block] = max(last_gemm1[t.block], t.place)
     for t in tiles:
         assert t.stage == GEMM1 or last_gemm1[t.block] < t.place, f"{t} stands before its inputs"
-    check_deal(tiles, launch)
+    check_deal(everything, launch)
+
+
+def check_pairs(tiles: list[Tile]) -> None:
+    """The CTAs of a pair walk the same units, and their tiles have the operand in common that they share."""
+    by_cta: dict[int, list[Tile]] = {}
+    for t in tiles:
+        by_cta.setdefault(t.cta, []).append(t)
+    for cta in range(0, max(by_cta, default=-1) + 1, 2):
+        for a, b in zip(by_cta.get(cta, []), by_cta.get(cta + 1, []), strict=True):
+            assert (a.place, a.shared) == (b.place, b.shared)
+            if a.shared == SHARED_B:
+                assert (a.block + 1, a.n) == (b.block, b.n)
+            else:
+                assert a.block == b.block
+                assert b.n in (a.n + 1, -1)
+            assert a.n >= 0, "the first CTA of a pair always has a tile"
 
 
 def check_deal(tiles: list[Tile], launch: Launch) -> None:
-    """Every CTA has its share of either stage, to one tile, and of both together, to one tile."""
-    counts = [[0] * launch.ctas for _ in range(2)]
+    """Every pair has its share of either stage, to one unit, and of both together, to one unit."""
+    pairs = launch.ctas // 2
+    counts = [[0] * pairs for _ in range(2)]
+    odd = launch.tiles1 % 2 or launch.tiles2 % 2
     for t in tiles:
-        counts[t.stage][t.cta] += 1
+        counts[t.stage][t.cta // 2] += t.cta % 2
+    if odd:  # units without a tile are dealt too
+        return
     both = [sum(pair) for pair in zip(*counts, strict=True)]
     for name, dealt in (("gemm1", counts[GEMM1]), ("gemm2", counts[GEMM2]), ("both", both)):
         assert max(dealt) - min(dealt) <= 1, f"{name} is dealt unevenly: {dealt}"
     more = [[n > min(dealt) for n in dealt] for dealt in counts]
-    if sum(map(sum, more)) <= launch.ctas:  # else some CTA must have both; the sum stays even
-        assert not any(map(all, zip(*more, strict=True))), "a CTA has the remainder of both stages"
+    if sum(map(sum, more)) <= pairs:  # else some pair must have both; the sum stays even
+        assert not any(map(all, zip(*more, strict=True))), "a pair has the remainder of both stages"
 
 
 def group_of(order, first, blocks, block):
@@ -111,7 +138,7 @@ def test_streams_small_bounds(order):
     """Exhaustive: few blocks, few tiles, up to more CTAs than tiles."""
     least = order.abi_max_group()
     for blocks in itertools.product([0, 1, 2, 3], repeat=2):
-        for tiles1, tiles2, ctas in itertools.product([1, 2, 3], [1, 2, 5], range(1, 9)):
+        for tiles1, tiles2, ctas in itertools.product([1, 2, 3, 4], [1, 2, 5], (2, 4, 6, 8)):
             for span in (least, least + 1, 40):
                 check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas))
 
@@ -121,7 +148,7 @@ def test_streams_around_the_group(order):
     least = order.abi_max_group()
     sizes = (0, 1, least - 1, least, least + 1, 2 * least, 2 * least + 1)
     for blocks in itertools.product(sizes, repeat=2):
-        for tiles1, tiles2, ctas in itertools.product([1, 3], [1, 4], [1, 5, 132]):
+        for tiles1, tiles2, ctas in itertools.product([1, 3, 4], [1, 4], [2, 10, 132]):
             check_streams(order, Launch(blocks, tiles1, tiles2, least, ctas))
 
 
@@ -131,7 +158,7 @@ def test_streams_around_the_group(order):
     tiles1=st.integers(1, 24),
     tiles2=st.integers(1, 28),
     extra=st.integers(0, 200),
-    ctas=st.integers(1, 140),
+    ctas=st.integers(1, 70).map(lambda pairs: 2 * pairs),
 )
 def test_streams(order, blocks, tiles1, tiles2, extra, ctas):
     span = order.abi_max_group() + extra
@@ -159,18 +186,18 @@ def test_streams_need_long_steps(order, missing):
     """
     group = order.abi_max_group()
     for blocks in itertools.product(range(1, group), [group]):
-        check_streams(order, Launch(blocks, 24, 2, group - 1, 7))
+        check_streams(order, Launch(blocks, 24, 2, group - 1, 6))
     span = group - missing
     with pytest.raises(AssertionError, match="before its inputs"):
-        check_streams(order, Launch([span - 1, group] if span > 1 else [group], 24, 2, span, 7))
+        check_streams(order, Launch([span - 1, group] if span > 1 else [group], 24, 2, span, 6))
 
 
 def test_dealing_the_merged_order_is_seen(order):
-    """What TileStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each (docs/tuning.md)."""
+    """What UnitStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each (docs/tuning.md)."""
     launch = Launch([16] * 8, 16, 28, order.abi_max_group(), 132)
-    merged = sorted(streams_of(order, launch), key=lambda t: t.place)
+    merged = sorted((t for t in streams_of(order, launch) if t.cta % 2), key=lambda t: t.place)
     with pytest.raises(AssertionError, match="dealt unevenly"):
-        check_deal([t._replace(cta=i % launch.ctas) for i, t in enumerate(merged)], launch)
+        check_deal([t._replace(cta=2 * (i % 66) + 1) for i, t in enumerate(merged)], launch)
 
 
 def test_groups_partition_the_blocks(order):

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from megamoe.config import Problem
+from megamoe.reference.quant import quantize_rows
+from megamoe.testing.stages import StageChecker
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = """
@@ -32,6 +37,12 @@ def run(tool: str, *arguments: object, path: Path = ROOT) -> subprocess.Complete
     )
 
 
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    comment, *table = path.read_text().splitlines()
+    assert comment.startswith("# ")
+    return list(csv.DictReader(table))
+
+
 @pytest.mark.parametrize("backend", ["staged", "reference"])
 def test_rank_check_passes(backend):
     done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--tokens", 17, "--precision", "bf16",
@@ -40,10 +51,23 @@ def test_rank_check_passes(backend):
     assert "2 of 2 configurations are right" in done.stdout
 
 
-def test_rank_check_random_configurations():
-    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, "--random", 8)
+@pytest.mark.parametrize(("backend", "count"), [("staged", 8), ("emulate", 3)])
+def test_rank_check_random_configurations(backend, count, tmp_path):
+    done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--random", count,
+               "--csv", tmp_path / "cases.csv")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 of 8 configurations are right" in done.stdout
+    assert f"{count} of {count} configurations are right" in done.stdout
+    rows = csv_rows(tmp_path / "cases.csv")
+    assert [(r["backend"], r["ranks"], r["verdict"]) for r in rows] == [
+        (backend, "2", "ok")
+    ] * count
+    for precision in {r["precision"] for r in rows}:
+        y, fp32 = (
+            max(float(r[name]) for r in rows if r["precision"] == precision)
+            for name in ("y", "y_fp32")
+        )
+        assert y < fp32
+        assert f"{precision}: worst relative error of y {y:.2e}, against fp32" in done.stdout
 
 
 def test_rank_check_finds_one_wrong_element(tmp_path):
@@ -55,13 +79,79 @@ def test_rank_check_finds_one_wrong_element(tmp_path):
     assert "first at [3, 7]" in done.stdout
 
 
+def stages(precision: str) -> dict[str, torch.Tensor]:
+    """Return h (and h_scale) and y of 64 rows as a right result might be."""
+    torch.manual_seed(0)
+    h, y = torch.randn(64, 512) * torch.randn(64, 512), torch.randn(64, 256).bfloat16()
+    if precision == "bf16":
+        return {"h": h.bfloat16(), "y": y}
+    q, scale = quantize_rows(h)
+    return {"h": q, "h_scale": scale, "y": y}
+
+
+def is_good(name: str, got: dict[str, torch.Tensor], precision: str) -> bool:
+    checker = StageChecker(Problem(256, 512, 8, 2, precision=precision))
+    checker.compare_stage(name, got, stages(precision), rows=64)
+    return checker.good
+
+
+def move(h: torch.Tensor, steps: int) -> None:
+    """Move the largest elements of three rows towards zero, by steps of their format."""
+    bits = h.view(torch.uint8 if h.dtype == torch.float8_e4m3fn else torch.int16)
+    columns = h[:3].float().abs().argmax(1)
+    bits[torch.arange(3), columns] -= steps
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_one_rounding_step_is_right_and_two_are_wrong(precision):
+    for steps in (0, 1, 2):
+        got = stages(precision)
+        move(got["h"], steps)
+        assert is_good("h", got, precision) == (steps < 2)
+    got = stages(precision)
+    got["y"][5, 7] *= 1 + 2**-7
+    assert is_good("y", got, precision)
+    got["y"][5, 7] += 3
+    assert not is_good("y", got, precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["h", "y"])
+def test_a_wrong_row_or_nan_is_wrong(precision, name):
+    got = stages(precision)
+    got[name].view(torch.uint8)[9] = got[name].view(torch.uint8)[8]
+    assert not is_good(name, got, precision)
+    got = stages(precision)
+    got[name].view(torch.uint8)[9] = 0xFF
+    assert not is_good(name, got, precision)
+
+
+def test_a_step_in_the_scale_is_noise_and_a_wrong_scale_is_not():
+    for factor, good in ((1.0005, True), (1.05, False)):
+        got = stages("fp8")
+        got["h_scale"][4, 1] *= factor
+        assert is_good("h_scale", got, "fp8") == good
+        assert is_good("h", got, "fp8")  # 5 % of one group are less than a step
+    got["h_scale"][4, 1] *= 2
+    assert not is_good("h", got, "fp8")
+
+
+def test_copies_are_compared_bit_by_bit():
+    x = torch.randn(4, 256).bfloat16()
+    checker = StageChecker(Problem(256, 512, 8, 2))
+    checker.compare_stage("x_pool", {"x_pool": x.clone()}, {"x_pool": x}, rows=4)
+    assert checker.good
+    changed = x.clone()
+    changed.view(torch.int16)[3, 3] += 1
+    checker.compare_stage("x_pool", {"x_pool": changed}, {"x_pool": x}, rows=4)
+    assert not checker.good
+
+
 def test_latency_sweep_writes_a_table(tmp_path):
     done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8, 16,
                "--mode", "both", "--samples", 3, "--out", tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    comment, *table = (tmp_path / "latency.csv").read_text().splitlines()
-    assert comment.startswith("# ")
-    rows = list(csv.DictReader(table))
+    rows = csv_rows(tmp_path / "latency.csv")
     assert [(r["tokens"], r["mode"]) for r in rows] == [
         ("8", "cool"), ("8", "hot"), ("16", "cool"), ("16", "hot"),
     ]  # fmt: skip

@@ -7,8 +7,12 @@
 
 namespace megamoe {
 
+// Which of the two warpgroups this is. Asked again where it is needed: no register to spare for it.
+MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
+
+// To the loaders of both CTAs of the pair, since either writes into the other's stages too.
 MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
-    if (arch::lane_idx() == 0) arch::mbar_arrive(&smem.empty[slot]);  // 8 math warps arrive
+    if (arch::lane_idx() < pair_ctas) arch::mbar_arrive_at(&smem.empty[slot], arch::lane_idx());
 }
 
 // Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little
@@ -23,18 +27,17 @@ struct Operands {
 template <class T>
 MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
     Profile<T>::timed(ctx.args, Mark::stage_wait, arch::thread_idx() == first_math_warp * 32,
-                      [&] { arch::mbar_wait(&ctx.smem.full[ring.slot], ring.parity); });
+                      [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
 }
 
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
 template <class T>
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int group,
-                             int stages) {
+MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
     Smem& smem = ctx.smem;
-    Operands operands(smem, group);
+    Operands operands(smem, math_group());
     int previous = 0;
     for (int i = 0; i < stages; ++i) {
-        int at = ring.slot * static_cast<int>(sizeof(Smem::PipelineStage));
+        int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
         arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
         arch::Desc b1 = arch::desc_advance(b0, half_columns * stage_k_bytes);
         await_stage<T>(ctx, ring);
@@ -51,7 +54,7 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing&
         arch::fence_accumulator(sum[1]);
         arch::wgmma_wait<1>();
         if (i != 0) release_stage(smem, previous);
-        previous = ring.slot;
+        previous = ring.slot();
         ring.advance();
     }
     arch::wgmma_wait<0>();
@@ -63,14 +66,13 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing&
 // FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into
 // fp32 sums.
 template <class T>
-MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& ring, int group, int stages) {
+MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
     Smem& smem = ctx.smem;
-    Operands operands(smem, group);
+    Operands operands(smem, math_group());
     MEGAMOE_UNROLL
     for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
-    int row = group * group_rows + (arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4;
-    for (int i = 0; i < stages; ++i) {
-        int at = ring.slot * static_cast<int>(sizeof(Smem::PipelineStage));
+    for (; stages > 0; --stages) {
+        int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
         arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
         await_stage<T>(ctx, ring);
         MEGAMOE_UNROLL
@@ -84,13 +86,16 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& 
                 arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
             }
             arch::wgmma_commit();
-            // The scales are read behind the MMAs: nothing but the barrier stands before them.
-            float weight_scale = smem.b_scale[ring.slot][half];
-            float s0 = smem.a_scale[ring.slot][row] * weight_scale,
-                  s1 = smem.a_scale[ring.slot][row + 8] * weight_scale;
+            // The scales are read behind the MMAs: nothing but the barrier stands before them. Their row is
+            // worked out again each time, as no register holds it.
+            int warp_row = (arch::thread_idx() / 32 - first_math_warp) * 16,
+                row = warp_row + arch::lane_idx() / 4;
+            float weight_scale = smem.b_scale[ring.slot()][half];
+            float s0 = smem.a_scale[ring.slot()][row] * weight_scale,
+                  s1 = smem.a_scale[ring.slot()][row + 8] * weight_scale;
             arch::wgmma_wait<0>();
             arch::fence_accumulator(acc);
-            if (half == 1) release_stage(smem, ring.slot);
+            if (half == 1) release_stage(smem, ring.slot());
             MEGAMOE_UNROLL
             for (int j = 0; j < 64; j += 4) {
                 sum[half][j] += s0 * acc[j];
@@ -104,12 +109,13 @@ MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& 
 }
 
 // A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
-MEGAMOE_DEVICE void skip_tile(Smem& smem, StageRing& ring, int stages) {
+MEGAMOE_DEVICE void skip_stages(Smem& smem, StageRing& ring, int stages) {
+    MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < stages; ++i) {
-        arch::mbar_wait(&smem.full[ring.slot], ring.parity);
+        arch::mbar_wait(&smem.full[ring.slot()], ring.parity());
         arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole
                             // lap
-        release_stage(smem, ring.slot);
+        release_stage(smem, ring.slot());
         ring.advance();
     }
 }

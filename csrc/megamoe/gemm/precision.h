@@ -10,6 +10,7 @@ constexpr int mma_k_bytes = 32;     // K of one wgmma instruction: 16 bf16 or 32
 struct Bf16 {
     using Element = bf16_t;
     static constexpr bool scaled = false;
+    static constexpr int math_registers = 184;  // of a thread: 128 sums
     static constexpr int element_bytes = 2;
     static constexpr int stage_k = stage_k_bytes / element_bytes;
 };
@@ -18,6 +19,7 @@ struct Bf16 {
 struct Fp8 {
     using Element = e4m3_t;
     static constexpr bool scaled = true;
+    static constexpr int math_registers = 208;  // of a thread: 128 sums and 64 of one promotion
     static constexpr int element_bytes = 1;
     static constexpr int stage_k = stage_k_bytes / element_bytes;
 };

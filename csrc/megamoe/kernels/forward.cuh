@@ -8,17 +8,17 @@
 
 namespace megamoe {
 
-// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups.
-constexpr int math_registers = 200;
-constexpr int transport_registers = 72;
-constexpr int load_registers = 40;
-static_assert(2 * math_registers + transport_registers + load_registers == 512, "the register file of an SM");
+// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
+// warps leave is the transport warps'.
+constexpr int load_registers = 32;
+template <class Precision>
+constexpr int transport_registers = 512 - load_registers - 2 * Precision::math_registers;
 
 MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < num_stages; ++s) {
-            arch::mbar_init(&smem.full[s], 2);                     // load_a and load_b
-            arch::mbar_init(&smem.empty[s], num_math_groups * 4);  // one lane of each math warp
+            arch::mbar_init(&smem.full[s], 2);                                 // load_a and load_b
+            arch::mbar_init(&smem.empty[s], pair_ctas * num_math_groups * 4);  // every math warp of the pair
         }
         for (int g = 0; g < num_math_groups; ++g) {
             for (int s = 0; s < num_output_slots; ++s) {
@@ -28,18 +28,19 @@ MEGAMOE_DEVICE void init_barriers(Smem& smem) {
         }
         arch::mbar_fence_init();
     }
-    arch::cta_sync();
+    arch::cluster_sync();
 }
 
-// Runs `body` once a pass, between the CTA barriers that frame it. Every role's warps call this, converged.
+// Runs `body` once a pass, between the cluster barriers that frame it. Every role's warps call this,
+// converged.
 template <class Body>
 MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
-    for (bool last = false; !last;) {
-        arch::cta_sync();  // the plan is made
-        last = ctx.smem.plan.is_last != 0;
+    for (;;) {
+        arch::cluster_sync();  // the plan is made
         body();
         arch::warp_sync();
-        if (!last) arch::cta_sync();  // no role touches the pool any more
+        if (ctx.smem.plan.is_last != 0) break;
+        arch::cluster_sync();  // no role touches the pool any more
     }
 }
 
@@ -49,18 +50,18 @@ MEGAMOE_DEVICE void transport_passes(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int begin = 0;; begin = ctx.smem.plan.chunk_end) {
         plan_pass(ctx, begin);
-        arch::cta_sync();
+        arch::cluster_sync();
         transport<T>(ctx);
         if (ctx.smem.plan.is_last != 0) break;
-        arch::cta_sync();
+        arch::cluster_sync();
     }
 }
 
-// The launch ends when its last CTA leaves; only then does the epoch advance.
+// The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
+// has sent it the last arrival on its barriers.
 MEGAMOE_DEVICE void leave(Context& ctx) {
-    arch::cta_sync();
-    if (arch::thread_idx() == 0 &&
-        LastArrival::arrive(ctx.mem, ctx.args.tickets + static_cast<int>(Ticket::exit), arch::grid_dim())) {
+    arch::cluster_sync();
+    if (arch::thread_idx() == 0 && LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
         if (ctx.mem.aborted()) {
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0,
                           0);  // no record yet: a peer's fault ended this launch
@@ -83,32 +84,31 @@ MEGAMOE_DEVICE void forward(const Args& args) {
 
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
-        arch::registers_grow<math_registers>();
+        arch::registers_grow<T::Precision::math_registers>();
         StageRing ring;
         OutputRing output;
         each_pass(ctx, [&] { math<T>(ctx, ring, output); });
         Profile<T>::mark(args, Mark::math_done);
     } else if (warp >= first_transport_warp) {
-        arch::registers_shrink<transport_registers>();
+        arch::registers_shrink<transport_registers<typename T::Precision>>();
         transport_passes<T>(ctx);
         Profile<T>::mark(args, Mark::combined);
     } else {
         arch::registers_shrink<load_registers>();
-        bool elected = arch::lane_idx() == 0;
         if (warp == 0) {
             StageRing ring;
             each_pass(ctx, [&] {
-                if (elected) load_a<T>(ctx, ring);
+                if (arch::lane_idx() == 0) load_a<T>(ctx, ring);
             });
         } else if (warp == 1) {
             StageRing ring;
             each_pass(ctx, [&] {
-                if (elected) load_b<T>(ctx, ring);
+                if (arch::lane_idx() == 0) load_b<T>(ctx, ring);
             });
         } else if (warp == 2) {
             OutputRing output;
             each_pass(ctx, [&] {
-                if (elected) store<T>(ctx, output);
+                if (arch::lane_idx() == 0) store<T>(ctx, output);
             });
         } else {
             each_pass(ctx, [] {});
@@ -125,11 +125,11 @@ MEGAMOE_DEVICE void forward(const Args& args) {
 #define MEGAMOE_FORWARD_KERNEL(name, traits) \
     MEGAMOE_HOST_ENTRY(name, megamoe::forward<traits>, sizeof(megamoe::Smem), megamoe::num_threads);
 #else
-#define MEGAMOE_FORWARD_KERNEL(name, traits)                                         \
-    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args); \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem); \
-    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)            \
-        name(const __grid_constant__ megamoe::Args args) {                           \
-        megamoe::forward<traits>(args);                                              \
+#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                          \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                  \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem);                  \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                             \
+        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) { \
+        megamoe::forward<traits>(args);                                                               \
     }
 #endif

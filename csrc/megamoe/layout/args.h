@@ -59,8 +59,12 @@ struct Args {
     const float* b2;                   // [L, H] or null
     // workspace, ordinary memory, zeroed once when it is made
     uint32_t* epoch;        // [1] completed launches
-    uint32_t* tickets;      // [8] see roles/prologue.cuh
-    uint32_t* barrier;      // [2] arrivals, generation
+    uint32_t* ids_ticket;    // [1] CTAs that have staged their ids and weights
+    uint32_t* x_ticket;      // [1] and x
+    uint32_t* exit_ticket;   // [1] CTAs that are done
+    uint32_t* fault_ticket;  // [1] whoever takes it first writes the fault record
+    uint32_t* arrivals;      // [1] of the grid barrier, and
+    uint32_t* generation;    // [1] how often it opened
     int32_t* route_ids;     // [C*32, K] local expert or -1
     float* route_weights;   // [C*32, K]
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1

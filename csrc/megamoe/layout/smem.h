@@ -2,7 +2,7 @@
 #pragma once
 #include "megamoe/gemm/precision.h"
 #include "megamoe/layout/args.h"
-#include "megamoe/schedule/order.h"
+#include "megamoe/schedule/tile.h"
 
 namespace megamoe {
 
@@ -18,11 +18,36 @@ constexpr int max_local_experts = 1024;
 constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
 constexpr int num_output_slots = 4;                      // chunks of one warpgroup in flight to memory
 
-// What one pass over the pool does; written by one thread, read by every role after a CTA barrier.
+// What one pass over the pool does. Read by every role after a cluster barrier: both CTAs of a pair must walk
+// the same tiles, since each loads half of what they share.
 struct PassPlan {
     int chunk_begin, chunk_end;  // chunks whose rows are in the pool
     int num_blocks;              // 0 when the launch is poisoned
     int is_last;
+};
+
+// What a transport thread remembers while it sums rows. Here, because the loads that it keeps in flight take
+// the registers; five and four words, so that a warp's accesses meet few bank conflicts.
+struct ReducerState {
+    int32_t unit, row;
+    int32_t done;      // blocks before this one are done
+    uint32_t route;    // of this lane's row of the unit
+    uint32_t closers;  // lanes of the unit whose tokens are still to be summed
+};
+struct CombinerState {
+    int32_t base;
+    int32_t token;     // this lane's token, or -1
+    uint32_t ranks;    // expert ranks that owe it a partial
+    uint32_t waiting;  // those not seen ready yet
+};
+
+// What a transport warp sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
+// weight[i] * the bf16 row at address[i].
+constexpr int max_top_k = 16;
+struct SumJob {
+    uint64_t out, address[max_top_k];
+    float weight[max_top_k];
+    uint32_t sources;
 };
 
 struct alignas(1024) Smem {
@@ -42,10 +67,16 @@ struct alignas(1024) Smem {
         int32_t
             expert_start[max_local_experts + 1];  // first block of each expert in this pass (routing only)
     };
+    ReducerState reducer[num_transport_warps * 32];
+    CombinerState combiner[num_transport_warps * 32];
+    SumJob job[num_transport_warps];
     float a_scale[num_stages][block_rows];
-    float b_scale[num_stages][2];  // of either half
+    float b_scale[num_stages][2];         // of either half
+    Tile tile[num_stages];                // whose first stage a slot holds: load_b tells the math warps
+    Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
     uint64_t full[num_stages], empty[num_stages];
     uint64_t output_full[num_math_groups][num_output_slots], output_empty[num_math_groups][num_output_slots];
+    PassPlan draft;  // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
     uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below

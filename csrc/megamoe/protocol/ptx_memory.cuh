@@ -79,7 +79,7 @@ struct Memory {
     // its other waits. The last CTA out raises the peers' cells (raise_abort), so that this cold path stays a
     // handful of stores.
     MEGAMOE_DEVICE void fault(Wait wait, uint32_t expected, uint32_t seen) const {
-        if (fetch_add(&args.tickets[3], 1, Scope::gpu) == 0) {
+        if (fetch_add(args.fault_ticket, 1, Scope::gpu) == 0) {
             volatile FaultRecord* record = args.fault;
             record->peer = wait.peer;
             record->role = static_cast<uint32_t>(arch::thread_idx() / 32);

@@ -48,13 +48,6 @@ struct Shape {
     }
 };
 
-// args.block_table holds two words a block, each packed so that a tile costs few registers: expert << 8 |
-// rows (at most 128), and the group's first block << 8 | its size.
-struct BlockEntry {
-    int packed;
-    MEGAMOE_DEVICE int expert() const { return packed >> 8; }
-    MEGAMOE_DEVICE int rows() const { return packed & 0xff; }
-};
 MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
     return {args.block_table[int64_t{2} * block]};
 }
@@ -63,16 +56,7 @@ MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
     return {packed >> 8, packed & 0xff};
 }
 
-struct Tile {
-    Stage stage;
-    int block;  // -1: no more tiles
-    int n;
-    BlockEntry entry;
-    MEGAMOE_DEVICE bool valid() const { return block >= 0; }
-    MEGAMOE_DEVICE int expert() const { return entry.expert(); }
-    MEGAMOE_DEVICE int rows() const { return entry.rows(); }
-    MEGAMOE_DEVICE int row0() const { return block * block_rows; }
-};
+MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 
 // The tiles of this CTA, in order; the same stream for every role.
 template <class T>
@@ -80,18 +64,20 @@ class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
         : args_(ctx.args),
-          stream_(ctx.smem.plan.num_blocks, Shape<T>::tiles1(ctx.args), Shape<T>::tiles2(ctx.args),
-                  step_blocks(ctx.args), arch::block_idx(), arch::grid_dim()) {}
+          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles1(ctx.args)),
+                  units_of(Shape<T>::tiles2(ctx.args)), step_blocks(ctx.args), arch::block_idx() / pair_ctas,
+                  arch::grid_dim() / pair_ctas) {}
 
     MEGAMOE_DEVICE Tile next() {
-        if (stream_.done()) return {Stage::gemm1, -1, 0, {0}};
-        Position p = stream_.pop();
-        Tile tile;
-        tile.stage = p.stage;
-        tile_in_group(block_group(args_, p.slot), p,
-                      p.stage == Stage::gemm1 ? stream_.tiles1 : stream_.tiles2, &tile.block, &tile.n);
-        tile.entry = block_entry(args_, tile.block);
-        return tile;
+        while (!stream_.done()) {
+            Position p = stream_.pop();
+            int tiles = p.stage == Stage::gemm1 ? Shape<T>::tiles1(args_) : Shape<T>::tiles2(args_);
+            UnitTile unit;
+            if (!unit_in_group(block_group(args_, p.slot), p, tiles, pair_member(), &unit)) continue;
+            return {p.stage, unit.shared, unit.block, unit.n < tiles ? unit.n : -1,
+                    block_entry(args_, unit.block)};
+        }
+        return {Stage::gemm1, Shared::b, -1, 0, {0}};
     }
 
   private:
@@ -103,20 +89,19 @@ class Tiles {
     }
 
     const Args& args_;
-    TileStream stream_;
+    UnitStream stream_;
 };
 
-// Position in a shared-memory ring: slot and the parity of its current lap.
+// Position in a shared-memory ring: slot and the parity of its current lap. One register.
 template <int slots>
-struct RingPosition {
-    int slot = 0;
-    uint32_t parity = 0;
-    MEGAMOE_DEVICE void advance() {
-        if (++slot == slots) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
+class RingPosition {
+  public:
+    MEGAMOE_DEVICE int slot() const { return next_ < slots ? next_ : next_ - slots; }
+    MEGAMOE_DEVICE uint32_t parity() const { return next_ < slots ? 0 : 1; }
+    MEGAMOE_DEVICE void advance() { next_ = next_ + 1 == 2 * slots ? 0 : next_ + 1; }
+
+  private:
+    int next_ = 0;  // of two laps
 };
 using StageRing = RingPosition<num_stages>;
 using OutputRing = RingPosition<num_output_slots>;

@@ -1,5 +1,12 @@
 // load_a and load_b: one thread each, filling the pipeline stages by TMA. load_b never waits for rows, so
 // weights stream from the first tile on. The ring positions live across passes, like the barriers' phases.
+//
+// Of the operand that a pair of CTAs shares, either CTA loads one half into both. Both walk the same units,
+// and a slot is refilled only when the math warps of both have released it; so bytes of the partner can reach
+// a full barrier before this CTA's own expect_tx, but never in another phase.
+//
+// load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
+// that; a stage without data and with a tile that is not valid ends the pass.
 #pragma once
 #include "megamoe/roles/context.h"
 
@@ -25,21 +32,31 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
         uint32_t bytes = (tall ? 2 : 1) * chunk_bytes + (Precision::scaled ? sizeof(smem.a_scale[0]) : 0);
         int stages = Shape<T>::stages_of(args, tile.stage);
+        MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
-            arch::mbar_wait(&smem.empty[ring.slot], ring.parity ^ 1);
-            uint64_t* full = &smem.full[ring.slot];
+            arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+            uint64_t* full = &smem.full[ring.slot()];
             arch::mbar_arrive_expect_tx(full, bytes);
-            uint8_t* a = smem.stages[ring.slot].a;
-            arch::tma_load_2d(a, map, full, i * Precision::stage_k, tile.row0());
-            if (tall)
-                arch::tma_load_2d(a + chunk_bytes, map, full, i * Precision::stage_k,
-                                  tile.row0() + group_rows);
+            uint8_t* a = smem.stages[ring.slot()].a;
+            int k = i * Precision::stage_k;
+            if (tile.shared == Shared::a) {
+                int half = pair_member();
+                if (half == 0 || tall)
+                    arch::tma_load_2d_both(a + half * chunk_bytes, map, full, k,
+                                           tile.row0() + half * group_rows);
+            } else {
+                arch::tma_load_2d(a, map, full, k, tile.row0());
+                if (tall) arch::tma_load_2d(a + chunk_bytes, map, full, k, tile.row0() + group_rows);
+            }
             if (Precision::scaled) {
-                arch::bulk_load(smem.a_scale[ring.slot], scale + int64_t{i} * args.pool_rows,
+                arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows,
                                 sizeof(smem.a_scale[0]), full);
             }
         }
     }
+    arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+    arch::mbar_arrive(&smem.full[ring.slot()]);
+    ring.advance();
 }
 
 // The scales of a tile's weights, one float a stage and half.
@@ -68,34 +85,56 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
-    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+    for (;;) {
+        Tile tile = tiles.next();
+        arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+        smem.tile[ring.slot()] = tile;
+        if (!tile.valid()) break;
         bool planes =
             tile.stage == Stage::gemm1 && Shape<T>::gated;  // halves: gate and up, or neighbouring columns
         const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
         int column0 = tile.n * (planes ? half_columns : tile_columns);
-        int column1 = column0 + (planes ? 0 : half_columns);
+        int next_column = planes ? 0 : half_columns, next_plane = planes ? 1 : 0;  // of the second half
         int stages = Shape<T>::stages_of(args, tile.stage);
+        if (tile.absent()) {
+            MEGAMOE_UNROLL_BY(1)
+            for (int i = 0; i < stages; ++i, ring.advance()) {
+                arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+                arch::mbar_arrive(&smem.full[ring.slot()]);
+            }
+            continue;
+        }
         WeightScales scales = weight_scales<T>(args, tile);
+        MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
             float scale0 = 0, scale1 = 0;
             if (Precision::scaled) {  // in flight while this thread waits for the slot
-                scale0 = scales.half0[i];
-                scale1 = scales.half0[i + scales.to_half1];
+                scale0 = scales.half0[0];
+                scale1 = scales.half0[scales.to_half1];
+                ++scales.half0;
             }
-            arch::mbar_wait(&smem.empty[ring.slot], ring.parity ^ 1);
-            uint64_t* full = &smem.full[ring.slot];
-            auto& b = smem.stages[ring.slot].b;
+            arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+            uint64_t* full = &smem.full[ring.slot()];
+            auto& b = smem.stages[ring.slot()].b;
             arch::mbar_expect_tx(full, sizeof(b));
-            arch::tma_load_4d(b[0], map, full, i * Precision::stage_k, column0, 0, tile.expert());
-            arch::tma_load_4d(b[1], map, full, i * Precision::stage_k, column1, planes ? 1 : 0,
-                              tile.expert());
-            if (Precision::scaled) {
-                smem.b_scale[ring.slot][0] = scale0;
-                smem.b_scale[ring.slot][1] = scale1;
+            int k = i * Precision::stage_k;
+            if (tile.shared == Shared::b) {
+                int half = pair_member();
+                arch::tma_load_4d_both(b[half], map, full, k, column0 + half * next_column, half * next_plane,
+                                       tile.expert());
+            } else {
+                arch::tma_load_4d(b[0], map, full, k, column0, 0, tile.expert());
+                arch::tma_load_4d(b[1], map, full, k, column0 + next_column, next_plane, tile.expert());
             }
-            arch::mbar_arrive(full);  // releases the scales
+            if (Precision::scaled) {
+                smem.b_scale[ring.slot()][0] = scale0;
+                smem.b_scale[ring.slot()][1] = scale1;
+            }
+            arch::mbar_arrive(full);  // releases the scales, and the tile
         }
     }
+    arch::mbar_arrive(&smem.full[ring.slot()]);
+    ring.advance();
 }
 
 }  // namespace megamoe

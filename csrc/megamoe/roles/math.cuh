@@ -36,15 +36,14 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
 struct OutputSlots {
     Smem& smem;
     OutputRing& ring;
-    int group;
 
     MEGAMOE_DEVICE uint8_t* claim() {
-        arch::mbar_wait(&smem.output_empty[group][ring.slot], ring.parity ^ 1);
-        return smem.output[group][ring.slot];
+        arch::mbar_wait(&smem.output_empty[math_group()][ring.slot()], ring.parity() ^ 1);
+        return smem.output[math_group()][ring.slot()];
     }
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        arch::mbar_arrive(&smem.output_full[group][ring.slot]);
+        arch::mbar_arrive(&smem.output_full[math_group()][ring.slot()]);
         ring.advance();
     }
 };
@@ -116,7 +115,7 @@ MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, OutputSlots& 
         if constexpr (T::Precision::scaled) {
             int scale_row = column0 / scale_group + half;
             float* scales =
-                args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + output.group * group_rows;
+                args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + math_group() * group_rows;
             write_e4m3(output, sum[half], scale_row < Shape<T>::scale_groups_i(args) ? scales : nullptr, f);
         } else {
             write_bf16(output, sum[half], f);
@@ -139,32 +138,44 @@ MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, OutputSlot
     }
 }
 
+// The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.
+MEGAMOE_DEVICE Tile& current_tile(Smem& smem) { return smem.math_tile[arch::warp_idx() - first_math_warp]; }
+MEGAMOE_DEVICE void begin_tile(Smem& smem, int slot) {
+    Tile& tile = current_tile(smem);
+    arch::warp_sync();  // no lane reads the last tile any more
+    if (arch::lane_idx() == 0) tile = smem.tile[slot];
+    arch::warp_sync();
+}
+
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring) {
-    int group = (arch::warp_idx() - first_math_warp) / 4;
-    OutputSlots output{ctx.smem, output_ring, group};
-    Tiles<T> tiles(ctx);
-    Tile tile = tiles.next();
-    while (tile.valid()) {
-        Tile following = tiles.next();  // its table reads overlap this tile's main loop
+    OutputSlots output{ctx.smem, output_ring};
+    for (;;) {
+        await_stage<T>(ctx, ring);
+        begin_tile(ctx.smem, ring.slot());
+        Tile tile = current_tile(ctx.smem);
+        if (!tile.valid()) break;
         int stages = Shape<T>::stages_of(ctx.args, tile.stage);
-        if (tile.rows() <= group * group_rows) {
-            skip_tile(ctx.smem, ring, stages);
+        if (tile.absent()) {
+            skip_stages(ctx.smem, ring, stages);
+        } else if (tile.rows() <= math_group() * group_rows) {
+            skip_stages(ctx.smem, ring, stages);
             for (int c = 0; c < Shape<T>::output_chunks(tile.stage); ++c) {
                 output.claim();
                 output.hand_over();
             }
         } else {
             float sum[2][64];
-            multiply<T>(typename T::Precision{}, sum, ctx, ring, group, stages);
+            multiply<T>(typename T::Precision{}, sum, ctx, ring, stages);
+            tile = current_tile(ctx.smem);
             if (tile.stage == Stage::gemm1) {
                 finish_h<T>(ctx, tile, output, sum);
             } else {
                 finish_rows(ctx, tile, output, sum);
             }
         }
-        tile = following;
     }
+    skip_stages(ctx.smem, ring, 1);
 }
 
 }  // namespace megamoe

@@ -17,6 +17,7 @@ MEGAMOE_PURE int route_token(uint32_t route) {
 constexpr int transport_barrier = 1;  // named barrier of the transport warps
 MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
 MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
+MEGAMOE_DEVICE int transport_thread() { return arch::thread_idx() - first_transport_warp * 32; }
 MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
 MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
 
@@ -141,18 +142,19 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
 MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
     transport_sync();
     if (leads)
-        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, arch::grid_dim());
     transport_sync();
 }
 
 // Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at
-// the CTA barrier that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
+// the cluster barrier that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
 //
 // A poisoned launch plans no block. Invariant: a CTA that does not see the abort here has counts that all
 // CTAs agree on, because a CTA whose waits failed raised (or saw) the abort before it arrived at the grid
-// barrier that ordered the counts.
+// barrier that ordered the counts. Invariant: both CTAs of a pair run one plan, CTA 0's, so that neither
+// waits for a half tile that the other does not load.
 MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
-    PassPlan& plan = ctx.smem.plan;
+    PassPlan& plan = ctx.smem.draft;
     bool leads = transport_warp() == 0 && arch::lane_idx() == 0;
     if (begin != 0) wait_for_grid(ctx, leads);  // the last pass's tables and pool are not read any more
     if (transport_warp() == 0) {
@@ -168,8 +170,10 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
     }
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);
-    if (leads) {
+    if (leads && pair_member() == 0) {
         if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1};  // other CTAs' tables may be missing
+        ctx.smem.plan = plan;
+        *arch::in_member(&ctx.smem.plan, 1) = plan;
     }
 }
 

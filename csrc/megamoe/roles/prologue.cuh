@@ -9,8 +9,6 @@
 
 namespace megamoe {
 
-enum class Ticket : int { ids, x, exit, fault };  // cells of args.tickets
-
 // 64-bit ids outside int32 must not wrap into range: every id outside [0, E) becomes -1.
 MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
     if (args.ids_are_int64 != 0) {
@@ -28,11 +26,10 @@ MEGAMOE_DEVICE int own_tokens(const Args& args) {
 
 // True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are
 // visible to it.
-MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Ticket ticket) {
+MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Memory::Cell ticket) {
     arch::cta_sync();
     if (arch::thread_idx() == 0) {
-        Memory::Cell cell = ctx.args.tickets + static_cast<int>(ticket);
-        ctx.smem.last_arrival = LastArrival::arrive(ctx.mem, cell, arch::grid_dim()) ? 1 : 0;
+        ctx.smem.last_arrival = LastArrival::arrive(ctx.mem, ticket, arch::grid_dim()) ? 1 : 0;
     }
     arch::cta_sync();
     return ctx.smem.last_arrival != 0;
@@ -44,12 +41,13 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* ids = ctx.window<int32_t>(args.rank, args.window_ids) + base;
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
+    MEGAMOE_UNROLL_BY(1)
     for (int i = arch::block_idx() * num_threads + arch::thread_idx(); i < total;
          i += arch::grid_dim() * num_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
-    if (!last_to_arrive(ctx, Ticket::ids)) return;
+    if (!last_to_arrive(ctx, args.ids_ticket)) return;
     int peer = arch::thread_idx();
     if (peer < args.num_ranks) {
         auto* cell =
@@ -66,6 +64,7 @@ MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
     auto* from = static_cast<const uint4_t*>(args.x);
     int64_t total = int64_t{num_tokens} * args.hidden / 8;
     int64_t stride = int64_t{arch::grid_dim()} * num_threads;
+    MEGAMOE_UNROLL_BY(1)
     for (int64_t i = int64_t{arch::block_idx()} * num_threads + arch::thread_idx(); i < total;
          i += 4 * stride) {
         uint4_t v[4];  // four loads in flight
@@ -91,6 +90,7 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
     int64_t total = int64_t{num_tokens} * pieces;
     int64_t stride = int64_t{arch::grid_dim()} * num_warps;
     constexpr int batch = 4;  // loads in flight
+    MEGAMOE_UNROLL_BY(1)
     for (int64_t i = int64_t{arch::block_idx()} * num_warps + arch::warp_idx(); i < total;
          i += batch * stride) {
         uint4_t v[batch];
@@ -138,7 +138,7 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
 }
 
 MEGAMOE_DEVICE void publish_x(Context& ctx) {
-    if (!last_to_arrive(ctx, Ticket::x)) return;
+    if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = arch::thread_idx();
     if (peer < ctx.args.num_ranks) {
         XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank,
@@ -168,6 +168,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     arch::cta_sync();
     if (arch::thread_idx() == 0) {
         int most = 0;
+        MEGAMOE_UNROLL_BY(1)
         for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
         ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
         ctx.smem.own_tokens = own_tokens(args);
@@ -181,8 +182,10 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), warp = arch::warp_idx();
     int32_t* counters = ctx.smem.expert_counters[warp];
+    MEGAMOE_UNROLL_BY(1)
     for (int chunk = arch::block_idx() * num_warps + warp; chunk < ctx.smem.num_chunks;
          chunk += arch::grid_dim() * num_warps) {
+        MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) counters[e] = 0;
         arch::warp_sync();
         int ordered = chunk * chunk_tokens + lane;
@@ -191,6 +194,7 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
         int64_t from = (int64_t{ctx.parity()} * args.max_tokens + token) * args.top_k;
         const auto* ids = ctx.window<const int32_t>(home, args.window_ids) + from;
         const auto* weights = ctx.window<const float>(home, args.window_weights) + from;
+        MEGAMOE_UNROLL_BY(1)
         for (int k = 0; k < args.top_k; ++k) {
             int expert = exists ? ids[k] - args.expert_begin : -1;
             if (expert >= args.num_local_experts || expert < 0) expert = -1;
@@ -201,6 +205,7 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
             if (expert >= 0 && (same & arch::lanes_below()) == 0) counters[expert] += arch::popc(same);
             arch::warp_sync();
         }
+        MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
             args.chunk_prefix[int64_t{e} * (args.max_chunks + 1) + chunk] = counters[e];
         }
@@ -212,14 +217,17 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
 MEGAMOE_DEVICE void scan_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), chunks = ctx.smem.num_chunks;
+    MEGAMOE_UNROLL_BY(1)
     for (int e = arch::block_idx() * num_warps + arch::warp_idx(); e < args.num_local_experts;
          e += arch::grid_dim() * num_warps) {
         int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
         int running = 0;
+        MEGAMOE_UNROLL_BY(1)
         for (int c0 = 0; c0 < chunks; c0 += 32) {
             int c = c0 + lane;
             int own = c < chunks ? row[c] : 0;
             int inclusive = own;
+            MEGAMOE_UNROLL_BY(1)
             for (int step = 1; step < 32; step <<= 1) {
                 int left = arch::shfl(inclusive, max_of(lane - step, 0));
                 if (lane >= step) inclusive += left;
@@ -235,7 +243,7 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
 MEGAMOE_DEVICE void grid_sync(Context& ctx) {
     arch::cta_sync();
     if (arch::thread_idx() == 0) {
-        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.barrier, ctx.args.barrier + 1, arch::grid_dim());
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, arch::grid_dim());
     }
     arch::cta_sync();
 }

@@ -15,7 +15,7 @@ constexpr int vector_bytes = 16;
 
 // One warp: row `from` (of `bytes`) to each of the n rows in `rows` (lane i holds the i-th row; -1 = none).
 MEGAMOE_DEVICE void fan_out(const uint8_t* from, uint8_t* pool, int bytes, int lane_row, uint32_t targets) {
-    constexpr int in_flight = 8;
+    constexpr int in_flight = 4;
     int lane = arch::lane_idx();
     int vectors = bytes / vector_bytes;
     MEGAMOE_UNROLL_BY(1)
@@ -114,173 +114,160 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
             arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
 }
 
-// out[0..hidden) = sum over the set bits i of `sources`, lowest first, of weight_i * row_i. Lane i holds
-// address and weight of source i.
-struct SumJob {
-    uint8_t* out;
-    uint64_t lane_address;
-    float lane_weight;
-    uint32_t sources;
-};
+MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[transport_warp()]; }
 
-// One step of sum_rows: `positions` vectors of this lane, 32 apart from v0 on, of depth / positions sources
-// at a time, all in flight together.
-constexpr int depth = 8;  // 16-byte loads a lane has in flight
-
-template <int positions>
-MEGAMOE_DEVICE void sum_vectors(const SumJob& job, int v0, int vectors) {
-    constexpr int width = depth / positions;
-    uint4_t data[depth];
-    uint32_t left = job.sources;
-    MEGAMOE_UNROLL
-    for (int s = 0; s < width; ++s) {
-        if (left == 0) break;
-        auto* from = reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(left)));
-        left &= left - 1;
-        MEGAMOE_UNROLL
-        for (int p = 0; p < positions; ++p) {
-            if (v0 + 32 * p < vectors)
-                data[s * positions + p] = arch::load_streaming(from + int64_t{v0 + 32 * p} * vector_bytes);
-        }
+// All lanes together; lane i brings address and weight of source i.
+MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t address, float weight,
+                            uint32_t sources) {
+    SumJob& job = current_job(ctx);
+    int lane = arch::lane_idx();
+    arch::warp_sync();  // no lane reads the last job any more
+    if (lane < max_top_k) {
+        job.address[lane] = address;
+        job.weight[lane] = weight;
     }
-    MEGAMOE_UNROLL
-    for (int p = 0; p < positions; ++p) {
-        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        left = job.sources;
-        MEGAMOE_UNROLL
-        for (int s = 0; s < width; ++s) {
-            if (left == 0) break;
-            add_vector(sum, data[s * positions + p], arch::shfl(job.lane_weight, arch::ffs0(left)));
-            left &= left - 1;
-        }
-        if (positions == 1) {  // more sources than that: the rest, `depth` at a time
-            while (left != 0) {
-                uint32_t batch = left;
-                MEGAMOE_UNROLL
-                for (int s = 0; s < depth; ++s) {
-                    if (batch == 0) break;
-                    auto* from =
-                        reinterpret_cast<const uint8_t*>(arch::shfl(job.lane_address, arch::ffs0(batch)));
-                    batch &= batch - 1;
-                    if (v0 < vectors) data[s] = arch::load_streaming(from + int64_t{v0} * vector_bytes);
-                }
-                MEGAMOE_UNROLL
-                for (int s = 0; s < depth; ++s) {
-                    if (left == 0) break;
-                    add_vector(sum, data[s], arch::shfl(job.lane_weight, arch::ffs0(left)));
-                    left &= left - 1;
-                }
-            }
-        }
-        if (v0 + 32 * p < vectors)
-            arch::store_vec(job.out + int64_t{v0 + 32 * p} * vector_bytes, pack_vector(sum));
+    if (lane == 0) {
+        job.out = out;
+        job.sources = sources;
     }
+    arch::warp_sync();
 }
 
-// One warp does a job, in fp32. With few sources, several vectors of a lane at once, to keep loads in flight.
-MEGAMOE_DEVICE void sum_rows(const SumJob& job, int hidden) {
-    int lane = arch::lane_idx(), vectors = hidden / 8, count = arch::popc(job.sources);
-    int positions = count <= 2 ? 4 : count <= 4 ? 2 : 1;
+// One warp does its job, in fp32: of two sources at a time, two vectors a lane, 32 apart. So four loads are
+// in flight in each lane, 1 MB on the device, which is what NVLink needs; more would not fit the registers
+// that FP8 math leaves.
+MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
+    constexpr int width = 2, positions = 2;
+    const SumJob& job = current_job(ctx);
+    int vectors = ctx.args.hidden / 8;
     MEGAMOE_UNROLL_BY(1)
-    for (int v0 = lane; v0 - lane < vectors; v0 += 32 * positions) {
-        if (positions == 4) {
-            sum_vectors<4>(job, v0, vectors);
-        } else if (positions == 2) {
-            sum_vectors<2>(job, v0, vectors);
-        } else {
-            sum_vectors<1>(job, v0, vectors);
+    for (int v = arch::lane_idx(); v < vectors; v += 32 * positions) {
+        float sum[positions][8] = {};
+        MEGAMOE_UNROLL_BY(1)
+        for (uint32_t left = job.sources; left != 0;) {
+            uint4_t data[width][positions];
+            float weight[width];
+            MEGAMOE_UNROLL
+            for (int s = 0; s < width; ++s) {
+                int source = left != 0 ? arch::ffs0(left) : 0, limit = left != 0 ? vectors : 0;
+                auto* from = reinterpret_cast<const uint4_t*>(job.address[source]);
+                weight[s] = left != 0 ? job.weight[source] : 0.0f;
+                MEGAMOE_UNROLL
+                for (int p = 0; p < positions; ++p)
+                    data[s][p] = arch::load_streaming_below(from, v + 32 * p, limit);
+                left &= left - 1;
+            }
+            MEGAMOE_UNROLL
+            for (int s = 0; s < width; ++s) {
+                MEGAMOE_UNROLL
+                for (int p = 0; p < positions; ++p) add_vector(sum[p], data[s][p], weight[s]);
+            }
+        }
+        MEGAMOE_UNROLL
+        for (int p = 0; p < positions; ++p) {
+            arch::store_vec_below(reinterpret_cast<uint4_t*>(job.out), v + 32 * p, vectors,
+                                  pack_vector(sum[p]));
         }
     }
 }
 
 // ---- reduce
 
-// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done. Holds as
-// few registers as it can: what follows from the plan is computed again.
+// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done.
 class Reducer {
   public:
-    MEGAMOE_DEVICE explicit Reducer(const Context& ctx)
-        : unit_(rows_per_unit(ctx.smem.plan.num_blocks)), row_(transport_index() * unit_) {}
+    MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
+        ReducerState& s = own(ctx);
+        s.unit = rows_per_unit(ctx.smem.plan.num_blocks);
+        s.row = transport_index() * s.unit;
+        s.done = 0;
+        s.closers = 0;
+    }
 
     MEGAMOE_DEVICE bool finished(const Context& ctx) const {
-        return row_ >= ctx.smem.plan.num_blocks * block_rows;
+        ReducerState& s = own(ctx);
+        return s.row >= ctx.smem.plan.num_blocks * block_rows;
     }
-    MEGAMOE_DEVICE uint32_t waits_for() const {
-        return static_cast<uint32_t>(done_);
-    }  // block, for a fault record
+    MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
+        return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
+    }
 
     // The next token's sum, if its unit's blocks, and all before them, are done. Not when finished.
-    MEGAMOE_DEVICE bool next(Context& ctx, int tiles2, SumJob* job) {
-        while (closers_ == 0) {
+    MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
+        ReducerState& s = own(ctx);
+        while (s.closers == 0) {
             if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
             load_unit(ctx);
-            if (closers_ == 0) row_ += unit_ * num_transports();
+            if (s.closers == 0) s.row += s.unit * num_transports();
         }
-        *job = partial(ctx, route_token(arch::shfl(route_, arch::ffs0(closers_))));
+        set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
     }
 
     // The job of next() is done; with the last of a unit, the unit's partials are published.
     MEGAMOE_DEVICE void done(Context& ctx) {
-        closers_ &= closers_ - 1;
-        if (closers_ != 0) return;
+        ReducerState& s = own(ctx);
+        s.closers &= s.closers - 1;
+        if (s.closers != 0) return;
         const Args& args = ctx.args;
         arch::warp_sync();  // all lanes' stores happen before each lane's release
-        if ((route_ & route_closer) != 0) {
-            int ordered = route_token(route_);
-            int home = home_of(ordered, args.num_ranks);
+        if ((s.route & route_closer) != 0) {
+            int ordered = route_token(s.route);
+            int ranks = args.num_ranks, home = home_of(ordered, ranks);
             auto* ready =
                 ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
-            PartialsReady::publish(ctx.mem, ready + token_of(ordered, args.num_ranks), ctx.epoch());
+            PartialsReady::publish(ctx.mem, ready + token_of(ordered, ranks), ctx.epoch());
         }
-        row_ += unit_ * num_transports();
+        s.row += s.unit * num_transports();
     }
 
   private:
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
-        int block = row_ / block_rows;
-        while (done_ <= block) {  // 32 blocks a look
-            int b = done_ + arch::lane_idx();
+        ReducerState& s = own(ctx);
+        int block = s.row / block_rows;
+        while (s.done <= block) {  // 32 blocks a look
+            int b = s.done + arch::lane_idx();
             bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm2_done + b, tiles2);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
-                done_ += arch::ffs0(missing);
+                s.done += arch::ffs0(missing);
                 return false;
             }
-            done_ += 32;
+            s.done += 32;
         }
-        done_ = block + 1;
+        s.done = block + 1;
         arch::warp_sync();
         // After the acquire: of a poisoned launch y_rows may be garbage, so nothing of it is published.
         return arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) == 0;
     }
 
     MEGAMOE_DEVICE void load_unit(const Context& ctx) {
-        int row = row_ + arch::lane_idx();
+        ReducerState& s = own(ctx);
+        int row = s.row + arch::lane_idx();
         bool mine =
-            arch::lane_idx() < unit_ && row % block_rows < block_entry(ctx.args, row_ / block_rows).rows();
-        route_ = mine ? ctx.args.row_route[row] : 0;
-        closers_ = arch::ballot((route_ & route_closer) != 0);
+            arch::lane_idx() < s.unit && row % block_rows < block_entry(ctx.args, s.row / block_rows).rows();
+        s.route = mine ? ctx.args.row_route[row] : 0;
+        s.closers = arch::ballot((s.route & route_closer) != 0);
     }
 
     // One token's partial: rows in k order times routing weights, into the window slot of its home.
-    MEGAMOE_DEVICE SumJob partial(const Context& ctx, int ordered) const {
+    MEGAMOE_DEVICE void set_partial(const Context& ctx, int ordered) const {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
         int64_t route = int64_t{ordered} * args.top_k + lane;
         int row = lane < args.top_k ? args.route_rows[route] : -1;
+        int ranks = args.num_ranks;
         int64_t row_bytes = int64_t{args.hidden} * 2;
-        int64_t slot =
-            int64_t{home_of(ordered, args.num_ranks)} * args.max_tokens + token_of(ordered, args.num_ranks);
-        return {ctx.window<uint8_t>(args.rank, args.window_partials) + slot * row_bytes,
+        int64_t slot = int64_t{home_of(ordered, ranks)} * args.max_tokens + token_of(ordered, ranks);
+        set_job(ctx, args.window[args.rank] + args.window_partials + slot * row_bytes,
                 reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes,
-                row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0)};
+                row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0));
     }
 
-    int unit_, row_;
-    int done_ = 0;          // blocks before this one are done
-    uint32_t route_ = 0;    // of this lane's row of the unit
-    uint32_t closers_ = 0;  // lanes of the unit whose tokens are still to be summed
+    // Found anew at every use, for no register holds it over a sum.
+    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) {
+        return ctx.smem.reducer[transport_thread()];
+    }
 };
 
 // ---- combine
@@ -288,90 +275,102 @@ class Reducer {
 // This warp's own tokens, a lane each; 32 at a time.
 class Combiner {
   public:
-    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) : base_(transport_index()) { load(ctx); }
+    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) {
+        CombinerState& s = own(ctx);
+        s.base = transport_index();
+        load(ctx);
+    }
 
-    MEGAMOE_DEVICE bool finished() const { return arch::ballot(token_ >= 0) == 0; }
-    MEGAMOE_DEVICE bool waiting() const { return token_ >= 0; }  // this lane
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return arch::ballot(own(ctx).token >= 0) == 0; }
+    MEGAMOE_DEVICE bool waiting(const Context& ctx) const { return own(ctx).token >= 0; }  // this lane
 
     // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
     // routes.
-    MEGAMOE_DEVICE bool next(Context& ctx, SumJob* job) {
-        bool ready = token_ >= 0;
-        for (uint32_t left = waiting_; ready && left != 0; left &= left - 1) {
+    MEGAMOE_DEVICE bool next(Context& ctx) {
+        CombinerState& s = own(ctx);
+        bool ready = s.token >= 0;
+        for (uint32_t left = s.waiting; ready && left != 0; left &= left - 1) {
             int rank = arch::ffs0(left);
             ready = PartialsReady::ready(ctx.mem, ready_cell(ctx, rank), ctx.epoch());
-            if (ready) waiting_ &= ~(1u << rank);
+            if (ready) s.waiting &= ~(1u << rank);
         }
         uint32_t candidates = arch::ballot(ready);
         if (candidates == 0) return false;
         arch::warp_sync();  // the lane's acquires cover the whole warp's loads
         int chosen = arch::ffs0(candidates), lane = arch::lane_idx();
-        int token = arch::shfl(token_, chosen);
+        int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
         int64_t slot = int64_t{ctx.args.rank} * ctx.args.max_tokens + token;
         uint64_t address = lane < ctx.args.num_ranks
                                ? ctx.args.window[lane] + ctx.args.window_partials + slot * row_bytes
                                : 0;
-        *job = {static_cast<uint8_t*>(ctx.args.y) + token * row_bytes, address, 1.0f,
-                arch::shfl(ranks_, chosen)};
-        if (lane == chosen) token_ = -1;
+        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes, address, 1.0f,
+                arch::shfl(s.ranks, chosen));
+        if (lane == chosen) s.token = -1;
         return true;
     }
 
     // The job of next() is done.
     MEGAMOE_DEVICE void done(const Context& ctx) {
-        if (!finished()) return;
-        base_ += 32 * num_transports();
+        CombinerState& s = own(ctx);
+        if (!finished(ctx)) return;
+        s.base += 32 * num_transports();
         load(ctx);
     }
 
     // For a fault record: a token and the rank whose partial is missing (of some lane that waits).
-    MEGAMOE_DEVICE Wait waits_for() const {
-        uint32_t missing = waiting_ != 0 ? waiting_ : ranks_;
+    MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
+        CombinerState& s = own(ctx);
+        uint32_t missing = s.waiting != 0 ? s.waiting : s.ranks;
         uint32_t peer = missing != 0 ? static_cast<uint32_t>(arch::ffs0(missing)) : max_ranks;
-        return {Edge::partials_ready, peer, static_cast<uint32_t>(token_)};
+        return {Edge::partials_ready, peer, static_cast<uint32_t>(s.token)};
     }
 
     // Poisoned launch: no partial can be trusted, y becomes NaN.
     MEGAMOE_DEVICE void poison(Context& ctx) {
-        while (!finished()) {
-            for (uint32_t left = arch::ballot(token_ >= 0); left != 0; left &= left - 1) {
+        CombinerState& s = own(ctx);
+        while (!finished(ctx)) {
+            for (uint32_t left = arch::ballot(s.token >= 0); left != 0; left &= left - 1) {
                 uint8_t* out = static_cast<uint8_t*>(ctx.args.y) +
-                               int64_t{arch::shfl(token_, arch::ffs0(left))} * ctx.args.hidden * 2;
+                               int64_t{arch::shfl(s.token, arch::ffs0(left))} * ctx.args.hidden * 2;
                 MEGAMOE_UNROLL_BY(1)
                 for (int v = arch::lane_idx(); v < ctx.args.hidden / 8; v += 32) {
                     arch::store_vec(out + int64_t{v} * vector_bytes, {~0u, ~0u, ~0u, ~0u});
                 }
             }
-            token_ = -1;
+            s.token = -1;
             done(ctx);
         }
     }
 
   private:
     MEGAMOE_DEVICE void load(const Context& ctx) {
+        CombinerState& s = own(ctx);
         const Args& args = ctx.args;
-        int64_t t = base_ + int64_t{arch::lane_idx()} * num_transports();
-        token_ = t < ctx.smem.own_tokens ? static_cast<int>(t) : -1;
-        ranks_ = 0;
-        if (token_ >= 0) {
+        int64_t t = s.base + int64_t{arch::lane_idx()} * num_transports();
+        s.token = t < ctx.smem.own_tokens ? static_cast<int>(t) : -1;
+        s.ranks = 0;
+        if (s.token >= 0) {
+            int ranks = args.num_ranks;
             MEGAMOE_UNROLL_BY(1)
             for (int k = 0; k < args.top_k; ++k) {
                 int id = topk_id(args, t * args.top_k + k);
-                if (id >= 0) ranks_ |= 1u << rank_of_expert(args.num_experts, args.num_ranks, id);
+                if (id >= 0) s.ranks |= 1u << rank_of_expert(args.num_experts, ranks, id);
             }
         }
-        waiting_ = ranks_;
+        s.waiting = s.ranks;
     }
 
     MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int rank) const {
+        CombinerState& s = own(ctx);
         return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) +
-               int64_t{rank} * ctx.args.max_tokens + token_;
+               int64_t{rank} * ctx.args.max_tokens + s.token;
     }
-    int base_;
-    int token_;         // this lane's token, or -1
-    uint32_t ranks_;    // expert ranks that owe it a partial
-    uint32_t waiting_;  // those not seen ready yet
+
+    // Found anew at every use, for no register holds it over a sum.
+    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) {
+        return ctx.smem.combiner[transport_thread()];
+    }
 };
 
 // Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are
@@ -380,15 +379,14 @@ template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     Reducer reducer(ctx);
     Combiner combiner(ctx);
-    uint32_t idle_since = ctx.mem.coarse_time();
+    uint32_t idle_since = 0;  // set before it is read
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 0;;) {
-        bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished();
+        bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
         if (reduced && combined) return;
-        SumJob job;
-        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles2(ctx.args), &job);
-        if (reduces || (!combined && combiner.next(ctx, &job))) {
-            sum_rows(job, ctx.args.hidden);
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles2(ctx.args));
+        if (reduces || (!combined && combiner.next(ctx))) {
+            sum_rows(ctx);
             if (reduces) {
                 reducer.done(ctx);
             } else {
@@ -397,7 +395,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
             polls = 0;
             continue;
         }
-        // 660 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to
+        // 528 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to
         // about 1 us.
         arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
         if (++polls % 16 != 0) continue;
@@ -406,9 +404,8 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
-            Wait wait =
-                reduced ? combiner.waits_for() : Wait{Edge::y_rows_ready, max_ranks, reducer.waits_for()};
-            if (reduced ? combiner.waiting() : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
+            Wait wait = reduced ? combiner.waits_for(ctx) : reducer.waits_for(ctx);
+            if (reduced ? combiner.waiting(ctx) : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
         }
         if (arch::ballot(give_up) != 0) break;
     }

@@ -43,6 +43,7 @@ struct Group {
     int first, size;
 };
 constexpr int max_group = 16;
+constexpr int pair_ctas = 2;  // CTAs of a cluster: they take their tiles together
 MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block) {
     int groups = ceil_div(expert_blocks, max_group);
     int i = block - expert_first_block;
@@ -54,7 +55,14 @@ MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block
     return {expert_first_block + first, (g + 1) * expert_blocks / groups - first};
 }
 
-// A place in the launch's tile order: `slot` counts block-sized portions of a stage, `part` tiles in it.
+// What a pair of CTAs does at a time: two tiles of one group that have an operand in common, of which either
+// CTA loads one half for both. Two blocks under the same columns share B; the last block of an odd group
+// shares A between neighbouring columns. So a block has `units_of(tiles)` units whatever its neighbours.
+// Sharing takes a third off what the tiles read from L2, which bounds BF16 (docs/tuning.md).
+enum class Shared : int { a, b };
+MEGAMOE_PURE int units_of(int tiles) { return ceil_div(tiles, pair_ctas); }
+
+// A place in the launch's order of units: `slot` counts block-sized portions of a stage, `part` units in it.
 struct Position {
     Stage stage;
     int slot, part;
@@ -66,44 +74,57 @@ struct Position {
 // the CTAs that share a weight tile run it side by side and it is read from memory once: with steps of one
 // block, BF16 tiles waited for data a third of the time.
 //
-// The stream of one CTA out of `stride`: of either stage every stride-th tile, in the order above. Each stage
-// is dealt out by itself, since dealing the merged order can tie a CTA to one stage (measured on DSv3 with
-// steps of one block: 44 tiles a step on 132 CTAs, 11.8 ms instead of 7). gemm2 is dealt from the other end,
-// so that no CTA gets both remainders. Deadlock-free because every CTA walks its tiles in the global order
-// and each tile's inputs precede it there.
-struct TileStream {
-    int num_blocks, tiles1, tiles2, span, stride;
-    int next1, next2;  // next tile of each stage
+// The stream of one pair out of `stride`: of either stage every stride-th unit, in the order above. Each
+// stage is dealt out by itself, since dealing the merged order can tie a pair to one stage (measured on DSv3
+// with steps of one block: 44 tiles a step on 132 CTAs, 11.8 ms instead of 7). gemm2 is dealt from the other
+// end, so that no pair gets both remainders. Deadlock-free because every pair walks its units in the global
+// order and the inputs of both tiles of a unit precede it there.
+struct UnitStream {
+    int num_blocks, units1, units2, span, stride;
+    int next1, next2;  // next unit of each stage
 
-    MEGAMOE_PURE TileStream(int blocks, int per_block1, int per_block2, int step_blocks, int cta,
-                            int num_ctas)
+    MEGAMOE_PURE UnitStream(int blocks, int per_block1, int per_block2, int step_blocks, int pair,
+                            int num_pairs)
         : num_blocks(blocks),
-          tiles1(per_block1),
-          tiles2(per_block2),
+          units1(per_block1),
+          units2(per_block2),
           span(step_blocks),
-          stride(num_ctas),
-          next1(cta),
-          next2(num_ctas - 1 - cta) {}
+          stride(num_pairs),
+          next1(pair),
+          next2(num_pairs - 1 - pair) {}
 
-    MEGAMOE_PURE bool done() const { return next1 >= num_blocks * tiles1 && next2 >= num_blocks * tiles2; }
+    MEGAMOE_PURE bool done() const { return next1 / units1 >= num_blocks && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE Position pop() {  // not when done()
-        bool left1 = next1 < num_blocks * tiles1, left2 = next2 < num_blocks * tiles2;
-        if (left1 && (!left2 || next1 / (tiles1 * span) <= next2 / (tiles2 * span) + 1)) {
-            int tile = next1;
+        int slot1 = next1 / units1, slot2 = next2 / units2;
+        if (slot1 < num_blocks && (slot2 >= num_blocks || slot1 / span <= slot2 / span + 1)) {
+            int part = next1 - slot1 * units1;
             next1 += stride;
-            return {Stage::gemm1, tile / tiles1, tile % tiles1};
+            return {Stage::gemm1, slot1, part};
         }
-        int tile = next2;
+        int part = next2 - slot2 * units2;
         next2 += stride;
-        return {Stage::gemm2, tile / tiles2, tile % tiles2};
+        return {Stage::gemm2, slot2, part};
     }
 };
 
-// A position names a tile once the group of its slot is known: within a group, m runs fastest.
-MEGAMOE_PURE void tile_in_group(Group group, Position p, int tiles, int* block, int* n) {
-    int i = (p.slot - group.first) * tiles + p.part;
-    *n = i / group.size;
-    *block = group.first + i % group.size;
+// One CTA's tile of a unit.
+struct UnitTile {
+    int block, n;  // n == tiles: this CTA has none, but its partner has and counts on its half of A
+    Shared shared;
+};
+
+// The tile of CTA `member` (0 or 1) in the unit at `p`: within a group, m runs fastest. False for a unit that
+// holds no tile at all: with an odd number of tiles, each pair of blocks leaves one over.
+MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, UnitTile* out) {
+    int i = (p.slot - group.first) * units_of(tiles) + p.part;
+    int pairs = group.size / 2;
+    if (i < pairs * tiles) {
+        *out = {group.first + 2 * (i % pairs) + member, i / pairs, Shared::b};
+        return true;
+    }
+    int n = 2 * (i - pairs * tiles);
+    *out = {group.first + group.size - 1, min_of(n + member, tiles), Shared::a};
+    return group.size % 2 == 1 && n < tiles;
 }
 
 }  // namespace megamoe

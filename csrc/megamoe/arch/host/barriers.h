@@ -26,6 +26,16 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8);
 
+// A CTA of the calling thread's cluster, which must not have exited: its shared memory would be gone.
+inline Cta& member_cta(int member, const char* what) {
+    Cta& own = *current->cta;
+    if (!own.has_cluster()) machine.fail("%s: %d CTAs do not make clusters of two", what, own.num_ctas);
+    if (member < 0 || member >= cluster_ctas) machine.fail("%s: the cluster has no CTA %d", what, member);
+    Cta& cta = own.in_cluster(member);
+    if (cta.live == 0) machine.fail("%s: CTA %d of the cluster has exited", what, member);
+    return cta;
+}
+
 inline std::string describe_mbarrier(const void* pointer) {
     const auto* barrier = static_cast<const Mbarrier*>(pointer);
     if (!barrier->is_valid()) return "not initialised";
@@ -33,12 +43,12 @@ inline std::string describe_mbarrier(const void* pointer) {
                 int(barrier->pending()), int(barrier->expected), barrier->tx_bytes);
 }
 
-inline Mbarrier* check_mbarrier(uint64_t* pointer, const char* what) {
-    check_shared(pointer, 8, 8, what);
+inline Mbarrier* check_mbarrier(const Cta& cta, uint64_t* pointer, const char* what) {
+    check_shared(cta, pointer, 8, 8, what);
     auto* barrier = reinterpret_cast<Mbarrier*>(pointer);
     if (!barrier->is_valid())
         machine.fail("%s: no mbarrier was initialised at shared %+td", what,
-                     reinterpret_cast<uint8_t*>(pointer) - current->cta->shared);
+                     reinterpret_cast<uint8_t*>(pointer) - cta.shared);
     return barrier;
 }
 
@@ -56,17 +66,17 @@ inline void complete_phase(Cta& cta, Mbarrier* barrier) {
     }
 }
 
-inline void arrive(uint64_t* pointer, uint32_t tx_bytes, const char* what) {
+inline void arrive(Cta& cta, uint64_t* pointer, uint32_t tx_bytes, const char* what) {
     machine.preemption_point();
-    Mbarrier* barrier = check_mbarrier(pointer, what);
+    Mbarrier* barrier = check_mbarrier(cta, pointer, what);
     if (barrier->pending() == 0)
         machine.fail("%s at shared +%td: more than %d arrivals in one phase", what,
-                     reinterpret_cast<uint8_t*>(pointer) - current->cta->shared, int(barrier->expected));
+                     reinterpret_cast<uint8_t*>(pointer) - cta.shared, int(barrier->expected));
     if (int64_t(barrier->tx_bytes) + tx_bytes > Mbarrier::max_tx_bytes)
         machine.fail("%s: tx-count overflow, %d + %u bytes", what, barrier->tx_bytes, tx_bytes);
     barrier->tx_bytes += static_cast<int32_t>(tx_bytes);
     barrier->set(barrier->pending() - 1, barrier->phase());
-    complete_phase(*current->cta, barrier);
+    complete_phase(cta, barrier);
 }
 
 // Bytes of an asynchronous copy have landed. May precede the expect_tx of the same phase.
@@ -80,8 +90,15 @@ inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
 
 namespace megamoe::arch {
 
+template <class V>
+inline V* in_member(V* p, int member) {
+    host::Cta& cta = host::member_cta(member, "in_member");
+    size_t offset = host::check_shared(*host::current->cta, p, sizeof(V), alignof(V), "in_member");
+    return reinterpret_cast<V*>(cta.shared + offset);
+}
+
 inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
-    host::check_shared(bar, 8, 8, "mbar_init");
+    host::check_shared(*host::current->cta, bar, 8, 8, "mbar_init");
     if (arrivals == 0 || arrivals > host::Mbarrier::max_arrivals)
         host::machine.fail("mbar_init: %u arrivals", arrivals);
     host::Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
@@ -90,19 +107,22 @@ inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
 }
 inline void mbar_fence_init() {}
 
-inline void mbar_arrive(uint64_t* bar) { host::arrive(bar, 0, "mbar_arrive"); }
+inline void mbar_arrive(uint64_t* bar) { host::arrive(*host::current->cta, bar, 0, "mbar_arrive"); }
+inline void mbar_arrive_at(uint64_t* bar, int member) {
+    host::arrive(host::member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
+}
 inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
     host::machine.preemption_point();
-    host::check_mbarrier(bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);
+    host::check_mbarrier(*host::current->cta, bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);
     ++host::machine.progress;
 }
 inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
-    host::arrive(bar, bytes, "mbar_arrive_expect_tx");
+    host::arrive(*host::current->cta, bar, bytes, "mbar_arrive_expect_tx");
 }
 
 inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     host::machine.preemption_point();
-    host::Mbarrier* barrier = host::check_mbarrier(bar, "mbar_wait");
+    host::Mbarrier* barrier = host::check_mbarrier(*host::current->cta, bar, "mbar_wait");
     if (parity > 1) host::machine.fail("mbar_wait: parity %u", parity);
     if (barrier->phase() != parity) return;
     host::Fiber* self = host::current;
@@ -143,5 +163,17 @@ inline void named_sync(int id, int num_threads) {
     host::machine.block(host::Waiting::named_barrier);
 }
 inline void cta_sync() { named_sync(0, host::current->cta->threads); }
+inline void cluster_sync() {
+    host::machine.preemption_point();
+    host::Cta& first = host::member_cta(0, "cluster_sync");
+    if (++first.cluster.arrived == host::cluster_ctas * first.threads) {
+        first.cluster.arrived = 0;
+        ++host::machine.meetings;
+        host::machine.wake(first.cluster.blocked);
+        return;
+    }
+    first.cluster.blocked.push(host::current);
+    host::machine.block(host::Waiting::cluster);
+}
 
 }  // namespace megamoe::arch

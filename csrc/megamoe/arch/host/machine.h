@@ -376,9 +376,9 @@ inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_
 
 // ---- what the operations ask of shared memory
 
-// Checks that [pointer, +bytes) is inside the calling CTA's shared memory and aligned; the offset.
-inline size_t check_shared(const void* pointer, size_t bytes, size_t alignment, const char* what) {
-    const Cta& cta = *current->cta;
+// Checks that [pointer, +bytes) is inside a CTA's shared memory and aligned; the offset.
+inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, size_t alignment,
+                           const char* what) {
     ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - cta.shared;
     if (offset < 0 || static_cast<size_t>(offset) + bytes > cta.shared_bytes)
         machine.fail("%s: %zu bytes at shared %+td are outside the CTA's %zu bytes", what, bytes, offset,

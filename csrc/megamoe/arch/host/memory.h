@@ -66,7 +66,7 @@ struct Memory {
     // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons
     // its other waits.
     void fault(Wait wait, uint32_t expected, uint32_t seen) const {
-        if (fetch_add(&args.tickets[3], 1, Scope::gpu) == 0) {
+        if (fetch_add(args.fault_ticket, 1, Scope::gpu) == 0) {
             FaultRecord& record = *args.fault;
             record.peer = wait.peer;
             record.role = static_cast<uint32_t>(arch::warp_idx());

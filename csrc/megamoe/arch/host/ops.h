@@ -19,11 +19,17 @@ inline uint4_t load_streaming(const void* pointer) {
     memcpy(&v, pointer, 16);
     return v;
 }
+inline uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
+    return i < limit ? load_streaming(v + i) : uint4_t{0, 0, 0, 0};
+}
 inline void store_vec(void* pointer, uint4_t v) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16)
         host::machine.fail("store_vec: %p is not a multiple of 16", pointer);
     host::machine.data_access();
     memcpy(pointer, &v, 16);
+}
+inline void store_vec_below(uint4_t* v, int i, int limit, uint4_t value) {
+    if (i < limit) store_vec(v + i, value);
 }
 
 }  // namespace megamoe::arch

@@ -40,6 +40,10 @@ inline std::string Machine::describe(const Fiber* fiber) const {
             return text("named barrier %u: %d of %d threads", fiber->value, barrier.arrived,
                         barrier.expected);
         }
+        case Waiting::cluster: {
+            const NamedBarrier& barrier = cta.in_cluster(0).cluster;
+            return text("cluster barrier: %d of %d threads", barrier.arrived, cluster_ctas * cta.threads);
+        }
         case Waiting::warp:
             return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation),
                         cta.warp(fiber).arrived);

@@ -13,8 +13,19 @@ namespace megamoe::host {
 constexpr int warp_size = 32;
 constexpr int warpgroup_size = 128;
 constexpr int num_named_barriers = 16;
+constexpr int cluster_ctas = 2;
 
-enum class Waiting : uint8_t { nothing, mbarrier, named_barrier, warp, warpgroup, flag, time, exited };
+enum class Waiting : uint8_t {
+    nothing,
+    mbarrier,
+    named_barrier,
+    cluster,
+    warp,
+    warpgroup,
+    flag,
+    time,
+    exited
+};
 enum class WarpOperation : uint8_t { sync, shuffle, shuffle_xor, ballot, match };
 enum class WarpgroupOperation : uint8_t { wgmma_wait, registers_grow, registers_shrink };
 enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
@@ -127,9 +138,15 @@ struct Cta {
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     NamedBarrier named[num_named_barriers];
+    NamedBarrier cluster;                  // used in the cluster's first CTA
     std::vector<MbarrierQueue> mbarriers;  // those with waiters
     std::vector<Store> stores;
     int loads_in_flight = 0;
+
+    // CTAs 2i and 2i + 1 of a rank are a cluster; all CTAs of a launch lie in one array.
+    int member() const { return block % cluster_ctas; }
+    Cta& in_cluster(int i) { return *(this + (i - member())); }
+    bool has_cluster() const { return num_ctas % cluster_ctas == 0; }
 
     Warp& warp(const Fiber* fiber) { return warps[fiber->thread / warp_size]; }
     Warpgroup& warpgroup(const Fiber* fiber) { return warpgroups[fiber->thread / warpgroup_size]; }

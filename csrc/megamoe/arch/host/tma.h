@@ -118,8 +118,7 @@ inline void land(Load& load) {
 }
 
 inline void issue(Load&& load, const char* what) {
-    check_mbarrier(load.barrier, what);
-    load.cta = current->cta;
+    check_mbarrier(*load.cta, load.barrier, what);
     load.due = machine.round + 1 + machine.delay();
     memset(load.destination, poison, load.bytes);
     if (machine.random() % 2) read_source(load);
@@ -128,16 +127,25 @@ inline void issue(Load&& load, const char* what) {
     machine.loads.push_back(std::move(load));
 }
 
-inline void tensor_load(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0, int c1,
-                        int c2, int c3) {
+// Into the shared memory of `cta`, where s_dst and bar lie.
+inline void tensor_load(Cta& cta, void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0,
+                        int c1, int c2, int c3) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     uint32_t bytes = box_bytes(map);
-    check_shared(s_dst, bytes, 1024,
+    check_shared(cta, s_dst, bytes, 1024,
                  "tma_load");  // the swizzle pattern's period, as the wgmma descriptors assume
     if (c0 < 0) machine.fail("tma_load: column %d", c0);
-    issue(Load{nullptr, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
+    issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
           "tma_load");
+}
+inline void tensor_load_both(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0,
+                             int c1, int c2, int c3) {
+    for (int member = 0; member < cluster_ctas; ++member) {
+        Cta& cta = member_cta(member, "tma_load_both");
+        tensor_load(cta, arch::in_member(static_cast<uint8_t*>(s_dst), member), pointer,
+                    arch::in_member(bar, member), rank, c0, c1, c2, c3);
+    }
 }
 
 inline void read_source(Store& store) {
@@ -171,18 +179,26 @@ namespace megamoe::arch {
 inline void prefetch_tensor_map(const TensorMap*) {}
 
 inline void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
-    host::tensor_load(s_dst, map, bar, 2, c0, c1, 0, 0);
+    host::tensor_load(*host::current->cta, s_dst, map, bar, 2, c0, c1, 0, 0);
+}
+inline void tma_load_2d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
+    host::tensor_load_both(s_dst, map, bar, 2, c0, c1, 0, 0);
 }
 inline void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
-    host::tensor_load(s_dst, map, bar, 4, c0, c1, c2, c3);
+    host::tensor_load(*host::current->cta, s_dst, map, bar, 4, c0, c1, c2, c3);
+}
+inline void tma_load_4d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2,
+                             int c3) {
+    host::tensor_load_both(s_dst, map, bar, 4, c0, c1, c2, c3);
 }
 
 inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
     host::machine.preemption_point();
-    host::check_shared(s_dst, bytes, 16, "bulk_load");
+    host::Cta& cta = *host::current->cta;
+    host::check_shared(cta, s_dst, bytes, 16, "bulk_load");
     if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(g_src) % 16)
         host::machine.fail("bulk_load: %u bytes from %p, both must be multiples of 16", bytes, g_src);
-    host::issue(host::Load{nullptr, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}},
+    host::issue(host::Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}},
                 "bulk_load");
 }
 
@@ -190,7 +206,7 @@ inline void tma_store_2d(const TensorMap* pointer, const void* s_src, int c0, in
     host::machine.preemption_point();
     const host::EmulatedTensorMap& map = host::check_map(pointer, 2, "tma_store_2d");
     uint32_t bytes = host::box_bytes(map);
-    host::check_shared(s_src, bytes, 1024, "tma_store_2d");
+    host::check_shared(*host::current->cta, s_src, bytes, 1024, "tma_store_2d");
     if (c0 < 0) host::machine.fail("tma_store_2d: column %d", c0);
     auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
     host::Store store{host::current,

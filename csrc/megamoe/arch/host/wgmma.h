@@ -146,7 +146,7 @@ struct Desc {
 };
 
 inline Desc make_desc(const void* s_tile) {
-    host::check_shared(s_tile, 1024, 1024, "make_desc");
+    host::check_shared(*host::current->cta, s_tile, 1024, 1024, "make_desc");
     return Desc{static_cast<const uint8_t*>(s_tile), 0};
 }
 inline Desc desc_advance(Desc desc, int bytes) {
@@ -163,8 +163,8 @@ inline void wgmma(float (&acc)[64], Desc a, Desc b, bool accumulate) {
         if (desc->byte % 16 || desc->byte + host::tile_k_bytes > 128)
             host::machine.fail("wgmma: a descriptor starts %u bytes into its rows", desc->byte);
     }
-    host::check_shared(a.tile, host::tile_m * 128, 1024, "wgmma, A");
-    host::check_shared(b.tile, host::tile_n * 128, 1024, "wgmma, B");
+    host::check_shared(*host::current->cta, a.tile, host::tile_m * 128, 1024, "wgmma, A");
+    host::check_shared(*host::current->cta, b.tile, host::tile_n * 128, 1024, "wgmma, B");
     host::issue_wgmma(acc, a.tile, a.byte, b.tile, b.byte, sizeof(Element) == 1, accumulate);
 }
 inline void wgmma_fence() {}

@@ -8,12 +8,29 @@
 namespace megamoe::arch {
 
 // ---- who am I
-MEGAMOE_DEVICE int thread_idx() { return static_cast<int>(threadIdx.x); }
-MEGAMOE_DEVICE int lane_idx() { return static_cast<int>(threadIdx.x & 31); }
+// Volatile: asked again wherever a role starts, instead of held in a register from the launch on.
+MEGAMOE_DEVICE int thread_idx() {
+    int i;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+    return i;
+}
+MEGAMOE_DEVICE int lane_idx() {
+    int i;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(i));
+    return i;
+}
 // Through a shuffle, so that the compiler keeps it (and every descriptor built on it) in uniform registers.
 MEGAMOE_DEVICE int warp_idx() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0); }
-MEGAMOE_DEVICE int block_idx() { return static_cast<int>(blockIdx.x); }
-MEGAMOE_DEVICE int grid_dim() { return static_cast<int>(gridDim.x); }
+MEGAMOE_DEVICE int block_idx() {
+    int i;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
+    return i;
+}
+MEGAMOE_DEVICE int grid_dim() {
+    int n;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
+    return n;
+}
 MEGAMOE_DEVICE uint8_t* dynamic_smem() {
     extern __shared__ __align__(1024) unsigned char megamoe_smem[];
     return megamoe_smem;
@@ -35,6 +52,17 @@ MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
 }
 // Not .aligned: roles call it from different places.
 MEGAMOE_DEVICE void cta_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }
+// All threads of both CTAs of the cluster; their shared memory is alive, and their writes visible, after it.
+MEGAMOE_DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// The same variable in the shared memory of the cluster's CTA `member` (PTX ISA, mapa).
+template <class V>
+MEGAMOE_DEVICE V* in_member(V* p, int member) {
+    uint64_t remote;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(p), "r"(member));
+    return reinterpret_cast<V*>(remote);
+}
 MEGAMOE_DEVICE void warp_sync() { __syncwarp(); }
 template <class V>
 MEGAMOE_DEVICE V shfl(V v, int lane) {
@@ -62,6 +90,17 @@ MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
 MEGAMOE_DEVICE void mbar_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 MEGAMOE_DEVICE void mbar_arrive(uint64_t* bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+// On the same barrier in the cluster's CTA `member`.
+MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(smem_address(bar)),
+        "r"(member)
+        : "memory");
 }
 MEGAMOE_DEVICE void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)),
@@ -103,6 +142,22 @@ MEGAMOE_DEVICE void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar
         "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+// Into both CTAs of the cluster, at the same place of their shared memory, completing on the barrier of each.
+MEGAMOE_DEVICE void tma_load_2d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem_address(s_dst)),
+        "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1), "h"(uint16_t{0b11})
+        : "memory");
+}
+MEGAMOE_DEVICE void tma_load_4d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2,
+                                     int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_address(s_dst)),
+        "l"(map), "r"(smem_address(bar)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(uint16_t{0b11})
+        : "memory");
+}
 MEGAMOE_DEVICE void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -130,6 +185,31 @@ MEGAMOE_DEVICE uint4_t load_streaming(const void* p) {
                  : "l"(p)
                  : "memory");
     return v;
+}
+// v[i] where i < limit, else zeros. One predicated instruction: a branch for each load would keep the loads
+// of an unrolled loop from being in flight together.
+MEGAMOE_DEVICE uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
+    uint4_t r = {0, 0, 0, 0};
+    asm volatile(
+        "{\n"
+        ".reg .pred below;\n"
+        "setp.lt.s32 below, %5, %6;\n"
+        "@below ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+r"(r.x), "+r"(r.y), "+r"(r.z), "+r"(r.w)
+        : "l"(v + i), "r"(i), "r"(limit)
+        : "memory");
+    return r;
+}
+MEGAMOE_DEVICE void store_vec_below(uint4_t* v, int i, int limit, uint4_t value) {
+    asm volatile(
+        "{\n"
+        ".reg .pred below;\n"
+        "setp.lt.s32 below, %5, %6;\n"
+        "@below st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+        "}" ::"l"(v + i),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(i), "r"(limit)
+        : "memory");
 }
 MEGAMOE_DEVICE void store_vec(void* p, uint4_t v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

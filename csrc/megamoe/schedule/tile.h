@@ -1,0 +1,28 @@
+// What a role must know of the tile that it works on.
+#pragma once
+#include "megamoe/schedule/order.h"
+
+namespace megamoe {
+
+// args.block_table holds two words a block, each packed so that a tile costs few registers: expert << 8 |
+// rows (at most 128), and the group's first block << 8 | its size.
+struct BlockEntry {
+    int packed;
+    MEGAMOE_PURE int expert() const { return packed >> 8; }
+    MEGAMOE_PURE int rows() const { return packed & 0xff; }
+};
+
+struct Tile {
+    Stage stage;
+    Shared shared;
+    int block;  // -1: no more tiles
+    int n;      // -1: none for this CTA, which only loads its half of the A that its partner multiplies
+    BlockEntry entry;
+    MEGAMOE_PURE bool valid() const { return block >= 0; }
+    MEGAMOE_PURE bool absent() const { return n < 0; }
+    MEGAMOE_PURE int expert() const { return entry.expert(); }
+    MEGAMOE_PURE int rows() const { return entry.rows(); }
+    MEGAMOE_PURE int row0() const { return block * block_rows; }
+};
+
+}  // namespace megamoe

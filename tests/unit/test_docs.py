@@ -1,0 +1,109 @@
+"""The documents: generated tables are fresh, links and file names exist, lines are short."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc" / "megamoe"
+MAX_COLUMNS = 120
+PLACES = ("csrc", "docs", "jit", "megamoe", "tests", "tools")
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.md")])
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SUFFIX = r"\.(?:md|py|h|cuh|cpp|cu|c|sh|toml|txt)\b"
+# with a known suffix (protocol/edges.h, args.h), or below a folder of ours (csrc/megamoe/roles/)
+NAME = re.compile(rf"[\w.*-]+(?:/[\w.*-]+)*{SUFFIX}|\b(?:{'|'.join(PLACES)})/[\w./*-]*\w/?")
+# Words that look like names of files and are none: formats, modules, other projects' headers, packages' parts.
+NO_FILES = re.compile(r"torch\.\w+|megamoe\.\w+")
+
+
+@lru_cache(maxsize=1)
+def basenames():
+    found = {path.name for place in PLACES for path in (ROOT / place).rglob("*")}
+    return found | {path.name for path in ROOT.iterdir()}
+
+
+def exists(name, document):
+    """A path from the root, from the document or from csrc/megamoe, with * as in a shell; or a bare file's name."""
+    if "/" not in name and "*" not in name:
+        return name in basenames()
+    return any(list(base.glob(name.rstrip("/"))) for base in (ROOT, document.parent, CSRC))
+
+
+def missing_links(text, document):
+    targets = [t.split("#")[0] for t in LINK.findall(text) if not re.match(r"[a-z]+:", t)]
+    return [t for t in targets if t and not (document.parent / t).exists()]
+
+
+def missing_files(text, document):
+    """Return what code spans and code blocks name and is not there. Outputs below out/ need not be."""
+    code = re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)
+    names = {n for c in code for n in NAME.findall(c) if not NO_FILES.match(n)}
+    return sorted(n for n in names if not n.startswith(("out/", "/")) and not exists(n, document))
+
+
+def long_lines(text):
+    return [i for i, line in enumerate(text.splitlines(), 1) if len(line) > MAX_COLUMNS]
+
+
+def gen_docs(*arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "tools" / "gen_docs.py", *arguments]
+    return subprocess.run(
+        [str(c) for c in command], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_links_and_file_names_exist(document):
+    text = document.read_text()
+    assert not missing_links(text, document)
+    assert not missing_files(text, document)
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda d: str(d.relative_to(ROOT)))
+def test_lines_are_short(document):
+    assert not long_lines(document.read_text())
+
+
+def test_every_decision_is_listed():
+    folder = ROOT / "docs" / "decisions"
+    listed = LINK.findall((folder / "README.md").read_text())
+    records = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert sorted(listed) == records
+    assert [name[:4] for name in records] == [f"{i:04}" for i in range(1, len(records) + 1)]
+
+
+def test_generated_tables_are_fresh():
+    done = gen_docs("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_stale_table_is_seen(tmp_path):
+    stale = tmp_path / "README.md"
+    stale.write_text(
+        (ROOT / "README.md")
+        .read_text()
+        .replace("`MEGAMOE_LOG` | `warning`", "`MEGAMOE_LOG` | `error`")
+    )
+    done = gen_docs("--check", "--file", stale)
+    assert done.returncode == 1
+    assert "'environment' is stale" in done.stdout
+    assert gen_docs("--file", stale).returncode == 0
+    assert stale.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_planted_mistakes_are_seen():
+    document = ROOT / "docs" / "architecture.md"
+    text = "[a](protocol.md) [b](gone.md#x) [c](https://example.org/gone.md)\n" + "x" * 121
+    assert missing_links(text, document) == ["gone.md"]
+    assert long_lines(text) == [2]
+    text = "`csrc/megamoe/roles/`, `roles/load.cuh`, `args.h`, `tools/gone.py --x`, `gone.h`, `jit/gone/`"
+    assert missing_files(text, document) == ["gone.h", "jit/gone/", "tools/gone.py"]
