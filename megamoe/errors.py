@@ -70,13 +70,14 @@ class WorkspaceTooSmall(MegaMoEError):
 # edge name -> (producer, consumer, what `index` counts, crosses ranks)
 _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "routes_ready": ("route on the home rank", "route on the expert rank", "rank", True),
-    "x_ready": ("stage x on the home rank", "dispatch", "token", True),
-    "grid_barrier": ("all CTAs", "all CTAs", "CTA", False),
+    "x_ready": ("stage x on the home rank", "dispatch", "rank", True),
+    "grid_barrier": ("all CTAs", "all CTAs", "generation", False),
     "rows_ready": ("dispatch", "load_a", "block", False),
     "h_ready": ("gemm1", "load_a", "block", False),
     "y_rows_ready": ("gemm2", "reduce", "block", False),
     "partials_ready": ("reduce on the expert rank", "combine", "token", True),
 }
+_PROLOGUE = ("routes_ready", "config")  # waited for by all warps, before the roles part
 
 
 def role_name(warp: int) -> str:
@@ -84,7 +85,7 @@ def role_name(warp: int) -> str:
     fixed = {0: "load_a", 1: "load_b", 2: "store"}
     if warp in fixed:
         return fixed[warp]
-    if 3 <= warp <= 7:
+    if 4 <= warp <= 7:
         return "transport"
     return f"math {(warp - 8) // 4}" if 8 <= warp <= 15 else f"warp {warp}"
 
@@ -97,7 +98,8 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
     epoch = int(record.get("epoch", 0))
     launch = f"launch {epoch}, " if epoch else ""
-    where = f"({launch}role {role_name(int(record.get('role', 0)))})"
+    role = "prologue" if edge in _PROLOGUE else role_name(int(record.get("role", 0)))
+    where = f"({launch}role {role})"
     if edge == "none":
         return MegaMoEError("no fault is recorded")
     if edge == "peer_abort":

@@ -175,7 +175,7 @@ def moe_forward(
     x: [T, H] bf16, T <= problem.max_tokens and free to differ between ranks.
     topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
     weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
-    num_tokens_device: [1] int32 on the device; tokens from there on are not computed.
+    num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
     backend: a name, or what make_backend returned. By name, one backend per (problem, group,
         device) is kept until close_backends().
     Returns y [T, H] bf16. Gradients flow through "staged" only: to train, use MegaMoE.

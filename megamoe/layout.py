@@ -100,7 +100,15 @@ def _window(p: Problem) -> Iterator[_Spec]:
 # --- the workspace: ordinary memory of one rank ---
 
 # Cells that must be zero when no launch is in flight; a reset zeroes them.
-WORKSPACE_CONTROL = ("epoch", "ids_ticket", "x_ticket", "exit_ticket", "fault_ticket", "arrivals", "generation")
+WORKSPACE_CONTROL = (
+    "epoch",
+    "ids_ticket",
+    "x_ticket",
+    "exit_ticket",
+    "fault_ticket",
+    "arrivals",
+    "generation",
+)
 
 
 def max_chunks(problem: Problem) -> int:

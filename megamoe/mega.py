@@ -67,6 +67,7 @@ class MegaBackend:
 
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
     never results. reserve_sms: SMs left to other kernels. timeout_s: longest wait inside the kernel.
+    step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None for automatic; for tuning.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz().
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
@@ -262,7 +263,8 @@ class MegaBackend:
         """Return what the last launch left, by the names of megamoe.reference. Waits for the device.
 
         Views: the next launch overwrites them. x_pool, h, y_rows (and their scales, as [M, S]) and row_route are by
-        pool row, and only there when the launch was a single pass; partials [all T, H] and, for fp8, x_q, x_scale
+        pool row, and only there when the launch was a single pass; partials [R, T, H] of own tokens by expert rank
+        (only written where it has a route) and, for fp8, x_q, x_scale
         are always there.
         """
         self.check()
@@ -273,8 +275,7 @@ class MegaBackend:
         workspace = {n: r.view(self._workspace) for n, r in plan.workspace.items()}
         parity = int(self.window.epoch() & 1)
         tokens = window["window_routes"][parity, :, 0].tolist()
-        parts = [window["window_partials"][rank, :n] for rank, n in enumerate(tokens)]
-        found = {"partials": torch.cat(parts)}
+        found = {"partials": window["window_partials"][:, : tokens[p.rank]]}
         if p.precision == "fp8":
             found["x_q"] = window["window_x"][: tokens[p.rank]]
             found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]

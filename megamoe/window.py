@@ -2,7 +2,7 @@
 
 One window serves any number of layers that agree on everything but sizes that only bound it (see `admits`): launches of
 a window follow each other, so its regions, its epoch and its workspaces are theirs in turn. Every rank must call
-the layers of a window in the same order; a different order is a named error.
+the layers of a window in the same order; a different order of differing layers is a named error.
 """
 
 from __future__ import annotations
@@ -172,10 +172,9 @@ class Window:
         """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
         self._synchronize()
         self.poll()
-        epoch = int(self.regions["window_abort"].view(self.memory)[0])
-        if epoch:
+        if int(self.regions["window_abort"].view(self.memory)[0]):
             self.broken = PeerFault(
-                f"another rank gave up on launch {epoch & 0xFFFFFFFF} of this window, so rank "
+                f"another rank gave up on a launch of this window, so rank "
                 f"{self.group.rank} left it too: see that rank's error"
             )
             raise self.broken

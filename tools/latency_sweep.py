@@ -31,7 +31,7 @@ import megamoe
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
-# Limits of an H200 as measured (docs/performance.md): what a perfect implementation could not beat.
+# Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
 GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0}
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3

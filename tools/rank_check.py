@@ -149,19 +149,26 @@ class Oracle:
         self.columns = [[getattr(i, name) for i in self.inputs] for name in columns]
 
     def compare_stages(self, checker: StageChecker, stages: dict[str, Tensor]) -> None:
-        """Compare what this rank computed: as home rank x_q and y, as expert rank the others."""
+        """Compare what this rank computed as expert rank, and as home rank x_q, y and the partials it was sent."""
         me, kept = self.me.rank, self.kept
         want = reference.forward(self.problem, *self.columns, self.weights, check_tokens=kept)
-        # The oracle holds the kept tokens and their rows only; a partial exists for a token that has a row here.
+        # The oracle holds the kept tokens and their rows only.
         rows, home = want["rows"][me], kept[me]
-        present = rows.token.unique()
-        everywhere = torch.cat(offset(kept, self.case.tokens))
-        where = {"x_q": home, "x_scale": home, "y": home, "partials": everywhere[present]}
+        where = {"x_q": home, "x_scale": home, "y": home}
         names = [name for name in STAGES if name in stages and name in want]
-        got = {name: stages[name][where.get(name, rows.pool_row)] for name in names}
+        got = {
+            name: stages[name][where.get(name, rows.pool_row)]
+            for name in names
+            if name != "partials"
+        }
         expected = {name: want[name][me] for name in names}
-        if "partials" in expected:
-            expected["partials"] = expected["partials"][present]
+        if "partials" in names:  # a partial exists for a token that has a row on that rank
+            first = sum(len(k) for k in kept[:me])
+            owed = [r.token[r.home == me].unique() for r in want["rows"]]
+            got["partials"] = torch.cat(
+                [stages["partials"][r][home[t - first]] for r, t in enumerate(owed)]
+            )
+            expected["partials"] = torch.cat([want["partials"][r][t] for r, t in enumerate(owed)])
         routes = {"y": sum(int((r.home == me).sum()) for r in want["rows"])}
         for name in names:
             checker.compare_stage(name, got, expected, routes.get(name, rows.token.numel()))
@@ -206,12 +213,6 @@ def check(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
     checker.require(bool((y[dropped] == 0).all()), "y of a token without a route is not zero")
     checker.require(bool(y.isfinite().all()), "y has values that are not finite")
     return checker
-
-
-def offset(kept: list[Tensor], tokens: tuple[int, ...]) -> list[Tensor]:
-    """Return each rank's tokens as indices into the tokens of all ranks put one after the other."""
-    starts = itertools.accumulate(tokens, initial=0)
-    return [k + start for k, start in zip(kept, starts, strict=False)]
 
 
 def release_memory(device: torch.device) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.weights import ExpertWeights
 
+# Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.
+WEIGHT_SEEDS = 1 << 40
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
 
 
@@ -100,7 +102,7 @@ def make_weights(
     b13 = torch.empty(num, planes * i, device=device) if problem.bias else None
     b2 = torch.empty(num, h, device=device) if problem.bias else None
     for local in range(num):
-        generator.manual_seed(seed * 1_000_003 + 17 * (begin + local) + 1)
+        generator.manual_seed(WEIGHT_SEEDS + seed * 1_000_003 + 17 * (begin + local))
         for tensor, std in ((w13, h**-0.5), (w2, i**-0.5), (b13, 0.2), (b2, 0.2)):
             if tensor is not None:
                 shape = tensor.shape[1:]

@@ -131,7 +131,7 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
     inputs, weights = inputs_of(problem, [130, 57])
     first: list[Tensor] | None = None
     worst = layout.worst_pool_rows(problem)
-    for num_ctas, pool_rows, lag, seed in (
+    for num_ctas, pool_rows, step_blocks, seed in (
         *((2, None, 16, 0), (4, None, 16, 0), (6, None, 16, 0)),
         *(
             (2, least_pool(problem), 16, 0),
@@ -140,14 +140,16 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
         ),
         *((4, None, 40, 3), (2, None, 16, 4), (2, least_pool(problem), 16, 5)),
     ):
-        emulation = Emulation(problem, num_ctas=num_ctas, pool_rows=pool_rows, step_blocks=lag)
+        emulation = Emulation(
+            problem, num_ctas=num_ctas, pool_rows=pool_rows, step_blocks=step_blocks
+        )
         for _ in range(2):
             ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
             first = first or ys
             assert all(torch.equal(a, b) for a, b in zip(first, ys, strict=True)), (
                 num_ctas,
                 pool_rows,
-                lag,
+                step_blocks,
                 seed,
             )
 
@@ -158,7 +160,9 @@ def test_orders_of_execution(seed: int) -> None:
         144, 144, 6, 2, ep_size=3, max_tokens=64, precision="fp8" if seed % 2 else "bf16"
     )
     emulation = Emulation(
-        problem, num_ctas=2 + 2 * (seed % 2), pool_rows=least_pool(problem) if seed % 4 == 0 else None
+        problem,
+        num_ctas=2 + 2 * (seed % 2),
+        pool_rows=least_pool(problem) if seed % 4 == 0 else None,
     )
     for _ in range(3):
         check(emulation, [64, 20, 41], seed=seed)

@@ -79,7 +79,9 @@ def check_streams(order, launch: Launch) -> None:
     wanted |= {(GEMM2, b, n) for b in range(launch.num_blocks) for n in range(launch.tiles2)}
     assert len(tiles) == len(wanted), "a tile is missing or comes twice"
     assert {(t.stage, t.block, t.n) for t in tiles} == wanted, "a tile is missing or comes twice"
-    assert len({(*t.place, t.cta % 2) for t in tiles}) == len(tiles), "two tiles at one place of the order"
+    assert len({(*t.place, t.cta % 2) for t in tiles}) == len(tiles), (
+        "two tiles at one place of the order"
+    )
     for before, after in itertools.pairwise(everything):
         assert before.cta != after.cta or before.place < after.place, (
             f"{after} comes after {before} in its CTA, before it in the order"

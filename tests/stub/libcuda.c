@@ -26,13 +26,14 @@ int cuCtxSetCurrent(void* context) { return ok; }
 int cuModuleLoadData(void** module, const void* image) { ++stub_loads; *module = (void*)0x1000; return ok; }
 int cuModuleGetFunction(void** function, void* module, const char* name) { *function = (void*)0x2000; return ok; }
 int cuFuncLoad(void* function) { return ok; }
-int cuFuncGetAttribute(int* v, int which, void* function) { *v = which == 0 ? 512 : 128; return ok; }
+int cuFuncGetAttribute(int* v, int which, void* function) { *v = which == 0 ? 512 : which == 11 ? 2 : 128; return ok; }
 int cuFuncSetAttribute(void* function, int which, int v) {
     if (which == 8) stub_max_smem = v;
     return ok;
 }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void* function, int threads, size_t smem) {
-    *blocks = stub_blocks_per_sm;
+int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* config) {
+    if (config->count != 1 || config->attributes[0].id != 4) return invalid_value;  // CLUSTER_DIMENSION
+    *clusters = stub_blocks_per_sm * 132 / config->attributes[0].value[0];
     return ok;
 }
 int cuGetErrorString(int error, const char** text) { *text = "the stub refuses"; return ok; }

@@ -92,7 +92,7 @@ struct Args {
     int64_t window_x;         // [max_tokens, H] bf16 or e4m3
     int64_t window_x_scale;   // fp8: [max_tokens, ceil(H/128)] float
     int64_t window_ready;     // [R, max_tokens] uint32 epoch: rank r's partial of my token exists
-    int64_t window_partials;  // [R, max_tokens, H] bf16: partials for home rank r's tokens
+    int64_t window_partials;  // [R, max_tokens, H] bf16: rank r's partials of my tokens
     uint64_t timeout_ns;
     // sizes
     int32_t num_tokens;  // rows of x and y; num_tokens_device may say fewer

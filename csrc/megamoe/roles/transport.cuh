@@ -1,8 +1,8 @@
 // transport: four warps a CTA that move rows with ordinary 16-byte loads and stores.
 //   dispatch: walk the pool in row order; at a token's leader, pull it from its home rank and fan it out to
 //   all its rows. reduce:   walk the pool in row order; at a token's closer, once every block up to there is
-//   done, sum its rows. combine:  for each of this rank's own tokens, once every expert rank's partial is
-//   ready, sum the partials.
+//   done, sum its rows into its home's window. combine:  for each of this rank's own tokens, once every
+//   expert rank's partial is there, sum the partials.
 // Dispatch finishes first (it waits for peers' staging only); then reduce and combine, whichever has work.
 #pragma once
 #include "megamoe/roles/plan.cuh"
@@ -191,6 +191,9 @@ class Reducer {
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
         return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
     }
+    MEGAMOE_DEVICE uint32_t seen(const Context& ctx) const {  // its tiles so far
+        return ctx.mem.load(ctx.args.gemm2_done + own(ctx).done, Order::relaxed, Scope::gpu);
+    }
 
     // The next token's sum, if its unit's blocks, and all before them, are done. Not when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
@@ -250,16 +253,18 @@ class Reducer {
         s.closers = arch::ballot((s.route & route_closer) != 0);
     }
 
-    // One token's partial: rows in k order times routing weights, into the window slot of its home.
+    // One token's partial: rows in k order times routing weights, into this rank's slot in its home's window.
+    // It crosses the link now, while tiles are computed, and not when the home has all partials of the token:
+    // half of them come true in the last tenth of a launch.
     MEGAMOE_DEVICE void set_partial(const Context& ctx, int ordered) const {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
         int64_t route = int64_t{ordered} * args.top_k + lane;
         int row = lane < args.top_k ? args.route_rows[route] : -1;
-        int ranks = args.num_ranks;
+        int ranks = args.num_ranks, home = home_of(ordered, ranks);
         int64_t row_bytes = int64_t{args.hidden} * 2;
-        int64_t slot = int64_t{home_of(ordered, ranks)} * args.max_tokens + token_of(ordered, ranks);
-        set_job(ctx, args.window[args.rank] + args.window_partials + slot * row_bytes,
+        int64_t slot = int64_t{args.rank} * args.max_tokens + token_of(ordered, ranks);
+        set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
                 reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes,
                 row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0));
     }
@@ -300,10 +305,9 @@ class Combiner {
         int chosen = arch::ffs0(candidates), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
-        int64_t slot = int64_t{ctx.args.rank} * ctx.args.max_tokens + token;
-        uint64_t address = lane < ctx.args.num_ranks
-                               ? ctx.args.window[lane] + ctx.args.window_partials + slot * row_bytes
-                               : 0;
+        int64_t slot = int64_t{lane} * ctx.args.max_tokens + token;
+        uint64_t address =
+            ctx.args.window[ctx.args.rank] + ctx.args.window_partials + slot * row_bytes;  // of rank `lane`
         set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes, address, 1.0f,
                 arch::shfl(s.ranks, chosen));
         if (lane == chosen) s.token = -1;
@@ -404,8 +408,11 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
-            Wait wait = reduced ? combiner.waits_for(ctx) : reducer.waits_for(ctx);
-            if (reduced ? combiner.waiting(ctx) : arch::lane_idx() == 0) ctx.mem.fault(wait, ctx.epoch(), 0);
+            if (!reduced && arch::lane_idx() == 0) {
+                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles2(ctx.args), reducer.seen(ctx));
+            } else if (reduced && combiner.waiting(ctx)) {
+                ctx.mem.fault(combiner.waits_for(ctx), ctx.epoch(), 0);
+            }
         }
         if (arch::ballot(give_up) != 0) break;
     }
