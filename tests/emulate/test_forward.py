@@ -20,11 +20,13 @@ from megamoe.reference.layer import forward
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.launch import launch
+from megamoe.testing.stages import few_steps
 from megamoe.transport.group import ThreadGroup
 from megamoe.weights import ExpertWeights
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
-# which now and then round to the neighbouring bf16 or e4m3 value.
+# which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps
+# are more than this, the limit is those two steps (megamoe/testing/stages.py).
 TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3}
 
 
@@ -55,7 +57,10 @@ def check(
     inputs, weights = inputs_of(problem, tokens, **options)
     ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
     for rank, (y, expected) in enumerate(zip(ys, reference(problem, inputs, weights), strict=True)):
-        assert_close(y, expected, relative=TOLERANCE[problem.precision], name=f"y of rank {rank}")
+        ids = inputs[rank].topk_ids
+        rows = int(((ids >= 0) & (ids < problem.num_experts)).sum())
+        limit = max(TOLERANCE[problem.precision], few_steps(problem, rows, y.numel()))
+        assert_close(y, expected, relative=limit, name=f"y of rank {rank}")
     return ys
 
 

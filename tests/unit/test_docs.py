@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
 PLACES = ("csrc", "docs", "jit", "megamoe", "tests", "tools")
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.md")])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -68,7 +67,7 @@ def test_links_and_file_names_exist(document):
     assert not missing_files(text, document)
 
 
-@pytest.mark.parametrize("document", PAGES, ids=lambda d: str(d.relative_to(ROOT)))
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_lines_are_short(document):
     assert not long_lines(document.read_text())
 

@@ -82,8 +82,8 @@ struct YRowsReady {
     }
 };
 
-// reduce (expert rank) -> combine (home rank): one partial is in the expert rank's window. Ordinary loads by
-// the home.
+// reduce (expert rank) -> combine (home rank): one partial is in the home's window. Ordinary stores into the
+// peer's memory; ordinary loads by the home.
 struct PartialsReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {

@@ -21,13 +21,11 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
     MEGAMOE_UNROLL
     for (int g = 0; g < 16; ++g) {
         int column = column0 + f.column(g);
-        if (column < width) {
-            float b0 = bias[column], b1 = bias[column + 1];
-            v[4 * g] += b0;
-            v[4 * g + 1] += b1;
-            v[4 * g + 2] += b0;
-            v[4 * g + 3] += b1;
-        }
+        float b0 = column < width ? bias[column] : 0.0f, b1 = column < width ? bias[column + 1] : 0.0f;
+        v[4 * g] += b0;
+        v[4 * g + 1] += b1;
+        v[4 * g + 2] += b0;
+        v[4 * g + 3] += b1;
     }
 }
 

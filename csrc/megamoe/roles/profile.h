@@ -26,10 +26,12 @@ template <class T>
 class Profile {
   public:
     static MEGAMOE_DEVICE void begin(const Args& args) {
-        if (!T::profile || arch::thread_idx() != 0) return;
-        for (int m = static_cast<int>(Mark::rows_wait); m < 16; ++m) at(args, static_cast<Mark>(m)) = 0;
-        at(args, Mark::clock_start) = arch::clock_cycles();
-        at(args, Mark::start) = arch::globaltimer_ns();
+        if constexpr (T::profile) {
+            if (arch::thread_idx() != 0) return;
+            for (int m = static_cast<int>(Mark::rows_wait); m < 16; ++m) at(args, static_cast<Mark>(m)) = 0;
+            at(args, Mark::clock_start) = arch::clock_cycles();
+            at(args, Mark::start) = arch::globaltimer_ns();
+        }
     }
     // Cycles spent in `body`, added to the mark; only the thread for which `mine` holds.
     template <class Body>
