@@ -189,6 +189,24 @@ def test_fewer_tokens_by_device_count() -> None:
         assert_close(y[: int(count)], expected[: int(count)], relative=TOLERANCE["bf16"])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_nan_and_inf_stay_in_their_tokens(precision: str, activation: str) -> None:
+    problem = Problem(
+        144, 80, 4, 2, ep_size=2, max_tokens=40, precision=precision, activation=activation
+    )
+    inputs, weights = inputs_of(problem, [40, 9])
+    lost = {(0, 3): float("nan"), (0, 17): float("inf"), (1, 8): -float("inf")}
+    for (rank, token), value in lost.items():
+        inputs[rank].x[token, 5] = value
+    ys = Emulation(problem).forward_all(*columns(inputs), weights)
+    for rank, y in enumerate(ys):
+        wanted = torch.zeros(y.shape[0], dtype=torch.bool)
+        wanted[[token for r, token in lost if r == rank]] = True
+        assert torch.equal(y.isnan().all(-1), wanted)
+        assert torch.equal(~y.isfinite().all(-1), wanted)
+
+
 # --- faults ---
 
 
