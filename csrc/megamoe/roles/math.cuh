@@ -88,52 +88,42 @@ MEGAMOE_DEVICE void write_e4m3(OutputSlots& output, const float (&v)[64], float*
     output.hand_over();
 }
 
-// gemm1: bias, activation, quantization.
+// Bias; for gemm1 the activation; then out: h as the precision stores it, y_rows as bf16.
 template <class T>
-MEGAMOE_DEVICE void finish_h(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
+MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
     const Args& args = ctx.args;
     Fragment f;
-    int column0 = tile.n * Shape<T>::h_columns;
-    if (args.b13 != nullptr) {
-        const float* bias = args.b13 + int64_t{tile.expert()} * args.intermediate * (Shape<T>::gated ? 2 : 1);
-        add_bias(sum[0], bias, column0, args.intermediate, f);
-        if (Shape<T>::gated) {
-            add_bias(sum[1], bias + args.intermediate, column0, args.intermediate, f);
-        } else {
-            add_bias(sum[1], bias, column0 + half_columns, args.intermediate, f);
+    bool first = tile.stage == Stage::gemm1;
+    bool planes = first && Shape<T>::gated;  // the halves are gate and up, otherwise neighbouring columns
+    int column0 = tile.n * (planes ? half_columns : tile_columns);
+    if (const float* bias = first ? args.b13 : args.b2; bias != nullptr) {
+        int width = first ? args.intermediate : args.hidden;
+        bias += int64_t{tile.expert()} * width * (planes ? 2 : 1);
+        add_bias(sum[0], bias, column0, width, f);
+        add_bias(sum[1], bias + (planes ? width : 0), column0 + (planes ? 0 : half_columns), width, f);
+    }
+    if (first) {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 64; ++i) {
+            sum[0][i] = T::Activation::apply(args, sum[0][i], sum[1][i]);
+            if (!Shape<T>::gated) sum[1][i] = T::Activation::apply(args, sum[1][i], 0.0f);
         }
     }
-    MEGAMOE_UNROLL
-    for (int i = 0; i < 64; ++i) {
-        sum[0][i] = T::Activation::apply(args, sum[0][i], sum[1][i]);
-        if (!Shape<T>::gated) sum[1][i] = T::Activation::apply(args, sum[1][i], 0.0f);
-    }
-    MEGAMOE_UNROLL
-    for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
-        if constexpr (T::Precision::scaled) {
-            int scale_row = column0 / scale_group + half;
-            float* scales =
-                args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() + math_group() * group_rows;
-            write_e4m3(output, sum[half], scale_row < Shape<T>::scale_groups_i(args) ? scales : nullptr, f);
-        } else {
-            write_bf16(output, sum[half], f);
+    if constexpr (T::Precision::scaled) {
+        if (first) {
+            MEGAMOE_UNROLL
+            for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
+                int scale_row = column0 / scale_group + half;
+                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() +
+                                math_group() * group_rows;
+                bool exists = scale_row < Shape<T>::scale_groups_i(args);
+                write_e4m3(output, sum[half], exists ? scales : nullptr, f);
+            }
+            return;
         }
     }
-}
-
-// gemm2: bias; y_rows as bf16.
-MEGAMOE_DEVICE void finish_rows(const Context& ctx, const Tile& tile, OutputSlots& output,
-                                float (&sum)[2][64]) {
-    const Args& args = ctx.args;
-    Fragment f;
-    MEGAMOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-        if (args.b2 != nullptr) {
-            add_bias(sum[half], args.b2 + int64_t{tile.expert()} * args.hidden,
-                     tile.n * tile_columns + half * half_columns, args.hidden, f);
-        }
-        write_bf16(output, sum[half], f);
-    }
+    write_bf16(output, sum[0], f);
+    if (!planes) write_bf16(output, sum[1], f);
 }
 
 // The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.
@@ -166,11 +156,7 @@ MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring)
             float sum[2][64];
             multiply<T>(typename T::Precision{}, sum, ctx, ring, stages);
             tile = current_tile(ctx.smem);
-            if (tile.stage == Stage::gemm1) {
-                finish_h<T>(ctx, tile, output, sum);
-            } else {
-                finish_rows(ctx, tile, output, sum);
-            }
+            finish<T>(ctx, tile, output, sum);
         }
     }
     skip_stages(ctx.smem, ring, 1);
