@@ -14,7 +14,7 @@ SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -nam
 PYTHON_SOURCES := setup.py megamoe jit tests tools
 export SLOW ?= 0
 
-.PHONY: help setup demo test lint fmt model compile gpu dist clean
+.PHONY: help setup accept demo test lint fmt model compile gpu dist clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test: $(READY)
 ## gpu      only the tests that need a GPU, one after the other
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
+
+## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept
+accept: $(READY)
+	PYTHON="$(CURDIR)/$(PY)" tools/accept.sh
 
 ## model    the protocol model checker and the kernel's source on CPU fibers
 model: $(READY)

@@ -5,6 +5,18 @@
 
 namespace model {
 
+// An mbarrier with its phases, where it matters in which one an arrival or a byte is counted: `arrivals`, and
+// as many halves of an operand as they expect, complete a phase. Its cell: phase, arrivals, halves expected
+// less halves landed.
+struct PhaseBarrier {
+    static constexpr uint32_t phase_shift = 16, arrivals_shift = 8, no_bytes = 128;
+    int cell;
+    uint32_t arrivals;
+    PhaseBarrier() = default;
+    PhaseBarrier(World& w, std::string name, uint32_t count)
+        : cell(w.cell(std::move(name), no_bytes)), arrivals(count) {}
+};
+
 // The policy that protocol/edges.h is compiled against, exactly the interface of protocol/memory.h; the rest
 // is what scenarios need around the edges.
 class Memory {
@@ -60,6 +72,13 @@ class Memory {
     void arrive_tma(int barrier) { world_.arrive(thread_, barrier, true); }
     void wait(int barrier) { world_.wait(thread_, barrier, false); }
     void sync(int barrier) { arrive(barrier), wait(barrier); }
+    // On either CTA's mbarrier. Bytes may land before they are expected.
+    void arrive(const PhaseBarrier& b, int expected = 0) { count(b, 1, expected); }
+    void bytes_landed(const PhaseBarrier& b) { count(b, 0, -1); }
+    void wait(const PhaseBarrier& b, uint32_t parity) {
+        auto passed = [=](uint32_t state) { return (state >> PhaseBarrier::phase_shift & 1) != parity; };
+        world_.wait_until(thread_, b.cell, passed, "!= parity " + std::to_string(parity), true, Scope::gpu);
+    }
     // The end of a launch and the start of the next of this rank: orders everything, in every proxy.
     void launch_boundary(int barrier) {
         world_.arrive(thread_, barrier, true), world_.wait(thread_, barrier, true);
@@ -75,6 +94,20 @@ class Memory {
   protected:
     World& world_;
     int thread_;
+
+  private:
+    void count(const PhaseBarrier& b, uint32_t arrived, int expected) {
+        using B = PhaseBarrier;
+        auto fresh = [](uint32_t state) { return (state & 0xffff) == B::no_bytes; };
+        auto next = [&](uint32_t state) {
+            state += (arrived << B::arrivals_shift) + static_cast<uint32_t>(expected);
+            uint32_t arrivals = state >> B::arrivals_shift & 0xff;
+            if (arrivals > b.arrivals) world_.fail(world_.cell_name(b.cell) + " has too many arrivals");
+            bool complete = arrivals == b.arrivals && (state & 0xff) == B::no_bytes;
+            return complete ? ((state >> B::phase_shift) + 1) << B::phase_shift | B::no_bytes : state;
+        };
+        world_.update(thread_, b.cell, next, [&](uint32_t state) { return !fresh(state); });
+    }
 };
 
 // Memory with one mutation. While no mutation is active it collects every mutation that would apply

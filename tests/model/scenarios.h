@@ -30,6 +30,7 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *one_barrier = "only one barrier here: see grid_barrier",
                             *no_tma = "no TMA here: see rows_ready";
 
-extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios;
+extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
+    pair_scenarios;
 
 }  // namespace model

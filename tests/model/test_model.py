@@ -43,6 +43,9 @@ def test_scenarios_hold_and_mutants_are_caught(tmp_path):
     # The program cannot pass by running nothing.
     assert sum(line.startswith("ok") and " / " not in line for line in lines) >= 20
     assert sum("mutant: " in line for line in lines) >= 300
+    # Caught for the right reason: a partner that stops early is waited for.
+    fewer = [line for line in lines if "walks one unit fewer" in line]
+    assert fewer and all("deadlock:" in line for line in fewer)
 
 
 def test_checker_itself(tmp_path):

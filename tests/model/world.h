@@ -128,6 +128,15 @@ class World {
         put(t, cell, old + value, release, static_cast<int>(scope), /*rmw=*/true);
         return old;
     }
+    // Any other read-modify-write, as an mbarrier's. Releases; `chained`: what is acquired from it includes
+    // the releases before it.
+    void update(int t, int cell, const std::function<uint32_t(uint32_t)>& next,
+                const std::function<bool(uint32_t)>& chained) {
+        visible(t, {Kind::write, cell, -1, nullptr});
+        int last = static_cast<int>(cells_[cell].messages.size()) - 1, scope = static_cast<int>(Scope::gpu);
+        uint32_t old = take(t, cell, last, /*acquire=*/false, scope);
+        put(t, cell, next(old), /*release=*/true, scope, /*rmw=*/chained(old));
+    }
     // Blocks until a value of the cell satisfies; false if the launch was poisoned first.
     bool wait_until(int t, int cell, const std::function<bool(uint32_t)>& satisfied, std::string wanted,
                     bool acquire, Scope scope) {

@@ -1,0 +1,208 @@
+// What the two CTAs of a pair hand each other through their shared memory: halves of a shared operand, CTA
+// 0's plan, the last arrivals.
+#include "scenarios.h"
+
+namespace model {
+namespace {
+
+// A ring of `slots`, walked over `stages`. Either CTA's loader copies a half of the shared operand into both
+// CTAs' slot (`halves` = 1: a short block, of which CTA 0 loads all there is), and writes scales of its own.
+// The math thread stands for all math warps. Each copy into a CTA lands when it likes, after it was issued.
+// All accesses are in one proxy: the mbarriers order the two (A2).
+void shared_stage(World& w, const Flaw& flaw, int slots, int stages, int halves) {
+    bool own_only = flaw("math arrives only at its own CTA"),
+         own_count = flaw("empty counts the math warps of its own CTA only"),
+         waits = !flaw("loader does not wait for empty"), half = flaw("a loader expects only its own half"),
+         fewer = flaw("CTA 1 walks one unit fewer"), early = flaw("math releases before it read"),
+         tall = flaw("both halves are expected of a short block");
+    std::vector<std::array<PhaseBarrier, 2>> full(slots), empty(slots);  // [slot][CTA]
+    std::vector<std::array<std::array<int, 2>, 2>> operand(slots);       // [slot][CTA][half]
+    std::vector<std::array<int, 2>> scales(slots), issued(stages);       // [slot][CTA], [stage][half]
+    for (int c = 0; c < 2; ++c) {
+        for (int s = 0; s < slots; ++s) {
+            full[s][c] = PhaseBarrier(w, name_of("full", c, s), 1);
+            empty[s][c] = PhaseBarrier(w, name_of("empty", c, s), own_count ? 1 : 2);
+            operand[s][c] = {w.payload(name_of("half 0 of operand", c, s)),
+                             w.payload(name_of("half 1 of operand", c, s))};
+            scales[s][c] = w.payload(name_of("scales", c, s));
+        }
+        for (int i = 0; i < stages; ++i) issued[i][c] = w.barrier(name_of("issued half", c, i), 1);
+    }
+    for (int c = 0; c < 2; ++c) {
+        int walked = stages - (fewer && c == 1);
+        w.thread(name_of("load", c), 0, c, [=](Mem& m) {
+            for (int i = 0; i < walked; ++i) {
+                int slot = i % slots, lap = i / slots;
+                if (waits) m.wait(empty[slot][c], (lap & 1) ^ 1);
+                m.write(scales[slot][c], i);
+                m.arrive(full[slot][c], half ? 1 : tall ? 2 : halves);
+                if (c < halves) m.arrive(issued[i][c]);
+            }
+        });
+        w.thread(name_of("math", c), 0, c, [=](Mem& m) {
+            for (int i = 0; i < walked; ++i) {
+                int slot = i % slots, lap = i / slots;
+                auto release = [&] {
+                    for (int member = 0; member < 2; ++member) {
+                        if (member == c || !(own_only || own_count)) m.arrive(empty[slot][member]);
+                    }
+                };
+                m.wait(full[slot][c], lap & 1);
+                if (early) release();
+                for (int h = 0; h < halves; ++h) m.read(operand[slot][c][h], i);
+                m.read(scales[slot][c], i);
+                if (!early) release();
+            }
+        });
+        for (int h = 0; h < halves; ++h) {
+            int copied = stages - (fewer && h == 1);
+            w.thread(name_of("copy of half", h, c), 0, c, [=](Mem& m) {
+                for (int i = 0; i < copied; ++i) {
+                    m.wait(issued[i][h]);
+                    m.write(operand[i % slots][c][h], i);
+                    m.bytes_landed(full[i % slots][c]);
+                }
+            });
+        }
+    }
+}
+void shared_stage_1(World& w, const Flaw& flaw) { shared_stage(w, flaw, 1, 3, 2); }
+void shared_stage_2(World& w, const Flaw& flaw) { shared_stage(w, flaw, 2, 3, 2); }
+void shared_stage_short(World& w, const Flaw& flaw) { shared_stage(w, flaw, 1, 3, 1); }
+
+// Memory whose waits end as soon as they see the abort, as the kernel's do.
+struct Impatient {
+    Mem& m;
+    int abort;
+    bool aborted() { return m.aborted() || m.Memory::load(abort, Order::relaxed, Scope::system) != 0; }
+    uint32_t load(int c, Order order, Scope scope) { return m.load(c, order, scope); }
+    void store(int c, uint32_t v, Order order, Scope scope) { m.store(c, v, order, scope); }
+    uint32_t fetch_add(int c, uint32_t v, Scope scope) { return m.fetch_add(c, v, scope); }
+    bool await(int c, Until until, uint32_t target, Scope scope, Wait wait) {
+        return !aborted() && m.await(c, until, target, scope, wait);
+    }
+};
+
+// Two passes under plans of CTA 0, and an abort at any moment. A plan is the pass (1: another follows, 2: the
+// last), or 0 for no blocks and no further pass. A role that runs a plan waits for both halves of a tile: two
+// plans are a deadlock. A table is complete if its CTA did not see the abort when it drafted. Once CTA 0 saw
+// the abort, only the cluster barrier at the end of a pass keeps its next plan behind its partner's use of
+// the last.
+void plan_of_a_pair(World& w, const Flaw& flaw) {
+    bool alone = flaw("each CTA decides by itself"), hasty = flaw("CTA 1 reads before the cluster barrier"),
+         blind = flaw("CTA 0 hands over its draft"),
+         late = flaw("the old plan is read after the pass has ended");
+    w.timeouts = true;  // of those who missed the abort when they began to wait
+    int abort = w.cell("abort"), arrivals = w.cell("arrivals"), generation = w.cell("generation");
+    std::array<int, 2> plan = {w.payload("plan[0]"), w.payload("plan[1]")},
+                       table = {w.payload("table[0]"), w.payload("table[1]")}, planned, ended;
+    std::array<std::array<int, 2>, 2> halves;  // [pass][CTA]
+    for (int p = 0; p < 2; ++p) {
+        planned[p] = w.barrier("cluster_sync planned", hasty ? 3 : 4),
+        ended[p] = w.barrier("cluster_sync ended", 4);
+        halves[p] = {w.barrier("both halves[0]", 2), w.barrier("both halves[1]", 2)};
+    }
+    w.thread("faulting", 0, 2, [=](Mem& m) { m.Memory::store(abort, 1, Order::release, Scope::system); });
+    for (int c = 0; c < 2; ++c) {
+        w.thread(name_of("transport", c), 0, c, [=](Mem& m) {
+            Impatient mem{m, abort};
+            for (uint32_t pass = 1;; ++pass) {
+                if (pass != 1) GridBarrier::arrive_and_wait(mem, arrivals, generation, 2);
+                uint32_t draft = mem.aborted() ? 0 : pass;
+                if (draft != 0) m.write(table[c], draft);
+                GridBarrier::arrive_and_wait(mem, arrivals, generation, 2);
+                if (c == 0 || alone) {
+                    if (!blind && mem.aborted()) draft = 0;
+                    m.write(plan[c], draft);
+                    if (!alone) m.write(plan[1 - c], draft);
+                }
+                m.sync(planned[pass - 1]);
+                uint32_t mine = m.read(plan[c], -1);
+                if (mine != 0) m.read(table[0], mine), m.read(table[1], mine);
+                if (mine != 1) break;
+                m.sync(ended[pass - 1]);
+                if (late) m.read(plan[c], mine);
+            }
+        });
+        w.thread(name_of("role", c), 0, c, [=](Mem& m) {
+            for (uint32_t pass = 1;; ++pass) {
+                if (!(hasty && c == 1)) m.sync(planned[pass - 1]);
+                uint32_t mine = m.read(plan[c], -1);
+                if (mine != 0) {
+                    for (int member = 0; member < 2; ++member) m.arrive(halves[pass - 1][member]);
+                    m.wait(halves[pass - 1][c]);
+                }
+                if (mine != 1) break;
+                m.sync(ended[pass - 1]);
+            }
+        });
+    }
+}
+
+// The first and the last thing that a CTA does to its partner's shared memory, which holds 1 from the time
+// that its barriers are initialised until it exits.
+void start_and_leave(World& w, const Flaw& flaw) {
+    bool starts = !flaw("no cluster barrier behind the initialisation"),
+         leaves = !flaw("leaves without the cluster barrier"),
+         own = flaw("leaves when its own warps are done");
+    int begun = w.barrier("cluster_sync begun", 4), done = w.barrier("cluster_sync done", 4);
+    std::array<int, 2> memory = {w.payload("shared memory[0]"), w.payload("shared memory[1]")}, inited, ended;
+    for (int c = 0; c < 2; ++c) inited[c] = w.barrier("cta_sync", 2), ended[c] = w.barrier("cta_sync", 2);
+    for (int c = 0; c < 2; ++c) {
+        w.thread(name_of("math", c), 0, c, [=](Mem& m) {
+            m.sync(starts ? begun : inited[c]);
+            for (int member = 0; member < 2; ++member) m.read(memory[member], 1);  // the last release_stage
+            m.arrive(own ? ended[c] : done);
+        });
+        w.thread(name_of("load", c), 0, c, [=](Mem& m) {
+            m.write(memory[c], 1);
+            m.sync(starts ? begun : inited[c]);
+            if (own) {
+                m.sync(ended[c]);
+            } else {
+                m.arrive(done);
+                if (leaves) m.wait(done);
+            }
+            m.write(memory[c], 0);
+        });
+    }
+}
+
+}  // namespace
+
+const std::vector<Scenario> pair_scenarios = {
+    {"shared stage, 1 slot x 3",
+     shared_stage_1,
+     {"math arrives only at its own CTA", "empty counts the math warps of its own CTA only",
+      "loader does not wait for empty", "a loader expects only its own half", "CTA 1 walks one unit fewer",
+      "math releases before it read"},
+     {},
+     false},
+    {"shared stage, 2 slots, 3 stages",
+     shared_stage_2,
+     {"math arrives only at its own CTA", "empty counts the math warps of its own CTA only",
+      "loader does not wait for empty", "a loader expects only its own half", "CTA 1 walks one unit fewer",
+      "math releases before it read"},
+     {},
+     false},
+    {"shared stage of a short block",
+     shared_stage_short,
+     {"empty counts the math warps of its own CTA only", "both halves are expected of a short block",
+      "loader does not wait for empty", "math releases before it read"},
+     {},
+     false},
+    {"plan of a pair",
+     plan_of_a_pair,
+     {"each CTA decides by itself", "CTA 1 reads before the cluster barrier", "CTA 0 hands over its draft",
+      "the old plan is read after the pass has ended"},
+     {},
+     false},
+    {"start and leave",
+     start_and_leave,
+     {"no cluster barrier behind the initialisation", "leaves without the cluster barrier",
+      "leaves when its own warps are done"},
+     {},
+     false},
+};
+
+}  // namespace model

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Everything that a change of the kernel has to pass on GPUs, in one go: about 6 minutes on 4 of them.
+#
+#   tools/accept.sh [OUT]            logs and CSVs to OUT (default out/accept); PYTHON=... to choose the interpreter
+#
+# Prints one line a step and the last lines of its log; exit code 1 when any step failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-out/accept}
+python=${PYTHON:-python3}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+mkdir -p "$out"
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -eq 0 ]; then
+    echo "accept: no GPU" >&2
+    exit 1
+fi
+scenarios="calls graph busy streams"
+if [ "$gpus" -ge 2 ]; then scenarios="$scenarios nccl kill late mismatch"; fi
+shapes="--shape dsv3 flash qwen3-235b qwen3-30b gpt-oss-120b mixtral"
+code=0
+
+step() { # name, seconds, command ...
+    local name=$1 limit=$2 start=$SECONDS
+    shift 2
+    if timeout "$limit" "$@" >"$out/$name.log" 2>&1; then verdict=ok; else verdict=FAIL code=1; fi
+    echo "$verdict: $name, $((SECONDS - start)) s: $(tail -n 1 "$out/$name.log" | cut -c1-160)"
+}
+check() { # ranks, GPUs, tokens
+    local where=$2 tokens=$3
+    export CUDA_VISIBLE_DEVICES=$where
+    step "random_ep$1" 120 "$python" tools/rank_check.py --backend mega --ranks "$1" --random 200 --repeat 2 \
+        --csv "$out/random_ep$1.csv"
+    # shellcheck disable=SC2086  # lists of words
+    step "shapes_ep$1" 120 "$python" tools/rank_check.py --backend mega --ranks "$1" $shapes --tokens $tokens \
+        --precision bf16 fp8 --csv "$out/shapes_ep$1.csv"
+    unset CUDA_VISIBLE_DEVICES
+}
+
+step compile 120 "$python" -m megamoe.jit --all
+check 1 0 1024
+if [ "$gpus" -ge 2 ]; then check 2 0,1 1024; fi
+if [ "$gpus" -ge 4 ]; then check 4 0,1,2,3 "8 1024 8192"; fi
+step tests 240 "$python" -m pytest -q -m "gpu or ep" tests
+if command -v compute-sanitizer >/dev/null; then
+    CUDA_VISIBLE_DEVICES=0 step memcheck 120 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+        "$python" tools/rank_check.py --backend mega --ranks 1 --random 12
+fi
+# shellcheck disable=SC2086
+step soak 200 "$python" tools/soak.py $scenarios --bound 60
+step demo_staged 90 "$python" tools/train_step.py --steps 200 --compare staged
+step demo_one_rank 120 "$python" tools/train_step.py --steps 200 --compare one-rank
+step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
+    --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
+exit $code
