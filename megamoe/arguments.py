@@ -22,6 +22,7 @@ from megamoe.weights import ExpertWeights
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 
 SWIZZLE_BYTES = 128  # innermost extent of every box
+LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 
 
@@ -99,11 +100,13 @@ def fill_static(
     profile: int = 0,
     epoch: int = 0,
     step_blocks: int = DEFAULT_STEP_BLOCKS,
+    layer: int = 0,
 ) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
     args: a zeroed abi.Args. window_bases: of all ranks, as mapped here. epoch: address of the epoch
-    cell when it is not the workspace's own (layers that share a window share one).
+    cell when it is not the workspace's own (layers that share a window share one). layer: which of the
+    window's; it goes into the hash, so that ranks that call equal layers in different orders notice.
     """
     p = plan.strided
     for name, region in plan.workspace.items():
@@ -127,7 +130,7 @@ def fill_static(
     args.pool_rows = plan.pool_rows
     args.max_chunks = layout.max_chunks(p)
     args.step_blocks = step_blocks
-    args.config_hash = p.fingerprint()
+    args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 

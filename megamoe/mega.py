@@ -99,6 +99,7 @@ class MegaBackend:
         if not self._owns_window:
             self.window.admit(problem)
             self.window.agree(problem)
+        self._layer = self.window.add_layer()
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
@@ -177,6 +178,7 @@ class MegaBackend:
             fault=self.window.fault_address,
             profile=0 if self.profile is None else self.profile.data_ptr(),
             epoch=self.window.epoch_address,
+            layer=self._layer,
             **options,
         )
         self._launcher = Launcher(kernel, self.grid, self._args, cooperative=True, pdl=self._pdl)

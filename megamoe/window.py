@@ -2,7 +2,7 @@
 
 One window serves any number of layers that agree on everything but sizes that only bound it (see `admits`): launches of
 a window follow each other, so its regions, its epoch and its workspaces are theirs in turn. Every rank must call
-the layers of a window in the same order; a different order of differing layers is a named error.
+the layers of a window in the same order; a different order is a named error.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class Window:
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
         self._workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._layers = 0
         self.agree(problem)
         name = transport or env.transport()
         chosen = choose(name, self.group) if isinstance(name, str) else name
@@ -142,6 +143,11 @@ class Window:
         reason = self.spec.mismatch(problem)
         if reason:
             raise ConfigError(f"this window cannot serve this layer: {reason}")
+
+    def add_layer(self) -> int:
+        """Return the number of a new layer; equal on all ranks, since making layers is collective."""
+        self._layers += 1
+        return self._layers - 1
 
     def workspace(self, plan: Plan) -> Tensor:
         """Return the workspace of a layer, zeroed when new. Layers of equal layout share one."""

@@ -45,7 +45,8 @@ def test_scenarios_hold_and_mutants_are_caught(tmp_path):
     assert sum("mutant: " in line for line in lines) >= 300
     # Caught for the right reason: a partner that stops early is waited for.
     fewer = [line for line in lines if "walks one unit fewer" in line]
-    assert fewer and all("deadlock:" in line for line in fewer)
+    assert fewer
+    assert all("deadlock:" in line for line in fewer)
 
 
 def test_checker_itself(tmp_path):

@@ -283,11 +283,12 @@ with on_cpu():
     window = Window(replace(problem, max_tokens=200), device="cpu")
     layers = [mega.MegaBackend(problem, window=window) for _ in range(2)]
     small = mega.MegaBackend(replace(problem, max_tokens=30), window=window, pool_rows=2048)
-    workspaces = []
+    workspaces, hashes = [], []
     for layer in (*layers, small):
         call(layer)
         got = argument()
         workspaces.append([got.x_pool, got.max_tokens, got.epoch == window.epoch_address])
+        hashes.append(got.config_hash)
     refused = []
     for other in (replace(problem, hidden=256), replace(problem, max_tokens=201), replace(problem, precision="bf16")):
         try:
@@ -302,8 +303,9 @@ with on_cpu():
         call(small)
     except WindowBroken as error:
         refused.append(str(error))
-print(json.dumps({"workspaces": workspaces, "refused": refused, "open": open_still}))
+print(json.dumps({"workspaces": workspaces, "refused": refused, "open": open_still, "hashes": len(set(hashes))}))
 """)
+    assert seen["hashes"] == 3, "a layer called in place of its equal would not be noticed"
     first, second, small = seen["workspaces"]
     assert first == second  # equal layers share the workspace, too
     assert small[0] != first[0]

@@ -48,11 +48,13 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
 template <class T>
 MEGAMOE_DEVICE void transport_passes(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
-    for (int begin = 0;; begin = ctx.smem.plan.chunk_end) {
+    for (int begin = 0;;) {
         plan_pass(ctx, begin);
         arch::cluster_sync();
         transport<T>(ctx);
         if (ctx.smem.plan.is_last != 0) break;
+        begin = ctx.smem.plan.chunk_end;  // read before the barrier: behind it, in a poisoned launch, the
+                                          // partner may already write the next plan here
         arch::cluster_sync();
     }
 }
