@@ -17,7 +17,8 @@ MAX_RANKS = 8
 MAX_TOP_K = 16
 MAX_WIDTH = 16384  # of hidden and intermediate
 MAX_LOCAL_EXPERTS = 1024
-MAX_GROUP_TOKENS = 1 << 26  # token index * 16 + k and two mark bits share 32 bits
+# Index * 16 + k and two mark bits share 32 bits. The index counts whole chunks of 32 tokens of every rank.
+MAX_GROUP_TOKENS, CHUNK_TOKENS = 1 << 26, 32
 PRECISIONS = ("bf16", "fp8")
 KINDS = ("swiglu", "clamped_swiglu", "geglu", "relu2")
 
@@ -157,7 +158,7 @@ class Problem:
             ok,
             f"1..{MAX_LOCAL_EXPERTS} for each of {ep_size} ranks",
         )
-        highest = (MAX_GROUP_TOKENS - 1) // ep_size
+        highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * ep_size) * CHUNK_TOKENS
         yield "max_tokens", self.max_tokens, 1 <= self.max_tokens <= highest, f"1..{highest}"
         yield "precision", self.precision, self.precision in PRECISIONS, " or ".join(PRECISIONS)
         yield "bias", self.bias, isinstance(self.bias, bool), "a bool"

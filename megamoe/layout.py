@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from megamoe.config import Problem
-from megamoe.errors import WorkspaceTooSmall
+from megamoe.config import CHUNK_TOKENS, Problem
+from megamoe.errors import ConfigError, WorkspaceTooSmall
 
 ALIGNMENT = 256
 BLOCK_ROWS = 128  # tile height; csrc/megamoe/schedule/order.h
-CHUNK_TOKENS = 32  # routing unit
 GROUP = 128  # quantization group
 SLACK = 1.25  # of the default pool over an even load
 
@@ -99,6 +98,10 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # --- the workspace: ordinary memory of one rank ---
 
+MAX_POOL_ROWS = (
+    1 << 30
+) - 128  # a block number, shifted by 8, fits int32: csrc/megamoe/roles/plan.cuh
+
 # Cells that must be zero when no launch is in flight; a reset zeroes them.
 WORKSPACE_CONTROL = (
     "epoch",
@@ -124,6 +127,8 @@ def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
             f"pool_rows is {pool_rows}, expected a multiple of {BLOCK_ROWS} and at least {least}: "
             f"one chunk of {CHUNK_TOKENS} tokens, each local expert padded to whole blocks"
         )
+    if pool_rows > MAX_POOL_ROWS:
+        raise ConfigError("pool_rows", pool_rows, f"at most {MAX_POOL_ROWS}")
     return _place(_workspace(problem, pool_rows))
 
 
@@ -174,7 +179,7 @@ def default_pool_rows(problem: Problem) -> int:
     routes = problem.ep_size * problem.max_tokens * problem.top_k
     expected = math.ceil(routes * SLACK * local / problem.num_experts)
     rows = _round_up(expected + BLOCK_ROWS * local, BLOCK_ROWS)
-    return max(min(rows, worst_pool_rows(problem)), min_pool_rows(problem))
+    return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), min_pool_rows(problem))
 
 
 def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, Any]:

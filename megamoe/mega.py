@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe import env, layout
 from megamoe.arguments import Plan, fill_call, fill_static, fill_weights
-from megamoe.config import Problem
+from megamoe.config import CHUNK_TOKENS, Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.jit import abi
 from megamoe.jit.source import Variant
@@ -281,7 +281,7 @@ class MegaBackend:
         if p.precision == "fp8":
             found["x_q"] = window["window_x"][: tokens[p.rank]]
             found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]
-        chunks = max(-(-n // layout.CHUNK_TOKENS) for n in tokens) * p.ep_size
+        chunks = max(-(-n // CHUNK_TOKENS) for n in tokens) * p.ep_size
         counts = workspace["chunk_prefix"][:, chunks]
         rows = int((-(-counts // layout.BLOCK_ROWS) * layout.BLOCK_ROWS).sum())
         if rows <= plan.pool_rows:

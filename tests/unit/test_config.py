@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "e
         ("rank", 1),
         ("rank", -1),
         ("max_tokens", 0),
-        ("max_tokens", 1 << 26),
+        ("max_tokens", (1 << 26) + 1),
         ("precision", "fp4"),
         ("hidden", 256.0),
         ("bias", 1),
@@ -175,3 +176,14 @@ def test_argument_error_carries_its_parts():
     assert str(error) == "x.dtype is torch.float32, expected torch.bfloat16"
     assert (error.argument, error.expected) == ("x.dtype", "torch.bfloat16")
     assert isinstance(error, (megamoe.MegaMoEError, ValueError))
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_most_tokens_have_an_index(ranks):
+    """Tokens are numbered in chunks of 32, the ranks' chunks in turns: the last one's number must fit 26 bits."""
+    problem = partial(Problem, 64, 64, 8, 2, ep_size=ranks)
+    most = (1 << 26) // (32 * ranks) * 32
+    problem(max_tokens=most)
+    assert (most // 32 * ranks) * 32 <= 1 << 26
+    with pytest.raises(ConfigError, match="max_tokens"):
+        problem(max_tokens=most + 1)

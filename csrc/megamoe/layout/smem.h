@@ -70,8 +70,8 @@ struct alignas(1024) Smem {
     ReducerState reducer[num_transport_warps * 32];
     CombinerState combiner[num_transport_warps * 32];
     SumJob job[num_transport_warps];
-    float a_scale[num_stages][block_rows];
-    float b_scale[num_stages][2];         // of either half
+    alignas(16) float a_scale[num_stages][block_rows];  // destination of bulk copies
+    float b_scale[num_stages][2];                       // of either half
     Tile tile[num_stages];                // whose first stage a slot holds: load_b tells the math warps
     Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
     uint64_t full[num_stages], empty[num_stages];

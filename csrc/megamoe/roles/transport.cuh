@@ -403,7 +403,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         // about 1 us.
         arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
         if (++polls % 16 != 0) continue;
-        uint32_t now = ctx.mem.coarse_time();
+        uint32_t now = arch::shfl(ctx.mem.coarse_time(), 0);  // one verdict of the warp
         if (polls == 16) idle_since = now;
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
