@@ -47,21 +47,33 @@ class Kernel:
     def check_resident(self, grid: int) -> None:
         """Raise NotCoResident unless `grid` CTAs, in the kernel's clusters, fit an otherwise idle device at once."""
         cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes = self.smem_bytes
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute = _attribute("CLUSTER_DIMENSION")
         dim = attribute.value.clusterDim
         dim.x, dim.y, dim.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        config = self.launch_config(grid, [attribute])
         available = cluster * int(check(driver.cuOccupancyMaxActiveClusters(self.function, config)))
         if not 0 < grid <= available:
             raise NotCoResident(
                 f"{self.entry} wants {grid} CTAs, {available} fit this device at once, in clusters of "
                 f"{cluster} with {self.threads} threads and {self.smem_bytes} bytes each"
             )
+
+    def launch_config(self, grid: int | tuple[int, int, int], attributes: list[Any]) -> Any:
+        """Return the CUlaunchConfig of a grid, without a stream."""
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (
+            (grid, 1, 1) if isinstance(grid, int) else grid
+        )
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.smem_bytes
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return config
+
+
+def _attribute(name: str) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+    return attribute
 
 
 class Launcher:
@@ -82,27 +94,16 @@ class Launcher:
         self.kernel, self.grid, self.argument = kernel, grid, argument
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         self._pointer_block = ctypes.addressof(self._pointers)
-        ids = driver.CUlaunchAttributeID
         attributes = []
         if cooperative:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute = _attribute("COOPERATIVE")
             attribute.value.cooperative = 1
             attributes.append(attribute)
         if pdl:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute = _attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (
-            (grid, 1, 1) if isinstance(grid, int) else grid
-        )
-        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-        config.sharedMemBytes = kernel.smem_bytes
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        self._config = config
+        self._config = kernel.launch_config(grid, attributes)
         self._stream = -1
 
     def launch(self, stream: int) -> None:

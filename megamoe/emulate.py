@@ -21,8 +21,7 @@ from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
-from megamoe.reference.backend import _packed as packed
-from megamoe.reference.backend import _unpacked as unpacked
+from megamoe.reference.backend import pack, unpack
 from megamoe.transport.group import Group, as_group
 from megamoe.weights import ExpertWeights
 
@@ -272,13 +271,13 @@ class EmulateBackend:
         """Return y [T, H] bf16. Collective."""
         tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
         experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
-        everyone = self.group.all_gather((*tensors, packed(experts)))
+        everyone = self.group.all_gather((*tensors, pack(experts)))
 
         def run() -> list[Tensor]:
             xs, ids, scores, counts, all_experts = (
                 list(column) for column in zip(*everyone, strict=True)
             )
-            all_weights = [unpacked(e) for e in all_experts]
+            all_weights = [unpack(e) for e in all_experts]
             return self.emulation.forward_all(
                 xs, ids, scores, all_weights, num_tokens_device=counts
             )

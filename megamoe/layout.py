@@ -98,9 +98,8 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # --- the workspace: ordinary memory of one rank ---
 
-MAX_POOL_ROWS = (
-    1 << 30
-) - 128  # a block number, shifted by 8, fits int32: csrc/megamoe/roles/plan.cuh
+# So that a block's number, shifted by 8, fits int32: csrc/megamoe/roles/plan.cuh
+MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
 
 # Cells that must be zero when no launch is in flight; a reset zeroes them.
 WORKSPACE_CONTROL = (

@@ -30,7 +30,7 @@ from torch import Tensor
 import megamoe
 from megamoe import reference
 from megamoe.config import ACTIVATIONS
-from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights
+from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights, same_bits
 from megamoe.testing.shapes import Shape
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
@@ -204,8 +204,7 @@ def check(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
         oracle.compare_fp32(checker, y)
         for call in range(1, args.repeat):
             again = backend.forward(*arguments)
-            same = torch.equal(again.view(torch.int16), y.view(torch.int16))
-            checker.require(same, f"call {call + 1} gives other bits than the first")
+            checker.require(same_bits(again, y), f"call {call + 1} gives other bits than the first")
         getattr(backend, "check", lambda: None)()
     finally:
         backend.close()

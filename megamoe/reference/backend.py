@@ -48,9 +48,9 @@ class ReferenceBackend:
         parts = [(x, topk_ids, topk_weights, weights)]
         if self.problem.ep_size > 1:
             parts = [None] * self.problem.ep_size  # type: ignore[list-item]
-            mine = (x, topk_ids, topk_weights, _packed(weights))
+            mine = (x, topk_ids, topk_weights, pack(weights))
             dist.all_gather_object(parts, mine, group=self.group)
-            parts = [(*tensors, _unpacked(packed)) for *tensors, packed in parts]
+            parts = [(*tensors, unpack(packed)) for *tensors, packed in parts]
         xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
         xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
         experts = [_to(e, x.device) for e in experts]
@@ -59,7 +59,7 @@ class ReferenceBackend:
         return y if out is None else out.copy_(y)
 
 
-def _packed(weights: Any) -> tuple[type, dict[str, Any]]:
+def pack(weights: Any) -> tuple[type, dict[str, Any]]:
     """Return the weights as (class, name -> (bytes, dtype)): torch cannot pickle float8 tensors."""
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
     packed = {
@@ -69,7 +69,7 @@ def _packed(weights: Any) -> tuple[type, dict[str, Any]]:
     return type(weights), packed
 
 
-def _unpacked(packed: tuple[type, dict[str, Any]]) -> Any:
+def unpack(packed: tuple[type, dict[str, Any]]) -> Any:
     cls, tensors = packed
     return cls(**{name: t if t is None else t[0].view(t[1]) for name, t in tensors.items()})
 

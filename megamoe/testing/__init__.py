@@ -1,6 +1,6 @@
 """Tools for tests, here and downstream: inputs, comparison, and starting ranks."""
 
-from megamoe.testing.compare import Comparison, assert_close, compare, rounding_step
+from megamoe.testing.compare import Comparison, assert_close, compare, rounding_step, same_bits
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_routing, make_weights
 from megamoe.testing.launch import launch
 
@@ -15,4 +15,5 @@ __all__ = [
     "make_routing",
     "make_weights",
     "rounding_step",
+    "same_bits",
 ]

@@ -58,6 +58,11 @@ def compare(actual: Tensor, expected: Tensor, tolerance: float | Tensor = 0.0) -
     return Comparison(relative, error.max().item(), int(wrong.sum()), first, *values)
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two bf16 tensors are equal bit by bit: NaN equals itself, -0 is not 0."""
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
 def assert_close(
     actual: Tensor, expected: Tensor, *, relative: float, name: str = "result"
 ) -> Comparison:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megamoe import MegaMoE, Problem, make_backend, reference
 from megamoe.layout import BLOCK_ROWS, min_pool_rows
-from megamoe.testing import compare, launch, make_inputs, make_weights
+from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.stages import StageChecker
 from megamoe.window import Window
 
@@ -73,10 +73,6 @@ class Layer:
         return [title + line for line in checker.lines]
 
 
-def same(y: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(y.view(torch.int16), other.view(torch.int16))
-
-
 def routings(layer: Layer) -> list[str]:
     """Every kind of routing; ranks without tokens; all tokens on one rank. Called twice: the same bits."""
     others = len(layer.ranks) - 1
@@ -90,7 +86,7 @@ def routings(layer: Layer) -> list[str]:
         inputs, title = layer.inputs(kind, tokens, seed), f"{kind} {tokens}"
         y = layer.call(backend, inputs)
         wrong += layer.judge(title, y, inputs)
-        if not same(layer.call(backend, inputs), y):
+        if not same_bits(layer.call(backend, inputs), y):
             wrong.append(f"{title}: the second call gives other bits")
     backend.check()
     backend.close()
@@ -116,7 +112,7 @@ def pools_and_grids(layer: Layer) -> list[str]:
         {"step_blocks": 16},
     ):
         other = layer.backend(**options)
-        if not same(layer.call(other, inputs), y):
+        if not same_bits(layer.call(other, inputs), y):
             wrong.append(f"{options}: other bits")
         other.check()
         other.close()
@@ -146,7 +142,7 @@ def graphs(layer: Layer) -> list[str]:
             graph.replay()
             title = f"pdl={pdl} {routing} {tokens}"
             wrong += layer.judge(title, y[:n].clone(), inputs)
-            if not same(layer.call(backend, inputs), y[:n]):
+            if not same_bits(layer.call(backend, inputs), y[:n]):
                 wrong.append(f"{title}: an ordinary call gives other bits than the graph")
         backend.check()
         del graph
@@ -165,7 +161,7 @@ def streams(layer: Layer) -> list[str]:
         with torch.cuda.stream(sides[n % 3]):
             found.append(layer.call(backend, inputs[n % 2]))
     backend.check()
-    wrong = [f"call {n}: other bits" for n, y in enumerate(found) if not same(y, first[n % 2])]
+    wrong = [f"call {n}: other bits" for n, y in enumerate(found) if not same_bits(y, first[n % 2])]
     backend.close()
     return wrong
 
@@ -239,7 +235,7 @@ def over_nvshmem(rank: int) -> list[str]:
     window = Window(layer.problem, layer.group, device=DEVICE, transport="nvshmem")
     other = layer.backend(window=window)
     wrong = layer.judge("hot", layer.call(other, inputs), inputs)
-    if not same(layer.call(other, inputs), y):
+    if not same_bits(layer.call(other, inputs), y):
         wrong.append("other bits over NVSHMEM")
     other.check()
     window.close()

@@ -9,7 +9,7 @@ import torch
 from megamoe import MegaMoE, reference
 from megamoe.autograd import apply
 from megamoe.errors import ArgumentError
-from megamoe.testing import assert_close, make_inputs
+from megamoe.testing import assert_close, make_inputs, same_bits
 from megamoe.weights import ExpertWeights
 
 pytestmark = pytest.mark.gpu
@@ -42,10 +42,6 @@ def make(precision):
 def call_of(layer, seed=0):
     inputs = make_inputs(layer.problem, 200, seed=seed, routing="dropped", device=DEVICE)
     return inputs.x, inputs.topk_ids, inputs.topk_weights
-
-
-def same(y, other):
-    return torch.equal(y.view(torch.int16), other.view(torch.int16))
 
 
 def trained(layer, function=None, parameters=None):
@@ -96,11 +92,11 @@ def test_an_optimizer_step_reaches_the_kernel_and_the_checkpoint(make):
     optimizer.step()
     after = layer(*call_of(layer)).detach()
     assert after.isfinite().all()
-    assert not same(after, before)
+    assert not same_bits(after, before)
     other = make(bias=True, init_seed=7)
-    assert not same(other(*call_of(layer)), after)
+    assert not same_bits(other(*call_of(layer)), after)
     other.load_state_dict(layer.state_dict())
-    assert same(other(*call_of(layer)), after)
+    assert same_bits(other(*call_of(layer)), after)
 
 
 def test_given_fp8_weights_in_a_checkpoint(make, precision):
@@ -111,8 +107,8 @@ def test_given_fp8_weights_in_a_checkpoint(make, precision):
     q = layer.expert_weights().quantized(layer.problem)
     given.load_fp8_weights(q.w13, q.w2, q.w13_scale, q.w2_scale)
     loaded.load_state_dict(given.state_dict())
-    assert same(given(*call_of(layer)), y)
-    assert same(loaded(*call_of(layer)), y)
+    assert same_bits(given(*call_of(layer)), y)
+    assert same_bits(loaded(*call_of(layer)), y)
 
 
 def compilers():
@@ -143,7 +139,7 @@ def test_autocast(make):
     leaf = x.float().requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16):
         cast = layer(leaf, ids, scores)
-    assert same(cast, y)
+    assert same_bits(cast, y)
     cast.float().sum().backward()
     assert leaf.grad.dtype == torch.float32
     assert leaf.grad.abs().max() > 0
@@ -159,9 +155,9 @@ def test_side_stream(make):
         inputs = [call_of(layer, seed) for seed in range(3)]
         ys = [layer(*i) for i in inputs]
     torch.cuda.current_stream().wait_stream(side)
-    assert same(found["y"], expected["y"])
+    assert same_bits(found["y"], expected["y"])
     assert_equal_steps(found, expected, relative=1e-2)
-    assert all(same(layer(*i), y) for i, y in zip(inputs, ys, strict=True))
+    assert all(same_bits(layer(*i), y) for i, y in zip(inputs, ys, strict=True))
 
 
 def test_graph(make):
@@ -178,7 +174,7 @@ def test_graph(make):
             for to, new in zip(static, call_of(layer, seed), strict=True):
                 to.copy_(new)
             graph.replay()
-            assert same(y, layer(*call_of(layer, seed)))
+            assert same_bits(y, layer(*call_of(layer, seed)))
     layer.check()
 
 
@@ -191,7 +187,7 @@ def test_parameters_whose_storage_moves(make):
         other = make(init_seed=seed)
         contents.append({name: p.clone() for name, p in other.named_parameters()})
         expected.append(other(*call_of(other)))
-    assert not same(*expected)
+    assert not same_bits(*expected)
     for n, move in enumerate(("free", "replace", "replace", "free", "free", "replace")):
         for name, parameter in layer.named_parameters():
             if move == "replace":
@@ -204,7 +200,7 @@ def test_parameters_whose_storage_moves(make):
             storage.resize_(0)
             storage.resize_(size)
             parameter.copy_(contents[n % 2][name])
-        assert same(layer(*call_of(layer)), expected[n % 2]), f"{move}, call {n}"
+        assert same_bits(layer(*call_of(layer)), expected[n % 2]), f"{move}, call {n}"
 
 
 def test_close_and_reopen(make):
@@ -215,4 +211,4 @@ def test_close_and_reopen(make):
     layer.close()
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
         apply(*call_of(layer), weights, handle)
-    assert same(layer(*call_of(layer)), y)
+    assert same_bits(layer(*call_of(layer)), y)

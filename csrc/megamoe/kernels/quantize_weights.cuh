@@ -2,7 +2,7 @@
 // [L, P * I, H]; blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA
 // a block. Same formula as everywhere (docs/architecture.md), so the bits equal those of megamoe/weights.py.
 #pragma once
-#include "megamoe/base/portable.h"
+#include "megamoe/arch/arch.h"
 
 namespace megamoe {
 
@@ -21,16 +21,6 @@ struct alignas(16) Bf16x8 {
 struct alignas(8) E4m3x8 {
     uint32_t quads[2];
 };
-
-MEGAMOE_DEVICE float bf16_of(uint32_t pair, int high) {
-    return __uint_as_float(high ? pair & 0xffff0000u : pair << 16);
-}
-
-MEGAMOE_DEVICE uint32_t e4m3x2_of(float low, float high) {  // saturating, as the formula's clamp
-    uint16_t out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-    return out;
-}
 
 // gridDim: ceil(H/128), P * ceil(I/128), L
 MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
@@ -55,7 +45,10 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         v[pass] =
             inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.w) + at) : Bf16x8{};
         MEGAMOE_UNROLL
-        for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(bf16_of(v[pass].pairs[i / 2], i % 2)));
+        for (int i = 0; i < 4; ++i) {
+            uint32_t pair = v[pass].pairs[i];
+            amax = fmaxf(fmaxf(amax, fabsf(arch::bf16_lo(pair))), fabsf(arch::bf16_hi(pair)));
+        }
     }
     MEGAMOE_UNROLL
     for (int mask = 16; mask > 0; mask /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, mask));
@@ -73,8 +66,9 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
             uint32_t first = v[pass].pairs[2 * i], second = v[pass].pairs[2 * i + 1];
-            out.quads[i] = e4m3x2_of(bf16_of(first, 0) * inverse, bf16_of(first, 1) * inverse) |
-                           e4m3x2_of(bf16_of(second, 0) * inverse, bf16_of(second, 1) * inverse) << 16;
+            uint32_t lo = arch::pack_e4m3x2(arch::bf16_lo(first) * inverse, arch::bf16_hi(first) * inverse);
+            uint32_t hi = arch::pack_e4m3x2(arch::bf16_lo(second) * inverse, arch::bf16_hi(second) * inverse);
+            out.quads[i] = lo | hi << 16;
         }
         *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
     }

@@ -9,28 +9,19 @@ namespace megamoe::arch {
 
 // ---- who am I
 // Volatile: asked again wherever a role starts, instead of held in a register from the launch on.
-MEGAMOE_DEVICE int thread_idx() {
-    int i;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
-    return i;
-}
-MEGAMOE_DEVICE int lane_idx() {
-    int i;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(i));
-    return i;
-}
+#define MEGAMOE_SPECIAL_REGISTER(name, source)               \
+    MEGAMOE_DEVICE int name() {                              \
+        int i;                                               \
+        asm volatile("mov.u32 %0, %%" source ";" : "=r"(i)); \
+        return i;                                            \
+    }
+MEGAMOE_SPECIAL_REGISTER(thread_idx, "tid.x")
+MEGAMOE_SPECIAL_REGISTER(lane_idx, "laneid")
+MEGAMOE_SPECIAL_REGISTER(block_idx, "ctaid.x")
+MEGAMOE_SPECIAL_REGISTER(grid_dim, "nctaid.x")
+#undef MEGAMOE_SPECIAL_REGISTER
 // Through a shuffle, so that the compiler keeps it (and every descriptor built on it) in uniform registers.
 MEGAMOE_DEVICE int warp_idx() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x >> 5), 0); }
-MEGAMOE_DEVICE int block_idx() {
-    int i;
-    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(i));
-    return i;
-}
-MEGAMOE_DEVICE int grid_dim() {
-    int n;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(n));
-    return n;
-}
 MEGAMOE_DEVICE uint8_t* dynamic_smem() {
     extern __shared__ __align__(1024) unsigned char megamoe_smem[];
     return megamoe_smem;
