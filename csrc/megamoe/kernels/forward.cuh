@@ -28,6 +28,7 @@ MEGAMOE_DEVICE void init_barriers(Smem& smem) {
         }
         arch::mbar_fence_init();
     }
+    arch::warp_sync();
     arch::cluster_sync();
 }
 
@@ -52,6 +53,7 @@ MEGAMOE_DEVICE void transport_passes(Context& ctx) {
         plan_pass(ctx, begin);
         arch::cluster_sync();
         transport<T>(ctx);
+        arch::warp_sync();
         if (ctx.smem.plan.is_last != 0) break;
         begin = ctx.smem.plan.chunk_end;  // read before the barrier: behind it, in a poisoned launch, the
                                           // partner may already write the next plan here

@@ -48,6 +48,21 @@ struct Shape {
     }
 };
 
+// What the two halves of a tile are: gate and up of the same columns (in planes of w13), or neighbouring
+// columns.
+struct Halves {
+    bool planes;
+    int column0;  // of the first half, in its plane
+    MEGAMOE_DEVICE int num_planes() const { return planes ? 2 : 1; }
+    MEGAMOE_DEVICE int plane(int half) const { return planes ? half : 0; }
+    MEGAMOE_DEVICE int column(int half) const { return column0 + (planes ? 0 : half * half_columns); }
+};
+template <class T>
+MEGAMOE_DEVICE Halves halves_of(Stage stage, int n) {
+    bool planes = stage == Stage::gemm1 && Shape<T>::gated;
+    return {planes, n * (planes ? half_columns : tile_columns)};
+}
+
 MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
     return {args.block_table[int64_t{2} * block]};
 }

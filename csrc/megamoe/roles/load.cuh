@@ -12,6 +12,13 @@
 
 namespace megamoe {
 
+// A stage without data, for whoever has to keep in step.
+MEGAMOE_DEVICE void pass_stage(Smem& smem, StageRing& ring) {
+    arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+    arch::mbar_arrive(&smem.full[ring.slot()]);
+    ring.advance();
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
     using Precision = typename T::Precision;
@@ -54,9 +61,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
             }
         }
     }
-    arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
-    arch::mbar_arrive(&smem.full[ring.slot()]);
-    ring.advance();
+    pass_stage(smem, ring);
 }
 
 // The scales of a tile's weights, one float a stage and half.
@@ -67,16 +72,14 @@ struct WeightScales {
 
 // A half past the last column has no scales of its own and takes the first half's: its products are zero.
 template <class T>
-MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile) {
-    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
-    if (tile.stage == Stage::gemm1 && Shape<T>::gated) {
-        int64_t row = int64_t{tile.expert()} * 2 * groups_i + tile.n;
-        return {args.w13_scale + row * groups_h, groups_i * groups_h};
-    }
+MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile, const Halves& halves) {
     bool first = tile.stage == Stage::gemm1;
-    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;
-    int64_t row = int64_t{tile.expert()} * rows + 2 * tile.n;
-    return {(first ? args.w13_scale : args.w2_scale) + row * columns, 2 * tile.n + 1 < rows ? columns : 0};
+    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
+    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;  // of a plane
+    int row0 = halves.column(0) / scale_group, row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
+    int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
+    bool exists = row1 < halves.num_planes() * rows;
+    return {(first ? args.w13_scale : args.w2_scale) + row * columns, exists ? (row1 - row0) * columns : 0};
 }
 
 template <class T>
@@ -90,21 +93,15 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
         arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
-        bool planes =
-            tile.stage == Stage::gemm1 && Shape<T>::gated;  // halves: gate and up, or neighbouring columns
-        const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
-        int column0 = tile.n * (planes ? half_columns : tile_columns);
-        int next_column = planes ? 0 : half_columns, next_plane = planes ? 1 : 0;  // of the second half
         int stages = Shape<T>::stages_of(args, tile.stage);
         if (tile.absent()) {
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < stages; ++i, ring.advance()) {
-                arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
-                arch::mbar_arrive(&smem.full[ring.slot()]);
-            }
+            for (int i = 0; i < stages; ++i) pass_stage(smem, ring);
             continue;
         }
-        WeightScales scales = weight_scales<T>(args, tile);
+        const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
+        Halves halves = halves_of<T>(tile.stage, tile.n);
+        WeightScales scales = weight_scales<T>(args, tile, halves);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
             float scale0 = 0, scale1 = 0;
@@ -120,11 +117,11 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
             int k = i * Precision::stage_k;
             if (tile.shared == Shared::b) {
                 int half = pair_member();
-                arch::tma_load_4d_both(b[half], map, full, k, column0 + half * next_column, half * next_plane,
+                arch::tma_load_4d_both(b[half], map, full, k, halves.column(half), halves.plane(half),
                                        tile.expert());
             } else {
-                arch::tma_load_4d(b[0], map, full, k, column0, 0, tile.expert());
-                arch::tma_load_4d(b[1], map, full, k, column0 + next_column, next_plane, tile.expert());
+                arch::tma_load_4d(b[0], map, full, k, halves.column(0), halves.plane(0), tile.expert());
+                arch::tma_load_4d(b[1], map, full, k, halves.column(1), halves.plane(1), tile.expert());
             }
             if (Precision::scaled) {
                 smem.b_scale[ring.slot()][0] = scale0;
@@ -133,8 +130,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
             arch::mbar_arrive(full);  // releases the scales, and the tile
         }
     }
-    arch::mbar_arrive(&smem.full[ring.slot()]);
-    ring.advance();
+    pass_stage(smem, ring);
 }
 
 }  // namespace megamoe

@@ -94,13 +94,13 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
     const Args& args = ctx.args;
     Fragment f;
     bool first = tile.stage == Stage::gemm1;
-    bool planes = first && Shape<T>::gated;  // the halves are gate and up, otherwise neighbouring columns
-    int column0 = tile.n * (planes ? half_columns : tile_columns);
+    Halves halves = halves_of<T>(tile.stage, tile.n);
     if (const float* bias = first ? args.b13 : args.b2; bias != nullptr) {
         int width = first ? args.intermediate : args.hidden;
-        bias += int64_t{tile.expert()} * width * (planes ? 2 : 1);
-        add_bias(sum[0], bias, column0, width, f);
-        add_bias(sum[1], bias + (planes ? width : 0), column0 + (planes ? 0 : half_columns), width, f);
+        bias += int64_t{tile.expert()} * width * halves.num_planes();
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half)
+            add_bias(sum[half], bias + halves.plane(half) * width, halves.column(half), width, f);
     }
     if (first) {
         MEGAMOE_UNROLL
@@ -113,7 +113,7 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
         if (first) {
             MEGAMOE_UNROLL
             for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
-                int scale_row = column0 / scale_group + half;
+                int scale_row = halves.column0 / scale_group + half;
                 float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() +
                                 math_group() * group_rows;
                 bool exists = scale_row < Shape<T>::scale_groups_i(args);
@@ -123,7 +123,7 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
         }
     }
     write_bf16(output, sum[0], f);
-    if (!planes) write_bf16(output, sum[1], f);
+    if (!halves.planes) write_bf16(output, sum[1], f);
 }
 
 // The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.

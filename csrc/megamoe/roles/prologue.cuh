@@ -79,37 +79,61 @@ MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
     }
 }
 
-// FP8: a warp quantizes 256 columns at a time, 8 a lane: 16 lanes hold one group of 128 (docs/numerics.md).
+// The pieces of x that a warp quantizes: 256 columns of a token each, every stride-th piece of the rank's.
+// Two divisions a launch: with two for each piece they were a tenth of the kernel's code.
+class Pieces {
+  public:
+    MEGAMOE_DEVICE Pieces(int first, int stride, int per_token)
+        : token_(first / per_token),
+          piece_(first % per_token),
+          tokens_ahead_(stride / per_token),
+          pieces_ahead_(stride % per_token),
+          per_token_(per_token) {}
+    MEGAMOE_DEVICE int token() const { return token_; }
+    MEGAMOE_DEVICE int column() const {
+        return piece_ * piece_columns + arch::lane_idx() * 8;
+    }  // of this lane
+    MEGAMOE_DEVICE void advance() {
+        token_ += tokens_ahead_;
+        piece_ += pieces_ahead_;
+        if (piece_ >= per_token_) {
+            piece_ -= per_token_;
+            ++token_;
+        }
+    }
+    static constexpr int piece_columns = 256;
+
+  private:
+    int token_, piece_, tokens_ahead_, pieces_ahead_, per_token_;
+};
+
+// FP8: 8 columns a lane, so 16 lanes hold one group of 128 (docs/numerics.md).
 MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
     const Args& args = ctx.args;
     int groups = ceil_div(args.hidden, scale_group);
     auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
     auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-    int lane = arch::lane_idx();
-    int pieces = ceil_div(args.hidden, 256);
-    int64_t total = int64_t{num_tokens} * pieces;
-    int64_t stride = int64_t{arch::grid_dim()} * num_warps;
+    Pieces pieces(arch::block_idx() * num_warps + arch::warp_idx(), arch::grid_dim() * num_warps,
+                  ceil_div(args.hidden, Pieces::piece_columns));
     constexpr int batch = 4;  // loads in flight
     MEGAMOE_UNROLL_BY(1)
-    for (int64_t i = int64_t{arch::block_idx()} * num_warps + arch::warp_idx(); i < total;
-         i += batch * stride) {
+    while (pieces.token() < num_tokens) {
         uint4_t v[batch];
+        int64_t token[batch];
+        int column[batch];
         MEGAMOE_UNROLL
-        for (int j = 0; j < batch; ++j) {
-            int64_t piece = i + j * stride;
-            int column = static_cast<int>(piece % pieces) * 256 + lane * 8;
+        for (int j = 0; j < batch; ++j, pieces.advance()) {
+            token[j] = pieces.token();
+            column[j] = pieces.column();
             v[j] = {0, 0, 0, 0};
-            if (piece < total && column < args.hidden) {
-                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) +
-                                            piece / pieces * args.hidden + column);
+            if (token[j] < num_tokens && column[j] < args.hidden) {
+                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) + token[j] * args.hidden +
+                                            column[j]);
             }
         }
         MEGAMOE_UNROLL
         for (int j = 0; j < batch; ++j) {
-            int64_t piece = i + j * stride;
-            if (piece >= total) break;  // uniform in the warp
-            int64_t token = piece / pieces;
-            int column = static_cast<int>(piece % pieces) * 256 + lane * 8;
+            if (token[j] >= num_tokens) break;  // uniform in the warp
             float f[8];
             const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
             float amax = amax_floor;
@@ -123,15 +147,16 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
             MEGAMOE_UNROLL
             for (int mask = 8; mask > 0; mask >>= 1) amax = max_of(amax, arch::shfl_xor(amax, mask));
             float inverse = e4m3_max / amax;
-            if (column < args.hidden) {
-                auto* to = reinterpret_cast<uint32_t*>(rows + token * args.hidden + column);
+            if (column[j] < args.hidden) {
+                auto* to = reinterpret_cast<uint32_t*>(rows + token[j] * args.hidden + column[j]);
                 MEGAMOE_UNROLL
                 for (int w = 0; w < 2; ++w) {
                     uint32_t lo = arch::pack_e4m3x2(f[4 * w] * inverse, f[4 * w + 1] * inverse);
                     uint32_t hi = arch::pack_e4m3x2(f[4 * w + 2] * inverse, f[4 * w + 3] * inverse);
                     to[w] = lo | (hi << 16);
                 }
-                if (lane % 16 == 0) scales[token * groups + column / scale_group] = amax / e4m3_max;
+                if (arch::lane_idx() % 16 == 0)
+                    scales[token[j] * groups + column[j] / scale_group] = amax / e4m3_max;
             }
         }
     }

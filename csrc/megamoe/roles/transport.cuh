@@ -282,17 +282,25 @@ class Combiner {
   public:
     MEGAMOE_DEVICE explicit Combiner(const Context& ctx) {
         CombinerState& s = own(ctx);
-        s.base = transport_index();
-        load(ctx);
+        s.base = transport_index() - tokens_apart();
+        s.token = -1;
     }
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return arch::ballot(own(ctx).token >= 0) == 0; }
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const {
+        CombinerState& s = own(ctx);
+        return arch::ballot(s.token >= 0) == 0 && s.base + tokens_apart() >= ctx.smem.own_tokens;
+    }
     MEGAMOE_DEVICE bool waiting(const Context& ctx) const { return own(ctx).token >= 0; }  // this lane
 
     // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
-    // routes.
+    // routes. Not when finished.
     MEGAMOE_DEVICE bool next(Context& ctx) {
         CombinerState& s = own(ctx);
+        if (arch::ballot(s.token >= 0) == 0) {
+            next_tokens(ctx);
+            s.ranks = ranks_of(ctx.args, s.token);
+            s.waiting = s.ranks;
+        }
         bool ready = s.token >= 0;
         for (uint32_t left = s.waiting; ready && left != 0; left &= left - 1) {
             int rank = arch::ffs0(left);
@@ -314,14 +322,6 @@ class Combiner {
         return true;
     }
 
-    // The job of next() is done.
-    MEGAMOE_DEVICE void done(const Context& ctx) {
-        CombinerState& s = own(ctx);
-        if (!finished(ctx)) return;
-        s.base += 32 * num_transports();
-        load(ctx);
-    }
-
     // For a fault record: a token and the rank whose partial is missing (of some lane that waits).
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
         CombinerState& s = own(ctx);
@@ -334,6 +334,7 @@ class Combiner {
     MEGAMOE_DEVICE void poison(Context& ctx) {
         CombinerState& s = own(ctx);
         while (!finished(ctx)) {
+            if (arch::ballot(s.token >= 0) == 0) next_tokens(ctx);
             for (uint32_t left = arch::ballot(s.token >= 0); left != 0; left &= left - 1) {
                 uint8_t* out = static_cast<uint8_t*>(ctx.args.y) +
                                int64_t{arch::shfl(s.token, arch::ffs0(left))} * ctx.args.hidden * 2;
@@ -343,26 +344,27 @@ class Combiner {
                 }
             }
             s.token = -1;
-            done(ctx);
         }
     }
 
   private:
-    MEGAMOE_DEVICE void load(const Context& ctx) {
+    static MEGAMOE_DEVICE int tokens_apart() { return 32 * num_transports(); }  // from base to base
+
+    MEGAMOE_DEVICE void next_tokens(const Context& ctx) {
         CombinerState& s = own(ctx);
-        const Args& args = ctx.args;
-        int64_t t = s.base + int64_t{arch::lane_idx()} * num_transports();
-        s.token = t < ctx.smem.own_tokens ? static_cast<int>(t) : -1;
-        s.ranks = 0;
-        if (s.token >= 0) {
-            int ranks = args.num_ranks;
-            MEGAMOE_UNROLL_BY(1)
-            for (int k = 0; k < args.top_k; ++k) {
-                int id = topk_id(args, t * args.top_k + k);
-                if (id >= 0) s.ranks |= 1u << rank_of_expert(args.num_experts, ranks, id);
-            }
+        s.base += tokens_apart();
+        int token = s.base + arch::lane_idx() * num_transports();
+        s.token = token < ctx.smem.own_tokens ? token : -1;
+    }
+
+    static MEGAMOE_DEVICE uint32_t ranks_of(const Args& args, int token) {
+        uint32_t ranks = 0;
+        MEGAMOE_UNROLL_BY(1)
+        for (int k = 0; k < args.top_k && token >= 0; ++k) {
+            int id = topk_id(args, int64_t{token} * args.top_k + k);
+            if (id >= 0) ranks |= 1u << rank_of_expert(args.num_experts, args.num_ranks, id);
         }
-        s.waiting = s.ranks;
+        return ranks;
     }
 
     MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int rank) const {
@@ -391,11 +393,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles2(ctx.args));
         if (reduces || (!combined && combiner.next(ctx))) {
             sum_rows(ctx);
-            if (reduces) {
-                reducer.done(ctx);
-            } else {
-                combiner.done(ctx);
-            }
+            if (reduces) reducer.done(ctx);
             polls = 0;
             continue;
         }

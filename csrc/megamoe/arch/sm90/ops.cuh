@@ -44,8 +44,10 @@ MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
 // Not .aligned: roles call it from different places.
 MEGAMOE_DEVICE void cta_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }
 // All threads of both CTAs of the cluster; their shared memory is alive, and their writes visible, after it.
+// Called by converged warps: without .aligned each place has 60 instructions for those that may not be.
 MEGAMOE_DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 // The same variable in the shared memory of the cluster's CTA `member` (PTX ISA, mapa).
 template <class V>
