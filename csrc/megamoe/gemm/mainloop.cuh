@@ -26,8 +26,9 @@ struct Operands {
 
 template <class T>
 MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
-    Profile<T>::timed(ctx.args, Mark::stage_wait, arch::thread_idx() == first_math_warp * 32,
-                      [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
+    Profile<T>::timed(
+        ctx.smem, Mark::stage_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
+        [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
 }
 
 // BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.

@@ -32,8 +32,8 @@ MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     arch::cluster_sync();
 }
 
-// Runs `body` once a pass, between the cluster barriers that frame it. Every role's warps call this,
-// converged.
+// Runs `body` once a pass, between the cluster barriers that frame it, which mover_passes() meets too. Called
+// by converged warps.
 template <class Body>
 MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
     for (;;) {
@@ -45,20 +45,39 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
     }
 }
 
-// The transport warps also make the plans; `begin` is the first chunk of the pass.
+// The math warps' passes. Then they are movers of the last pass, with the registers of transport.
 template <class T>
-MEGAMOE_DEVICE void transport_passes(Context& ctx) {
+MEGAMOE_DEVICE void math_passes(Context& ctx) {
+    using Precision = typename T::Precision;
+    arch::registers_grow<Precision::math_registers>();
+    StageRing ring;
+    OutputRing output;
+    each_pass(ctx, [&] { math<T>(ctx, ring, output); });
+    arch::registers_shrink<transport_registers<Precision>>();
+    Profile<T>::mark(ctx.args, Mark::math_done);
+}
+
+// The movers' passes: of the transport warps, which also make the plans, all of them; of the math warps the
+// last.
+template <class T>
+MEGAMOE_DEVICE void mover_passes(Context& ctx) {
+    bool is_transport = arch::warp_idx() < first_math_warp;
     MEGAMOE_UNROLL_BY(1)
-    for (int begin = 0;;) {
-        plan_pass(ctx, begin);
-        arch::cluster_sync();
-        transport<T>(ctx);
+    for (int begin = 0;;) {  // the first chunk of the pass
+        if (is_transport) {
+            plan_pass(ctx, begin);
+            arch::cluster_sync();
+            dispatch<T>(ctx);
+            Profile<T>::mark(ctx.args, Mark::dispatched);
+        }
+        reduce_and_combine<T>(ctx);
         arch::warp_sync();
         if (ctx.smem.plan.is_last != 0) break;
         begin = ctx.smem.plan.chunk_end;  // read before the barrier: behind it, in a poisoned launch, the
                                           // partner may already write the next plan here
         arch::cluster_sync();
     }
+    Profile<T>::mark(ctx.args, Mark::combined);
 }
 
 // The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
@@ -82,21 +101,18 @@ MEGAMOE_DEVICE void forward(const Args& args) {
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
     init_barriers(smem);
-    Profile<T>::begin(args);
+    Profile<T>::begin(args, smem);
     prologue<T>(ctx);
     Profile<T>::mark(args, Mark::routed);
 
     int warp = arch::warp_idx();
-    if (warp >= first_math_warp) {
-        arch::registers_grow<T::Precision::math_registers>();
-        StageRing ring;
-        OutputRing output;
-        each_pass(ctx, [&] { math<T>(ctx, ring, output); });
-        Profile<T>::mark(args, Mark::math_done);
-    } else if (warp >= first_transport_warp) {
-        arch::registers_shrink<transport_registers<typename T::Precision>>();
-        transport_passes<T>(ctx);
-        Profile<T>::mark(args, Mark::combined);
+    if (warp >= first_transport_warp) {
+        if (warp >= first_math_warp) {
+            math_passes<T>(ctx);
+        } else {
+            arch::registers_shrink<transport_registers<typename T::Precision>>();
+        }
+        mover_passes<T>(ctx);
     } else {
         arch::registers_shrink<load_registers>();
         if (warp == 0) {
@@ -119,7 +135,7 @@ MEGAMOE_DEVICE void forward(const Args& args) {
         }
     }
     leave(ctx);
-    Profile<T>::end(args);
+    Profile<T>::end(args, smem);
 }
 
 }  // namespace megamoe

@@ -13,8 +13,10 @@ constexpr int num_warps = num_threads / 32;
 constexpr int first_transport_warp = 4;  // a warpgroup of its own, for its register budget; warp 3 idles
 constexpr int num_transport_warps = 4;
 constexpr int first_math_warp = 8;
+constexpr int num_movers = num_warps - first_transport_warp;
 constexpr int group_rows = 64;  // rows of one math warpgroup
 constexpr int max_local_experts = 1024;
+constexpr int num_wait_marks = 3;                        // roles/profile.h
 constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
 constexpr int num_output_slots = 4;                      // chunks of one warpgroup in flight to memory
 
@@ -26,22 +28,22 @@ struct PassPlan {
     int is_last;
 };
 
-// What a transport thread remembers while it sums rows. Here, because the loads that it keeps in flight take
-// the registers; five and four words, so that a warp's accesses meet few bank conflicts.
+// Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
+// movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
+// flight take the registers; five and three words, so that a warp's accesses meet no bank conflicts.
 struct ReducerState {
     int32_t unit, row;
     int32_t done;      // blocks before this one are done
     uint32_t route;    // of this lane's row of the unit
     uint32_t closers;  // lanes of the unit whose tokens are still to be summed
 };
-struct CombinerState {
-    int32_t base;
-    int32_t token;     // this lane's token, or -1
-    uint32_t ranks;    // expert ranks that owe it a partial
-    uint32_t waiting;  // those not seen ready yet
+struct CombinerState {    // of one (token, expert rank)
+    int32_t token;        // or -1
+    uint32_t is_owed;     // the rank owes the token a partial
+    uint32_t is_waiting;  // which has not been seen ready yet
 };
 
-// What a transport warp sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
+// What a mover sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
 // weight[i] * the bf16 row at address[i].
 constexpr int max_top_k = 16;
 struct SumJob {
@@ -67,9 +69,10 @@ struct alignas(1024) Smem {
         int32_t
             expert_start[max_local_experts + 1];  // first block of each expert in this pass (routing only)
     };
-    ReducerState reducer[num_transport_warps * 32];
-    CombinerState combiner[num_transport_warps * 32];
-    SumJob job[num_transport_warps];
+    ReducerState reducer[num_movers * 32];
+    CombinerState combiner[num_movers * 32];
+    SumJob job[num_movers];
+    int32_t row_shares_taken, token_shares_taken;       // by the movers of this CTA, in this pass
     alignas(16) float a_scale[num_stages][block_rows];  // destination of bulk copies
     float b_scale[num_stages][2];                       // of either half
     Tile tile[num_stages];                // whose first stage a slot holds: load_b tells the math warps
@@ -83,6 +86,7 @@ struct alignas(1024) Smem {
     int32_t own_tokens;
     int32_t num_chunks;
     int32_t last_arrival;
+    uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };
 static_assert(sizeof(Smem) <= 232448, "a Hopper CTA has 227 KB of shared memory");
 

@@ -27,13 +27,15 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
     Tiles<T> tiles(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         bool first = tile.stage == Stage::gemm1;
-        Profile<T>::timed(args, first ? Mark::rows_wait : Mark::h_wait, true, [&] {
-            if (first) {
-                RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows(), tile.block);
-            } else {
-                HReady::await(ctx.mem, args.gemm1_done + tile.block, Shape<T>::tiles1(args), tile.block);
-            }
-        });
+        Profile<T>::timed(
+            smem, first ? Mark::rows_wait : Mark::h_wait, [] { return true; },
+            [&] {
+                if (first) {
+                    RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows(), tile.block);
+                } else {
+                    HReady::await(ctx.mem, args.gemm1_done + tile.block, Shape<T>::tiles1(args), tile.block);
+                }
+            });
         const TensorMap* map = first ? &args.map_x_pool : &args.map_h;
         const float* scale = (first ? args.x_pool_scale : args.h_scale) + tile.row0();
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read

@@ -17,7 +17,6 @@ MEGAMOE_PURE int route_token(uint32_t route) {
 constexpr int transport_barrier = 1;  // named barrier of the transport warps
 MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
 MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE int transport_thread() { return arch::thread_idx() - first_transport_warp * 32; }
 MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
 MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
 
@@ -163,6 +162,7 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
         int blocks = poisoned ? 0 : place_experts(ctx, begin, end);
         if (leads) plan = {begin, end, blocks, poisoned || end == ctx.smem.num_chunks ? 1 : 0};
     }
+    if (leads) ctx.smem.row_shares_taken = ctx.smem.token_shares_taken = 0;
     transport_sync();
     if (plan.num_blocks != 0) {
         write_block_table(ctx, begin, plan.chunk_end);

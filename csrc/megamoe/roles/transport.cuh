@@ -1,9 +1,12 @@
 // transport: four warps a CTA that move rows with ordinary 16-byte loads and stores.
 //   dispatch: walk the pool in row order; at a token's leader, pull it from its home rank and fan it out to
-//   all its rows. reduce:   walk the pool in row order; at a token's closer, once every block up to there is
-//   done, sum its rows into its home's window. combine:  for each of this rank's own tokens, once every
-//   expert rank's partial is there, sum the partials.
+//             all its rows.
+//   reduce:   walk the pool in row order; at a token's closer, once every block up to there is done, sum its
+//             rows into its home's window.
+//   combine:  sum the partials of each of this rank's own tokens, once every expert rank's is there.
 // Dispatch finishes first (it waits for peers' staging only); then reduce and combine, whichever has work.
+// The math warps join those two when they have no tiles left: most closers stand near the end of the pool,
+// and four warps would be busy with them long after the last tile.
 #pragma once
 #include "megamoe/roles/plan.cuh"
 
@@ -13,26 +16,22 @@ constexpr int vector_bytes = 16;
 
 // ---- dispatch
 
-// One warp: row `from` (of `bytes`) to each of the n rows in `rows` (lane i holds the i-th row; -1 = none).
-MEGAMOE_DEVICE void fan_out(const uint8_t* from, uint8_t* pool, int bytes, int lane_row, uint32_t targets) {
+// One warp: the row at `from`, of so many 16-byte vectors, to a row of the pool for each bit i of `targets`:
+// lane i holds its number.
+MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int lane_row, uint32_t targets) {
     constexpr int in_flight = 4;
     int lane = arch::lane_idx();
-    int vectors = bytes / vector_bytes;
     MEGAMOE_UNROLL_BY(1)
-    for (int v0 = lane; v0 - lane < vectors; v0 += in_flight * 32) {
+    for (int v = lane; v - lane < vectors; v += in_flight * 32) {
+        // No register of `data` may be left unset: such a one counts as live everywhere before, in math too.
         uint4_t data[in_flight];
         MEGAMOE_UNROLL
-        for (int j = 0; j < in_flight; ++j) {
-            if (v0 + 32 * j < vectors)
-                data[j] = arch::load_streaming(from + int64_t{v0 + 32 * j} * vector_bytes);
-        }
+        for (int j = 0; j < in_flight; ++j) data[j] = arch::load_streaming_below(from, v + 32 * j, vectors);
         for (uint32_t left = targets; left != 0; left &= left - 1) {
             int64_t row = arch::shfl(lane_row, arch::ffs0(left));
-            uint8_t* to = pool + row * bytes;
+            uint4_t* to = pool + row * vectors;
             MEGAMOE_UNROLL
-            for (int j = 0; j < in_flight; ++j) {
-                if (v0 + 32 * j < vectors) arch::store_vec(to + int64_t{v0 + 32 * j} * vector_bytes, data[j]);
-            }
+            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(to, v + 32 * j, vectors, data[j]);
         }
     }
 }
@@ -45,9 +44,9 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     int64_t token = token_of(ordered, args.num_ranks);
     int lane_row = lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
     uint32_t targets = arch::ballot(lane_row >= 0);
-    int bytes = args.hidden * T::Precision::element_bytes;
-    fan_out(ctx.window<const uint8_t>(home, args.window_x) + token * bytes,
-            static_cast<uint8_t*>(args.x_pool), bytes, lane_row, targets);
+    int vectors = args.hidden * T::Precision::element_bytes / vector_bytes;
+    fan_out(ctx.window<const uint4_t>(home, args.window_x) + token * vectors,
+            static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets);
     if constexpr (T::Precision::scaled) {
         int groups = Shape<T>::scale_groups_h(args);
         const auto* scales = ctx.window<const float>(home, args.window_x_scale) + token * groups;
@@ -114,7 +113,17 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
             arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
 }
 
-MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[transport_warp()]; }
+MEGAMOE_DEVICE int mover_warp() { return arch::warp_idx() - first_transport_warp; }
+MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_warp * 32; }
+
+// Work of reduce and combine is dealt out to CTAs in shares, round robin; a CTA's movers take its shares as
+// they come. Which warp does a sum changes no bit of it.
+MEGAMOE_DEVICE int next_share(int32_t* taken) {
+    int n = arch::lane_idx() == 0 ? arch::take_ticket(taken) : 0;
+    return arch::shfl(n, 0) * arch::grid_dim() + arch::block_idx();
+}
+
+MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[mover_warp()]; }
 
 // All lanes together; lane i brings address and weight of source i.
 MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t address, float weight,
@@ -179,7 +188,7 @@ class Reducer {
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
         s.unit = rows_per_unit(ctx.smem.plan.num_blocks);
-        s.row = transport_index() * s.unit;
+        s.row = take(ctx);
         s.done = 0;
         s.closers = 0;
     }
@@ -201,7 +210,7 @@ class Reducer {
         while (s.closers == 0) {
             if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
             load_unit(ctx);
-            if (s.closers == 0) s.row += s.unit * num_transports();
+            if (s.closers == 0) s.row = take(ctx);
         }
         set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
@@ -221,10 +230,14 @@ class Reducer {
                 ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
             PartialsReady::publish(ctx.mem, ready + token_of(ordered, ranks), ctx.epoch());
         }
-        s.row += s.unit * num_transports();
+        s.row = take(ctx);
     }
 
   private:
+    MEGAMOE_DEVICE int take(const Context& ctx) const {
+        return next_share(&ctx.smem.row_shares_taken) * own(ctx).unit;
+    }
+
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
         ReducerState& s = own(ctx);
         int block = s.row / block_rows;
@@ -270,113 +283,114 @@ class Reducer {
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) {
-        return ctx.smem.reducer[transport_thread()];
-    }
+    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) { return ctx.smem.reducer[mover_thread()]; }
 };
 
 // ---- combine
 
-// This warp's own tokens, a lane each; 32 at a time.
+// A warp has up to four of the rank's own tokens at a time, and a lane for each (token, expert rank).
 class Combiner {
   public:
-    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) {
-        CombinerState& s = own(ctx);
-        s.base = transport_index() - tokens_apart();
-        s.token = -1;
-    }
+    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) { own(ctx).token = -1; }
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const {
-        CombinerState& s = own(ctx);
-        return arch::ballot(s.token >= 0) == 0 && s.base + tokens_apart() >= ctx.smem.own_tokens;
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return !has_tokens(ctx) && all_taken(ctx); }
+    MEGAMOE_DEVICE bool waiting(const Context& ctx) const {  // this lane
+        return own(ctx).token >= 0 && own(ctx).is_waiting != 0;
     }
-    MEGAMOE_DEVICE bool waiting(const Context& ctx) const { return own(ctx).token >= 0; }  // this lane
 
     // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
-    // routes. Not when finished.
+    // routes.
     MEGAMOE_DEVICE bool next(Context& ctx) {
         CombinerState& s = own(ctx);
-        if (arch::ballot(s.token >= 0) == 0) {
-            next_tokens(ctx);
-            s.ranks = ranks_of(ctx.args, s.token);
-            s.waiting = s.ranks;
+        if (!has_tokens(ctx)) {
+            take(ctx);
+            s.is_owed = s.is_waiting = owes(ctx.args, s.token) ? 1 : 0;
         }
-        bool ready = s.token >= 0;
-        for (uint32_t left = s.waiting; ready && left != 0; left &= left - 1) {
-            int rank = arch::ffs0(left);
-            ready = PartialsReady::ready(ctx.mem, ready_cell(ctx, rank), ctx.epoch());
-            if (ready) s.waiting &= ~(1u << rank);
-        }
-        uint32_t candidates = arch::ballot(ready);
-        if (candidates == 0) return false;
-        arch::warp_sync();  // the lane's acquires cover the whole warp's loads
-        int chosen = arch::ffs0(candidates), lane = arch::lane_idx();
+        if (waiting(ctx) && PartialsReady::ready(ctx.mem, ready_cell(ctx), ctx.epoch())) s.is_waiting = 0;
+        uint32_t missing = arch::ballot(waiting(ctx)), owed = arch::ballot(s.is_owed != 0);
+        uint32_t ready = arch::ballot(s.token >= 0 && lanes_of_token(missing, arch::lane_idx()) == 0);
+        if (ready == 0) return false;
+        arch::warp_sync();  // the lanes' acquires cover the whole warp's loads
+        int chosen = arch::ffs0(ready), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
         int64_t slot = int64_t{lane} * ctx.args.max_tokens + token;
         uint64_t address =
             ctx.args.window[ctx.args.rank] + ctx.args.window_partials + slot * row_bytes;  // of rank `lane`
         set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes, address, 1.0f,
-                arch::shfl(s.ranks, chosen));
-        if (lane == chosen) s.token = -1;
+                lanes_of_token(owed, chosen));
+        if (lane / max_ranks == chosen / max_ranks) s.token = -1;
         return true;
     }
 
-    // For a fault record: a token and the rank whose partial is missing (of some lane that waits).
+    // For a fault record: a token and the rank whose partial is missing, of a lane that waits.
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
-        CombinerState& s = own(ctx);
-        uint32_t missing = s.waiting != 0 ? s.waiting : s.ranks;
-        uint32_t peer = missing != 0 ? static_cast<uint32_t>(arch::ffs0(missing)) : max_ranks;
-        return {Edge::partials_ready, peer, static_cast<uint32_t>(s.token)};
+        return {Edge::partials_ready, static_cast<uint32_t>(expert_rank()),
+                static_cast<uint32_t>(own(ctx).token)};
     }
 
     // Poisoned launch: no partial can be trusted, y becomes NaN.
     MEGAMOE_DEVICE void poison(Context& ctx) {
         CombinerState& s = own(ctx);
         while (!finished(ctx)) {
-            if (arch::ballot(s.token >= 0) == 0) next_tokens(ctx);
-            for (uint32_t left = arch::ballot(s.token >= 0); left != 0; left &= left - 1) {
-                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) +
-                               int64_t{arch::shfl(s.token, arch::ffs0(left))} * ctx.args.hidden * 2;
+            if (!has_tokens(ctx)) take(ctx);
+            MEGAMOE_UNROLL_BY(1)
+            for (int first = 0; first < 32; first += max_ranks) {
+                int token = arch::shfl(s.token, first);
+                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{token} * ctx.args.hidden * 2;
+                int vectors = token >= 0 ? ctx.args.hidden / 8 : 0;
                 MEGAMOE_UNROLL_BY(1)
-                for (int v = arch::lane_idx(); v < ctx.args.hidden / 8; v += 32) {
+                for (int v = arch::lane_idx(); v < vectors; v += 32)
                     arch::store_vec(out + int64_t{v} * vector_bytes, {~0u, ~0u, ~0u, ~0u});
-                }
             }
             s.token = -1;
         }
     }
 
   private:
-    static MEGAMOE_DEVICE int tokens_apart() { return 32 * num_transports(); }  // from base to base
-
-    MEGAMOE_DEVICE void next_tokens(const Context& ctx) {
-        CombinerState& s = own(ctx);
-        s.base += tokens_apart();
-        int token = s.base + arch::lane_idx() * num_transports();
-        s.token = token < ctx.smem.own_tokens ? token : -1;
+    static_assert(32 % max_ranks == 0, "a token's lanes stand in one warp");
+    static MEGAMOE_DEVICE int expert_rank() { return arch::lane_idx() % max_ranks; }
+    static MEGAMOE_DEVICE uint32_t lanes_of_token(uint32_t lanes, int lane) {  // bit i is expert rank i
+        return lanes >> (lane / max_ranks * max_ranks) & ((1u << max_ranks) - 1);
+    }
+    static MEGAMOE_DEVICE bool has_tokens(const Context& ctx) {
+        return arch::ballot(own(ctx).token >= 0) != 0;
     }
 
-    static MEGAMOE_DEVICE uint32_t ranks_of(const Args& args, int token) {
-        uint32_t ranks = 0;
+    // Tokens of a share: few enough that every mover has some.
+    static MEGAMOE_DEVICE int tokens_per_share(const Context& ctx) {
+        int tokens = 32 / max_ranks;
+        while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * arch::grid_dim()) tokens /= 2;
+        return tokens;
+    }
+    static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
+        int next = arch::shfl(ctx.smem.token_shares_taken, 0) * arch::grid_dim() + arch::block_idx();
+        return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;
+    }
+    static MEGAMOE_DEVICE void take(const Context& ctx) {
+        int tokens = tokens_per_share(ctx), i = arch::lane_idx() / max_ranks;
+        int token = next_share(&ctx.smem.token_shares_taken) * tokens + i;
+        own(ctx).token = i < tokens && token < ctx.smem.own_tokens ? token : -1;
+    }
+
+    // Does this lane's expert rank owe the token a partial?
+    static MEGAMOE_DEVICE bool owes(const Args& args, int token) {
+        bool found = false;
         MEGAMOE_UNROLL_BY(1)
         for (int k = 0; k < args.top_k && token >= 0; ++k) {
             int id = topk_id(args, int64_t{token} * args.top_k + k);
-            if (id >= 0) ranks |= 1u << rank_of_expert(args.num_experts, args.num_ranks, id);
+            found |= id >= 0 && rank_of_expert(args.num_experts, args.num_ranks, id) == expert_rank();
         }
-        return ranks;
+        return found;
     }
 
-    MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int rank) const {
-        CombinerState& s = own(ctx);
+    static MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx) {
         return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) +
-               int64_t{rank} * ctx.args.max_tokens + s.token;
+               int64_t{expert_rank()} * ctx.args.max_tokens + own(ctx).token;
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) {
-        return ctx.smem.combiner[transport_thread()];
-    }
+    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) { return ctx.smem.combiner[mover_thread()]; }
 };
 
 // Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are
@@ -415,13 +429,6 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         if (arch::ballot(give_up) != 0) break;
     }
     if (ctx.smem.plan.is_last != 0) combiner.poison(ctx);
-}
-
-template <class T>
-MEGAMOE_DEVICE void transport(Context& ctx) {
-    dispatch<T>(ctx);
-    Profile<T>::mark(ctx.args, Mark::dispatched);
-    reduce_and_combine<T>(ctx);
 }
 
 }  // namespace megamoe

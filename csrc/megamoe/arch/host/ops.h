@@ -28,6 +28,11 @@ inline void store_vec(void* pointer, uint4_t v) {
     host::machine.data_access();
     memcpy(pointer, &v, 16);
 }
+inline int take_ticket(int32_t* count) {
+    host::machine.preemption_point();
+    return (*count)++;
+}
+inline void count_shared(uint32_t* count, uint32_t by) { *count += by; }
 inline void store_vec_below(uint4_t* v, int i, int limit, uint4_t value) {
     if (i < limit) store_vec(v + i, value);
 }
