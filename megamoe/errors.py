@@ -77,7 +77,7 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "y_rows_ready": ("gemm2", "reduce", "block", False),
     "partials_ready": ("reduce on the expert rank", "combine", "token", True),
 }
-_PROLOGUE = ("routes_ready", "config")  # waited for by all warps, before the roles part
+_PROLOGUE = ("routes_ready", "config")  # before the roles part
 
 
 def role_name(warp: int) -> str:

@@ -31,12 +31,12 @@ MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
         [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
 }
 
-// BF16: both halves accumulate in place; the previous stage is released while this one's MMAs run.
+// BF16: both halves accumulate in place. A stage goes back to the loaders as soon as its own MMAs are done.
+// Issuing the next stage's before that wait keeps one of three stages from being filled: 6 % slower.
 template <class T>
 MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
     Smem& smem = ctx.smem;
     Operands operands(smem, math_group());
-    int previous = 0;
     for (int i = 0; i < stages; ++i) {
         int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
         arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
@@ -51,17 +51,12 @@ MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing&
             arch::wgmma<bf16_t>(sum[1], arch::desc_advance(a, k), arch::desc_advance(b1, k), (i | k) != 0);
         }
         arch::wgmma_commit();
+        arch::wgmma_wait<0>();
         arch::fence_accumulator(sum[0]);
         arch::fence_accumulator(sum[1]);
-        arch::wgmma_wait<1>();
-        if (i != 0) release_stage(smem, previous);
-        previous = ring.slot();
+        release_stage(smem, ring.slot());
         ring.advance();
     }
-    arch::wgmma_wait<0>();
-    arch::fence_accumulator(sum[0]);
-    arch::fence_accumulator(sum[1]);
-    release_stage(smem, previous);
 }
 
 // FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into

@@ -102,10 +102,14 @@ MEGAMOE_DEVICE void forward(const Args& args) {
     if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
     init_barriers(smem);
     Profile<T>::begin(args, smem);
-    prologue<T>(ctx);
-    Profile<T>::mark(args, Mark::routed);
-
     int warp = arch::warp_idx();
+    if (warp >= first_math_warp) {
+        stage<T>(ctx);
+        Profile<T>::mark(args, Mark::staged);
+    } else {
+        route(ctx);
+        Profile<T>::mark(args, Mark::routed);
+    }
     if (warp >= first_transport_warp) {
         if (warp >= first_math_warp) {
             math_passes<T>(ctx);

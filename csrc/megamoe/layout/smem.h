@@ -59,10 +59,10 @@ struct alignas(1024) Smem {
     };
     union {
         PipelineStage stages[num_stages];
-        // Between passes nothing is in flight, and routing counts rows of each expert here, one row of
-        // counters a warp. The CTA barrier that ends routing, behind a proxy fence of each writer, separates
-        // the two lives.
-        int32_t expert_counters[num_warps][max_local_experts];
+        // Between passes nothing is in flight, and routing and the plan count rows of each expert here, one
+        // row of counters a warp. The cluster barrier behind the plan, after a proxy fence of each writer,
+        // separates the two lives.
+        int32_t expert_counters[num_warps / 2][max_local_experts];
     };
     union alignas(1024) {
         uint8_t output[num_math_groups][num_output_slots][chunk_bytes];
@@ -85,7 +85,7 @@ struct alignas(1024) Smem {
     uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below
     int32_t own_tokens;
     int32_t num_chunks;
-    int32_t last_arrival;
+    int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };
 static_assert(sizeof(Smem) <= 232448, "a Hopper CTA has 227 KB of shared memory");

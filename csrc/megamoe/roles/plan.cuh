@@ -108,31 +108,41 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
         int ordered = chunk * chunk_tokens + lane;
         const int32_t* ids = args.route_ids + int64_t{ordered} * args.top_k;
         int lowest = max_local_experts, highest = -1, leader_k = -1, closer_k = -1;
+        int32_t expert[routes_ahead];
         MEGAMOE_UNROLL_BY(1)
-        for (int k = 0; k < args.top_k; ++k) {  // of equal experts, the first k leads and the last k closes
-            int e = ids[k];
-            if (e >= 0 && e < lowest) {
-                lowest = e;
-                leader_k = k;
-            }
-            if (e >= 0 && e >= highest) {
-                highest = e;
-                closer_k = k;
+        for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
+            load_routes(expert, ids, k0, args.top_k, -1);
+            MEGAMOE_UNROLL
+            for (int j = 0; j < routes_ahead;
+                 ++j) {  // of equal experts, the first k leads, the last k closes
+                int e = expert[j];
+                if (e >= 0 && e < lowest) {
+                    lowest = e;
+                    leader_k = k0 + j;
+                }
+                if (e >= 0 && e >= highest) {
+                    highest = e;
+                    closer_k = k0 + j;
+                }
             }
         }
         MEGAMOE_UNROLL_BY(1)
-        for (int k = 0; k < args.top_k; ++k) {
-            int e = ids[k];
-            uint32_t same = arch::match_any(e);
-            int row = e >= 0 ? counters[e] + arch::popc(same & arch::lanes_below()) : -1;
-            arch::warp_sync();
-            if (e >= 0 && (same & arch::lanes_below()) == 0) counters[e] += arch::popc(same);
-            arch::warp_sync();
-            args.route_rows[int64_t{ordered} * args.top_k + k] = row;
-            if (e >= 0) {
-                uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
-                args.row_route[row] =
-                    flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
+        for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
+            load_routes(expert, ids, k0, args.top_k, -1);
+            MEGAMOE_UNROLL
+            for (int j = 0; j < routes_ahead && k0 + j < args.top_k; ++j) {
+                int e = expert[j], k = k0 + j;
+                uint32_t same = arch::match_any(e);
+                int row = e >= 0 ? counters[e] + arch::popc(same & arch::lanes_below()) : -1;
+                arch::warp_sync();
+                if (e >= 0 && (same & arch::lanes_below()) == 0) counters[e] += arch::popc(same);
+                arch::warp_sync();
+                args.route_rows[int64_t{ordered} * args.top_k + k] = row;
+                if (e >= 0) {
+                    uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
+                    args.row_route[row] =
+                        flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
+                }
             }
         }
     }

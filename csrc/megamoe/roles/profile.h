@@ -18,7 +18,8 @@ enum class Mark : int {
     combined,
     rows_wait,
     h_wait,
-    stage_wait
+    stage_wait,
+    staged
 };
 
 template <class T>
@@ -51,10 +52,13 @@ class Profile {
         if (T::profile && arch::lane_idx() == 0) at(args, m) = arch::globaltimer_ns();
     }
     static MEGAMOE_DEVICE void end(const Args& args, const Smem& smem) {
-        if (!T::profile || arch::thread_idx() != 0) return;
-        for (int i = 0; i < num_wait_marks; ++i) at(args, static_cast<Mark>(first_wait + i)) = smem.waits[i];
-        at(args, Mark::clock_end) = arch::clock_cycles();
-        at(args, Mark::end) = arch::globaltimer_ns();
+        if constexpr (T::profile) {
+            if (arch::thread_idx() != 0) return;
+            at(args, Mark::clock_end) = arch::clock_cycles();
+            at(args, Mark::end) = arch::globaltimer_ns();
+            for (int i = 0; i < num_wait_marks; ++i)
+                at(args, static_cast<Mark>(first_wait + i)) = smem.waits[i];
+        }
     }
 
   private:

@@ -1,13 +1,21 @@
-// What all 16 warps do before the roles part: stage this rank's tokens into its window, learn every rank's
-// routes, count them.
+// What comes before the tiles, by two crews of eight warps side by side, one bound by latency, the other by
+// bandwidth. Crew 1 are the warps that will be math: transport plans the first pass while they still stage.
 //
-//   ids, weights -> window -> RoutesReady to every peer        (the last CTA to finish publishes)
-//   x (quantized for FP8) -> window -> XReady to every peer    (likewise)
-//   every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
+//   crew 0, route: ids, weights -> window -> RoutesReady to every peer    (the last CTA to finish publishes)
+//                  every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
+//   crew 1, stage: x (quantized for FP8) -> window -> XReady to every peer    (likewise)
 #pragma once
 #include "megamoe/roles/context.h"
 
 namespace megamoe {
+
+constexpr int crew_warps = num_warps / 2, crew_threads = crew_warps * 32;
+static_assert(first_math_warp == crew_warps, "crew 1 are the math warps");
+constexpr int first_crew_barrier = 2;  // named barriers of the crews
+MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
+MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
+MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }
+MEGAMOE_DEVICE void crew_sync() { arch::named_sync(first_crew_barrier + crew(), crew_threads); }
 
 // 64-bit ids outside int32 must not wrap into range: every id outside [0, E) becomes -1.
 MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
@@ -24,15 +32,14 @@ MEGAMOE_DEVICE int own_tokens(const Args& args) {
     return max_of(0, min_of(n, args.num_tokens));  // the buffers hold args.num_tokens
 }
 
-// True in all threads of the CTA whose arrival was the last of the grid: every CTA's writes so far are
-// visible to it.
+// True in all threads of the crew whose arrival was the last of the grid: this crew's writes so far, of every
+// CTA, are visible to it.
 MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Memory::Cell ticket) {
-    arch::cta_sync();
-    if (arch::thread_idx() == 0) {
-        ctx.smem.last_arrival = LastArrival::arrive(ctx.mem, ticket, arch::grid_dim()) ? 1 : 0;
-    }
-    arch::cta_sync();
-    return ctx.smem.last_arrival != 0;
+    int32_t& is_last = ctx.smem.last_arrival[crew()];
+    crew_sync();
+    if (crew_thread() == 0) is_last = LastArrival::arrive(ctx.mem, ticket, arch::grid_dim()) ? 1 : 0;
+    crew_sync();
+    return is_last != 0;
 }
 
 MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
@@ -42,13 +49,13 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
     MEGAMOE_UNROLL_BY(1)
-    for (int i = arch::block_idx() * num_threads + arch::thread_idx(); i < total;
-         i += arch::grid_dim() * num_threads) {
+    for (int i = arch::block_idx() * crew_threads + crew_thread(); i < total;
+         i += arch::grid_dim() * crew_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
     if (!last_to_arrive(ctx, args.ids_ticket)) return;
-    int peer = arch::thread_idx();
+    int peer = crew_thread();
     if (peer < args.num_ranks) {
         auto* cell =
             ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
@@ -63,10 +70,9 @@ MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
     auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
     auto* from = static_cast<const uint4_t*>(args.x);
     int64_t total = int64_t{num_tokens} * args.hidden / 8;
-    int64_t stride = int64_t{arch::grid_dim()} * num_threads;
+    int64_t stride = int64_t{arch::grid_dim()} * crew_threads;
     MEGAMOE_UNROLL_BY(1)
-    for (int64_t i = int64_t{arch::block_idx()} * num_threads + arch::thread_idx(); i < total;
-         i += 4 * stride) {
+    for (int64_t i = int64_t{arch::block_idx()} * crew_threads + crew_thread(); i < total; i += 4 * stride) {
         uint4_t v[4];  // four loads in flight
         MEGAMOE_UNROLL
         for (int j = 0; j < 4; ++j) {
@@ -113,9 +119,9 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
     int groups = ceil_div(args.hidden, scale_group);
     auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
     auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-    Pieces pieces(arch::block_idx() * num_warps + arch::warp_idx(), arch::grid_dim() * num_warps,
+    Pieces pieces(arch::block_idx() * crew_warps + crew_warp(), arch::grid_dim() * crew_warps,
                   ceil_div(args.hidden, Pieces::piece_columns));
-    constexpr int batch = 4;  // loads in flight
+    constexpr int batch = 8;  // loads in flight
     MEGAMOE_UNROLL_BY(1)
     while (pieces.token() < num_tokens) {
         uint4_t v[batch];
@@ -162,9 +168,11 @@ MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
     }
 }
 
-MEGAMOE_DEVICE void publish_x(Context& ctx) {
+template <class T>
+MEGAMOE_DEVICE void stage(Context& ctx) {
+    stage_x(typename T::Precision{}, ctx, own_tokens(ctx.args));
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
-    int peer = arch::thread_idx();
+    int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {
         XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank,
                         ctx.epoch());
@@ -175,7 +183,7 @@ MEGAMOE_DEVICE void publish_x(Context& ctx) {
 // empty.
 MEGAMOE_DEVICE void await_routes(Context& ctx) {
     const Args& args = ctx.args;
-    int peer = arch::thread_idx();
+    int peer = crew_thread();
     if (peer < args.num_ranks) {
         auto* cell =
             ctx.window<RouteCell>(args.rank, args.window_routes) + ctx.parity() * args.num_ranks + peer;
@@ -190,26 +198,35 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         }
         ctx.smem.tokens_of_rank[peer] = static_cast<int32_t>(tokens);
     }
-    arch::cta_sync();
-    if (arch::thread_idx() == 0) {
+    crew_sync();
+    if (crew_thread() == 0) {
         int most = 0;
         MEGAMOE_UNROLL_BY(1)
         for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
         ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
         ctx.smem.own_tokens = own_tokens(args);
     }
-    arch::cta_sync();
+    crew_sync();
+}
+
+// v[j] = from[k0 + j], or `none` at and past `count`. So many loads are in flight: one after the other they
+// would add up, 1.5 us each from a peer's memory.
+constexpr int routes_ahead = 4;
+template <class V>
+MEGAMOE_DEVICE void load_routes(V (&v)[routes_ahead], const V* from, int k0, int count, V none) {
+    MEGAMOE_UNROLL
+    for (int j = 0; j < routes_ahead; ++j) v[j] = k0 + j < count ? from[k0 + j] : none;
 }
 
 // Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary
 // memory.
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
     const Args& args = ctx.args;
-    int lane = arch::lane_idx(), warp = arch::warp_idx();
+    int lane = arch::lane_idx(), warp = crew_warp();
     int32_t* counters = ctx.smem.expert_counters[warp];
     MEGAMOE_UNROLL_BY(1)
-    for (int chunk = arch::block_idx() * num_warps + warp; chunk < ctx.smem.num_chunks;
-         chunk += arch::grid_dim() * num_warps) {
+    for (int chunk = arch::block_idx() * crew_warps + warp; chunk < ctx.smem.num_chunks;
+         chunk += arch::grid_dim() * crew_warps) {
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) counters[e] = 0;
         arch::warp_sync();
@@ -220,15 +237,22 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
         const auto* ids = ctx.window<const int32_t>(home, args.window_ids) + from;
         const auto* weights = ctx.window<const float>(home, args.window_weights) + from;
         MEGAMOE_UNROLL_BY(1)
-        for (int k = 0; k < args.top_k; ++k) {
-            int expert = exists ? ids[k] - args.expert_begin : -1;
-            if (expert >= args.num_local_experts || expert < 0) expert = -1;
-            int64_t to = int64_t{ordered} * args.top_k + k;
-            args.route_ids[to] = expert;
-            if (expert >= 0) args.route_weights[to] = weights[k];
-            uint32_t same = arch::match_any(expert);
-            if (expert >= 0 && (same & arch::lanes_below()) == 0) counters[expert] += arch::popc(same);
-            arch::warp_sync();
+        for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
+            int32_t id[routes_ahead];
+            float weight[routes_ahead];
+            load_routes(id, ids, k0, exists ? args.top_k : 0, -1);
+            load_routes(weight, weights, k0, exists ? args.top_k : 0, 0.0f);
+            MEGAMOE_UNROLL
+            for (int j = 0; j < routes_ahead && k0 + j < args.top_k; ++j) {
+                int expert = id[j] - args.expert_begin;
+                if (expert < 0 || expert >= args.num_local_experts) expert = -1;
+                int64_t to = int64_t{ordered} * args.top_k + k0 + j;
+                args.route_ids[to] = expert;
+                if (expert >= 0) args.route_weights[to] = weight[j];
+                uint32_t same = arch::match_any(expert);
+                if (expert >= 0 && (same & arch::lanes_below()) == 0) counters[expert] += arch::popc(same);
+                arch::warp_sync();
+            }
         }
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
@@ -243,8 +267,8 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), chunks = ctx.smem.num_chunks;
     MEGAMOE_UNROLL_BY(1)
-    for (int e = arch::block_idx() * num_warps + arch::warp_idx(); e < args.num_local_experts;
-         e += arch::grid_dim() * num_warps) {
+    for (int e = arch::block_idx() * crew_warps + crew_warp(); e < args.num_local_experts;
+         e += arch::grid_dim() * crew_warps) {
         int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
         int running = 0;
         MEGAMOE_UNROLL_BY(1)
@@ -264,21 +288,17 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
     }
 }
 
-// CTA-converged; the whole grid's writes before it are visible after it.
+// Crew-converged; what this crew of all CTAs wrote before it is visible after it.
 MEGAMOE_DEVICE void grid_sync(Context& ctx) {
-    arch::cta_sync();
-    if (arch::thread_idx() == 0) {
+    crew_sync();
+    if (crew_thread() == 0) {
         GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, arch::grid_dim());
     }
-    arch::cta_sync();
+    crew_sync();
 }
 
-template <class T>
-MEGAMOE_DEVICE void prologue(Context& ctx) {
-    int num_tokens = own_tokens(ctx.args);
-    stage_routes(ctx, num_tokens);
-    stage_x(typename T::Precision{}, ctx, num_tokens);
-    publish_x(ctx);
+MEGAMOE_DEVICE void route(Context& ctx) {
+    stage_routes(ctx, own_tokens(ctx.args));
     await_routes(ctx);
     MEGAMOE_UNROLL_BY(1)
     for (int step = 0; step < 2; ++step) {
@@ -289,8 +309,8 @@ MEGAMOE_DEVICE void prologue(Context& ctx) {
         }
         grid_sync(ctx);
     }
-    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages after the plan's CTA
-                                       // barrier
+    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages behind the plan's
+                                       // cluster barrier
 }
 
 }  // namespace megamoe

@@ -373,15 +373,17 @@ class Combiner {
         own(ctx).token = i < tokens && token < ctx.smem.own_tokens ? token : -1;
     }
 
-    // Does this lane's expert rank owe the token a partial?
+    // Does this lane's expert rank owe the token a partial? A token's lanes look at its routes together.
     static MEGAMOE_DEVICE bool owes(const Args& args, int token) {
-        bool found = false;
+        uint32_t ranks = 0;
         MEGAMOE_UNROLL_BY(1)
-        for (int k = 0; k < args.top_k && token >= 0; ++k) {
+        for (int k = expert_rank(); k < args.top_k && token >= 0; k += max_ranks) {
             int id = topk_id(args, int64_t{token} * args.top_k + k);
-            found |= id >= 0 && rank_of_expert(args.num_experts, args.num_ranks, id) == expert_rank();
+            if (id >= 0) ranks |= 1u << rank_of_expert(args.num_experts, args.num_ranks, id);
         }
-        return found;
+        MEGAMOE_UNROLL
+        for (int mask = max_ranks / 2; mask > 0; mask /= 2) ranks |= arch::shfl_xor(ranks, mask);
+        return (ranks >> expert_rank() & 1) != 0;
     }
 
     static MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx) {
