@@ -162,7 +162,32 @@ def test_train_step_equals_one_rank():
     done = run("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
                "--target", 6)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASS") == 5
+    assert done.stdout.count("PASS") == 8
+
+
+@pytest.mark.parametrize(("precision", "equal"), [("bf16", True), ("fp8", False)])
+def test_replay_sees_other_arithmetic(precision, equal):
+    """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
+    path = str(ROOT / "tools")
+    code = f"""
+import sys; sys.path.insert(0, {path!r})
+import torch, torch.distributed as dist, train_step as t
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+recipe = t.Recipe(t.CPU_MODEL, batch=2, steps=2)
+here = (recipe, t.corpus(), torch.device("cpu"), dist.group.WORLD)
+replay = t.Replay(*here, True, backend="staged", precision={precision!r})
+t.train(*here, "bf16", replay=replay, backend="staged", precision="bf16")
+print(*replay.apart.values())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loss, dense, experts = map(float, done.stdout.split()[-3:])
+    assert loss < 5e-3
+    if equal:
+        assert max(dense, experts) < 1e-5
+    else:
+        assert 0.02 < experts < 0.5
+        assert dense > 1e-3
 
 
 def test_train_step_misses_its_target():
