@@ -171,12 +171,16 @@ def test_replay_sees_other_arithmetic(precision, equal):
     path = str(ROOT / "tools")
     code = f"""
 import sys; sys.path.insert(0, {path!r})
-import torch, torch.distributed as dist, train_step as t
+import torch, torch.distributed as dist
+from demo_checks import Replay
+from demo_model import ModelConfig, corpus
+from demo_training import Recipe, Setup, train
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-recipe = t.Recipe(t.CPU_MODEL, batch=2, steps=2)
-here = (recipe, t.corpus(), torch.device("cpu"), dist.group.WORLD)
-replay = t.Replay(*here, True, backend="staged", precision={precision!r})
-t.train(*here, "bf16", replay=replay, backend="staged", precision="bf16")
+recipe = Recipe(ModelConfig(), batch=2, steps=2)
+here = (recipe, corpus(), torch.device("cpu"), dist.group.WORLD)
+setups = [Setup(*here, dict(backend="staged", precision=p)) for p in ("bf16", {precision!r})]
+replay = Replay(setups[1], recipe.steps)
+train(setups[0], "bf16", inspect=replay.inspect)
 print(*replay.apart.values())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

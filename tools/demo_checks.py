@@ -1,0 +1,140 @@
+"""How the demo compares a run with another model: step by step from equal parameters, and as a curve of its own."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from demo_model import ByteLM
+from demo_training import WINDOW, Curves, Setup
+from torch import Tensor
+
+REPLAYS = 6  # steps of the run that the other model repeats
+# Two runs of one recipe differ by the order of sums alone, which training then amplifies: measured on 2 CPU ranks over
+# several seeds, 5e-7 nats at step 1, up to 5e-4 by step 25, up to 2e-2 from step 40 on.
+# On GPUs they part at once, since bf16 products round differently in batches of other shapes and backward sums with
+# atomics. On 4x H200, 2026-11-21, staged on 4 ranks and on one were 1.9e-2 nats apart by step 25 and 3.8e-2 by step 60,
+# gradient norms up to 26 %; one program run twice was 2.6e-2 apart at step 50 as a mean over 20 steps, and single steps
+# of mega and staged up to 1.1e-1. So only means over 20 steps are compared there, beside the replays.
+EARLY_STEPS = {"cpu": 25, "cuda": 0}
+SMOOTHING = {"cpu": 1, "cuda": WINDOW}
+
+
+class Replay:
+    """Another model that repeats steps of a run from the run's parameters.
+
+    Whatever differs is one step's arithmetic; no training amplifies it. The other model lives on the whole world, or on
+    rank 0 alone, which then holds all experts. `setup`: None on a rank that has no part in it.
+    """
+
+    def __init__(self, setup: Setup | None, num_steps: int) -> None:
+        self.setup = setup
+        self.steps = {round(i * (num_steps - 1) / (REPLAYS - 1)) for i in range(REPLAYS)}
+        self.same_experts = setup is not None and setup.size == dist.get_world_size()
+        self.apart = {"loss": 0.0, "dense": 0.0, "experts": 0.0}  # the largest differences
+        self.model = None if setup is None else setup.model()
+
+    def inspect(self, model: ByteLM, step: int, loss: float) -> None:
+        """Repeat a step whose gradients `model` still holds, if it is one of ours. Collective over the world."""
+        if step not in self.steps:
+            return
+        parts = {
+            "dense": [(p.detach(), p.grad) for p in model.dense_parameters()],
+            "experts": [
+                (self._gathered(p.detach(), model), self._gathered(p.grad, model))
+                for p in model.expert_parameters()
+            ],
+        }
+        if self.setup is None or self.model is None:
+            return
+        ours = {"dense": self.model.dense_parameters(), "experts": self.model.expert_parameters()}
+        with torch.no_grad():
+            for name, values in parts.items():
+                for p, (value, _) in zip(ours[name], values, strict=True):
+                    p.copy_(value)
+                    p.grad = None
+        self._note("loss", abs(loss - self.setup.differentiate(self.model, step)))
+        for name, values in parts.items():
+            squares = torch.zeros(2, device=self.setup.device)
+            for p, (_, gradient) in zip(ours[name], values, strict=True):
+                squares[0] += (p.grad.float() - gradient.float()).square().sum()
+                squares[1] += p.grad.float().square().sum()
+            dist.all_reduce(squares, group=self.setup.group)
+            self._note(name, (squares[0] / squares[1]).sqrt().item())
+
+    def close(self) -> None:
+        """Free what the model shares with other ranks. Collective."""
+        if self.model is not None:
+            self.model.close()
+
+    def _note(self, name: str, apart: float) -> None:
+        if not apart <= self.apart[name]:  # a NaN too
+            self.apart[name] = apart
+
+    def _gathered(self, tensor: Tensor, model: ByteLM) -> Tensor:
+        """Return a tensor of experts as the other model's ranks hold it. Collective over the world."""
+        if self.same_experts:
+            return tensor
+        problem = model.blocks[0].moe.experts.problem
+        parts = []
+        for rank in range(dist.get_world_size()):
+            part = tensor.new_empty(problem.num_local_experts(rank), *tensor.shape[1:])
+            if rank == dist.get_rank():
+                part.copy_(tensor)
+            dist.broadcast(part.view(torch.uint8), src=rank)
+            parts.append(part)
+        return torch.cat(parts)
+
+
+Check = tuple[str, float, float, str]  # what is equal, how far apart it is, tolerance, unit
+
+
+def report(checks: list[Check], name: str) -> bool:
+    """Print how far two runs are apart; return whether that is within the tolerances."""
+    good = True
+    for what, apart, tolerance, unit in checks:
+        good &= apart <= tolerance  # NaN is not good
+        verdict = "PASS" if apart <= tolerance else "FAIL"
+        print(
+            f"{verdict}: {what} equal {name}: {apart:.1e}{unit} apart, tolerance {tolerance:g}",
+            flush=True,
+        )
+    return good
+
+
+def checks_of_replay(replay: Replay, args: argparse.Namespace) -> list[Check]:
+    """Judge single steps from equal parameters."""
+    steps = ", ".join(str(step + 1) for step in sorted(replay.steps))
+    return [
+        (
+            f"losses of steps {steps}, each from equal parameters,",
+            replay.apart["loss"],
+            args.early_tolerance,
+            " nats",
+        ),
+        ("dense gradients there", replay.apart["dense"], args.gradient_tolerance, ""),
+        ("experts' gradients there", replay.apart["experts"], args.gradient_tolerance, ""),
+    ]
+
+
+def checks_of_curves(
+    mine: Curves, other: Curves, args: argparse.Namespace, device: torch.device
+) -> list[Check]:
+    """Judge two runs. Losses alone would not do: AdamW hides a wrong scale of gradients. Their norms show it."""
+    steps = min(len(mine.losses), len(other.losses))
+    window = min(SMOOTHING[device.type], steps)
+    pairs = zip(mine.smoothed(window), other.smoothed(window), strict=False)
+    means = f"means over {window} steps of " if window > 1 else ""
+    checks = [
+        (f"{means}losses 1..{steps}", max(abs(a - b) for a, b in pairs), args.tolerance, " nats")
+    ]
+    if early := min(EARLY_STEPS[device.type], steps):
+        losses = zip(mine.losses[:early], other.losses[:early], strict=True)
+        norms = list(zip(mine.norms[:early], other.norms[:early], strict=True))
+        apart = [max(abs(a[part] / b[part] - 1) for a, b in norms) for part in (0, 1)]
+        of = f"steps 1..{early}"
+        checks += [
+            (f"losses of {of}", max(abs(a - b) for a, b in losses), args.early_tolerance, " nats"),
+            (f"norms of dense gradients, {of},", apart[0], args.norm_tolerance, ""),
+            (f"norms of experts' gradients, {of},", apart[1], args.norm_tolerance, ""),
+        ]
+    return checks
