@@ -178,6 +178,17 @@ def test_four_ranks() -> None:
     check(Emulation(problem), [64, 1, 64, 32])
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_ranks_and_sixteen_routes(precision: str, seed: int) -> None:
+    """As many ranks and routes as there may be; E does not divide over the ranks; a rank without tokens."""
+    problem = Problem(64, 48, 19, 16, ep_size=8, max_tokens=40, precision=precision)
+    emulation = Emulation(problem, pool_rows=least_pool(problem) if seed else None)
+    tokens = [40, 0, 7, 33, 1, 40, 16, 5]
+    check(emulation, tokens, seed=seed)
+    check(emulation, tokens[::-1], routing="dropped", seed=seed)
+
+
 def test_fewer_tokens_by_device_count() -> None:
     problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
     inputs, weights = inputs_of(problem, [50, 40])
