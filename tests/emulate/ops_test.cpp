@@ -288,6 +288,17 @@ void misuse(const Args& args) {
         case 14:  // the store's source is left behind unread
             if (first) arch::tma_store_2d(&args.map_x_pool, smem, 0, 0);
             break;
+        case 15:  // a lane strays from an aligned barrier
+            if (arch::lane_idx() == 5) arch::warp_sync();
+            arch::named_sync(3, 32);
+            break;
+        case 16:  // two budgets in a warpgroup
+            if (arch::warp_idx() == 0) {
+                arch::registers_shrink<40>();
+            } else {
+                arch::registers_shrink<48>();
+            }
+            break;
     }
 }
 

@@ -411,8 +411,10 @@ def test_missing_arrival_is_a_deadlock(library: Any, seed: int) -> None:
         (9, "byte 5 behind shared memory was overwritten"),
         (10, "issue different instructions"),
         (11, "threads for those who wait"),
-        (13, "registers_shrink: 64 of 128 threads"),
+        (13, "setmaxnreg by some warps of a warpgroup only"),
         (14, "before its bulk stores have read"),
+        (15, "the lanes of a warp differ: "),
+        (16, "the warps of a warpgroup differ: setmaxnreg"),
     ],
 )
 def test_mistakes_are_named(library: Any, mistake: int, message: str) -> None:

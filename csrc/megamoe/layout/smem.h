@@ -32,10 +32,10 @@ struct PassPlan {
 // movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
 // flight take the registers; five and three words, so that a warp's accesses meet no bank conflicts.
 struct ReducerState {
-    int32_t unit, row;
-    int32_t done;      // blocks before this one are done
-    uint32_t route;    // of this lane's row of the unit
-    uint32_t closers;  // lanes of the unit whose tokens are still to be summed
+    int32_t rows, row;  // of the share: how many, the first
+    int32_t done;       // blocks before this one are done
+    uint32_t route;     // of this lane's row of the share
+    uint32_t closers;   // lanes of the share whose tokens are still to be summed
 };
 struct CombinerState {    // of one (token, expert rank)
     int32_t token;        // or -1

@@ -3,9 +3,9 @@
 // happens-before argument of each; tests/model checks each with its mutants.
 //
 // Rules: a producer that wrote through the async proxy completes its bulk stores first; one that wrote with
-// ordinary stores is converged with all writers (warp_sync, cta_sync or an mbarrier) before publish(). A
-// consumer that reads through the async proxy crosses proxies after its acquire, in the thread that issues
-// the copy.
+// ordinary stores is converged with all writers (warp_sync, a barrier of theirs or an mbarrier) before
+// publish(). A consumer that reads through the async proxy crosses proxies after its acquire, in the thread
+// that issues the copy.
 #pragma once
 #include "megamoe/protocol/memory.h"
 
@@ -96,7 +96,7 @@ struct PartialsReady {
 };
 
 // All CTAs of this rank. The last to arrive opens the next generation; called by one thread of each CTA,
-// CTA-converged.
+// behind a barrier of those whose writes it hands on.
 struct GridBarrier {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {

@@ -65,10 +65,10 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
 
 // Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
 // are not many rows, so that every warp has some. Affects timing only.
-MEGAMOE_DEVICE int rows_per_unit(int num_blocks) {
-    int unit = 4;
-    while (unit > 1 && num_blocks * block_rows < unit * num_transports()) unit /= 2;
-    return unit;
+MEGAMOE_DEVICE int rows_per_share(int num_blocks) {
+    int rows = 4;
+    while (rows > 1 && num_blocks * block_rows < rows * num_transports()) rows /= 2;
+    return rows;
 }
 
 template <class T>
@@ -76,11 +76,11 @@ MEGAMOE_DEVICE void dispatch(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     uint32_t staged = 0;  // home ranks known to have staged x
-    int unit = rows_per_unit(ctx.smem.plan.num_blocks);
-    int units = ctx.smem.plan.num_blocks * (block_rows / unit);
-    for (int u = transport_index(); u < units; u += num_transports()) {
-        int row = u * unit + lane;
-        bool mine = lane < unit && row % block_rows < block_entry(args, u * unit / block_rows).rows();
+    int rows = rows_per_share(ctx.smem.plan.num_blocks);
+    int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
+    for (int i = transport_index(); i < shares; i += num_transports()) {
+        int row = i * rows + lane;
+        bool mine = lane < rows && row % block_rows < block_entry(args, i * rows / block_rows).rows();
         uint32_t route = mine ? args.row_route[row] : 0;
         for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
             int ordered = route_token(arch::shfl(route, arch::ffs0(left)));
@@ -182,12 +182,12 @@ MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
 
 // ---- reduce
 
-// Walks the pool in units of rows behind gemm2; remembers up to where blocks are known to be done.
+// Walks the pool in shares of rows behind gemm2; remembers up to where blocks are known to be done.
 class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
-        s.unit = rows_per_unit(ctx.smem.plan.num_blocks);
+        s.rows = rows_per_share(ctx.smem.plan.num_blocks);
         s.row = take(ctx);
         s.done = 0;
         s.closers = 0;
@@ -204,19 +204,19 @@ class Reducer {
         return ctx.mem.load(ctx.args.gemm2_done + own(ctx).done, Order::relaxed, Scope::gpu);
     }
 
-    // The next token's sum, if its unit's blocks, and all before them, are done. Not when finished.
+    // The next token's sum, if its share's blocks, and all before them, are done. Not when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
         ReducerState& s = own(ctx);
         while (s.closers == 0) {
             if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
-            load_unit(ctx);
+            load_share(ctx);
             if (s.closers == 0) s.row = take(ctx);
         }
         set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
     }
 
-    // The job of next() is done; with the last of a unit, the unit's partials are published.
+    // The job of next() is done; with the last of a share, the share's partials are published.
     MEGAMOE_DEVICE void done(Context& ctx) {
         ReducerState& s = own(ctx);
         s.closers &= s.closers - 1;
@@ -235,7 +235,7 @@ class Reducer {
 
   private:
     MEGAMOE_DEVICE int take(const Context& ctx) const {
-        return next_share(&ctx.smem.row_shares_taken) * own(ctx).unit;
+        return next_share(&ctx.smem.row_shares_taken) * own(ctx).rows;
     }
 
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
@@ -257,11 +257,11 @@ class Reducer {
         return arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) == 0;
     }
 
-    MEGAMOE_DEVICE void load_unit(const Context& ctx) {
+    MEGAMOE_DEVICE void load_share(const Context& ctx) {
         ReducerState& s = own(ctx);
         int row = s.row + arch::lane_idx();
         bool mine =
-            arch::lane_idx() < s.unit && row % block_rows < block_entry(ctx.args, s.row / block_rows).rows();
+            arch::lane_idx() < s.rows && row % block_rows < block_entry(ctx.args, s.row / block_rows).rows();
         s.route = mine ? ctx.args.row_route[row] : 0;
         s.closers = arch::ballot((s.route & route_closer) != 0);
     }
@@ -363,6 +363,7 @@ class Combiner {
         while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * arch::grid_dim()) tokens /= 2;
         return tokens;
     }
+    // A plain look at a count that others add to: an old value costs one empty share.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
         int next = arch::shfl(ctx.smem.token_shares_taken, 0) * arch::grid_dim() + arch::block_idx();
         return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;

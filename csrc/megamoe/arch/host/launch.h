@@ -25,7 +25,12 @@ inline void check_finished(Fiber* fiber) {
         if (cta.shared[cta.shared_bytes + i] != poison)
             machine.fail("byte %zu behind shared memory was overwritten", i);
     int registers = 0;
-    for (const Warpgroup& g : cta.warpgroups) registers += g.registers * warpgroup_size;
+    for (const Warpgroup& g : cta.warpgroups) {
+        registers += g.registers * warpgroup_size;
+        for (int changes : g.register_changes)
+            if (changes != g.register_changes[0])
+                machine.fail("setmaxnreg by some warps of a warpgroup only");
+    }
     if (registers > registers_per_sm)
         machine.fail("the warpgroups hold %d registers, an SM has %d", registers, registers_per_sm);
     // Writes of stores that nobody waited for still reach memory.

@@ -13,12 +13,8 @@ inline const char* edge_name(Edge edge) {
 }
 
 inline const char* name_of(WarpOperation operation) {
-    static const char* const names[] = {"warp_sync", "shfl", "shfl_xor", "ballot", "match_any"};
-    return names[static_cast<int>(operation)];
-}
-
-inline const char* name_of(WarpgroupOperation operation) {
-    static const char* const names[] = {"wgmma_wait", "registers_grow", "registers_shrink"};
+    static const char* const names[] = {"warp_sync", "shfl",       "shfl_xor",     "ballot",
+                                        "match_any", "named_sync", "cluster_sync", "setmaxnreg"};
     return names[static_cast<int>(operation)];
 }
 
@@ -48,8 +44,7 @@ inline std::string Machine::describe(const Fiber* fiber) const {
             return text("%s: lanes %08x arrived", name_of(cta.warp(fiber).operation),
                         cta.warp(fiber).arrived);
         case Waiting::warpgroup:
-            return text("%s: %d of %d threads", name_of(cta.warpgroup(fiber).operation),
-                        cta.warpgroup(fiber).arrived, warpgroup_size);
+            return text("wgmma_wait: %d of %d threads", cta.warpgroup(fiber).arrived, warpgroup_size);
         case Waiting::flag:
             return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
                         fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-",

@@ -26,8 +26,16 @@ enum class Waiting : uint8_t {
     time,
     exited
 };
-enum class WarpOperation : uint8_t { sync, shuffle, shuffle_xor, ballot, match };
-enum class WarpgroupOperation : uint8_t { wgmma_wait, registers_grow, registers_shrink };
+enum class WarpOperation : uint8_t {
+    sync,
+    shuffle,
+    shuffle_xor,
+    ballot,
+    match,
+    named_sync,
+    cluster_sync,
+    setmaxnreg
+};
 enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
 
 struct Cta;
@@ -84,10 +92,10 @@ struct Wgmma {
 };
 
 struct Warpgroup {
-    int arrived = 0;
-    WarpgroupOperation operation = WarpgroupOperation::wgmma_wait;
-    int parameter = 0;
-    int registers = 0;  // per thread
+    int arrived = 0;  // at wgmma_wait, in which `pending` may stay in flight
+    int pending = 0;
+    int registers = 0;             // per thread
+    int register_changes[4] = {};  // of each warp
     Queue blocked;
     uint32_t executed = 0, issued = 0;
     std::vector<Wgmma> in_flight;  // numbers [executed, issued)

@@ -8,6 +8,9 @@ namespace megamoe::host {
 inline void finish_warp_operation(Warp& warp) {
     switch (warp.operation) {
         case WarpOperation::sync:
+        case WarpOperation::named_sync:
+        case WarpOperation::cluster_sync:
+        case WarpOperation::setmaxnreg:
             break;
         case WarpOperation::shuffle:
             for (int i = 0; i < warp_size; ++i)
@@ -58,23 +61,23 @@ inline uint32_t warp_rendezvous(WarpOperation operation, uint32_t operand = 0, i
     return warp.result[lane];
 }
 
+inline Warpgroup& whole_warpgroup(const char* operation) {
+    Cta& cta = *current->cta;
+    if (current->thread / warpgroup_size * warpgroup_size + warpgroup_size > cta.threads)
+        machine.fail("%s: not in a whole warpgroup", operation);
+    return cta.warpgroup(current);
+}
+
 // All 128 threads of a warpgroup meet; true for the last, which does the common work and then calls
 // release_warpgroup().
-inline bool meet_warpgroup(WarpgroupOperation operation, int parameter) {
-    Fiber* self = current;
-    Cta& cta = *self->cta;
-    if (self->thread / warpgroup_size * warpgroup_size + warpgroup_size > cta.threads)
-        machine.fail("%s: not in a whole warpgroup", name_of(operation));
-    Warpgroup& group = cta.warpgroup(self);
-    if (group.arrived == 0) {
-        group.operation = operation;
-        group.parameter = parameter;
-    }
-    if (group.operation != operation || group.parameter != parameter)
-        machine.fail("the threads of a warpgroup differ: %s<%d> here, %s<%d> in %d others",
-                     name_of(operation), parameter, name_of(group.operation), group.parameter, group.arrived);
+inline bool meet_at_wgmma_wait(int pending) {
+    Warpgroup& group = whole_warpgroup("wgmma_wait");
+    if (group.arrived == 0) group.pending = pending;
+    if (group.pending != pending)
+        machine.fail("the threads of a warpgroup differ: wgmma_wait<%d> here, <%d> in %d others", pending,
+                     group.pending, group.arrived);
     if (++group.arrived == warpgroup_size) return true;
-    group.blocked.push(self);
+    group.blocked.push(current);
     machine.block(Waiting::warpgroup);
     return false;
 }
@@ -82,6 +85,27 @@ inline void release_warpgroup() {
     Warpgroup& group = current->cta->warpgroup(current);
     group.arrived = 0;
     machine.wake(group.blocked);
+}
+
+// Nothing to move; the sum is checked when the CTA ends (launch.h): 64 K registers an SM. PTX ISA,
+// setmaxnreg: all warps of a warpgroup execute it, and have synchronised before the next one; it is no
+// barrier itself.
+inline void set_registers(int registers) {
+    warp_rendezvous(WarpOperation::setmaxnreg);
+    machine.preemption_point();
+    if (current->lane() != 0) return;
+    Warpgroup& group = whole_warpgroup("setmaxnreg");
+    int change = ++group.register_changes[current->warp() % 4];
+    bool first = true;
+    for (const int& other : group.register_changes) {
+        if (other < change - 1)
+            machine.fail("setmaxnreg, before all warps of the warpgroup made the last change");
+        first &= other == change - 1 || &other == &group.register_changes[current->warp() % 4];
+    }
+    if (!first && group.registers != registers)
+        machine.fail("the warps of a warpgroup differ: setmaxnreg %d here, %d before", registers,
+                     group.registers);
+    group.registers = registers;
 }
 
 }  // namespace megamoe::host
@@ -133,22 +157,15 @@ inline int popc(uint32_t v) { return __builtin_popcount(v); }
 inline int ffs0(uint32_t v) { return __builtin_ctz(v); }
 inline uint32_t lanes_below() { return (1u << lane_idx()) - 1u; }
 
-// Nothing to move here; the sum is checked when the CTA ends (launch.h): 64 K registers an SM.
 template <int registers>
 inline void registers_grow() {
     static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0,
                   "setmaxnreg takes 24 ... 256 in steps of 8");
-    if (!host::meet_warpgroup(host::WarpgroupOperation::registers_grow, registers)) return;
-    host::current->cta->warpgroup(host::current).registers = registers;
-    host::release_warpgroup();
+    host::set_registers(registers);
 }
 template <int registers>
 inline void registers_shrink() {
-    static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0,
-                  "setmaxnreg takes 24 ... 256 in steps of 8");
-    if (!host::meet_warpgroup(host::WarpgroupOperation::registers_shrink, registers)) return;
-    host::current->cta->warpgroup(host::current).registers = registers;
-    host::release_warpgroup();
+    registers_grow<registers>();
 }
 
 }  // namespace megamoe::arch

@@ -172,7 +172,7 @@ inline void wgmma_commit() { ++host::current->wgmma_committed; }
 
 template <int pending>
 inline void wgmma_wait() {
-    if (!host::meet_warpgroup(host::WarpgroupOperation::wgmma_wait, pending)) return;
+    if (!host::meet_at_wgmma_wait(pending)) return;
     host::Fiber* self = host::current;
     host::Warpgroup& group = self->cta->warpgroup(self);
     host::Fiber* first = self - self->thread % host::warpgroup_size;
