@@ -20,12 +20,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, shapes_from
+from sweep_plot import Measurement, plot
 
 import megamoe
 from megamoe.testing import make_inputs, make_weights
@@ -38,25 +39,6 @@ NVLINK_BYTES_PER_US = 340e3
 FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096}
 FLUSH_BYTES = 256 << 20
 HOT_SECONDS = 0.5
-
-
-@dataclass
-class Measurement:
-    """One line of the result."""
-
-    shape: str
-    precision: str
-    ranks: int
-    tokens: int
-    mode: str
-    backend: str
-    us: float
-    tflops: float
-    clock_ghz: float | None
-    utilisation: float | None
-    gemm_floor_us: float
-    hbm_floor_us: float
-    nvlink_floor_us: float
 
 
 def floors(shape: Shape, precision: str, tokens: int, ranks: int) -> tuple[float, float, float]:
@@ -233,50 +215,6 @@ def line(m: Measurement) -> str:
         f"{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}{m.nvlink_floor_us:>8.1f}"
         f"{m.us / floor:>7.2f}"
     )
-
-
-def plot(found: list[Measurement], title: str, path: Path) -> bool:
-    """Draw one panel for each shape and precision; return whether matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    main = found[0].backend
-    panels = list(dict.fromkeys((m.shape, m.precision) for m in found if m.backend == main))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (shape, precision) in zip(axes.flat, panels, strict=False):
-        here = [
-            m for m in found if m.shape == shape and (m.precision == precision or m.backend != main)
-        ]
-        for backend, mode in dict.fromkeys((m.backend, m.mode) for m in here):
-            points = [m for m in here if (m.backend, m.mode) == (backend, mode)]
-            label = f"{backend} {points[0].precision}, {mode}"
-            axis.plot([m.tokens for m in points], [m.us for m in points], marker="o", label=label)
-        own = [m for m in here if m.backend == main and m.mode == here[0].mode]
-        for name, style in (("gemm", "--"), ("hbm", ":"), ("nvlink", "-.")):
-            values = [getattr(m, f"{name}_floor_us") for m in own]
-            if any(values):
-                floor = f"{name.upper() if name != 'nvlink' else 'NVLink'} floor"
-                axis.plot([m.tokens for m in own], values, style, color="gray", label=floor)
-        axis.set(
-            xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us",
-            title=f"{shape}, {precision}, EP{own[0].ranks}",
-        )  # fmt: skip
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="x-small")
-    figure.suptitle(title, fontsize="x-small", wrap=True)
-    figure.savefig(path, dpi=120)
-    return True
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:

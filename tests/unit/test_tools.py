@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,20 @@ def test_latency_sweep_writes_a_table(tmp_path):
         ("8", "cool"), ("8", "hot"), ("16", "cool"), ("16", "hot"),
     ]  # fmt: skip
     assert all(float(r["us"]) > 0 for r in rows)
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT / "tools")!r})
+from dataclasses import astuple
+from pathlib import Path
+from sweep_plot import read
+for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), sep=",")
+"""
+    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    values = [tuple(v or "None" for v in row.values()) for row in rows]
+    assert [tuple(line.split(",")) for line in again.stdout.splitlines()] == values
+    picture = tmp_path / "again.png"
+    drawn = run("sweep_plot.py", tmp_path / "latency.csv", "--out", picture)
+    assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
 
 
 def test_train_step_equals_one_rank():

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Draw what tools/latency_sweep.py measured; on its own, from its CSVs: python tools/sweep_plot.py --out x.png *.csv"""
+
+import argparse
+import csv
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+FLOORS = {"gemm": ("GEMM floor", "--"), "hbm": ("HBM floor", ":"), "nvlink": ("NVLink floor", "-.")}
+MARKERS = {"cool": "o", "hot": "^"}
+
+
+@dataclass
+class Measurement:
+    """One line of the result."""
+
+    shape: str
+    precision: str
+    ranks: int
+    tokens: int
+    mode: str
+    backend: str
+    us: float
+    tflops: float
+    clock_ghz: float | None
+    utilisation: float | None
+    gemm_floor_us: float
+    hbm_floor_us: float
+    nvlink_floor_us: float
+
+
+def read(path: Path) -> tuple[str, list[Measurement]]:
+    """Return a CSV's title and its measurements."""
+    hints = get_type_hints(Measurement)
+
+    def value(name: str, text: str) -> Any:
+        kind, *_ = get_args(hints[name]) or (hints[name],)
+        return kind(text) if text else None
+
+    with path.open(newline="") as file:
+        title = file.readline().strip()
+        rows = list(csv.DictReader(file))
+    names = [field.name for field in fields(Measurement)]
+    return title, [Measurement(**{name: value(name, row[name]) for name in names}) for row in rows]
+
+
+def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
+    """Draw one shape in one precision: a line for each backend and mode, and the floors of `main`."""
+    colours = {backend: f"C{i}" for i, backend in enumerate(sorted({m.backend for m in here}))}
+    for backend, mode in sorted({(m.backend, m.mode) for m in here}):
+        points = sorted(
+            {m.tokens: m for m in here if (m.backend, m.mode) == (backend, mode)}.items()
+        )
+        axis.plot(
+            [tokens for tokens, _ in points],
+            [m.us for _, m in points],
+            color=colours[backend],
+            marker=MARKERS[mode],
+            linestyle="-" if mode == "cool" else (0, (6, 2)),
+            label=f"{backend} {points[0][1].precision}, {mode}",
+        )
+    own = sorted({m.tokens: m for m in here if m.backend == main}.items())
+    for name, (label, style) in FLOORS.items():
+        values = [getattr(m, f"{name}_floor_us") for _, m in own]
+        if not any(values):
+            continue
+        if len(own) == 1:  # a line needs two points
+            axis.axhline(values[0], linestyle=style, color="gray", label=label)
+        else:
+            axis.plot([tokens for tokens, _ in own], values, style, color="gray", label=label)
+    axis.set(xlabel="tokens per rank", ylabel="us", yscale="log")
+    axis.set_xscale("log", base=2)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="x-small")
+
+
+def plot(found: list[Measurement], title: str, path: Path) -> bool:
+    """Draw one panel for each shape and precision of the first backend; return whether matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    main = found[0].backend
+    panels = list(dict.fromkeys((m.shape, m.precision) for m in found if m.backend == main))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (shape, precision) in zip(axes.flat, panels, strict=False):
+        here = [
+            m for m in found if m.shape == shape and (m.precision == precision or m.backend != main)
+        ]
+        draw_panel(axis, here, main)
+        axis.set_title(f"{shape}, {precision}, EP{here[0].ranks}")
+    figure.suptitle(title, fontsize="x-small", wrap=True)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, metavar="PNG")
+    args = parser.parse_args()
+    tables = [read(path) for path in args.csv]
+    found = [m for _, measurements in tables for m in measurements]
+    return 0 if plot(found, "\n".join(title for title, _ in tables), args.out) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
