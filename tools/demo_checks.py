@@ -1,7 +1,9 @@
 """How the demo compares a run with another model: step by step from equal parameters, and as a curve of its own."""
 
 import argparse
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from demo_model import ByteLM
@@ -17,6 +19,11 @@ REPLAYS = 6  # steps of the run that the other model repeats
 # of mega and staged up to 1.1e-1. So only means over 20 steps are compared there, beside the replays.
 EARLY_STEPS = {"cpu": 25, "cuda": 0}
 SMOOTHING = {"cpu": 1, "cuda": WINDOW}
+
+
+def largest(values: Iterable[float]) -> float:
+    """Return the maximum, NaN if there is one: max() would drop it."""
+    return float(np.max(list(values)))
 
 
 class Replay:
@@ -67,8 +74,7 @@ class Replay:
             self.model.close()
 
     def _note(self, name: str, apart: float) -> None:
-        if not apart <= self.apart[name]:  # a NaN too
-            self.apart[name] = apart
+        self.apart[name] = largest((self.apart[name], apart))
 
     def _gathered(self, tensor: Tensor, model: ByteLM) -> Tensor:
         """Return a tensor of experts as the other model's ranks hold it. Collective over the world."""
@@ -125,15 +131,25 @@ def checks_of_curves(
     pairs = zip(mine.smoothed(window), other.smoothed(window), strict=False)
     means = f"means over {window} steps of " if window > 1 else ""
     checks = [
-        (f"{means}losses 1..{steps}", max(abs(a - b) for a, b in pairs), args.tolerance, " nats")
+        (
+            f"{means}losses 1..{steps}",
+            largest(abs(a - b) for a, b in pairs),
+            args.tolerance,
+            " nats",
+        )
     ]
     if early := min(EARLY_STEPS[device.type], steps):
         losses = zip(mine.losses[:early], other.losses[:early], strict=True)
         norms = list(zip(mine.norms[:early], other.norms[:early], strict=True))
-        apart = [max(abs(a[part] / b[part] - 1) for a, b in norms) for part in (0, 1)]
+        apart = [largest(abs(a[part] / b[part] - 1) for a, b in norms) for part in (0, 1)]
         of = f"steps 1..{early}"
         checks += [
-            (f"losses of {of}", max(abs(a - b) for a, b in losses), args.early_tolerance, " nats"),
+            (
+                f"losses of {of}",
+                largest(abs(a - b) for a, b in losses),
+                args.early_tolerance,
+                " nats",
+            ),
             (f"norms of dense gradients, {of},", apart[0], args.norm_tolerance, ""),
             (f"norms of experts' gradients, {of},", apart[1], args.norm_tolerance, ""),
         ]

@@ -7,6 +7,8 @@ using namespace megamoe;
 
 namespace {
 
+void all_threads_meet() { arch::named_sync(0, host::current->cta->threads); }
+
 constexpr int smem_bytes = 64 * 1024;
 constexpr size_t tail = 60 * 1024;  // barriers lie here
 
@@ -22,7 +24,7 @@ void init_barriers(int count, uint32_t arrivals) {
         for (int i = 0; i < count; ++i) arch::mbar_init(barriers() + i, arrivals);
         arch::mbar_fence_init();
     }
-    arch::cta_sync();
+    all_threads_meet();
 }
 
 // One producer, three consuming warps, a ring of two slots: y[lap, thread] is what each consumer saw.
@@ -35,7 +37,7 @@ void ring(const Args& args) {
             arch::mbar_init(empty + s, 96);
         }
     }
-    arch::cta_sync();
+    all_threads_meet();
     int laps = numbers(args)[0];
     for (int lap = 0; lap < laps; ++lap) {
         int slot = lap % 2;
@@ -70,7 +72,7 @@ void load(const Args& args) {
     if (at[6] == 0) arch::mbar_wait(barriers(), 0);  // else: read too early
     for (uint32_t i = uint32_t(arch::thread_idx()); i < bytes; i += 128)
         output<uint8_t>(args)[i] = arch::dynamic_smem()[i];
-    arch::cta_sync();
+    all_threads_meet();
     arch::mbar_wait(barriers(), 0);
 }
 
@@ -81,7 +83,7 @@ void store(const Args& args) {
     for (int i = arch::thread_idx(); i < at[4]; i += 128)
         arch::dynamic_smem()[i] = static_cast<const uint8_t*>(args.x)[i];
     arch::fence_proxy_async_shared();
-    arch::cta_sync();
+    all_threads_meet();
     if (arch::thread_idx() == 0) {
         arch::tma_store_2d(&args.map_y_rows, arch::dynamic_smem(), at[0], at[1]);
         arch::bulk_commit();
@@ -112,7 +114,7 @@ void gemm(const Args& args) {
         }
         arch::mbar_fence_init();
     }
-    arch::cta_sync();
+    all_threads_meet();
     int m = numbers(args)[0], n = numbers(args)[1], k = numbers(args)[2];
     int tiles_m = ceil_div(m, 128), tiles_n = ceil_div(n, 128), steps = ceil_div(k, columns_a_stage), lap = 0;
     int group = arch::warp_idx() / 4 - 1;
@@ -164,14 +166,14 @@ void named(const Args& args) {
     auto* cells = reinterpret_cast<volatile int*>(arch::dynamic_smem());
     int team = arch::thread_idx() / 64, laps = team == 0 ? 5 : 9, errors = 0;
     cells[arch::thread_idx()] = 0;
-    arch::cta_sync();
+    all_threads_meet();
     for (int lap = 1; lap <= laps; ++lap) {
         cells[arch::thread_idx()] = lap;
         arch::named_sync(1 + team, 64);
         for (int i = 0; i < 64; ++i) errors += cells[team * 64 + i] != lap;
         arch::named_sync(1 + team, 64);
     }
-    arch::cta_sync();
+    all_threads_meet();
     for (int i = 0; i < 128; ++i) errors += cells[i] != (i < 64 ? 5 : 9);
     output<int>(args)[arch::thread_idx()] = errors;
 }

@@ -26,7 +26,7 @@ void grid_barrier(World& w, const Flaw& flaw, int num_ctas, int phases) {
 void grid_barrier_2(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 2, 2); }
 void grid_barrier_3(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 3, 1); }
 
-// One thread a CTA takes part: the others hand over to it and from it by cta_sync.
+// One thread a CTA takes part: the others hand over to it and from it by a barrier of the warps that take part.
 void grid_barrier_cta(World& w, const Flaw& flaw) {
     int arrivals = w.cell("arrivals"), generation = w.cell("generation");
     std::array<int, 2> slot = {w.payload("slot[0]"), w.payload("slot[1]")};

@@ -38,6 +38,15 @@ def run(tool: str, *arguments: object, path: Path = ROOT) -> subprocess.Complete
     )
 
 
+def run_code(code: str) -> str:
+    """Run Python text that may import from tools/; return what it printed."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tools'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def csv_rows(path: Path) -> list[dict[str, str]]:
     comment, *table = path.read_text().splitlines()
     assert comment.startswith("# ")
@@ -157,17 +166,14 @@ def test_latency_sweep_writes_a_table(tmp_path):
         ("8", "cool"), ("8", "hot"), ("16", "cool"), ("16", "hot"),
     ]  # fmt: skip
     assert all(float(r["us"]) > 0 for r in rows)
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT / "tools")!r})
+    again = run_code(f"""
 from dataclasses import astuple
 from pathlib import Path
 from sweep_plot import read
 for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), sep=",")
-"""
-    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert again.returncode == 0, again.stderr
+""")
     values = [tuple(v or "None" for v in row.values()) for row in rows]
-    assert [tuple(line.split(",")) for line in again.stdout.splitlines()] == values
+    assert [tuple(line.split(",")) for line in again.splitlines()] == values
     picture = tmp_path / "again.png"
     drawn = run("sweep_plot.py", tmp_path / "latency.csv", "--out", picture)
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
@@ -180,12 +186,18 @@ def test_train_step_equals_one_rank():
     assert done.stdout.count("PASS") == 8
 
 
+def test_a_nan_is_the_largest_difference():
+    printed = run_code("""
+from demo_checks import largest
+print(largest((0.0, float("nan"), 1.0)), largest((1.0, 3.0, 2.0)))
+""")
+    assert printed.split() == ["nan", "3.0"]
+
+
 @pytest.mark.parametrize(("precision", "equal"), [("bf16", True), ("fp8", False)])
 def test_replay_sees_other_arithmetic(precision, equal):
     """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
-    path = str(ROOT / "tools")
-    code = f"""
-import sys; sys.path.insert(0, {path!r})
+    printed = run_code(f"""
 import torch, torch.distributed as dist
 from demo_checks import Replay
 from demo_model import ModelConfig, corpus
@@ -197,10 +209,8 @@ setups = [Setup(*here, dict(backend="staged", precision=p)) for p in ("bf16", {p
 replay = Replay(setups[1], recipe.steps)
 train(setups[0], "bf16", inspect=replay.inspect)
 print(*replay.apart.values())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loss, dense, experts = map(float, done.stdout.split()[-3:])
+""")
+    loss, dense, experts = map(float, printed.split()[-3:])
     assert loss < 5e-3
     if equal:
         assert max(dense, experts) < 1e-5

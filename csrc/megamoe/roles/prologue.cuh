@@ -96,9 +96,8 @@ class Pieces {
           pieces_ahead_(stride % per_token),
           per_token_(per_token) {}
     MEGAMOE_DEVICE int token() const { return token_; }
-    MEGAMOE_DEVICE int column() const {
-        return piece_ * piece_columns + arch::lane_idx() * 8;
-    }  // of this lane
+    // This lane's first.
+    MEGAMOE_DEVICE int column() const { return piece_ * piece_columns + arch::lane_idx() * 8; }
     MEGAMOE_DEVICE void advance() {
         token_ += tokens_ahead_;
         piece_ += pieces_ahead_;

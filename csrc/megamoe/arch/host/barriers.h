@@ -87,28 +87,6 @@ inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
     complete_phase(cta, barrier);
 }
 
-inline void meet_at_barrier(int id, int num_threads) {
-    machine.preemption_point();
-    Cta& cta = *current->cta;
-    if (id < 0 || id >= num_named_barriers) machine.fail("named_sync: barrier %d", id);
-    if (num_threads <= 0 || num_threads % warp_size || num_threads > cta.threads)
-        machine.fail("named_sync(%d): %d threads", id, num_threads);
-    NamedBarrier& barrier = cta.named[id];
-    if (barrier.arrived == 0) barrier.expected = num_threads;
-    if (barrier.expected != num_threads)
-        machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads,
-                     barrier.expected);
-    if (++barrier.arrived == num_threads) {
-        barrier.arrived = 0;
-        ++machine.meetings;
-        machine.wake(barrier.blocked);
-        return;
-    }
-    current->value = static_cast<uint32_t>(id);
-    barrier.blocked.push(current);
-    machine.block(Waiting::named_barrier);
-}
-
 }  // namespace megamoe::host
 
 namespace megamoe::arch {
@@ -164,12 +142,29 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
 
-// Both are .aligned on the machine: a lane that strays from its warp is an error. cta_sync() is not.
+// Both barriers are .aligned on the machine: a lane that strays from its warp is an error.
 inline void named_sync(int id, int num_threads) {
     host::warp_rendezvous(host::WarpOperation::named_sync);
-    host::meet_at_barrier(id, num_threads);
+    host::machine.preemption_point();
+    host::Cta& cta = *host::current->cta;
+    if (id < 0 || id >= host::num_named_barriers) host::machine.fail("named_sync: barrier %d", id);
+    if (num_threads <= 0 || num_threads % host::warp_size || num_threads > cta.threads)
+        host::machine.fail("named_sync(%d): %d threads", id, num_threads);
+    host::NamedBarrier& barrier = cta.named[id];
+    if (barrier.arrived == 0) barrier.expected = num_threads;
+    if (barrier.expected != num_threads)
+        host::machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads,
+                           barrier.expected);
+    if (++barrier.arrived == num_threads) {
+        barrier.arrived = 0;
+        ++host::machine.meetings;
+        host::machine.wake(barrier.blocked);
+        return;
+    }
+    host::current->value = static_cast<uint32_t>(id);
+    barrier.blocked.push(host::current);
+    host::machine.block(host::Waiting::named_barrier);
 }
-inline void cta_sync() { host::meet_at_barrier(0, host::current->cta->threads); }
 inline void cluster_sync() {
     host::warp_rendezvous(host::WarpOperation::cluster_sync);
     host::machine.preemption_point();

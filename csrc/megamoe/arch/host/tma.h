@@ -176,8 +176,6 @@ inline void linger() {  // completion takes a while
 
 namespace megamoe::arch {
 
-inline void prefetch_tensor_map(const TensorMap*) {}
-
 inline void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
     host::tensor_load(*host::current->cta, s_dst, map, bar, 2, c0, c1, 0, 0);
 }

@@ -95,14 +95,13 @@ inline void set_registers(int registers) {
     machine.preemption_point();
     if (current->lane() != 0) return;
     Warpgroup& group = whole_warpgroup("setmaxnreg");
-    int change = ++group.register_changes[current->warp() % 4];
-    bool first = true;
-    for (const int& other : group.register_changes) {
-        if (other < change - 1)
+    int change = ++group.register_changes[current->warp() % 4], warps = 0;  // that made it, with this one
+    for (int changes : group.register_changes) {
+        if (changes < change - 1)
             machine.fail("setmaxnreg, before all warps of the warpgroup made the last change");
-        first &= other == change - 1 || &other == &group.register_changes[current->warp() % 4];
+        warps += changes >= change;
     }
-    if (!first && group.registers != registers)
+    if (warps > 1 && group.registers != registers)
         machine.fail("the warps of a warpgroup differ: setmaxnreg %d here, %d before", registers,
                      group.registers);
     group.registers = registers;

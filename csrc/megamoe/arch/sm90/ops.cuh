@@ -41,8 +41,6 @@ MEGAMOE_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait
 MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-// Not .aligned: roles call it from different places.
-MEGAMOE_DEVICE void cta_sync() { asm volatile("barrier.sync 0;" ::: "memory"); }
 // All threads of both CTAs of the cluster; their shared memory is alive, and their writes visible, after it.
 // Called by converged warps: without .aligned each place has 60 instructions for those that may not be.
 MEGAMOE_DEVICE void cluster_sync() {
@@ -130,9 +128,6 @@ MEGAMOE_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
 }
 
 // ---- TMA (PTX ISA, cp.async.bulk.tensor)
-MEGAMOE_DEVICE void prefetch_tensor_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 MEGAMOE_DEVICE void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
