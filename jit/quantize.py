@@ -49,7 +49,7 @@ def quantize_weights(
 ) -> tuple[Tensor, Tensor]:
     """w: [L, P*I, H] bf16 on CUDA -> (q [L, P*I, H] e4m3, scale [L, P*ceil(I/128), ceil(H/128)] fp32).
 
-    out: where to put them. Runs on the current stream; the same bits as weights.quantize_blockwise.
+    out: where to put them. Runs on the current stream; the same bits as quantization.quantize_blockwise.
     """
     if w.dtype != torch.bfloat16 or w.dim() != 3 or not w.is_contiguous() or not w.is_cuda:
         raise ArgumentError(

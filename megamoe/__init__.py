@@ -27,9 +27,9 @@ from megamoe.errors import (  # noqa: E402
     WindowBroken,
     WorkspaceTooSmall,
 )
-from megamoe.functional import make_backend, moe_forward  # noqa: E402
-from megamoe.module import MegaMoE  # noqa: E402
-from megamoe.weights import ExpertWeights  # noqa: E402
+from megamoe.formats.weights import ExpertWeights  # noqa: E402
+from megamoe.frontend.functional import make_backend, moe_forward  # noqa: E402
+from megamoe.frontend.module import MegaMoE  # noqa: E402
 
 _logging.getLogger("megamoe").setLevel(_env.log_level())
 

@@ -5,7 +5,7 @@
     python tools/gen_docs.py --check    exit code 1 when a table is stale, and says which
 
 A table stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/env.py, and the
-constructors of the backends in megamoe/functional.py.
+constructors of the backends in megamoe/frontend/functional.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from common import ROOT
 
 from megamoe import env
-from megamoe.functional import BACKENDS, OPTIONS
+from megamoe.frontend.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
     "window": "a window to share with other layers; their own otherwise",

@@ -28,7 +28,7 @@ from common import Rank, add_launch_arguments, add_shape_arguments, header, laun
 from torch import Tensor
 
 import megamoe
-from megamoe import reference
+from megamoe.backends import reference
 from megamoe.config import ACTIVATIONS
 from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights, same_bits
 from megamoe.testing.shapes import Shape

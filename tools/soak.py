@@ -28,8 +28,8 @@ from soak_faults import kill, killed_rank, late, mismatch
 from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
+from megamoe.memory.window import Window
 from megamoe.testing import launch, make_weights
-from megamoe.window import Window
 
 BACKENDS = "cpu:gloo,cuda:nccl"
 BLOCK = 500  # calls between two looks at the device

@@ -17,9 +17,9 @@ from common import Rank
 from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
+from megamoe.backends.mega import MegaBackend
 from megamoe.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
-from megamoe.mega import MegaBackend
-from megamoe.window import Window
+from megamoe.memory.window import Window
 
 TIMEOUT_S = 3.0
 SOAK = str(Path(__file__).with_name("soak.py"))

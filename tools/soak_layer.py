@@ -8,8 +8,8 @@ import torch.distributed as dist
 from common import Rank
 
 import megamoe
-from megamoe import reference
-from megamoe.mega import MegaBackend
+from megamoe.backends import reference
+from megamoe.backends.mega import MegaBackend
 from megamoe.testing import ROUTINGS, compare, make_inputs, make_weights
 
 LIMIT = {"bf16": 5e-3, "fp8": 1e-2}  # relative error of y; docs/numerics.md

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights
 
 # Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.
 WEIGHT_SEEDS = 1 << 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamoe.backends.reference.quant import dequantize_rows
 from megamoe.config import Problem
-from megamoe.reference.quant import dequantize_rows
 from megamoe.testing.compare import compare, rounding_step
 
 # Relative Frobenius error. The oracle rounds where the kernel rounds: what is left is the order of sums, and roundings

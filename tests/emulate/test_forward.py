@@ -12,17 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamoe import arguments, layout
+from megamoe.backends.emulate import EmulateBackend, Emulation
+from megamoe.backends.reference.layer import forward
 from megamoe.config import ACTIVATIONS, Problem
-from megamoe.emulate import EmulateBackend, Emulation
 from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
-from megamoe.reference.layer import forward
+from megamoe.formats.weights import ExpertWeights
+from megamoe.memory import arguments, layout
+from megamoe.memory.transport.group import ThreadGroup
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.launch import launch
 from megamoe.testing.stages import few_steps
-from megamoe.transport.group import ThreadGroup
-from megamoe.weights import ExpertWeights
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
 # which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps
@@ -300,7 +300,7 @@ def test_backend_of_threads() -> None:
 def _process_main(rank: int) -> Any:
     import torch.distributed as dist
 
-    from megamoe.functional import moe_forward
+    from megamoe.frontend.functional import moe_forward
 
     problem, inputs, weights, _ = backend_inputs()
     i = inputs[rank]

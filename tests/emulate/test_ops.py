@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megamoe.emulate import encode_emulated
+from megamoe.backends.emulate import encode_emulated
 from megamoe.jit import abi, host, paths
 
 SEEDS = (0, 1, 2, 3)

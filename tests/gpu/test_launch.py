@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from megamoe import reference
+from megamoe.backends import reference
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
+from megamoe.formats.quantization import quantize_blockwise
+from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.quantize import quantize_weights
-from megamoe.weights import ExpertWeights, expected_weights, quantize_blockwise
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +30,7 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
 
 
 def make(precision, tokens=300, **options):
-    from megamoe.mega import MegaBackend
+    from megamoe.backends.mega import MegaBackend
 
     problem = Problem(512, 256, 8, 3, max_tokens=512, precision=precision)
     torch.manual_seed(1)
@@ -77,8 +78,8 @@ def test_forward(precision):
 def test_passes_and_grid_do_not_change_bits(precision):
     problem, backend, call = make(precision)
     y = backend.forward(*call)
-    from megamoe.layout import min_pool_rows
-    from megamoe.mega import MegaBackend
+    from megamoe.backends.mega import MegaBackend
+    from megamoe.memory.layout import min_pool_rows
 
     other = MegaBackend(problem, pool_rows=min_pool_rows(problem), reserve_sms=40)
     assert torch.equal(other.forward(*call), y)

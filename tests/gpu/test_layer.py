@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 
-from megamoe import MegaMoE, reference
-from megamoe.autograd import apply
+from megamoe import MegaMoE
+from megamoe.backends import reference
 from megamoe.errors import ArgumentError
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.autograd import apply
 from megamoe.testing import assert_close, make_inputs, same_bits
-from megamoe.weights import ExpertWeights
 
 pytestmark = pytest.mark.gpu
 BACKEND, DEVICE = "mega", "cuda"

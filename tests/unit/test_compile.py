@@ -6,7 +6,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
 
 from megamoe import MegaMoE
-from megamoe.autograd import apply
+from megamoe.frontend.autograd import apply
 from megamoe.testing import assert_close, make_inputs
 
 OPS = torch.ops.megamoe

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import ArgumentError, ConfigError, Problem, functional, moe_forward
-from megamoe.functional import choose, close_backends, make_backend, why_not_mega
+from megamoe import ArgumentError, ConfigError, Problem, moe_forward
+from megamoe.frontend import functional
+from megamoe.frontend.functional import choose, close_backends, make_backend, why_not_mega
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)

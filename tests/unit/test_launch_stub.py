@@ -54,9 +54,9 @@ def on_cpu():
     changed = {"current_stream": lambda *a: Stream, "is_current_stream_capturing": lambda: False}
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
-from megamoe import mega
-from megamoe.window import Window
-from megamoe.weights import ExpertWeights, expected_weights
+from megamoe.backends import mega
+from megamoe.memory.window import Window
+from megamoe.formats.weights import ExpertWeights, expected_weights
 module.load_forward = lambda variant, device: KERNEL
 problem = Problem(272, 144, 7, 3, max_tokens=70, precision="fp8")
 weights = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()})

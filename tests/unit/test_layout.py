@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import arguments, layout
 from megamoe.config import ACTIVATIONS, Problem
 from megamoe.errors import ArgumentError, WorkspaceTooSmall
+from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import abi, paths
-from megamoe.weights import ExpertWeights, expected_weights
+from megamoe.memory import arguments, layout
 
 
 def problems(count=60, seed=0):

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import reference
+from megamoe.backends import reference
+from megamoe.backends.reference.route import route
 from megamoe.config import Problem
-from megamoe.reference.route import route
 from megamoe.testing import ROUTINGS, assert_close, compare, make_inputs, make_weights
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import reference
-from megamoe.autograd import Runtime, apply
+from megamoe.backends import reference
+from megamoe.backends.staged import StagedBackend
 from megamoe.config import Problem
-from megamoe.functional import make_backend, moe_forward
-from megamoe.staged import StagedBackend
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.autograd import Runtime, apply
+from megamoe.frontend.functional import make_backend, moe_forward
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
-from megamoe.weights import ExpertWeights
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megamoe.backends.reference.quant import quantize_rows
 from megamoe.config import Problem
-from megamoe.reference.quant import quantize_rows
 from megamoe.testing.stages import StageChecker
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = """
-import megamoe.staged as staged
+import megamoe.backends.staged as staged
 good = staged.StagedBackend.forward
 def bad(self, *args, **kwargs):
     y = good(self, *args, **kwargs)

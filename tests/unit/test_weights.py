@@ -7,17 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megamoe.backends.reference import quant
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
-from megamoe.reference import quant
-from megamoe.testing import assert_close, make_weights
-from megamoe.weights import (
-    QuantizedCache,
+from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
     quantize_blockwise,
     quantize_rows,
 )
+from megamoe.testing import assert_close, make_weights
 
 E4M3 = torch.float8_e4m3fn
 

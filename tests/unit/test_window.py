@@ -9,9 +9,9 @@ import torch
 
 from megamoe.config import ACTIVATIONS, Problem
 from megamoe.errors import ConfigError, RankMismatch, UnreachablePeer, WindowBroken
-from megamoe.transport import checked_peers, choose
-from megamoe.transport.group import Alone, ThreadGroup, as_group
-from megamoe.window import Window, WindowSpec
+from megamoe.memory.transport import checked_peers, choose
+from megamoe.memory.transport.group import Alone, ThreadGroup, as_group
+from megamoe.memory.window import Window, WindowSpec
 
 PROBLEM = Problem(64, 32, 4, 2, ep_size=2, max_tokens=40)
 

@@ -15,15 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import arguments, env, layout
-from megamoe.arguments import Plan
+from megamoe import env
+from megamoe.backends.reference.backend import pack, unpack
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
+from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
-from megamoe.reference.backend import pack, unpack
-from megamoe.transport.group import Group, as_group
-from megamoe.weights import ExpertWeights
+from megamoe.memory import arguments, layout
+from megamoe.memory.arguments import Plan
+from megamoe.memory.transport.group import Group, as_group
 
 MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/megamoe/arch/host/tma.h
 REPORT_BYTES = 1 << 16

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import env, layout
-from megamoe.arguments import Plan, fill_call, fill_static, fill_weights
+from megamoe import env
 from megamoe.config import CHUNK_TOKENS, Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.jit.source import Variant
-from megamoe.transport.group import as_group, nccl_in_use
-from megamoe.weights import ExpertWeights
-from megamoe.window import Window, launch_lock, launch_order, on_device
+from megamoe.memory import layout
+from megamoe.memory.arguments import Plan, fill_call, fill_static, fill_weights
+from megamoe.memory.transport.group import as_group, nccl_in_use
+from megamoe.memory.window import Window, launch_lock, launch_order, on_device
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
@@ -262,7 +263,7 @@ class MegaBackend:
         self.window.reset()
 
     def intermediates(self) -> dict[str, Tensor]:
-        """Return what the last launch left, by the names of megamoe.reference. Waits for the device.
+        """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
 
         Views: the next launch overwrites them. x_pool, h, y_rows (and their scales, as [M, S]) and row_route are by
         pool row, and only there when the launch was a single pass; partials [R, T, H] of own tokens by expert rank

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megamoe.errors import ConfigError
-from megamoe.transport import Allocation, checked_peers
-from megamoe.transport.group import Group
+from megamoe.memory.transport import Allocation, checked_peers
+from megamoe.memory.transport.group import Group
 
 _started: dict[str, tuple[int, int]] = {}  # NVSHMEM starts once a process, for one set of ranks
 

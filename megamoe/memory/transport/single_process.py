@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megamoe.errors import ConfigError, UnreachablePeer
-from megamoe.transport import Allocation, checked_peers
-from megamoe.transport.group import Group
+from megamoe.memory.transport import Allocation, checked_peers
+from megamoe.memory.transport.group import Group
 
 
 class SingleProcessTransport:

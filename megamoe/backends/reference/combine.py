@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.reference.route import Rows
+from megamoe.backends.reference.route import Rows
 
 
 def reduce(rows: Rows, y_rows: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.reference.combine import combine, reduce
+from megamoe.backends.reference.gemm import full_fp32, grouped_gemm
+from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
+from megamoe.backends.reference.route import Rows, route
 from megamoe.config import Problem
-from megamoe.reference.combine import combine, reduce
-from megamoe.reference.gemm import full_fp32, grouped_gemm
-from megamoe.reference.quant import dequantize_block, dequantize_rows, quantize_rows
-from megamoe.reference.route import Rows, route
 
 
 def forward(

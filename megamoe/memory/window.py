@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import env, layout
-from megamoe.arguments import Plan
+from megamoe import env
 from megamoe.config import Problem
 from megamoe.errors import (
     ConfigError,
@@ -29,8 +28,10 @@ from megamoe.errors import (
     fault_to_error,
 )
 from megamoe.jit import abi, cache
-from megamoe.transport import Transport, choose
-from megamoe.transport.group import Group, as_group
+from megamoe.memory import layout
+from megamoe.memory.arguments import Plan
+from megamoe.memory.transport import Transport, choose
+from megamoe.memory.transport.group import Group, as_group
 
 
 @dataclass(frozen=True)

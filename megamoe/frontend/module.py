@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.autograd import Runtime, apply
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.functional import check_call, make_backend
-from megamoe.weights import E4M3, ExpertWeights, check_tensor, expected_weights
+from megamoe.formats.quantization import E4M3
+from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.frontend.autograd import Runtime, apply
+from megamoe.frontend.functional import check_call, make_backend
 
 
 class MegaMoE(nn.Module):

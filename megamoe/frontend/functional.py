@@ -14,16 +14,16 @@ from torch import Tensor
 from megamoe import env
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
-from megamoe.weights import ExpertWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, check_tensor
 
 log = logging.getLogger("megamoe")
 
 # name -> (module, class); imported when first used
 BACKENDS = {
-    "mega": ("megamoe.mega", "MegaBackend"),
-    "staged": ("megamoe.staged", "StagedBackend"),
-    "emulate": ("megamoe.emulate", "EmulateBackend"),
-    "reference": ("megamoe.reference.backend", "ReferenceBackend"),
+    "mega": ("megamoe.backends.mega", "MegaBackend"),
+    "staged": ("megamoe.backends.staged", "StagedBackend"),
+    "emulate": ("megamoe.backends.emulate", "EmulateBackend"),
+    "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
 }
 # what the constructors of the backends take besides problem, group and device
 OPTIONS = (
@@ -86,9 +86,9 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
     if major != 9:
         return f"compute capability is {major}.{minor}, the kernel needs 9.x (Hopper)"
     try:
-        mega = importlib.import_module("megamoe.mega")
+        mega = importlib.import_module("megamoe.backends.mega")
     except ImportError as error:
-        return f"megamoe.mega cannot be imported: {error}"
+        return f"megamoe.backends.mega cannot be imported: {error}"
     reason: str | None = mega.why_not(problem, group, device)
     return reason
 

@@ -5,7 +5,7 @@ as that list. It shares no arithmetic with the backends (its quantizer is its ow
 intermediate has the name that it has in the kernel.
 """
 
-from megamoe.reference.backend import ReferenceBackend
-from megamoe.reference.layer import forward
+from megamoe.backends.reference.backend import ReferenceBackend
+from megamoe.backends.reference.layer import forward
 
 __all__ = ["ReferenceBackend", "forward"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megamoe.errors import UnreachablePeer
-from megamoe.transport import Allocation, checked_peers
-from megamoe.transport.group import Group
+from megamoe.memory.transport import Allocation, checked_peers
+from megamoe.memory.transport.group import Group
 
 
 class SymmMemTransport:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.weights import ExpertWeights, dequantize_rows, quantize_rows
+from megamoe.formats.quantization import dequantize_rows, quantize_rows
+from megamoe.formats.weights import ExpertWeights
 
 
 class _AllToAll(torch.autograd.Function):

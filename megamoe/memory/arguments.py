@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import layout
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
-from megamoe.layout import Region
-from megamoe.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights
+from megamoe.memory import layout
+from megamoe.memory.layout import Region
 
 # (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
 # dims and box are innermost first.

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.staged import compute_dtype, moe
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError
-from megamoe.functional import Backend
-from megamoe.staged import compute_dtype, moe
-from megamoe.weights import ExpertWeights, QuantizedCache
+from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import Backend
 
 
 @dataclass(eq=False)

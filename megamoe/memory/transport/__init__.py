@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ConfigError, UnreachablePeer
-from megamoe.transport.group import Group
+from megamoe.memory.transport.group import Group
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Transport(Protocol):
 
 # name -> (module, class); imported when used
 _TRANSPORTS = {
-    "symm_mem": ("megamoe.transport.symm_mem", "SymmMemTransport"),
-    "nvshmem": ("megamoe.transport.nvshmem", "NvshmemTransport"),
-    "single_process": ("megamoe.transport.single_process", "SingleProcessTransport"),
+    "symm_mem": ("megamoe.memory.transport.symm_mem", "SymmMemTransport"),
+    "nvshmem": ("megamoe.memory.transport.nvshmem", "NvshmemTransport"),
+    "single_process": ("megamoe.memory.transport.single_process", "SingleProcessTransport"),
 }
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.reference.layer import forward
 from megamoe.config import Problem
-from megamoe.reference.layer import forward
 
 
 class ReferenceBackend:

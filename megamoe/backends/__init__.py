@@ -1,0 +1,1 @@
+"""What runs the layer: the kernel, torch.distributed, the emulator, the oracle."""

@@ -1,0 +1,97 @@
+"""Block quantization to FP8: activations in groups of 1x128, weights in blocks of 128x128.
+
+The formula is docs/architecture.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
+q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly these two divisions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import ArgumentError
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+MIN_AMAX = 1e-10
+GROUP = 128
+
+
+def num_groups(width: int) -> int:
+    """Return S = ceil(width / 128)."""
+    return -(-width // GROUP)
+
+
+def _quantize(v: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """v: fp32, one group along `dims` -> (e4m3 of the same shape, scale with `dims` kept as 1)."""
+    amax = v.abs().amax(dim=dims, keepdim=True).clamp(min=MIN_AMAX)
+    # Tensor over tensor: torch computes scalar / tensor as reciprocal * scalar, and on CUDA tensor / scalar as
+    # tensor * (1 / scalar), one ulp away from the kernel's division.
+    limit = torch.full_like(amax, E4M3_MAX)
+    # The clamp matters: torch <= 2.11 turns values past 448 into NaN.
+    q = (v * (limit / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    return q, amax / limit
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [..., K] -> (q [..., K] e4m3, scale [..., ceil(K/128)] fp32); groups of 1x128."""
+    width, groups = x.shape[-1], num_groups(x.shape[-1])
+    v = torch.nn.functional.pad(x.float(), (0, groups * GROUP - width))
+    q, scale = _quantize(v.unflatten(-1, (groups, GROUP)), dims=(-1,))
+    return q.flatten(-2)[..., :width].contiguous(), scale.squeeze(-1)
+
+
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    """q: [..., K] e4m3, scale: [..., ceil(K/128)] -> [..., K] fp32."""
+    return q.float() * scale.repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]
+
+
+def _pad_planes(w: Tensor, planes: int) -> Tensor:
+    """w: [P*I, K] -> fp32 [P, ceil(I/128), 128, ceil(K/128), 128], zero padded."""
+    rows, width = w.shape[0] // planes, w.shape[1]
+    n, k = num_groups(rows), num_groups(width)
+    v = w.float().reshape(planes, rows, width)
+    v = torch.nn.functional.pad(v, (0, k * GROUP - width, 0, n * GROUP - rows))
+    return v.reshape(planes, n, GROUP, k, GROUP)
+
+
+def quantize_blockwise(
+    w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize weights in blocks of 128x128 that restart at each plane.
+
+    w: [L, P*I, K] -> (q [L, P*I, K] e4m3, scale [L, P*ceil(I/128), ceil(K/128)] fp32).
+    planes: 2 for the w13 of a gated activation (gate rows, then up rows), else 1.
+    out: (q, scale) to write into.
+    """
+    num, height, width = w.shape
+    if height % planes:
+        raise ArgumentError("w.shape[1]", height, f"a multiple of planes = {planes}")
+    rows = height // planes
+    scale_shape = (num, planes * num_groups(rows), num_groups(width))
+    if out is None:
+        q = torch.empty(w.shape, dtype=E4M3, device=w.device)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=w.device)
+    else:
+        q, scale = out
+    for expert in range(num):  # one by one: the padded fp32 copy of all experts would be large
+        q_e, scale_e = _quantize(_pad_planes(w[expert].detach(), planes), dims=(2, 4))
+        q_e = q_e.reshape(planes, num_groups(rows) * GROUP, -1)
+        q[expert] = q_e[:, :rows, :width].reshape(height, width)
+        scale[expert] = scale_e.reshape(scale_shape[1:])
+    return q, scale
+
+
+def dequantize_blockwise(
+    q: Tensor, scale: Tensor, planes: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Invert quantize_blockwise: -> [L, P*I, K], computed in fp32, rounded to `dtype`."""
+    num, height, width = q.shape
+    rows = height // planes
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    for expert in range(num):
+        s = scale[expert].reshape(planes, -1, scale.shape[-1])
+        s = s.repeat_interleave(GROUP, dim=1)[:, :rows]
+        s = s.repeat_interleave(GROUP, dim=2)[:, :, :width]
+        out[expert] = q[expert].float() * s.reshape(height, width)
+    return out

@@ -1,0 +1,1 @@
+"""What users call: the function, the operators with gradients, the module."""

@@ -1,0 +1,1 @@
+"""Where bytes live: region tables, launch arguments, the window that ranks share."""
