@@ -3,7 +3,10 @@
 
 import argparse
 import csv
+import io
+import re
 import sys
+import textwrap
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -76,6 +79,12 @@ def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
     axis.legend(fontsize="x-small")
 
 
+def shorter(title: str, columns: int) -> str:
+    """Return the title in lines of at most `columns`, without where the output went."""
+    lines = (re.sub(r" --(out|name) \S+", "", line.lstrip("# ")) for line in title.splitlines())
+    return "\n".join(textwrap.fill(line, columns) for line in lines)
+
+
 def plot(found: list[Measurement], title: str, path: Path) -> bool:
     """Draw one panel for each shape and precision of the first backend; return whether matplotlib is there."""
     try:
@@ -84,6 +93,7 @@ def plot(found: list[Measurement], title: str, path: Path) -> bool:
         return False
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
 
     main = found[0].backend
     panels = list(dict.fromkeys((m.shape, m.precision) for m in found if m.backend == main))
@@ -100,8 +110,12 @@ def plot(found: list[Measurement], title: str, path: Path) -> bool:
         ]
         draw_panel(axis, here, main)
         axis.set_title(f"{shape}, {precision}, EP{here[0].ranks}")
-    figure.suptitle(title, fontsize="x-small", wrap=True)
-    figure.savefig(path, dpi=120)
+    figure.suptitle(shorter(title, 75 * columns), fontsize="x-small")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    pyplot.close(figure)
+    # a palette: a third of the size, in a repository that keeps every picture
+    Image.open(buffer).convert("RGB").quantize(64).save(path, format="png", optimize=True)
     return True
 
 
