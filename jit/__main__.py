@@ -7,8 +7,8 @@ import sys
 import time
 
 from megamoe import env
-from megamoe.errors import CompileError
-from megamoe.jit.compiler import compile_variant
+from megamoe.errors import CompileError, ConfigError
+from megamoe.jit.compiler import check_installed, compile_variant
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, Variant, variants
 
 
@@ -30,6 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
         for v in variants(chosen.profile)
         if chosen.precision in (None, v.precision) and chosen.activation in (None, v.activation)
     ]
+    try:
+        check_installed()
+    except (CompileError, ConfigError) as error:
+        print(f"megamoe.jit: {error}", file=sys.stderr)
+        return 1
     print(f"cache {env.cache_dir()}, compiler {env.compiler()}")
     print(
         f"{'variant':26} {'regs':>5} {'stack':>6} {'spill':>6} {'cubin':>8} {'build':>7} {'total':>7}"

@@ -2,14 +2,18 @@
 
 The result is published last, by a rename; so a file that exists under its final name is whole. One process builds, the
 others wait for its file lock and then find the result (that is also how the ranks of one machine share a compilation).
+What lies here is executed, so the folder is made for its owner alone, and one that others can write is refused.
 """
 
 from __future__ import annotations
 
 import fcntl
+import grp
 import hashlib
 import json
 import os
+import pwd
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe import env
+from megamoe.errors import ConfigError
 from megamoe.jit import paths
 
 Builder = Callable[
@@ -53,9 +58,61 @@ def content_key(
     return digest.hexdigest()[:32]
 
 
+UNMAPPED = 65534  # the owner, inside a user namespace, of what root owns outside
+
+
+def _owned(info: os.stat_result) -> bool:
+    return info.st_uid in (os.geteuid(), 0)
+
+
+def _private_group(gid: int) -> bool:
+    """Whether the user is alone in the group, as with umask 002 on most distributions."""
+    try:
+        name, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def _doubt(info: os.stat_result, is_parent: bool) -> str | None:
+    """Return why somebody else could put a file behind a path, or None."""
+    if not (_owned(info) or (is_parent and info.st_uid == UNMAPPED)):
+        return f"belongs to user {info.st_uid}, not to {os.geteuid()}"
+    writers = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if is_parent and writers == stat.S_IWGRP and _private_group(info.st_gid):
+        writers = 0
+    if is_parent and info.st_mode & stat.S_ISVTX:
+        writers = 0  # as in /tmp: they cannot rename what is not theirs
+    return f"can be written by others (mode {info.st_mode & 0o7777:o})" if writers else None
+
+
+def secure(folder: Path) -> Path:
+    """Make the folder; return its real path. Raise ConfigError when others could put code into it.
+
+    As ssh does it: the folder and its parents belong to this user or to root, and nobody else may write there.
+    """
+
+    def refusal(path: Path, why: str) -> ConfigError:
+        return ConfigError(
+            f"the cache folder {folder} holds code that is executed, but {path} {why}: mend that "
+            f"(empty the cache, chmod go-w {path}), or set MEGAMOE_CACHE_DIR to a folder of your own"
+        )
+
+    try:
+        real = folder.resolve()
+        real.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = [(path, os.stat(path)) for path in (real, *real.parents)]
+    except OSError as error:
+        raise refusal(folder, f"cannot be used ({error})") from error
+    for path, info in found:
+        if (why := _doubt(info, is_parent=path != real)) is not None:
+            raise refusal(path, why)
+    return real
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -64,6 +121,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _publish(temporary: Path, final: Path) -> None:
+    os.chmod(temporary, 0o600)  # whatever umask the compiler ran under
     descriptor = os.open(temporary, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -73,10 +131,13 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _load(result: Path, notes: Path) -> dict[str, Any] | None:
-    """Return the notes of a whole result, or None."""
+    """Return the notes of a whole result that is ours, or None."""
     try:
+        info = os.lstat(result)
+        if not (stat.S_ISREG(info.st_mode) and _owned(info)):
+            return None  # left from a time when others could write here: built again, in its place
         found = json.loads(notes.read_text())
-        if result.stat().st_size == found["bytes"] > 0:
+        if info.st_size == found["bytes"] > 0:
             return dict(found)
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -90,12 +151,11 @@ def fetch(
 
     suffix: ".cubin", ".so", ...
     """
-    folder = directory or env.cache_dir()
+    folder = secure(directory or env.cache_dir())
     result, notes = folder / f"{key}{suffix}", folder / f"{key}{suffix}.json"
     found = _load(result, notes)
     if found is not None:
         return result, found
-    folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / f"{key}.lock"):
         found = _load(result, notes)  # another process built it while this one waited
         if found is not None:

@@ -71,12 +71,26 @@ def compile_source(
 def compiler_version(which: str) -> str:
     """Return the compiler's name and version, as it enters the cache key."""
     if which == "nvrtc":
-        from cuda.bindings import nvrtc
+        try:
+            from cuda.bindings import nvrtc
 
-        major, minor = _check(nvrtc.nvrtcVersion())
+            major, minor = _check(nvrtc.nvrtcVersion())
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # no package, or one without its library
+            raise CompileError(f"NVRTC is missing ({error}): {paths.INSTALL}") from error
         return f"nvrtc {major}.{minor}"
     text = subprocess.run([_nvcc_path(), "--version"], capture_output=True, text=True).stdout
     return "nvcc " + " ".join(re.findall(r"V[\d.]+", text))
+
+
+def check_installed() -> None:
+    """Raise before any work: CompileError without compiler or headers, ConfigError for an unsafe cache."""
+    compiler_version(env.compiler())
+    paths.include_dirs()
+    cache.secure(env.cache_dir())
 
 
 def parse_log(log: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megamoe.errors import CompileError
 
+INSTALL = 'pip install "megamoe[cu13]"'
 CSRC = Path(__file__).resolve().parent.parent / "csrc"  # the same in a checkout and in a wheel
 
 
@@ -63,8 +64,7 @@ def cuda_includes() -> tuple[Path, ...]:
         if (path / "cuda_bf16.h").is_file() and (path / "cccl" / "cuda" / "std").is_dir():
             return (path, path / "cccl")
     raise CompileError(
-        "no complete set of CUDA 13 headers: pip install 'nvidia-cuda-runtime>=13,<14' "
-        "'nvidia-cuda-cccl>=13,<13.2', or set CUDA_HOME to a CUDA 13 toolkit "
+        f"no complete set of CUDA 13 headers: {INSTALL}, or set CUDA_HOME to a CUDA 13 toolkit "
         f"(looked at: {', '.join(map(str, candidates))})"
     )
 

@@ -2,11 +2,15 @@
 
 import json
 import multiprocessing
+import os
 import shutil
+import subprocess
+import sys
 import time
 
 import pytest
 
+from megamoe.errors import ConfigError
 from megamoe.jit import cache, paths
 from megamoe.jit.compiler import compile_source, parse_log
 from megamoe.jit.source import Variant, variants
@@ -161,3 +165,136 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
     assert (found["registers"], found["stack_bytes"], found["spill_bytes"]) == (128, 96, 28)
     assert found["shared_bytes"] == 32
     assert len(found["warnings"]) == 1
+
+
+def owned_by(monkeypatch, path, uid):
+    """Make os.stat name another owner of `path`: root, who may run the tests, owns everything."""
+    real = os.stat
+
+    def stat(name, *args, **kwargs):
+        info = list(real(name, *args, **kwargs))
+        if os.fspath(name) == os.fspath(path):
+            info[4] = uid
+        return os.stat_result(info)
+
+    monkeypatch.setattr(cache.os, "stat", stat)
+
+
+def test_the_folder_is_made_for_its_owner_alone(tmp_path):
+    previous = os.umask(0o002)
+    try:
+        path, _ = cache.fetch("key", ".so", build_counting([]), tmp_path / "a" / "cache")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "a" / "cache").stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o077 == 0
+    assert path.with_name("key.lock").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777, 0o720])
+def test_a_folder_that_others_can_write_is_refused(tmp_path, mode):
+    folder = tmp_path / "cache"
+    calls = []
+    cache.fetch("key", ".so", build_counting(calls), folder)
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=f"{folder} can be written by others .*MEGAMOE_CACHE_DIR"):
+        cache.fetch("key", ".so", build_counting(calls), folder)
+    folder.chmod(0o755)
+    cache.fetch("key", ".so", build_counting(calls), folder)
+    assert len(calls) == 1
+
+
+def test_parents_are_checked_as_ssh_does(tmp_path, monkeypatch):
+    parent = tmp_path / "parent"
+    folder = parent / "cache"
+    cache.secure(folder)
+    parent.chmod(0o777)
+    with pytest.raises(ConfigError, match=f"but {parent} can be written by others"):
+        cache.secure(folder)
+    parent.chmod(0o1777)  # sticky, like /tmp
+    assert cache.secure(folder) == folder
+    parent.chmod(0o775)
+    monkeypatch.setattr(cache, "_private_group", lambda gid: True)
+    assert cache.secure(folder) == folder
+    monkeypatch.setattr(cache, "_private_group", lambda gid: False)
+    with pytest.raises(ConfigError, match=f"but {parent} can be written by others"):
+        cache.secure(folder)
+
+
+@pytest.mark.parametrize("of", ["cache", "."])
+def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch, of):
+    folder = tmp_path / "cache"
+    cache.secure(folder)
+    other = os.geteuid() + 1234
+    owned_by(monkeypatch, (tmp_path / of).resolve(), other)
+    with pytest.raises(ConfigError, match=f"belongs to user {other}, not to {os.geteuid()}"):
+        cache.fetch("key", ".so", build_counting([]), folder)
+    owned_by(monkeypatch, (tmp_path / of).resolve(), 0)  # root may do anything anyway
+    assert cache.secure(folder) == folder
+
+
+def test_a_link_is_followed_before_the_check(tmp_path):
+    real = tmp_path / "real"
+    real.mkdir(mode=0o777)
+    real.chmod(0o777)
+    (tmp_path / "link").symlink_to(real)
+    with pytest.raises(ConfigError, match=f"{real} can be written by others"):
+        cache.secure(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be used"):
+        cache.secure(tmp_path / "file")
+
+
+def test_a_planted_result_is_not_used(tmp_path, monkeypatch):
+    """A file of another owner, or a link to one, left from a time when the folder was open."""
+    calls = []
+    path, _ = cache.fetch("key", ".so", build_counting(calls), tmp_path)
+    path.rename(tmp_path / "elsewhere.so")
+    path.symlink_to(tmp_path / "elsewhere.so")
+    path, _ = cache.fetch("key", ".so", build_counting(calls), tmp_path)
+    assert len(calls) == 2
+    assert not path.is_symlink()
+    real = os.lstat
+
+    def lstat(name, *args, **kwargs):
+        info = list(real(name, *args, **kwargs))
+        info[4] = os.geteuid() + 1234
+        return os.stat_result(info)
+
+    monkeypatch.setattr(cache.os, "lstat", lstat)
+    cache.fetch("key", ".so", build_counting(calls), tmp_path)
+    assert len(calls) == 3
+
+
+WITHOUT_CUDA = """
+import runpy, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cuda" or name.startswith(("cuda.", "nvidia")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["megamoe.jit", "--all"]
+runpy.run_module("megamoe.jit", run_name="__main__", alter_sys=False)
+"""
+
+
+def test_the_warmer_without_the_wheels_says_what_to_install(tmp_path):
+    environment = os.environ | {"MEGAMOE_CACHE_DIR": str(tmp_path), "MEGAMOE_COMPILER": "nvrtc"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CUDA], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = [text for text in done.stderr.splitlines() if "megamoe" in text]
+    assert "NVRTC is missing" in line
+    assert 'pip install "megamoe[cu13]"' in line
+
+
+def test_the_warmer_refuses_an_open_folder(tmp_path):
+    tmp_path.chmod(0o777)
+    environment = os.environ | {"MEGAMOE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "megamoe.jit", "--all"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{tmp_path} can be written by others" in done.stderr
