@@ -1,4 +1,4 @@
-"""csrc/megamoe/layout/args.h as ctypes: Args, FaultRecord, RouteCell, TensorMap, Edge.
+"""csrc/megamoe/layout/args.h as ctypes: Args, Gemm, FaultRecord, RouteCell, TensorMap, Edge.
 
 The header is the only definition. It is read line by line, one field a line; tests/unit/test_abi.py compares every
 offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
@@ -113,6 +113,7 @@ def parse_edges(text: str) -> dict[str, int]:
 
 _structures, CONSTANTS = parse(read_text())
 Args: Any = _structures["Args"]
+Gemm: Any = _structures["Gemm"]
 FaultRecord: Any = _structures["FaultRecord"]
 RouteCell: Any = _structures["RouteCell"]
 TensorMap: Any = _structures["TensorMap"]

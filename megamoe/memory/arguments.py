@@ -14,6 +14,7 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
+from megamoe.jit import abi
 from megamoe.memory import layout
 from megamoe.memory.layout import Region
 
@@ -23,6 +24,13 @@ Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 SWIZZLE_BYTES = 128  # innermost extent of every box
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
+# Regions of the workspace that the GEMM table points to: (index, field) of each place.
+GEMM_POINTERS = {
+    "x_pool_scale": ((0, "a_scale"),),
+    "h_scale": ((0, "out_scale"), (1, "a_scale")),
+    "gemm1_done": ((0, "done"),),
+    "gemm2_done": ((1, "done"),),
+}
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 
 
@@ -109,8 +117,9 @@ def fill_static(
     window's; it goes into the hash, so that ranks that call equal layers in different orders notice.
     """
     p = plan.strided
-    for name, region in plan.workspace.items():
-        setattr(args, name, workspace_base + region.offset)
+    address = {n: workspace_base + region.offset for n, region in plan.workspace.items()}
+    for name in address.keys() & set(abi.field_names(abi.Args)):
+        setattr(args, name, address[name])
     if epoch:
         args.epoch = epoch
     args.fault, args.profile = fault, profile
@@ -134,13 +143,22 @@ def fill_static(
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
+    def pool_map(name: str, columns: int, size: int) -> bytes:
+        box = (SWIZZLE_BYTES // size, 64)
+        return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
+
     size = _element_bytes(p)
-    rows = plan.pool_rows
-    inner = SWIZZLE_BYTES // size
-    encode = _matrix_encoder(encoder)
-    _set_map(args.map_x_pool, encode(args.x_pool, rows, p.hidden, (inner, 64), size))
-    _set_map(args.map_h, encode(args.h, rows, p.intermediate, (inner, 64), size))
-    _set_map(args.map_y_rows, encode(args.y_rows, rows, p.hidden, (SWIZZLE_BYTES // 2, 64), 2))
+    x_pool, h = pool_map("x_pool", p.hidden, size), pool_map("h", p.intermediate, size)
+    y_rows = pool_map("y_rows", p.hidden, 2)
+    gemm1, gemm2 = args.gemm
+    gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate
+    _set_map(gemm1.a, x_pool)
+    _set_map(gemm1.out, h)
+    _set_map(gemm2.a, h)
+    _set_map(gemm2.out, y_rows)
+    for name in GEMM_POINTERS.keys() & address.keys():
+        for index, field in GEMM_POINTERS[name]:
+            setattr(args.gemm[index], field, address[name])
 
 
 def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:
@@ -149,19 +167,19 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     size = _element_bytes(p)
     inner = SWIZZLE_BYTES // size
     local, planes = p.num_local_experts(p.rank), p.activation.planes
-    for field, w, height, w_planes, width in (
-        (args.map_w13, weights.w13, p.intermediate, planes, p.hidden),
-        (args.map_w2, weights.w2, p.hidden, 1, p.intermediate),
+    for gemm, w, w_planes, scale, bias in (
+        (args.gemm[0], weights.w13, planes, weights.w13_scale, weights.b13),
+        (args.gemm[1], weights.w2, 1, weights.w2_scale, weights.b2),
     ):
+        height, width = gemm.n, gemm.k
         base = w.data_ptr() if local else args.x_pool  # any legal address
         if base % 16:
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
         strides = (width * size, height * width * size, w_planes * height * width * size)
-        _set_map(field, encoder(base, dims, strides, (inner, 128, 1, 1), size))
-    for name in ("w13_scale", "w2_scale", "b13", "b2"):
-        tensor = getattr(weights, name)
-        setattr(args, name, tensor.data_ptr() if tensor is not None else None)
+        _set_map(gemm.b, encoder(base, dims, strides, (inner, 128, 1, 1), size))
+        gemm.b_scale = scale.data_ptr() if scale is not None else None
+        gemm.bias = bias.data_ptr() if bias is not None else None
 
 
 def fill_call(
@@ -184,13 +202,6 @@ def fill_call(
 
 def _element_bytes(problem: Problem) -> int:
     return 1 if problem.precision == "fp8" else 2
-
-
-def _matrix_encoder(encoder: Encoder) -> Callable[[int, int, int, tuple[int, int], int], bytes]:
-    def encode(base: int, rows: int, columns: int, box: tuple[int, int], size: int) -> bytes:
-        return encoder(base, (columns, rows), (columns * size,), box, size)
-
-    return encode
 
 
 def _set_map(field: Any, data: bytes) -> None:

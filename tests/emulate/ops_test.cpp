@@ -62,9 +62,9 @@ void load(const Args& args) {
     if (arch::thread_idx() == 0) {
         arch::mbar_arrive_expect_tx(barriers(), bytes);
         if (at[5] == 2) {
-            arch::tma_load_2d(arch::dynamic_smem(), &args.map_x_pool, barriers(), at[0], at[1]);
+            arch::tma_load_2d(arch::dynamic_smem(), &args.gemm[0].a, barriers(), at[0], at[1]);
         } else if (at[5] == 4) {
-            arch::tma_load_4d(arch::dynamic_smem(), &args.map_x_pool, barriers(), at[0], at[1], at[2], at[3]);
+            arch::tma_load_4d(arch::dynamic_smem(), &args.gemm[0].a, barriers(), at[0], at[1], at[2], at[3]);
         } else {
             arch::bulk_load(arch::dynamic_smem(), args.x, bytes, barriers());
         }
@@ -76,8 +76,8 @@ void load(const Args& args) {
     arch::mbar_wait(barriers(), 0);
 }
 
-// x: an image of shared memory, stored to map_y_rows at numbers 0, 1. numbers[2]: 1 overwrites the source
-// before bulk_wait_read. numbers[3]: 1 publishes (copies the tensor to `h`) before bulk_wait.
+// x: an image of shared memory, stored to gemm[1].out at numbers 0, 1. numbers[2]: 1 overwrites the source
+// before bulk_wait_read. numbers[3]: 1 publishes (copies the tensor to `x_pool`) before bulk_wait.
 void store(const Args& args) {
     const int32_t* at = numbers(args);
     for (int i = arch::thread_idx(); i < at[4]; i += 128)
@@ -85,12 +85,12 @@ void store(const Args& args) {
     arch::fence_proxy_async_shared();
     all_threads_meet();
     if (arch::thread_idx() == 0) {
-        arch::tma_store_2d(&args.map_y_rows, arch::dynamic_smem(), at[0], at[1]);
+        arch::tma_store_2d(&args.gemm[1].out, arch::dynamic_smem(), at[0], at[1]);
         arch::bulk_commit();
         if (at[2]) memset(arch::dynamic_smem(), 0x11, static_cast<size_t>(at[4]));
         arch::bulk_wait_read();
         if (!at[3]) arch::bulk_wait();
-        memcpy(args.h, args.y_rows, static_cast<size_t>(at[5]));
+        memcpy(args.x_pool, args.y_rows, static_cast<size_t>(at[5]));
         arch::bulk_wait();
     }
 }
@@ -133,9 +133,9 @@ void gemm(const Args& args) {
                 arch::mbar_wait(empty + slot, parity ^ 1);
                 arch::mbar_arrive_expect_tx(full + slot, sizeof(Stage));
                 for (int half = 0; half < 2; ++half)
-                    arch::tma_load_2d(stage.a + half * 8192, &args.map_x_pool, full + slot,
+                    arch::tma_load_2d(stage.a + half * 8192, &args.gemm[0].a, full + slot,
                                       step * columns_a_stage, row0 + 64 * half);
-                arch::tma_load_4d(stage.b, &args.map_w13, full + slot, step * columns_a_stage, column0, 0, 0);
+                arch::tma_load_4d(stage.b, &args.gemm[0].b, full + slot, step * columns_a_stage, column0, 0, 0);
             } else if (group >= 0) {
                 arch::mbar_wait(full + slot, parity);
                 arch::Desc a = arch::make_desc(stage.a + group * 8192), b = arch::make_desc(stage.b);
@@ -232,13 +232,13 @@ void misuse(const Args& args) {
     bool first = arch::thread_idx() == 0;
     switch (numbers(args)[0]) {
         case 0:  // misaligned tile
-            if (first) arch::tma_load_2d(smem + 512, &args.map_x_pool, barriers(), 0, 0);
+            if (first) arch::tma_load_2d(smem + 512, &args.gemm[0].a, barriers(), 0, 0);
             break;
         case 1:  // two-dimensional map in a four-dimensional load
-            if (first) arch::tma_load_4d(smem, &args.map_x_pool, barriers(), 0, 0, 0, 0);
+            if (first) arch::tma_load_4d(smem, &args.gemm[0].a, barriers(), 0, 0, 0, 0);
             break;
         case 2:  // no map at all
-            if (first) arch::tma_load_2d(smem, &args.map_h, barriers(), 0, 0);
+            if (first) arch::tma_load_2d(smem, &args.gemm[0].out, barriers(), 0, 0);
             break;
         case 3:  // past the end of shared memory
             if (first) arch::bulk_load(smem + smem_bytes - 16, args.x, 32, barriers());
@@ -288,7 +288,7 @@ void misuse(const Args& args) {
             if (arch::warp_idx() < 2) arch::registers_shrink<40>();
             break;
         case 14:  // the store's source is left behind unread
-            if (first) arch::tma_store_2d(&args.map_x_pool, smem, 0, 0);
+            if (first) arch::tma_store_2d(&args.gemm[0].a, smem, 0, 0);
             break;
         case 15:  // a lane strays from an aligned barrier
             if (arch::lane_idx() == 5) arch::warp_sync();

@@ -28,9 +28,10 @@ def make_args(numbers: list[int], **fields: Any) -> Any:
     args = abi.aligned(abi.Args)
     args.keep = [np.array(numbers, np.int32), *fields.values()]
     args.topk_ids = args.keep[0].ctypes.data
+    maps = {"map_a": args.gemm[0].a, "map_b": args.gemm[0].b, "map_out": args.gemm[1].out}
     for name, value in fields.items():
         if isinstance(value, bytes):
-            ctypes.memmove(ctypes.addressof(getattr(args, name)), value, 128)
+            ctypes.memmove(ctypes.addressof(maps[name]), value, 128)
         elif isinstance(value, np.ndarray):
             setattr(args, name, value.ctypes.data)
         elif isinstance(value, torch.Tensor):
@@ -154,7 +155,7 @@ def test_load_2d(library: Any, seed: int, dtype: Any, at: tuple[int, int]) -> No
     tensor[:] = rng.integers(1, 256, tensor.shape)
     columns = 144 if size == 1 else 96  # what lies right of it in memory must not come along
     y = np.zeros((64, 128), np.uint8)
-    args = make_args([*at, 0, 0, y.nbytes, 2, 0], map_x_pool=matrix_map(tensor, 64, columns), y=y)
+    args = make_args([*at, 0, 0, y.nbytes, 2, 0], map_a=matrix_map(tensor, 64, columns), y=y)
     launch(library.test_load, args, seed=seed)
     expected = box_of(tensor[:, :columns], [at[1], at[0]], [64, 128 // size])
     assert (y == swizzled(expected.view(np.uint8))).all()
@@ -169,7 +170,7 @@ def test_load_4d(library: Any, at: tuple[int, ...]) -> None:
     tensor_map = encode_emulated(
         tensor.ctypes.data, tuple(reversed(tensor.shape)), strides, (64, 32, 1, 1), 2
     )
-    launch(library.test_load, make_args([*at, y.nbytes, 4, 0], map_x_pool=tensor_map, y=y))
+    launch(library.test_load, make_args([*at, y.nbytes, 4, 0], map_a=tensor_map, y=y))
     expected = box_of(tensor, list(reversed(at)), [1, 1, 32, 64])
     assert (y == swizzled(expected.reshape(32, 64).view(np.uint8))).all()
 
@@ -187,7 +188,7 @@ def test_data_read_before_its_barrier_is_poison(library: Any) -> None:
     y = np.zeros((64, 128), np.uint8)
     launch(
         library.test_load,
-        make_args([0, 0, 0, 0, y.nbytes, 2, 1], map_x_pool=matrix_map(tensor, 64), y=y),
+        make_args([0, 0, 0, 0, y.nbytes, 2, 1], map_a=matrix_map(tensor, 64), y=y),
     )
     assert (y[0] == 0xFF).all()
 
@@ -204,8 +205,8 @@ def store(
         [*at, overwrite, early, image.nbytes, tensor.nbytes],
         x=swizzled(image),
         y_rows=memory,
-        h=seen,
-        map_y_rows=matrix_map(tensor, 64, 96),
+        x_pool=seen,
+        map_out=matrix_map(tensor, 64, 96),
     )
     launch(library.test_store, args, seed=seed)
     expected = np.zeros((300, 300), np.uint16)
@@ -254,8 +255,8 @@ def gemm(
     c = torch.full((m, n), float("nan"))
     args = make_args(
         [m, n, k, forget],
-        map_x_pool=encode_emulated(a.data_ptr(), (k, m), (k * size,), (inner, 64), size),
-        map_w13=encode_emulated(
+        map_a=encode_emulated(a.data_ptr(), (k, m), (k * size,), (inner, 64), size),
+        map_b=encode_emulated(
             b.data_ptr(),
             (k, n, 1, 1),
             (k * size, n * k * size, n * k * size),
@@ -264,7 +265,7 @@ def gemm(
         ),
         y=c,
         x=a,
-        w13_scale=b,  # only to keep it alive
+        x_pool=b,  # only to keep it alive
     )
     status, report = run(getattr(library, f"test_gemm_{name}"), args, num_ctas=num_ctas, seed=seed)
     return status, report, c, a.float() @ b.float().T
@@ -419,7 +420,7 @@ def test_missing_arrival_is_a_deadlock(library: Any, seed: int) -> None:
 )
 def test_mistakes_are_named(library: Any, mistake: int, message: str) -> None:
     tensor = aligned(64 * 128).reshape(64, 128)
-    args = make_args([mistake], map_x_pool=matrix_map(tensor, 64), x=tensor)
+    args = make_args([mistake], map_a=matrix_map(tensor, 64), x=tensor)
     status, report = run(library.test_misuse, args)
     assert status != 0
     assert message in report

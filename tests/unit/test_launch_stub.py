@@ -217,8 +217,9 @@ with on_cpu():
         "pointers": [got.x == x.data_ptr(), got.y == y.data_ptr(), got.num_tokens_device == count.data_ptr(),
                      got.epoch == backend.window.epoch_address, got.fault == backend.window.fault_address,
                      got.profile == backend.profile.data_ptr(), got.window[0] == backend.window.bases[0],
-                     got.w13_scale == weights.w13_scale.data_ptr(),
-                     got.map_w13.words[0] == weights.w13.data_ptr(), got.map_h.words[0] == got.h],
+                     got.gemm[0].b_scale == weights.w13_scale.data_ptr(),
+                     got.gemm[0].b.words[0] == weights.w13.data_ptr(),
+                     bytes(got.gemm[0].out) == bytes(got.gemm[1].a), got.gemm[0].a.words[0] == got.x_pool],
         "sizes": [got.num_tokens, got.ids_are_int64, got.timeout_ns],
     }
     out = torch.zeros(0, 272, dtype=torch.bfloat16)
@@ -226,7 +227,7 @@ with on_cpu():
     facts["empty"] = [argument().num_tokens, empty is out, len(maps()) == made]
     moved = ExpertWeights(**{n: t.clone() for n, t in weights.named().items()})
     call(backend, weights=moved)
-    facts["moved"] = [argument().map_w13.words[0] == moved.w13.data_ptr(), len(maps()) - made]
+    facts["moved"] = [argument().gemm[0].b.words[0] == moved.w13.data_ptr(), len(maps()) - made]
     backend.close(); backend.close()
 print(json.dumps(facts))
 """)

@@ -1,5 +1,6 @@
 """Region tables and the argument block that is filled from them."""
 
+import ctypes
 import random
 import re
 from dataclasses import replace
@@ -55,7 +56,7 @@ def test_names_are_fields_of_args():
     for problem in problems():
         window, workspace = regions_of(problem)
         assert set(window) <= windows
-        assert set(workspace) <= set(fields)
+        assert set(workspace) <= {*fields, *arguments.GEMM_POINTERS, "h"}  # h: in maps only
         seen |= set(window)
     assert seen == windows
 
@@ -82,7 +83,7 @@ def test_shapes_are_those_of_the_header():
             shape = region.shape[:-1] if found[1] == "window_routes" else region.shape
             assert shape == stated, found[1]
             checked += 1
-    assert checked >= 22
+    assert checked >= 18
 
 
 def test_window_is_the_same_on_every_rank():
@@ -211,7 +212,20 @@ def test_every_field_is_filled():
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
     assert empty == {"window_abort", "step_blocks"}  # the first region; 0 = the kernel chooses
     for name, region in plan.workspace.items():
-        assert getattr(args, name) == (1 << 40) + region.offset
+        found = [getattr(args, name)] if hasattr(args, name) else []
+        found += [
+            getattr(args.gemm[i], field) for i, field in arguments.GEMM_POINTERS.get(name, ())
+        ]
+        assert set(found) == ({(1 << 40) + region.offset} if name != "h" else set()), name
+    for gemm, n, k in zip(args.gemm, (144, 272), (272, 144), strict=True):
+        assert (gemm.n, gemm.k) == (n, k)
+        unset = {f for f in abi.field_names(abi.Gemm) if not _value(getattr(gemm, f))}
+        assert unset == ({"out_scale"} if n == 272 else set())  # y_rows is bf16
+    given = tensors[4]
+    assert [(g.b_scale, g.bias) for g in args.gemm] == [
+        (given.w13_scale.data_ptr(), given.b13.data_ptr()),
+        (given.w2_scale.data_ptr(), given.b2.data_ptr()),
+    ]
     assert args.x == tensors[0].data_ptr()
     assert args.config_hash == problem.fingerprint()
     assert (args.num_tokens, args.max_chunks, args.expert_begin, args.num_local_experts) == (
@@ -225,13 +239,7 @@ def test_every_field_is_filled():
 
 
 def _value(field):
-    return (
-        any(bytes(field))
-        if hasattr(field, "_fields_")
-        else any(field)
-        if hasattr(field, "_length_")
-        else field
-    )
+    return any(bytes(field)) if isinstance(field, ctypes.Structure | ctypes.Array) else field
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp8", 1)])
@@ -242,16 +250,14 @@ def test_map_geometry(precision, size, activation, planes):
     m, weights, inner = plan.pool_rows, tensors[4], 128 // size
     x_pool, h, y_rows, w13, w2 = maps
     assert x_pool == (args.x_pool, (272, m), (272 * size,), (inner, 64), size)
-    assert h == (args.h, (144, m), (144 * size,), (inner, 64), size)
+    assert h == ((1 << 40) + plan.workspace["h"].offset, (144, m), (144 * size,), (inner, 64), size)
     assert y_rows == (args.y_rows, (272, m), (544,), (64, 64), 2)
     strides = (272 * size, 144 * 272 * size, planes * 144 * 272 * size)
     assert w13 == (weights.w13.data_ptr(), (272, 144, planes, 4), strides, (inner, 128, 1, 1), size)
     strides = (144 * size, 272 * 144 * size, 272 * 144 * size)
     assert w2 == (weights.w2.data_ptr(), (144, 272, 1, 4), strides, (inner, 128, 1, 1), size)
-    order = [
-        bytes(getattr(args, f"map_{name}"))[0] for name in ("x_pool", "h", "y_rows", "w13", "w2")
-    ]
-    assert order == [1, 2, 3, 4, 5]
+    order = [bytes(getattr(gemm, name))[0] for gemm in args.gemm for name in ("a", "b", "out")]
+    assert order == [1, 4, 2, 2, 5, 3]
 
 
 def test_maps_are_legal_without_tokens_or_experts():

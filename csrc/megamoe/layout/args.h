@@ -41,22 +41,29 @@ struct FaultRecord {  // in pinned host memory
 };
 
 // clang-format off: one field a line, read by jit/abi.py
+// One GEMM of the layer, out = A B^T: rows of the pool times the weights of their expert, p planes of n x k.
+// gemm1: A = x_pool, B = w13, out = h; gemm2: A = h, B = w2, out = y_rows, p = 1. Maps have 128B swizzle.
+struct Gemm {
+    TensorMap a;           // [M, k]; box 64 rows x 128 bytes
+    TensorMap b;           // [L, p, n, k]; box 128 rows x 128 bytes
+    TensorMap out;         // [M, n]; box 64 rows x 128 bytes
+    const float* a_scale;  // scaled A: [ceil(k/128), M]
+    const float* b_scale;  // scaled B: [L, p * ceil(n/128), ceil(k/128)]
+    const float* bias;     // [L, p * n] or null
+    float* out_scale;      // scaled out: [ceil(n/128), M]
+    uint32_t* done;        // [M/128] finished tiles
+    int32_t n;
+    int32_t k;
+};
+
 struct Args {
-    TensorMap map_x_pool;  // [M, H] A operand of gemm1; box 64 rows x 128 bytes, 128B swizzle
-    TensorMap map_w13;     // [L, P, I, H]; box 128 rows x 128 bytes
-    TensorMap map_h;       // [M, I] stored by gemm1, A operand of gemm2; box 64 rows x 128 bytes
-    TensorMap map_w2;      // [L, 1, H, I]; box 128 rows x 128 bytes
-    TensorMap map_y_rows;  // [M, H] bf16, stored by gemm2; box 64 rows x 64 columns
+    Gemm gemm[2];  // by Stage
     // inputs and output, ordinary memory
     const void* x;                     // [T, H] bf16
     const void* topk_ids;              // [T, K] int32 or int64, see ids_are_int64
     const float* topk_weights;         // [T, K]
     const int32_t* num_tokens_device;  // [1] or null: then num_tokens below
     void* y;                           // [T, H] bf16
-    const float* w13_scale;            // fp8: [L, P * ceil(I/128), ceil(H/128)]
-    const float* w2_scale;             // fp8: [L, ceil(H/128), ceil(I/128)]
-    const float* b13;                  // [L, P * I] or null
-    const float* b2;                   // [L, H] or null
     // workspace, ordinary memory, zeroed once when it is made
     uint32_t* epoch;        // [1] completed launches
     uint32_t* ids_ticket;    // [1] CTAs that have staged their ids and weights
@@ -72,13 +79,9 @@ struct Args {
     uint32_t* row_route;    // [M] chunk-order token * 16 + k, with the leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
-    uint32_t* gemm1_done;   // [M/128] finished tiles
-    uint32_t* gemm2_done;   // [M/128] finished tiles
-    void* x_pool;           // [M, H] bf16 or e4m3
+    void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch
     float* x_pool_scale;    // fp8: [ceil(H/128), M]
-    void* h;                // [M, I] bf16 or e4m3
-    float* h_scale;         // fp8: [ceil(I/128), M]
-    void* y_rows;           // [M, H] bf16
+    void* y_rows;           // [M, H] bf16, read by reduce
     FaultRecord* fault;     // pinned host memory
     uint32_t* abort;        // [1] window[rank] + window_abort: the cell that this rank polls
     uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see roles/profile.h

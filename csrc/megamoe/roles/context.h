@@ -25,6 +25,10 @@ struct Context {
     MEGAMOE_DEVICE int parity() const { return static_cast<int>(smem.epoch & 1); }
 };
 
+MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
+    return args.gemm[static_cast<int>(stage)];
+}
+
 // Compile-time facts of a variant and the run-time sizes that follow from them.
 template <class T>
 struct Shape {
@@ -37,14 +41,15 @@ struct Shape {
         return stage == Stage::gemm1 ? h_columns * Precision::element_bytes / stage_k_bytes
                                      : tile_columns * 2 / stage_k_bytes;
     }
-    static MEGAMOE_DEVICE int tiles1(const Args& args) { return ceil_div(args.intermediate, h_columns); }
-    static MEGAMOE_DEVICE int tiles2(const Args& args) { return ceil_div(args.hidden, tile_columns); }
-    static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
-        return ceil_div(stage == Stage::gemm1 ? args.hidden : args.intermediate, Precision::stage_k);
+    // Columns of its output that a tile makes.
+    static MEGAMOE_DEVICE int columns(Stage stage) {
+        return stage == Stage::gemm1 ? h_columns : tile_columns;
     }
-    static MEGAMOE_DEVICE int scale_groups_h(const Args& args) { return ceil_div(args.hidden, scale_group); }
-    static MEGAMOE_DEVICE int scale_groups_i(const Args& args) {
-        return ceil_div(args.intermediate, scale_group);
+    static MEGAMOE_DEVICE int tiles(const Args& args, Stage stage) {  // of a block
+        return ceil_div(gemm_of(args, stage).n, columns(stage));
+    }
+    static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
+        return ceil_div(gemm_of(args, stage).k, Precision::stage_k);
     }
 };
 
@@ -79,14 +84,14 @@ class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
         : args_(ctx.args),
-          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles1(ctx.args)),
-                  units_of(Shape<T>::tiles2(ctx.args)), step_blocks(ctx.args), arch::block_idx() / pair_ctas,
-                  arch::grid_dim() / pair_ctas) {}
+          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, Stage::gemm1)),
+                  units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx.args),
+                  arch::block_idx() / pair_ctas, arch::grid_dim() / pair_ctas) {}
 
     MEGAMOE_DEVICE Tile next() {
         while (!stream_.done()) {
             Position p = stream_.pop();
-            int tiles = p.stage == Stage::gemm1 ? Shape<T>::tiles1(args_) : Shape<T>::tiles2(args_);
+            int tiles = Shape<T>::tiles(args_, p.stage);
             UnitTile unit;
             if (!unit_in_group(block_group(args_, p.slot), p, tiles, pair_member(), &unit)) continue;
             return {p.stage, unit.shared, unit.block, unit.n < tiles ? unit.n : -1,
@@ -98,8 +103,9 @@ class Tiles {
   private:
     // Two gemm1 tiles a CTA and step, or what the caller asked for.
     static MEGAMOE_DEVICE int step_blocks(const Args& args) {
-        int blocks =
-            args.step_blocks != 0 ? args.step_blocks : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles1(args));
+        int blocks = args.step_blocks != 0
+                         ? args.step_blocks
+                         : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles(args, Stage::gemm1));
         return max_of(blocks, max_group);
     }
 

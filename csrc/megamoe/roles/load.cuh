@@ -33,11 +33,12 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
                 if (first) {
                     RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows(), tile.block);
                 } else {
-                    HReady::await(ctx.mem, args.gemm1_done + tile.block, Shape<T>::tiles1(args), tile.block);
+                    HReady::await(ctx.mem, args.gemm[0].done + tile.block,
+                                  Shape<T>::tiles(args, Stage::gemm1), tile.block);
                 }
             });
-        const TensorMap* map = first ? &args.map_x_pool : &args.map_h;
-        const float* scale = (first ? args.x_pool_scale : args.h_scale) + tile.row0();
+        const Gemm& gemm = gemm_of(args, tile.stage);
+        const float* scale = gemm.a_scale + tile.row0();
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
         uint32_t bytes = (tall ? 2 : 1) * chunk_bytes + (Precision::scaled ? sizeof(smem.a_scale[0]) : 0);
         int stages = Shape<T>::stages_of(args, tile.stage);
@@ -51,11 +52,11 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
             if (tile.shared == Shared::a) {
                 int half = pair_member();
                 if (half == 0 || tall)
-                    arch::tma_load_2d_both(a + half * chunk_bytes, map, full, k,
+                    arch::tma_load_2d_both(a + half * chunk_bytes, &gemm.a, full, k,
                                            tile.row0() + half * group_rows);
             } else {
-                arch::tma_load_2d(a, map, full, k, tile.row0());
-                if (tall) arch::tma_load_2d(a + chunk_bytes, map, full, k, tile.row0() + group_rows);
+                arch::tma_load_2d(a, &gemm.a, full, k, tile.row0());
+                if (tall) arch::tma_load_2d(a + chunk_bytes, &gemm.a, full, k, tile.row0() + group_rows);
             }
             if (Precision::scaled) {
                 arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows,
@@ -73,15 +74,12 @@ struct WeightScales {
 };
 
 // A half past the last column has no scales of its own and takes the first half's: its products are zero.
-template <class T>
-MEGAMOE_DEVICE WeightScales weight_scales(const Args& args, const Tile& tile, const Halves& halves) {
-    bool first = tile.stage == Stage::gemm1;
-    int groups_h = Shape<T>::scale_groups_h(args), groups_i = Shape<T>::scale_groups_i(args);
-    int rows = first ? groups_i : groups_h, columns = first ? groups_h : groups_i;  // of a plane
+MEGAMOE_DEVICE WeightScales weight_scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
+    int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
     int row0 = halves.column(0) / scale_group, row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
     int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
     bool exists = row1 < halves.num_planes() * rows;
-    return {(first ? args.w13_scale : args.w2_scale) + row * columns, exists ? (row1 - row0) * columns : 0};
+    return {gemm.b_scale + row * columns, exists ? (row1 - row0) * columns : 0};
 }
 
 template <class T>
@@ -101,9 +99,9 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
             for (int i = 0; i < stages; ++i) pass_stage(smem, ring);
             continue;
         }
-        const TensorMap* map = tile.stage == Stage::gemm1 ? &args.map_w13 : &args.map_w2;
+        const Gemm& gemm = gemm_of(args, tile.stage);
         Halves halves = halves_of<T>(tile.stage, tile.n);
-        WeightScales scales = weight_scales<T>(args, tile, halves);
+        WeightScales scales = weight_scales(gemm, tile, halves);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
             float scale0 = 0, scale1 = 0;
@@ -119,11 +117,11 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
             int k = i * Precision::stage_k;
             if (tile.shared == Shared::b) {
                 int half = pair_member();
-                arch::tma_load_4d_both(b[half], map, full, k, halves.column(half), halves.plane(half),
+                arch::tma_load_4d_both(b[half], &gemm.b, full, k, halves.column(half), halves.plane(half),
                                        tile.expert());
             } else {
-                arch::tma_load_4d(b[0], map, full, k, halves.column(0), halves.plane(0), tile.expert());
-                arch::tma_load_4d(b[1], map, full, k, halves.column(1), halves.plane(1), tile.expert());
+                arch::tma_load_4d(b[0], &gemm.b, full, k, halves.column(0), halves.plane(0), tile.expert());
+                arch::tma_load_4d(b[1], &gemm.b, full, k, halves.column(1), halves.plane(1), tile.expert());
             }
             if (Precision::scaled) {
                 smem.b_scale[ring.slot()][0] = scale0;

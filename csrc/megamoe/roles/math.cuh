@@ -95,12 +95,12 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
     Fragment f;
     bool first = tile.stage == Stage::gemm1;
     Halves halves = halves_of<T>(tile.stage, tile.n);
-    if (const float* bias = first ? args.b13 : args.b2; bias != nullptr) {
-        int width = first ? args.intermediate : args.hidden;
-        bias += int64_t{tile.expert()} * width * halves.num_planes();
+    const Gemm& gemm = gemm_of(args, tile.stage);
+    if (const float* bias = gemm.bias; bias != nullptr) {
+        bias += int64_t{tile.expert()} * gemm.n * halves.num_planes();
         MEGAMOE_UNROLL
         for (int half = 0; half < 2; ++half)
-            add_bias(sum[half], bias + halves.plane(half) * width, halves.column(half), width, f);
+            add_bias(sum[half], bias + halves.plane(half) * gemm.n, halves.column(half), gemm.n, f);
     }
     if (first) {
         MEGAMOE_UNROLL
@@ -114,9 +114,9 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
             MEGAMOE_UNROLL
             for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
                 int scale_row = halves.column0 / scale_group + half;
-                float* scales = args.h_scale + int64_t{scale_row} * args.pool_rows + tile.row0() +
+                float* scales = gemm.out_scale + int64_t{scale_row} * args.pool_rows + tile.row0() +
                                 math_group() * group_rows;
-                bool exists = scale_row < Shape<T>::scale_groups_i(args);
+                bool exists = scale_row < ceil_div(gemm.n, scale_group);
                 write_e4m3(output, sum[half], exists ? scales : nullptr, f);
             }
             return;

@@ -87,8 +87,8 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
             entry[0] = e << 8 | min_of(block_rows, rows - i * block_rows);
             entry[1] = group.first << 8 | group.size;
             args.rows_ready[first + i] = 0;
-            args.gemm1_done[first + i] = 0;
-            args.gemm2_done[first + i] = 0;
+            args.gemm[0].done[first + i] = 0;
+            args.gemm[1].done[first + i] = 0;
         }
     }
 }

@@ -16,8 +16,8 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         if (tile.absent()) continue;
         bool first = tile.stage == Stage::gemm1;
-        const TensorMap* map = first ? &args.map_h : &args.map_y_rows;
-        int width = first ? args.intermediate : args.hidden;
+        const Gemm& gemm = gemm_of(args, tile.stage);
+        int width = gemm.n;
         int chunks = Shape<T>::output_chunks(tile.stage);
         int chunk_columns = stage_k_bytes / (first ? T::Precision::element_bytes : 2);
         MEGAMOE_UNROLL_BY(1)
@@ -26,7 +26,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
             for (int group = 0; group < num_math_groups; ++group) {
                 arch::mbar_wait(&smem.output_full[group][output.slot()], output.parity());
                 if (column < width && tile.rows() > group * group_rows) {
-                    arch::tma_store_2d(map, smem.output[group][output.slot()], column,
+                    arch::tma_store_2d(&gemm.out, smem.output[group][output.slot()], column,
                                        tile.row0() + group * group_rows);
                 }
             }
@@ -36,9 +36,9 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
                 arch::mbar_arrive(&smem.output_empty[group][output.slot()]);
         }
         if (first) {
-            HReady::publish(ctx.mem, args.gemm1_done + tile.block);
+            HReady::publish(ctx.mem, gemm.done + tile.block);
         } else {
-            YRowsReady::publish(ctx.mem, args.gemm2_done + tile.block);
+            YRowsReady::publish(ctx.mem, gemm.done + tile.block);
         }
     }
 }

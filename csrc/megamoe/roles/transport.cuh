@@ -48,7 +48,7 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     fan_out(ctx.window<const uint4_t>(home, args.window_x) + token * vectors,
             static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets);
     if constexpr (T::Precision::scaled) {
-        int groups = Shape<T>::scale_groups_h(args);
+        int groups = ceil_div(args.hidden, scale_group);
         const auto* scales = ctx.window<const float>(home, args.window_x_scale) + token * groups;
         MEGAMOE_UNROLL_BY(1)
         for (int g = lane; g - lane < groups; g += 32) {
@@ -201,7 +201,7 @@ class Reducer {
         return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
     }
     MEGAMOE_DEVICE uint32_t seen(const Context& ctx) const {  // its tiles so far
-        return ctx.mem.load(ctx.args.gemm2_done + own(ctx).done, Order::relaxed, Scope::gpu);
+        return ctx.mem.load(ctx.args.gemm[1].done + own(ctx).done, Order::relaxed, Scope::gpu);
     }
 
     // The next token's sum, if its share's blocks, and all before them, are done. Not when finished.
@@ -243,7 +243,7 @@ class Reducer {
         int block = s.row / block_rows;
         while (s.done <= block) {  // 32 blocks a look
             int b = s.done + arch::lane_idx();
-            bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm2_done + b, tiles2);
+            bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm[1].done + b, tiles2);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
                 s.done += arch::ffs0(missing);
@@ -407,7 +407,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
         if (reduced && combined) return;
-        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles2(ctx.args));
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, Stage::gemm2));
         if (reduces || (!combined && combiner.next(ctx))) {
             sum_rows(ctx);
             if (reduces) reducer.done(ctx);
@@ -424,7 +424,8 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
             if (!reduced && arch::lane_idx() == 0) {
-                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles2(ctx.args), reducer.seen(ctx));
+                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, Stage::gemm2),
+                              reducer.seen(ctx));
             } else if (reduced && combiner.waiting(ctx)) {
                 ctx.mem.fault(combiner.waits_for(ctx), ctx.epoch(), 0);
             }
