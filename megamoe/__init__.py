@@ -27,6 +27,7 @@ from megamoe.errors import (  # noqa: E402
     WindowBroken,
     WorkspaceTooSmall,
 )
+from megamoe.formats.cache import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.frontend.functional import make_backend, moe_forward  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
@@ -52,6 +53,7 @@ __all__ = [
     "WorkspaceTooSmall",
     "__version__",
     "activation_by_name",
+    "invalidate",
     "make_backend",
     "moe_forward",
 ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError
@@ -41,30 +44,75 @@ def _quantize_weights(
     return quantize_blockwise(w, planes, out=out)
 
 
+# Steps of any optimizer of this process. FSDP2 gathers into one storage without touching _version,
+# and fused optimizers do not bump it: a step is the one event that both have.
+_steps = [0]
+
+
+@torch.compiler.disable  # traced, the count would be a guard, and every step a recompilation
+def _count_step(*_: Any) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def invalidate() -> None:
+    """Make every FP8 layer of this process quantize its parameters again, at its next use each.
+
+    Needed after writes that torch does not count: `p.data.copy_()`, a collective into `p.detach()`,
+    raw pointers, optimizers outside torch.optim, FSDP2 shards written without load_state_dict, and
+    replays of a graph that holds an optimizer but no call of the layer. Costs what a step costs.
+    """
+    _count_step()
+
+
+def _capturing(w: Tensor) -> bool:
+    return w.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none), optimizer steps
+Version = tuple[int, int, int, int]
+
+
+@dataclass
+class _Entry:
+    source: Tensor  # keeps the StorageImpl, so that its address cannot come back as another tensor
+    version: Version | None  # None: quantize again
+    q: Tensor
+    scale: Tensor
+    volatile: bool  # quantized inside a graph whose replays nobody counts
+
+
 class QuantizedCache:
     """FP8 copies of bf16 parameters, made once per parameter version and refreshed in place.
 
-    A version is (address, tensor._version): an optimizer's in-place step makes a new one. Writes
-    that bypass the counter (through `.data`, or FSDP2's all-gather) do not: call invalidate() after
-    them. The entry keeps the source's storage alive, so that an address cannot come back with other
-    contents.
+    A version is (storage, offset, tensor._version, optimizer steps of the process): at most one
+    quantization per parameter and optimizer step, plus one per write that torch counts. What is
+    not counted needs invalidate(). While a CUDA graph is captured, a parameter that requires a
+    gradient is quantized at every use, so that replays follow it; from then on it is quantized at
+    every use outside graphs as well, since a replay changes no counter.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, tuple[Tensor, tuple[int, int], Tensor, Tensor]] = {}
+        self._entries: dict[str, _Entry] = {}
 
     def get(self, name: str, w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
         """Return (q, scale) of w; the same storage on every call with the same name and shape."""
-        version = (w.data_ptr(), -1 if w.is_inference() else w._version)
-        entry = self._entries.get(name)
-        if entry is not None and entry[1] == version and entry[0].shape == w.shape:
-            return entry[2], entry[3]
+        count = -1 if w.is_inference() else w._version
+        version = (_storage(w), w.storage_offset(), count, _steps[0])
+        captured = w.requires_grad and _capturing(w)
+        entry, out, volatile = self._entries.get(name), None, captured
+        if entry is not None:
+            counted = not (captured or entry.volatile)
+            if counted and entry.version == version and _alike(entry.source, w):
+                return entry.q, entry.scale
+            if (entry.q.shape, entry.q.device) == (w.shape, w.device):
+                out = entry.q, entry.scale
+            volatile |= entry.volatile and _storage(entry.source) == version[0]
         with torch.no_grad():
-            out = None
-            if entry is not None and (entry[2].shape, entry[2].device) == (w.shape, w.device):
-                out = entry[2], entry[3]
             q, scale = _quantize_weights(w.detach(), planes, out)
-        self._entries[name] = (w.detach(), version, q, scale)
+        self._entries[name] = _Entry(w.detach(), version, q, scale, volatile)
         return q, scale
 
     def weights(self, problem: Problem, masters: ExpertWeights) -> ExpertWeights:
@@ -75,6 +123,13 @@ class QuantizedCache:
 
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
-        self._entries = {
-            name: (w, (0, -2), q, scale) for name, (w, _, q, scale) in self._entries.items()
-        }
+        for entry in self._entries.values():
+            entry.version = None
+
+
+def _storage(w: Tensor) -> int:
+    return w.untyped_storage()._cdata
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride()

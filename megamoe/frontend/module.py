@@ -187,9 +187,18 @@ class MegaMoE(nn.Module):
         if all(g is not None for g in given) and given[0].dtype == E4M3 and self.w13.dtype != E4M3:
             self.load_fp8_weights(*(g.to(self.w13.device) for g in given))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.invalidate()
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Expect that the tensors handed out are written to: dcp.load() does, into FSDP2's shards."""
+        super()._save_to_state_dict(*args)
+        self.invalidate()
 
     def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count (.data, FSDP2)."""
+        """Quantize again at the next call: after writes that torch does not count.
+
+        megamoe.invalidate() does so for all layers and lists such writes.
+        """
         if self._runtime is not None:
             self._runtime.cache.invalidate()
 

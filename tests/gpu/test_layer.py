@@ -180,6 +180,28 @@ def test_graph(make):
 
 
 @torch.no_grad()
+def test_graph_follows_parameters(make):
+    """Replays and the calls between them use the parameters of their time, also after uncounted writes."""
+    layer = make()
+    layer.prepare()
+    static = call_of(layer)
+    before = layer(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(*static)
+    for _ in range(2):
+        for p in layer.parameters():
+            p.data.mul_(2)
+        graph.replay()
+        assert not same_bits(y, before)
+        assert same_bits(y, layer(*static))
+        fresh = make(init_seed=2)
+        fresh.load_state_dict(layer.state_dict())
+        assert same_bits(y, fresh(*static))
+
+
+@torch.no_grad()
 def test_parameters_whose_storage_moves(make):
     """As FSDP moves them: freed and filled again (1), or another tensor at each call (2)."""
     layer = make()
