@@ -72,12 +72,21 @@ def test_lines_are_short(document):
     assert not long_lines(document.read_text())
 
 
-def test_every_decision_is_listed():
-    folder = ROOT / "docs" / "decisions"
-    listed = LINK.findall((folder / "README.md").read_text())
-    records = sorted(path.name for path in folder.glob("[0-9]*.md"))
-    assert sorted(listed) == records
-    assert [name[:4] for name in records] == [f"{i:04}" for i in range(1, len(records) + 1)]
+def unknown_decisions(text, decisions):
+    """Return the cited numbers, "(0013)" or "0004, 0014", that are no heading of decisions.md."""
+    numbers = re.findall(r"^### (\d{4}) ", decisions, re.MULTILINE)
+    assert len(numbers) == len(set(numbers)) > 0
+    cited = set(re.findall(r"(?<![\w.+-])00\d\d(?![\w.])", text))
+    replaced = re.findall(r"replaces (\d{4})", decisions)
+    return sorted(cited - set(numbers) - set(replaced))
+
+
+def test_cited_decisions_exist():
+    decisions = (ROOT / "docs" / "decisions.md").read_text()
+    sources = [p for s in (".h", ".cuh", ".cu") for p in CSRC.rglob(f"*{s}")]
+    cited = {str(p): unknown_decisions(p.read_text(), decisions) for p in [*DOCUMENTS, *sources]}
+    assert not {name: numbers for name, numbers in cited.items() if numbers}
+    assert unknown_decisions("see 0013, (0098) and 0099", decisions) == ["0098", "0099"]
 
 
 def test_generated_tables_are_fresh():
