@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megamoe import env
+from megamoe.backends.order import Mark, check_marks
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
@@ -95,7 +96,7 @@ class _Rank:
 
 
 def _aligned_zeros(nbytes: int) -> Tensor:
-    raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8)
+    raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device="cpu")
     start = -raw.data_ptr() % layout.ALIGNMENT
     return raw[start : start + nbytes]
 
@@ -164,7 +165,7 @@ class Emulation:
             experts = ExpertWeights(
                 **{name: here(t) for name, t in _tensors(weights[index]).items()}
             )
-            ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16))
+            ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16, device="cpu"))
             arguments.fill_static(
                 args,
                 rank.plan,
@@ -246,6 +247,7 @@ class EmulateBackend:
         pool_rows: int | None = None,
     ) -> None:
         self.problem, self.group = problem, as_group(group)
+        self.mark = Mark.make(problem, group)
         self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
 
@@ -270,14 +272,16 @@ class EmulateBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] bf16. Collective."""
+        weights.validate(self.problem, x.device)
         tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
         experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
-        everyone = self.group.all_gather((*tensors, pack(experts)))
+        everyone = self.group.all_gather((*tensors, pack(experts), self.mark.ints()))
+        xs, ids, scores, counts, all_experts, marks = (
+            list(column) for column in zip(*everyone, strict=True)
+        )
+        check_marks(marks, self.problem.rank)
 
         def run() -> list[Tensor]:
-            xs, ids, scores, counts, all_experts = (
-                list(column) for column in zip(*everyone, strict=True)
-            )
             all_weights = [unpack(e) for e in all_experts]
             return self.emulation.forward_all(
                 xs, ids, scores, all_weights, num_tokens_device=counts
@@ -310,6 +314,9 @@ def _on_rank_0(group: Group, function: Any) -> Any:
             result = function()
         except MegaMoEError as caught:
             error = caught
+        except Exception as caught:  # the other ranks wait for an answer, whatever it is
+            error = MegaMoEError(f"rank 0 could not emulate: {type(caught).__name__}: {caught}")
+            error.__cause__ = caught
     if group.size > 1:
         result, error = group.all_gather((result, error))[0]
     if error is not None:

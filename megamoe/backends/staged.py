@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.backends.order import (
+    GRAD_OF_ROWS,
+    GRAD_OF_X,
+    MARK_INTS,
+    Mark,
+    check_marks,
+)
+from megamoe.config import MAX_LOCAL_EXPERTS, Problem
 from megamoe.formats.quantization import dequantize_rows, quantize_rows
 from megamoe.formats.weights import ExpertWeights
 
@@ -59,6 +66,7 @@ class StagedBackend:
 
     def __init__(self, problem: Problem, group: Any = None) -> None:
         self.problem, self.group = problem, group
+        self.mark = Mark.make(problem, group)
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Nothing to prepare."""
@@ -79,11 +87,12 @@ class StagedBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective."""
+        weights.validate(self.problem, x.device)
         if num_tokens_device is not None:
             behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
             topk_ids = topk_ids.masked_fill(behind[:, None], -1)
         dense = weights.dense(self.problem, compute_dtype(x.device))
-        y = moe(self.problem, self.group, x, topk_ids, topk_weights, dense)
+        y = moe(self.problem, self.group, x, topk_ids, topk_weights, dense, self.mark.ints())
         return y if out is None else out.copy_(y)
 
 
@@ -99,14 +108,15 @@ def moe(
     topk_ids: Tensor,
     topk_weights: Tensor,
     dense: ExpertWeights,
+    mark: list[int],
 ) -> Tensor:
     """Compute y [T, H] in x's dtype, differentiable in x, topk_weights and all tensors of `dense`.
 
-    All ranks must agree on which of them need a gradient, since the backward pass is collective
-    too.
+    mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and `dense` need
+    gradients, since the backward pass is collective too: RankMismatch otherwise.
     """
     with torch.autocast(x.device.type, enabled=False):
-        return _moe(problem, group, x, topk_ids, topk_weights, dense)
+        return _moe(problem, group, x, topk_ids, topk_weights, dense, mark)
 
 
 def _moe(
@@ -116,6 +126,7 @@ def _moe(
     topk_ids: Tensor,
     topk_weights: Tensor,
     dense: ExpertWeights,
+    mark: list[int],
 ) -> Tensor:
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
@@ -126,12 +137,17 @@ def _moe(
     valid = (flat >= 0) & (flat < experts)
     order = torch.argsort(torch.where(valid, flat, experts), stable=True)
     order = order[: int(valid.sum())]
-    counts = torch.bincount(flat[order], minlength=experts)
-    send, receive, received = _exchange_counts(problem, group, counts)
-
-    # dispatch; then by expert, source ranks in order
     source = _StraightThrough.apply(x.to(compute_dtype(x.device))) if fp8 else x
-    rows = _all_to_all(source[order // top_k], send, receive, group)
+    rows = source[order // top_k]
+    counts = torch.bincount(flat[order], minlength=experts)
+    if group is not None:
+        call = [mark[0] | _gradients(rows, dense), mark[1]]
+        send, receive, received = _exchange_counts(problem, group, counts, call)
+        rows = _AllToAll.apply(rows, send, receive, group)
+    else:
+        received = counts
+
+    # by expert, source ranks in order
     local = problem.num_local_experts(problem.rank)
     expert = torch.arange(local, device=x.device).repeat(problem.ep_size)
     by_expert = torch.argsort(expert.repeat_interleave(received.flatten()), stable=True)
@@ -140,37 +156,47 @@ def _moe(
 
     # the way back
     y_sent = torch.empty_like(y_rows).index_copy(0, by_expert, y_rows)
-    y_sorted = _all_to_all(y_sent, receive, send, group)
+    y_sorted = y_sent if group is None else _AllToAll.apply(y_sent, receive, send, group)
     y_routes = y_sorted.new_zeros(tokens * top_k, problem.hidden).index_copy(0, order, y_sorted)
 
     # combine: weights in fp32; those of dropped routes may be anything, even NaN
     scores = torch.where(valid.view_as(topk_ids), topk_weights.float(), 0.0)
-    y = torch.zeros(tokens, problem.hidden, device=x.device)
+    y = torch.zeros(tokens, problem.hidden, dtype=torch.float32, device=x.device)
     for k, y_k in enumerate(y_routes.view(tokens, top_k, problem.hidden).unbind(1)):
         y = torch.addcmul(y, scores[:, k : k + 1], y_k.float())
     return y.to(x.dtype)
 
 
-def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    if group is None:
-        return rows
-    exchanged: Tensor = _AllToAll.apply(rows, send, receive, group)
-    return exchanged
+def _gradients(rows: Tensor, dense: ExpertWeights) -> int:
+    """Return which exchanges will have a backward pass, as bits of the mark."""
+    # [:0] tells recorded gradients from flags that nobody looks at, as inside an operator.
+    of_x = rows.requires_grad
+    of_rows = of_x or any(t.requires_grad and t[:0].requires_grad for t in dense.named().values())
+    return GRAD_OF_X * of_x | GRAD_OF_ROWS * of_rows
 
 
 def _exchange_counts(
-    problem: Problem, group: Any, counts: Tensor
+    problem: Problem, group: Any, counts: Tensor, mark: list[int]
 ) -> tuple[list[int], list[int], Tensor]:
-    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L]."""
-    ranks = range(problem.ep_size)
-    per_rank = [problem.num_local_experts(rank) for rank in ranks]
-    send = [int(part.sum()) for part in counts.split(per_rank)]
-    if group is None:
-        return send, send, counts
+    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L].
+
+    Of one size for all layers, so that ranks in different layers meet here, and are told so.
+    """
+    ranks = problem.ep_size
+    per_rank = [problem.num_local_experts(rank) for rank in range(ranks)]
     local = per_rank[problem.rank]
-    received = _exchange(counts[:, None], per_rank, [local] * problem.ep_size, group).flatten()
-    receive = received.reshape(problem.ep_size, local).sum(1).tolist()
-    return send, receive, received
+    width = MARK_INTS + MAX_LOCAL_EXPERTS
+    label, padding = counts.new_tensor(mark), counts.new_zeros(width)
+    parts = counts.split(per_rank)
+    pieces = [(label, part, padding[MARK_INTS + part.numel() :]) for part in parts]
+    table = torch.cat([t for piece in pieces for t in piece]).to(torch.int32).view(ranks, width)
+    table = _exchange(table, [1] * ranks, [1] * ranks, group)
+    found = table.cpu()
+    check_marks(found[:, :MARK_INTS].tolist(), problem.rank)
+    received = table[:, MARK_INTS : MARK_INTS + local].long()
+    receive = found[:, MARK_INTS : MARK_INTS + local].sum(1).tolist()
+    send = torch.stack([part.sum() for part in parts]).tolist()
+    return send, receive, received.flatten()
 
 
 def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights) -> Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.order import BACKWARD, Mark
 from megamoe.backends.staged import compute_dtype, moe
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError
@@ -39,11 +40,13 @@ class Runtime:
     group: Any
     backend: Backend
     cache: QuantizedCache = field(default_factory=QuantizedCache)
+    mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
 
     def __post_init__(self) -> None:
         number = next(_numbers)
-        self.handle = torch.tensor(number)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self.mark = getattr(self.backend, "mark", None) or Mark.make(self.problem, self.group)
         _runtimes[number] = self
 
     def weights(self, given: ExpertWeights) -> ExpertWeights:
@@ -127,7 +130,9 @@ def moe_backward_op(
     ]
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     with _recording_gradients():
-        y = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], ExpertWeights(*leaves[2:]))
+        weights = ExpertWeights(*leaves[2:])
+        mark = runtime.mark.ints(BACKWARD)
+        y = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)
         found = iter(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
     masters = (x, topk_weights, w13, w2, b13, b2)
     grads = []

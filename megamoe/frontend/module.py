@@ -81,7 +81,7 @@ class MegaMoE(nn.Module):
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
         for name in ("b13", "b2"):
-            empty = torch.empty(shape[name], device=device) if bias else None
+            empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         for name in ("w13_scale", "w2_scale"):  # filled by load_fp8_weights
             self.register_buffer(name, None)
@@ -97,14 +97,14 @@ class MegaMoE(nn.Module):
             return
         seed = self._init_seed
         if seed is None:
-            seed = int(torch.randint(2**31, ()))
+            seed = int(torch.randint(2**31, (), device="cpu"))
         generator = torch.Generator(device=self.w13.device)
         begin = self.problem.expert_begin(self.problem.rank)
         for local in range(self.w13.shape[0]):
             generator.manual_seed(seed * 1_000_003 + begin + local)
             for w in (self.w13[local], self.w2[local]):
                 std = w.shape[1] ** -0.5
-                drawn = torch.empty(w.shape, device=w.device)
+                drawn = torch.empty(w.shape, dtype=torch.float32, device=w.device)
                 nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
                 w.copy_(drawn)
 

@@ -300,5 +300,5 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _pinned(nbytes: int, device: torch.device) -> Tensor:
     """Return zeroed host memory that the device can write at the same address."""
-    memory = torch.zeros(nbytes, dtype=torch.uint8)
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     return memory.pin_memory() if device.type == "cuda" else memory

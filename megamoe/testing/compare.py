@@ -53,7 +53,9 @@ def compare(actual: Tensor, expected: Tensor, tolerance: float | Tensor = 0.0) -
             relative, error.max().item() if error.numel() else 0.0, 0, None, None, None
         )
     flat = int(wrong.flatten().int().argmax())
-    first = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), wrong.shape))
+    first = tuple(
+        int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), wrong.shape)
+    )
     values = a.flatten()[flat].item(), e.flatten()[flat].item()
     return Comparison(relative, error.max().item(), int(wrong.sum()), first, *values)
 

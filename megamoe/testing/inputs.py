@@ -49,12 +49,14 @@ def make_routing(
         return torch.randint(begin, experts, shape, generator=generator, device=device)
     if kind == "duplicates" or experts < top_k:
         return torch.randint(experts, shape, generator=generator, device=device)
-    scores = torch.rand(num_tokens, experts, generator=generator, device=device)
+    scores = torch.rand(
+        num_tokens, experts, generator=generator, dtype=torch.float32, device=device
+    )
     if kind == "hot":
         scores[:, experts // 2] = 2.0
     ids = scores.topk(top_k, dim=1).indices
     if kind == "dropped":
-        dice = torch.rand(shape, generator=generator, device=device)
+        dice = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
         ids = ids.masked_fill(dice < 0.2, -1).masked_fill(dice > 0.87, experts)
     elif kind not in ("uniform", "hot"):
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(ROUTINGS)}")
@@ -74,9 +76,16 @@ def make_inputs(
     """Draw the inputs of one rank (default: problem.rank); each rank gets its own."""
     rank = problem.rank if rank is None else rank
     generator = torch.Generator(device=device).manual_seed(seed * 64 + rank)
-    x = torch.randn(num_tokens, problem.hidden, generator=generator, device=device)
+    x = torch.randn(
+        num_tokens, problem.hidden, generator=generator, dtype=torch.float32, device=device
+    )
     ids = make_routing(problem, num_tokens, routing, generator=generator)
-    weights = torch.rand(num_tokens, problem.top_k, generator=generator, device=device) + 0.05
+    weights = (
+        torch.rand(
+            num_tokens, problem.top_k, generator=generator, dtype=torch.float32, device=device
+        )
+        + 0.05
+    )
     weights = weights / weights.sum(1, keepdim=True)
     return Inputs(x.bfloat16(), ids.to(ids_dtype), weights)
 
@@ -99,14 +108,14 @@ def make_weights(
     generator = torch.Generator(device=device)
     w13 = torch.empty(num, planes * i, h, dtype=torch.bfloat16, device=device)
     w2 = torch.empty(num, h, i, dtype=torch.bfloat16, device=device)
-    b13 = torch.empty(num, planes * i, device=device) if problem.bias else None
-    b2 = torch.empty(num, h, device=device) if problem.bias else None
+    b13 = torch.empty(num, planes * i, dtype=torch.float32, device=device) if problem.bias else None
+    b2 = torch.empty(num, h, dtype=torch.float32, device=device) if problem.bias else None
     for local in range(num):
         generator.manual_seed(WEIGHT_SEEDS + seed * 1_000_003 + 17 * (begin + local))
         for tensor, std in ((w13, h**-0.5), (w2, i**-0.5), (b13, 0.2), (b2, 0.2)):
             if tensor is not None:
                 shape = tensor.shape[1:]
-                drawn = torch.randn(shape, generator=generator, device=device)
+                drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
                 tensor[local] = drawn * std
     weights = ExpertWeights(w13, w2, b13, b2)
     fp8 = problem.precision == "fp8"

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.order import Mark, check_marks
 from megamoe.backends.reference.layer import forward
 from megamoe.config import Problem
 
@@ -21,6 +22,7 @@ class ReferenceBackend:
 
     def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
         self.problem, self.group, self.rounding = problem, group, rounding
+        self.mark = Mark.make(problem, group)
 
     def prepare(self, weights: Any) -> None:
         """Nothing to prepare."""
@@ -42,15 +44,17 @@ class ReferenceBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] of this rank; rows from num_tokens_device on are zero."""
+        weights.validate(self.problem, x.device)
         if num_tokens_device is not None:
             behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
             topk_ids = topk_ids.masked_fill(behind[:, None], -1)
         parts = [(x, topk_ids, topk_weights, weights)]
         if self.problem.ep_size > 1:
             parts = [None] * self.problem.ep_size  # type: ignore[list-item]
-            mine = (x, topk_ids, topk_weights, pack(weights))
+            mine = (x, topk_ids, topk_weights, pack(weights), self.mark.ints())
             dist.all_gather_object(parts, mine, group=self.group)
-            parts = [(*tensors, unpack(packed)) for *tensors, packed in parts]
+            check_marks([mark for *_, mark in parts], self.problem.rank)
+            parts = [(*tensors, unpack(packed)) for *tensors, packed, _ in parts]
         xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
         xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
         experts = [_to(e, x.device) for e in experts]

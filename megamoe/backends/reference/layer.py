@@ -54,7 +54,9 @@ def forward(
     x = [x_T[tokens] for x_T, tokens in zip(x, kept, strict=True)]
     weight_NK = torch.cat([w[tokens] for w, tokens in zip(topk_weights, kept, strict=True)])
     if check_tokens is not None:
-        starts = torch.tensor([0] + [ids.shape[0] for ids in topk_ids]).cumsum(0).tolist()
+        starts = (
+            torch.tensor([0] + [ids.shape[0] for ids in topk_ids], device="cpu").cumsum(0).tolist()
+        )
         tokens = torch.cat([t + start for t, start in zip(kept, starts, strict=False)])
         all_rows = [rows.keep(tokens) for rows in all_rows]
     if fp8:
