@@ -29,7 +29,8 @@ from megamoe.errors import (  # noqa: E402
 )
 from megamoe.formats.cache import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
-from megamoe.frontend.functional import make_backend, moe_forward  # noqa: E402
+from megamoe.frontend.functional import make_backend  # noqa: E402
+from megamoe.frontend.layer import Layer, moe_forward  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
 
 _logging.getLogger("megamoe").setLevel(_env.log_level())
@@ -41,6 +42,7 @@ __all__ = [
     "CompileError",
     "ConfigError",
     "ExpertWeights",
+    "Layer",
     "MegaMoE",
     "MegaMoEError",
     "NotCoResident",

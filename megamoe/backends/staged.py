@@ -89,11 +89,16 @@ class StagedBackend:
         """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective."""
         weights.validate(self.problem, x.device)
         if num_tokens_device is not None:
-            behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
-            topk_ids = topk_ids.masked_fill(behind[:, None], -1)
+            topk_ids = without_rows_behind(topk_ids, num_tokens_device)
         dense = weights.dense(self.problem, compute_dtype(x.device))
         y = moe(self.problem, self.group, x, topk_ids, topk_weights, dense, self.mark.ints())
         return y if out is None else out.copy_(y)
+
+
+def without_rows_behind(topk_ids: Tensor, num_tokens_device: Tensor) -> Tensor:
+    """Return topk_ids [T, K] with the routes of all tokens from num_tokens_device [1] on dropped."""
+    behind = torch.arange(topk_ids.shape[0], device=topk_ids.device) >= num_tokens_device
+    return topk_ids.masked_fill(behind[:, None], -1)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

@@ -1,9 +1,10 @@
 """The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
 
-    megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?, handle)
-        -> y
+    megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?,
+                         num_tokens_device?, handle) -> y
     megamoe::moe_backward(dy, <the same>, needs) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
 
+x is [..., H], topk_ids and topk_weights [..., K], all contiguous: flattened inside, so that y is never a view.
 `handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take
 no objects. It is a CPU tensor and not an int, so that equal layers share one compiled graph.
 The backward pass recomputes: it runs the staged mathematics on the saved inputs, with the
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.order import BACKWARD, Mark
-from megamoe.backends.staged import compute_dtype, moe
+from megamoe.backends.staged import compute_dtype, moe, without_rows_behind
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError
 from megamoe.formats.cache import QuantizedCache
@@ -79,12 +80,19 @@ def moe_forward_op(
     b2: Tensor | None,
     w13_scale: Tensor | None,
     w2_scale: Tensor | None,
+    num_tokens_device: Tensor | None,
     handle: Tensor,
 ) -> Tensor:
     """Run the backend behind `handle`."""
     runtime = runtime_of(handle)
     weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
-    return runtime.backend.forward(x, topk_ids, topk_weights, weights)
+    rows = _flat(x), _flat(topk_ids), _flat(topk_weights)
+    y = runtime.backend.forward(*rows, weights, num_tokens_device)
+    return torch.ops.aten._unsafe_view(y, x.shape)  # FSDP2 takes no views
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, tensor.shape[-1])
 
 
 @moe_forward_op.register_fake
@@ -115,6 +123,7 @@ def moe_backward_op(
     b2: Tensor | None,
     w13_scale: Tensor | None,
     w2_scale: Tensor | None,
+    num_tokens_device: Tensor | None,
     handle: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -123,7 +132,10 @@ def moe_backward_op(
     problem = runtime.problem
     given = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
     dense = given.dense(problem, compute_dtype(x.device))
-    sources = (x, topk_weights, dense.w13, dense.w2, dense.b13, dense.b2)
+    topk_ids = _flat(topk_ids)
+    if num_tokens_device is not None:
+        topk_ids = without_rows_behind(topk_ids, num_tokens_device)
+    sources = (_flat(x), _flat(topk_weights), dense.w13, dense.w2, dense.b13, dense.b2)
     leaves = [
         None if source is None else source.detach().requires_grad_(need)
         for source, need in zip(sources, needs, strict=True)
@@ -133,12 +145,12 @@ def moe_backward_op(
         weights = ExpertWeights(*leaves[2:])
         mark = runtime.mark.ints(BACKWARD)
         y = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)
-        found = iter(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
+        found = iter(torch.autograd.grad(y, wanted, _flat(dy), materialize_grads=True))
     masters = (x, topk_weights, w13, w2, b13, b2)
     grads = []
     for leaf, master in zip(leaves, masters, strict=True):
         if leaf is not None and leaf.requires_grad:
-            grads.append(next(found).to(master.dtype).contiguous())
+            grads.append(next(found).to(master.dtype).contiguous().view(master.shape))
         else:
             grads.append(x.new_empty(0))
     return tuple(grads)  # type: ignore[return-value]
@@ -146,7 +158,7 @@ def moe_backward_op(
 
 @moe_backward_op.register_fake
 def _(dy: Tensor, x: Tensor, topk_ids: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    topk_weights, w13, w2, b13, b2, _, _, _, needs = args
+    topk_weights, w13, w2, b13, b2, *_, needs = args
     masters = (x, topk_weights, w13, w2, b13, b2)
     return tuple(
         torch.empty_like(master, memory_format=torch.contiguous_format)
@@ -164,7 +176,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     differentiable = (0, 2, 3, 4, 5, 6)  # x, topk_weights, w13, w2, b13, b2
     needs = [bool(ctx.needs_input_grad[i]) for i in differentiable]
     grads = torch.ops.megamoe.moe_backward(dy.contiguous(), *ctx.saved_tensors, needs)
-    result: list[Tensor | None] = [None] * 10
+    result: list[Tensor | None] = [None] * 11
     for i, need, grad in zip(differentiable, needs, grads, strict=True):
         result[i] = grad if need else None
     return tuple(result)
@@ -174,11 +186,17 @@ moe_forward_op.register_autograd(_backward, setup_context=_save)
 
 
 def apply(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: ExpertWeights, handle: Tensor
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    handle: Tensor,
+    num_tokens_device: Tensor | None = None,
 ) -> Tensor:
-    """Call the layer's operator; arguments as in functional.moe_forward, already checked."""
+    """Call the layer's operator; arguments as in Layer.__call__, already checked, contiguous."""
     w = weights
+    optional = w.b13, w.b2, w.w13_scale, w.w2_scale, num_tokens_device
     y: Tensor = torch.ops.megamoe.moe_forward(
-        x, topk_ids, topk_weights, w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale, handle
+        x, topk_ids, topk_weights, w.w13, w.w2, *optional, handle
     )
     return y

@@ -1,4 +1,4 @@
-"""The layer as a function: argument checks, the table of backends, and what "auto" means."""
+"""What a call may bring: argument checks; and what runs it: the table of backends, what "auto" means."""
 
 from __future__ import annotations
 
@@ -152,54 +152,3 @@ def make_backend(
         given["device"] = device
     backend: Backend = make(problem, group, **given)
     return backend
-
-
-_shared: dict[tuple[Any, ...], Backend] = {}
-
-
-def moe_forward(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    *,
-    problem: Problem,
-    group: Any = None,
-    backend: str | Backend = "auto",
-    out: Tensor | None = None,
-    num_tokens_device: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """Compute the layer on all ranks of `group`. Collective: every rank calls, even for no tokens.
-
-    x: [T, H] bf16, T <= problem.max_tokens and free to differ between ranks.
-    topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
-    weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
-    num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
-    backend: a name, or what make_backend returned. By name, one backend per (problem, group,
-        device) is kept until close_backends().
-    Returns y [T, H] bf16. Gradients flow through "staged" only: to train, use MegaMoE.
-    """
-    check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
-    weights.validate(problem, x.device)
-    if isinstance(backend, str):
-        key = (backend, problem, group, x.device, tuple(sorted(options.items())))
-        if key not in _shared:
-            _shared[key] = make_backend(backend, problem, group, device=x.device, **options)
-        backend = _shared[key]
-    tensors = [x, topk_weights, *weights.named().values()]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        name = type(backend).__name__
-        if out is not None:
-            raise ArgumentError("out", "given", "None when gradients are recorded")
-        if not getattr(backend, "differentiable", False):
-            raise ArgumentError(
-                "backend", name, "one with gradients; use MegaMoE or torch.no_grad()"
-            )
-    return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
-
-
-def close_backends() -> None:
-    """Close every backend that moe_forward made by name. Collective over their groups."""
-    while _shared:
-        _shared.popitem()[1].close()

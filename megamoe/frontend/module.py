@@ -1,4 +1,4 @@
-"""MegaMoE: the layer as an nn.Module. Owns the parameters, the backend and the FP8 copies."""
+"""MegaMoE: the layer as an nn.Module, which owns the parameters; a Layer does the rest."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.config import Activation, Problem, activation_by_name
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.errors import ConfigError, MegaMoEError
 from megamoe.formats.quantization import E4M3
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
-from megamoe.frontend.autograd import Runtime, apply
-from megamoe.frontend.functional import check_call, make_backend
+from megamoe.frontend.layer import Layer
 
 
 class MegaMoE(nn.Module):
@@ -28,6 +27,7 @@ class MegaMoE(nn.Module):
     max_tokens: the most tokens one call may bring, equal on all ranks.
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
         prepare().
+    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not
         change them. None takes the seed from torch's generator (the same on all ranks only if they
@@ -51,6 +51,7 @@ class MegaMoE(nn.Module):
         max_tokens: int = 8192,
         bias: bool = False,
         backend: str = "auto",
+        routed_scaling_factor: float = 1.0,
         reserve_sms: int | None = None,
         window: Any = None,
         init_seed: int | None = None,
@@ -74,9 +75,15 @@ class MegaMoE(nn.Module):
         )
         self.group = group
         self.backend = backend
-        self._options = {"reserve_sms": reserve_sms, "window": window}
         self._init_seed = init_seed
-        self._runtime: Runtime | None = None
+        self._layer = Layer(
+            self.problem,
+            group,
+            backend=backend,
+            routed_scaling_factor=routed_scaling_factor,
+            reserve_sms=reserve_sms,
+            window=window,
+        )
         shape = {name: entry[0] for name, entry in expected_weights(self.problem).items()}
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
@@ -108,26 +115,27 @@ class MegaMoE(nn.Module):
                 nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
                 w.copy_(drawn)
 
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
 
-        Under autocast fp32 and fp16 x are cast to bf16. topk_weights of any float type are used in
-        fp32. An id outside [0, E) is dropped. Differentiable in x, topk_weights and the parameters.
+        As Layer.__call__, with the parameters as weights.
         """
-        runtime = self._prepared(x)
-        x = self._cast(x)
-        shape, top_k = x.shape, self.problem.top_k
-        if topk_ids.shape[:-1] != shape[:-1]:
-            expected = f"{list(shape[:-1])} + [{top_k}], the leading sizes of x"
-            raise ArgumentError("topk_ids.shape", list(topk_ids.shape), expected)
-        x = x.reshape(-1, shape[-1]).contiguous()
-        topk_ids = topk_ids.reshape(-1, topk_ids.shape[-1]).contiguous()
-        topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
-        check_call(self.problem, x, topk_ids, topk_weights)
-        weights = self.expert_weights()
-        if weights.w13.device != x.device:
-            raise ArgumentError("x.device", x.device, f"{weights.w13.device}, where w13 is")
-        return apply(x, topk_ids, topk_weights, weights, runtime.handle).view(shape)
+        return self._layer(
+            x,
+            topk_ids,
+            topk_weights,
+            self.expert_weights(),
+            num_tokens_device=num_tokens_device,
+            out=out,
+        )
 
     def expert_weights(self) -> ExpertWeights:
         """Return the parameters as they are: bf16 masters, or what load_fp8_weights was given."""
@@ -135,30 +143,12 @@ class MegaMoE(nn.Module):
         b2 = None if self.b2 is None else self.b2.float()
         return ExpertWeights(self.w13, self.w2, b13, b2, self.w13_scale, self.w2_scale)
 
-    def _cast(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
-            return x.to(torch.bfloat16)
-        return x
-
-    def _prepared(self, x: Tensor) -> Runtime:
-        if self._runtime is None:
-            self.prepare()
-        assert self._runtime is not None
-        return self._runtime
-
-    @torch.compiler.disable
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.
 
         Call it before torch.compile or graph capture.
         """
-        if self._runtime is None:
-            device = self.w13.device
-            backend = make_backend(
-                self.backend, self.problem, self.group, device=device, **self._options
-            )
-            self._runtime = Runtime(self.problem, self.group, backend)
-        self._runtime.backend.prepare(self._runtime.weights(self.expert_weights()))
+        self._layer.prepare(self.expert_weights())
 
     @torch.no_grad()
     def load_fp8_weights(
@@ -199,27 +189,19 @@ class MegaMoE(nn.Module):
 
         megamoe.invalidate() does so for all layers and lists such writes.
         """
-        if self._runtime is not None:
-            self._runtime.cache.invalidate()
+        self._layer.invalidate()
 
     def check(self) -> None:
         """Raise the fault that a finished launch left behind, if there is one."""
-        pending = getattr(getattr(self._runtime, "backend", None), "check", None)
-        if pending is not None:
-            pending()
+        self._layer.check()
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group."""
-        runtime, self._runtime = self._runtime, None
-        if runtime is None:
-            return
-        if self.group is not None:
-            dist.barrier(self.group)
-        runtime.backend.close()
+        self._layer.close()
 
     def __del__(self) -> None:
-        runtime = self.__dict__.get("_runtime")
-        if runtime is not None and getattr(runtime.backend, "needs_close", False):
+        layer = self.__dict__.get("_layer")
+        if layer is not None and layer.needs_close:
             message = "a MegaMoE layer was deleted without close(): its window stays allocated"
             warnings.warn(message, ResourceWarning, stacklevel=2)
 

@@ -300,7 +300,7 @@ def test_backend_of_threads() -> None:
 def _process_main(rank: int) -> Any:
     import torch.distributed as dist
 
-    from megamoe.frontend.functional import moe_forward
+    from megamoe.frontend.layer import moe_forward
 
     problem, inputs, weights, _ = backend_inputs()
     i = inputs[rank]

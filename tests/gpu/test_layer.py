@@ -229,7 +229,7 @@ def test_parameters_whose_storage_moves(make):
 def test_close_and_reopen(make):
     layer = make()
     y = layer(*call_of(layer))
-    handle, weights = layer._runtime.handle, layer.expert_weights()
+    handle, weights = layer._layer.handle, layer.expert_weights()
     layer.close()
     layer.close()
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):

@@ -23,8 +23,10 @@ def test_opcheck(precision):
     layer, inputs = make(precision)
     w = layer.expert_weights()
     x = inputs.x.clone().requires_grad_()
-    arguments = (x, inputs.topk_ids, inputs.topk_weights, w.w13, w.w2, w.b13, w.b2, None, None)
-    handle = layer._runtime.handle
+    count = torch.tensor([13], dtype=torch.int32)
+    weights = (w.w13, w.w2, w.b13, w.b2, None, None)
+    arguments = (x, inputs.topk_ids, inputs.topk_weights, *weights, count)
+    handle = layer._layer.handle
     torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle))
     dy = torch.ones_like(inputs.x)
     detached = [a if a is None else a.detach() for a in arguments]
@@ -79,7 +81,7 @@ def test_equal_layers_share_one_graph(monkeypatch):
 
 def test_closed_layer_is_a_named_error():
     layer, inputs = make()
-    handle = layer._runtime.handle
+    handle = layer._layer.handle
     weights = layer.expert_weights()
     layer.close()
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):

@@ -21,6 +21,7 @@ LAYERS = [
     ("backends.mega", "backends.emulate"),
     ("frontend.functional",),
     ("frontend.autograd",),
+    ("frontend.layer",),
     ("frontend.module",),
     ("testing",),
 ]

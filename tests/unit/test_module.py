@@ -138,7 +138,7 @@ def test_prepare_close_and_reopen():
     inputs = make_inputs(layer.problem, 4)
     layer.prepare()
     layer.check()
-    handle = int(layer._runtime.handle)
+    handle = int(layer._layer.handle)
     y = layer(inputs.x, inputs.topk_ids, inputs.topk_weights)
     layer.close()
     layer.close()

@@ -1,0 +1,228 @@
+"""Layer: the layer over weights that the caller owns, differentiable; and the same as one function."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.frontend.autograd import Runtime, apply
+from megamoe.frontend.functional import Backend, check_call, make_backend
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Layer:
+    """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
+
+    problem: sizes, precision, activation; ep_size and rank are those of `group`.
+    group: the process group that the experts are spread over; None: this rank holds all.
+    backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
+    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    options: those of make_backend.
+
+    Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
+    set of weights: a layer that is called with several in turn quantizes at each change.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        *,
+        backend: str = "auto",
+        routed_scaling_factor: float = 1.0,
+        **options: Any,
+    ) -> None:
+        size = 1 if group is None else dist.get_world_size(group)
+        if size != problem.ep_size:
+            raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
+        self.problem, self.group, self.backend = problem, group, backend
+        self.routed_scaling_factor = float(routed_scaling_factor)
+        self._options = options
+        self._runtime: Runtime | None = None
+        self._masters = replace(problem, precision="bf16")
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        *,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+
+        Differentiable in x, topk_weights and every tensor of `weights` but FP8 ones and their scales.
+        Under autocast fp32 and fp16 x are cast to bf16; topk_weights of any float type are used in fp32. An id
+        outside [0, E) is dropped.
+        weights: this rank's experts; with precision "fp8" bf16 masters, or e4m3 with scales.
+        num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
+            of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
+        out: like x, to write y into; not while gradients are recorded.
+        """
+        x, topk_ids, topk_weights = self._rows(x, topk_ids, topk_weights)
+        flat = [t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in (x, topk_ids, topk_weights)]
+        flat_out = None
+        if out is not None:
+            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+            flat_out = out.view(-1, out.shape[-1])
+        check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
+        self._check_weights(weights, x.device)
+        if self._runtime is None:
+            self.prepare(weights)
+        assert self._runtime is not None
+        tensors = (x, topk_weights, *weights.named().values())
+        recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if recording and out is not None:
+            raise ArgumentError("out", "given", "None while gradients are recorded")
+        if not recording and not torch.compiler.is_compiling() and _nobody_watches(tensors):
+            given = self._runtime.weights(weights)
+            y = self._runtime.backend.forward(*flat, given, num_tokens_device, flat_out)
+            return y.view(x.shape) if out is None else out
+        y = apply(x, topk_ids, topk_weights, weights, self._runtime.handle, num_tokens_device)
+        return y if out is None else out.copy_(y)
+
+    def _rows(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, ...]:
+        """Return the three as the operator takes them: cast, scaled, contiguous; leading sizes compared."""
+        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(name, type(tensor).__name__, "a tensor")
+            if tensor.dim() < 2:
+                raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
+        if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.bfloat16)
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tensor.shape[:-1] != x.shape[:-1]:
+                expected = f"{list(x.shape[:-1])} + [{self.problem.top_k}], the leading sizes of x"
+                raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
+        topk_weights = topk_weights.float()
+        if self.routed_scaling_factor != 1.0:
+            topk_weights = topk_weights * self.routed_scaling_factor
+        return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+
+    def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
+        masters = self.problem.precision == "fp8" and weights.w13.dtype == torch.bfloat16
+        weights.validate(self._masters if masters else self.problem, device)
+
+    @torch.compiler.disable
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Make the backend, compile, quantize: all that the first call would do. Collective.
+
+        Call it before torch.compile or graph capture.
+        """
+        self._check_weights(weights, None)
+        if self._runtime is None:
+            device = weights.w13.device
+            backend = make_backend(
+                self.backend, self.problem, self.group, device=device, **self._options
+            )
+            self._runtime = Runtime(self.problem, self.group, backend)
+        self._runtime.backend.prepare(self._runtime.weights(weights))
+
+    @property
+    def handle(self) -> Tensor:
+        """What stands for this layer in the operators; raises before prepare() and after close()."""
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        return self._runtime.handle
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        if self._runtime is not None:
+            self._runtime.cache.invalidate()
+
+    def check(self) -> None:
+        """Wait for the device; raise the fault of a launch, if there is one."""
+        pending = getattr(self._runtime and self._runtime.backend, "check", None)
+        if pending is not None:
+            pending()
+
+    @property
+    def needs_close(self) -> bool:
+        """Whether close() has something to free together with other ranks."""
+        return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
+
+    def close(self) -> None:
+        """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            return
+        if self.group is not None:
+            dist.barrier(self.group)
+        runtime.backend.close()
+
+
+def _nobody_watches(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether no mode, transform or tensor subclass has to see the operator."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and all(type(t) in _PLAIN for t in tensors)
+    )
+
+
+_shared: dict[tuple[Any, ...], Layer] = {}
+
+
+def moe_forward(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    *,
+    problem: Problem,
+    group: Any = None,
+    backend: str | Backend = "auto",
+    routed_scaling_factor: float = 1.0,
+    out: Tensor | None = None,
+    num_tokens_device: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute the layer on all ranks of `group`. Collective: every rank calls, even for no tokens.
+
+    x: [T, H] bf16, T <= problem.max_tokens and free to differ between ranks.
+    topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
+    weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
+    num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
+    backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
+        close_backends().
+    routed_scaling_factor, and gradients: as in Layer. An object as the backend has gradients if it is "staged".
+    Returns y [T, H] bf16.
+    """
+    check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
+    if isinstance(backend, str):
+        options["routed_scaling_factor"] = routed_scaling_factor
+        key = (backend, problem, group, x.device, tuple(sorted(options.items())))
+        if key not in _shared:
+            _shared[key] = Layer(problem, group, backend=backend, **options)
+        layer = _shared[key]
+        return layer(
+            x, topk_ids, topk_weights, weights, num_tokens_device=num_tokens_device, out=out
+        )
+    weights.validate(problem, x.device)
+    tensors = [x, topk_weights, *weights.named().values()]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if out is not None:
+            raise ArgumentError("out", "given", "None while gradients are recorded")
+        if not getattr(backend, "differentiable", False):
+            expected = "a name, or torch.no_grad(): this object has no gradients"
+            raise ArgumentError("backend", type(backend).__name__, expected)
+    if routed_scaling_factor != 1.0:
+        topk_weights = topk_weights * routed_scaling_factor
+    return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+
+
+def close_backends() -> None:
+    """Close every layer that moe_forward made by name. Collective over their groups."""
+    while _shared:
+        _shared.popitem()[1].close()
