@@ -67,8 +67,8 @@ def test_fullgraph_forward_and_backward(precision):
     assert graphs[1].count(OPS.moe_backward.default) == 1
 
 
-def test_equal_layers_share_one_graph(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_equal_layers_share_one_graph():
     torch._dynamo.reset()
     layers, inputs = [make()[0] for _ in range(3)], make()[1]
     with torch.no_grad():
