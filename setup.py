@@ -51,7 +51,7 @@ setup(
     },
     include_package_data=False,
     zip_safe=False,
-    install_requires=["torch>=2.11", "numpy", "nvidia-cutlass==4.2.0.0", "cuda-python>=13,<14"],
+    install_requires=["torch>=2.11", "numpy", "nvidia-cutlass==4.2.0.0", "cuda-bindings>=13,<14"],
     extras_require={
         "cu13": CU13,
         "nvshmem": ["nvshmem4py-cu13>=0.4", "nvidia-nvshmem-cu13>=3.4.5"],

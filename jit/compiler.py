@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe import env
-from megamoe.errors import CompileError
+from megamoe.errors import CompileError, MegaMoEError
 from megamoe.jit import cache, paths
 from megamoe.jit.source import Variant
 
@@ -91,6 +91,15 @@ def check_installed() -> None:
     compiler_version(env.compiler())
     paths.include_dirs()
     cache.secure(env.cache_dir())
+
+
+def why_not() -> str | None:
+    """Return what this machine lacks to compile kernels, or None. Compiles nothing."""
+    try:
+        check_installed()
+    except MegaMoEError as error:
+        return str(error)
+    return None
 
 
 def parse_log(log: str) -> dict[str, Any]:

@@ -59,6 +59,7 @@ TABLE: dict[str, Variable] = {
             "what the window is made of",
             ("auto", "symm_mem", "nvshmem"),
         ),
+        Variable("MEGAMOE_HOST", "", "the host that a rank is on; empty: machine's name and boot"),
         Variable("MEGAMOE_PDL", "0", "1: programmatic dependent launch on entry", ("0", "1")),
     )
 }
@@ -99,6 +100,11 @@ def compiler() -> str:
 def transport() -> str:
     """Return "auto", "symm_mem" or "nvshmem"."""
     return TABLE["MEGAMOE_TRANSPORT"].get()
+
+
+def host() -> str:
+    """Return the name that this rank's host was given, or nothing."""
+    return TABLE["MEGAMOE_HOST"].get()
 
 
 def pdl() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 from typing import Any
 
@@ -13,7 +13,7 @@ from megamoe import env
 from megamoe.config import CHUNK_TOKENS, Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.jit import abi
+from megamoe.jit import abi, compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan, fill_call, fill_static, fill_weights
@@ -34,11 +34,13 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
         return f"the tensors are on {device}, the kernel needs a CUDA device"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
-    if importlib.util.find_spec("cuda.bindings") is None:
-        return "cuda-python is not installed"
-    here = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if here.isdigit() and problem.ep_size > int(here):
-        return f"the group of {problem.ep_size} ranks spans hosts ({here} ranks here)"
+    try:
+        importlib.import_module("megamoe.jit.module")
+    except ImportError as error:
+        return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
+    lacking = compiler.why_not()
+    if lacking is not None:
+        return f"kernels cannot be compiled: {lacking}"
     own = torch.cuda.current_device() if device.index is None else device.index
     if problem.ep_size > 1:
         for peer in range(torch.cuda.device_count()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from megamoe import env
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
 from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.memory.transport.group import host_name, spans_hosts
 
 log = logging.getLogger("megamoe")
 
@@ -102,16 +104,25 @@ def choose(name: str, problem: Problem, group: Any, device: torch.device) -> str
             raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
         _agree(problem, group, name)
         return name
-    reasons = _agree(problem, group, why_not_mega(problem, group, device))
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            at = f"rank {rank}: " if len(reasons) > 1 else ""
-            log.warning('backend "auto" is staged here, not mega: %s%s', at, reason)
-            return "staged"
-    return "mega"
+    everyone = _agree(problem, group, (host_name(), why_not_mega(problem, group, device)))
+    reason = spans_hosts([host for host, _ in everyone])
+    for rank, (_, own) in enumerate(everyone):
+        if reason is None and own is not None:
+            reason = f"rank {rank}: {own}" if len(everyone) > 1 else own
+    if reason is None:
+        return "mega"
+    if problem.rank == 0:
+        _say_why(reason)
+    return "staged"
 
 
-def _agree(problem: Problem, group: Any, value: str | None) -> list[str | None]:
+@lru_cache(maxsize=None)
+def _say_why(reason: str) -> None:
+    """Log once a process, not once a layer."""
+    log.warning('backend "auto" is staged here, not mega: %s', reason)
+
+
+def _agree(problem: Problem, group: Any, value: Any) -> list[Any]:
     """Gather `value` from all ranks, after checking that they were configured alike."""
     if group is None or problem.ep_size == 1:
         return [value]

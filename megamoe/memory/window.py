@@ -24,6 +24,7 @@ from megamoe.errors import (
     MegaMoEError,
     PeerFault,
     RankMismatch,
+    UnreachablePeer,
     WindowBroken,
     fault_to_error,
 )
@@ -31,7 +32,7 @@ from megamoe.jit import abi, cache
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
 from megamoe.memory.transport import Transport, choose
-from megamoe.memory.transport.group import Group, as_group
+from megamoe.memory.transport.group import Group, as_group, host_name, spans_hosts
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,9 @@ class Window:
         mine.update((f"activation.{k}", v) for k, v in asdict(problem.activation).items())
         mine["version of the sources"] = cache.content_key("")
         everyone = self.group.all_gather((problem.rank, mine))
+        apart = spans_hosts(self.group.all_gather(host_name()))
+        if apart is not None:
+            raise UnreachablePeer(f'{apart}; use backend="staged"')
         if len(everyone) != problem.ep_size:
             raise ConfigError("ep_size", problem.ep_size, f"{len(everyone)}, the group's size")
         for rank, (stated, theirs) in enumerate(everyone):

@@ -1,0 +1,134 @@
+"""Two torchrun nodes over loopback that call themselves two hosts: what "auto" does, and EP inside a host.
+
+The file is also the program that the nodes run.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megamoe import MegaMoE, UnreachablePeer
+from megamoe.memory.transport.group import spans_hosts
+from megamoe.memory.window import Window
+from megamoe.testing import assert_close, make_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 6, "top_k": 2, "max_tokens": 16}
+TOKENS = 9
+
+
+def gradients(layer, runs):
+    """Return y of all runs and the gradients of the parameters, summed over them."""
+    ys = []
+    for x, ids, weights in runs:
+        ys.append(layer(x, ids, weights))
+        ys[-1].float().square().sum().backward()
+    return [y.detach() for y in ys], [p.grad for p in layer.parameters()]
+
+
+def own_experts(layer, whole):
+    begin = layer.problem.expert_begin(layer.problem.rank)
+    return whole[begin : begin + layer.problem.num_local_experts(layer.problem.rank)]
+
+
+def program(folder):
+    """One rank of four, two on each host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, found = dist.get_rank(), {}
+    alone = MegaMoE(**SHAPE, backend="staged", init_seed=1)
+    inputs = [make_inputs(alone.problem, TOKENS, rank=r) for r in range(4)]
+    runs = [(i.x, i.topk_ids, i.topk_weights) for i in inputs]
+    expected_y, expected_gradients = gradients(alone, runs)
+
+    # experts over both hosts: torch.distributed carries it
+    logging.basicConfig(filename=folder / f"log{rank}")
+    wide = MegaMoE(**SHAPE, group=dist.group.WORLD, init_seed=1)
+    (y,), own = gradients(wide, [runs[rank]])
+    found["backend"] = type(wide._runtime.backend).__name__
+    assert_close(y, expected_y[rank], relative=1e-2)
+    for got, whole in zip(own, expected_gradients, strict=True):
+        assert_close(got, own_experts(wide, whole), relative=1e-2)
+    try:
+        Window(wide.problem, dist.group.WORLD, device="cpu")
+    except UnreachablePeer as error:
+        found["refused"] = str(error)
+    wide.close()
+
+    # experts inside a host, replicas of them on the other host
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "experts"))
+    layer = MegaMoE(**SHAPE, group=mesh.get_group("experts"), backend="staged", init_seed=1)
+    replicated = DistributedDataParallel(layer, process_group=mesh.get_group("hosts"))
+    replicated(*runs[rank]).float().square().sum().backward()
+    for p, whole in zip(layer.parameters(), expected_gradients, strict=True):
+        assert_close(p.grad, own_experts(layer, whole) / 2, relative=1e-2)  # DDP averages
+    layer.close()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for node in range(2):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
+            *(f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"),
+            *(__file__, str(folder)),
+        ]
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "MEGAMOE_HOST": f"host-{'ab'[node]}",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        nodes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    printed = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
+    return folder
+
+
+def test_layers_compute_the_same_on_two_hosts(ranks):
+    """The program compares y and gradients with one rank's; here: every rank came to its end, through staged."""
+    found = [json.loads((ranks / f"rank{rank}.json").read_text()) for rank in range(4)]
+    assert [f["backend"] for f in found] == ["StagedBackend"] * 4
+    assert len({f["refused"] for f in found}) == 1
+    assert 'use backend="staged"' in found[0]["refused"]
+
+
+def test_auto_says_once_why_it_is_staged(ranks):
+    texts = [(ranks / f"log{rank}").read_text() for rank in range(4)]
+    assert texts[1:] == ["", "", ""]
+    assert texts[0].count("not mega") == 1
+    assert "the group spans 2 hosts" in texts[0]
+    assert "ranks 0, 1 on host-a; 2, 3 on host-b" in texts[0]
+
+
+def test_hosts_are_told_apart_by_their_names():
+    assert spans_hosts(["a"] * 4) is None
+    text = spans_hosts(["a", "a", "a", "b", "c", "b"])
+    assert text.endswith("(ranks 0..2 on a; 3, 5 on b; 4 on c)")
+
+
+if __name__ == "__main__":
+    program(Path(sys.argv[1]))
