@@ -1,6 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv themselves, once.
 #   make setup PYTHON=python3.12 TORCH=torch==2.13.0 PIP_ARGS="--index-url ..."   all optional
-# On a machine whose python already has torch with CUDA, that python is used and nothing is installed.
+# On a machine whose python has torch with CUDA, .venv lies over its packages and takes only what is missing.
 
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -10,6 +10,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Evaluated when a recipe needs them, after setup.
 GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
 XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n 2")
+CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 PYTHON_SOURCES := setup.py megamoe jit tests tools
 export SLOW ?= 0
@@ -21,7 +22,7 @@ help:
 
 ## setup    .venv with torch, megamoe (editable) and the developers' tools
 setup: $(READY)
-$(READY): setup.py constraints.txt tools/setup_env.sh
+$(READY): setup.py constraints.txt tools/setup_env.sh tools/missing.py
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tools/setup_env.sh
 	@touch $@
 
@@ -58,13 +59,13 @@ lint: $(READY)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m mypy
-	$(if $(SOURCES),.venv/bin/clang-format --dry-run -Werror $(SOURCES))
+	$(if $(SOURCES),$(CLANG_FORMAT) --dry-run -Werror $(SOURCES))
 
 ## fmt      format everything
 fmt: $(READY)
 	$(PY) -m ruff check --fix-only $(PYTHON_SOURCES)
 	$(PY) -m ruff format $(PYTHON_SOURCES)
-	$(if $(SOURCES),.venv/bin/clang-format -i $(SOURCES))
+	$(if $(SOURCES),$(CLANG_FORMAT) -i $(SOURCES))
 
 ## dist     source distribution and wheel in dist/
 dist: $(READY)

@@ -23,11 +23,6 @@ class Curves:
     losses: list[float] = field(default_factory=list)  # means over the global batch
     norms: list[list[float]] = field(default_factory=list)  # gradients: dense part, experts
 
-    def smoothed(self, window: int) -> list[float]:
-        """Return losses averaged over the last `window` steps, from the first full window on."""
-        sums = [sum(self.losses[i - window : i]) for i in range(window, len(self.losses) + 1)]
-        return [total / window for total in sums]
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -45,7 +45,8 @@ def is_installed(requirement: str) -> bool:
     except PackageNotFoundError:
         return False
     return all(
-        COMPARE[how](found, _numbers(limit)) for how, limit in re.findall(r"([<>=]+)([\w.]+)", limits)
+        COMPARE[how](found, _numbers(limit))
+        for how, limit in re.findall(r"([<>=]+)([\w.]+)", limits)
     )
 
 

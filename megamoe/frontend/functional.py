@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +116,7 @@ def choose(name: str, problem: Problem, group: Any, device: torch.device) -> str
     return "staged"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_why(reason: str) -> None:
     """Log once a process, not once a layer."""
     log.warning('backend "auto" is staged here, not mega: %s', reason)

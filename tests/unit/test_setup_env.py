@@ -37,7 +37,9 @@ def write_wheel(folder, name, version, requires=""):
         wheel.writestr(f"{name}.py", f"version = {version!r}")
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         wheel.writestr(f"{info}/METADATA", metadata + (requires and f"Requires-Dist: {requires}\n"))
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
 
 
