@@ -24,7 +24,7 @@ NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told 
 PROFILE_SLOTS = 16
 GPCS = 8  # of a Hopper GPU; a pair of CTAs needs two free SMs of one, so other kernels may strand one in each
 PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
-_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/roles/profile.h
+_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
 
 
 def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:

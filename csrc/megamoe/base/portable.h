@@ -31,6 +31,11 @@
 
 namespace megamoe {
 
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
 template <class T>
 MEGAMOE_PURE T ceil_div(T a, T b) {
     return (a + b - 1) / b;

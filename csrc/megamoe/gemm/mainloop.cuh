@@ -3,12 +3,11 @@
 // utilisation; one accumulator of 64 registers is enough because the other warpgroup's MMAs fill the tensor
 // cores meanwhile.
 #pragma once
-#include "megamoe/roles/context.h"
+#include "megamoe/formats/precisions.cuh"
 
 namespace megamoe {
 
-// Which of the two warpgroups this is. Asked again where it is needed: no register to spare for it.
-MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
+constexpr int mma_k_bytes = 32;  // K of one wgmma instruction: 16 bf16 or 32 e4m3
 
 // To the loaders of both CTAs of the pair, since either writes into the other's stages too.
 MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
@@ -31,76 +30,108 @@ MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
         [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
 }
 
+// How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline stages,
+// with so many registers of a thread.
+template <class Rows, class Weights>
+struct Multiply;
+
 // BF16: both halves accumulate in place. A stage goes back to the loaders as soon as its own MMAs are done.
 // Issuing the next stage's before that wait keeps one of three stages from being filled: 6 % slower.
-template <class T>
-MEGAMOE_DEVICE void multiply(Bf16, float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
-    Smem& smem = ctx.smem;
-    Operands operands(smem, math_group());
-    for (int i = 0; i < stages; ++i) {
-        int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
-        arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
-        arch::Desc b1 = arch::desc_advance(b0, half_columns * stage_k_bytes);
-        await_stage<T>(ctx, ring);
-        arch::fence_accumulator(sum[0]);
-        arch::fence_accumulator(sum[1]);
-        arch::wgmma_fence();
-        MEGAMOE_UNROLL
-        for (int k = 0; k < stage_k_bytes; k += mma_k_bytes) {
-            arch::wgmma<bf16_t>(sum[0], arch::desc_advance(a, k), arch::desc_advance(b0, k), (i | k) != 0);
-            arch::wgmma<bf16_t>(sum[1], arch::desc_advance(a, k), arch::desc_advance(b1, k), (i | k) != 0);
-        }
-        arch::wgmma_commit();
-        arch::wgmma_wait<0>();
-        arch::fence_accumulator(sum[0]);
-        arch::fence_accumulator(sum[1]);
-        release_stage(smem, ring.slot());
-        ring.advance();
-    }
-}
-
-// FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into
-// fp32 sums.
-template <class T>
-MEGAMOE_DEVICE void multiply(Fp8, float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
-    Smem& smem = ctx.smem;
-    Operands operands(smem, math_group());
-    MEGAMOE_UNROLL
-    for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
-    for (; stages > 0; --stages) {
-        int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
-        arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
-        await_stage<T>(ctx, ring);
-        MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            arch::Desc b = arch::desc_advance(b0, half * half_columns * stage_k_bytes);
-            float acc[64];
-            arch::fence_accumulator(acc);
+template <>
+struct Multiply<Bf16Rows, Bf16Weights> {
+    static constexpr int registers = 184;  // 128 sums
+    template <class T>
+    static MEGAMOE_DEVICE void run(float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
+        Smem& smem = ctx.smem;
+        Operands operands(smem, math_group());
+        for (int i = 0; i < stages; ++i) {
+            int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
+            arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
+            arch::Desc b1 = arch::desc_advance(b0, half_columns * stage_k_bytes);
+            await_stage<T>(ctx, ring);
+            arch::fence_accumulator(sum[0]);
+            arch::fence_accumulator(sum[1]);
             arch::wgmma_fence();
             MEGAMOE_UNROLL
             for (int k = 0; k < stage_k_bytes; k += mma_k_bytes) {
-                arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
+                arch::wgmma<bf16_t>(sum[0], arch::desc_advance(a, k), arch::desc_advance(b0, k),
+                                    (i | k) != 0);
+                arch::wgmma<bf16_t>(sum[1], arch::desc_advance(a, k), arch::desc_advance(b1, k),
+                                    (i | k) != 0);
             }
             arch::wgmma_commit();
-            // The scales are read behind the MMAs: nothing but the barrier stands before them. Their row is
-            // worked out again each time, as no register holds it.
-            int warp_row = (arch::thread_idx() / 32 - first_math_warp) * 16,
-                row = warp_row + arch::lane_idx() / 4;
-            float weight_scale = smem.b_scale[ring.slot()][half];
-            float s0 = smem.a_scale[ring.slot()][row] * weight_scale,
-                  s1 = smem.a_scale[ring.slot()][row + 8] * weight_scale;
             arch::wgmma_wait<0>();
-            arch::fence_accumulator(acc);
-            if (half == 1) release_stage(smem, ring.slot());
-            MEGAMOE_UNROLL
-            for (int j = 0; j < 64; j += 4) {
-                sum[half][j] += s0 * acc[j];
-                sum[half][j + 1] += s0 * acc[j + 1];
-                sum[half][j + 2] += s1 * acc[j + 2];
-                sum[half][j + 3] += s1 * acc[j + 3];
-            }
+            arch::fence_accumulator(sum[0]);
+            arch::fence_accumulator(sum[1]);
+            release_stage(smem, ring.slot());
+            ring.advance();
         }
-        ring.advance();
+    }
+};
+
+// FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into
+// fp32 sums.
+template <>
+struct Multiply<E4m3Rows, E4m3Weights> {
+    static constexpr int registers = 208;  // 128 sums and 64 of one promotion
+    template <class T>
+    static MEGAMOE_DEVICE void run(float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
+        Smem& smem = ctx.smem;
+        Operands operands(smem, math_group());
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
+        for (; stages > 0; --stages) {
+            int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
+            arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
+            await_stage<T>(ctx, ring);
+            MEGAMOE_UNROLL
+            for (int half = 0; half < 2; ++half) {
+                arch::Desc b = arch::desc_advance(b0, half * half_columns * stage_k_bytes);
+                float acc[64];
+                arch::fence_accumulator(acc);
+                arch::wgmma_fence();
+                MEGAMOE_UNROLL
+                for (int k = 0; k < stage_k_bytes; k += mma_k_bytes) {
+                    arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
+                }
+                arch::wgmma_commit();
+                // The scales are read behind the MMAs: nothing but the barrier stands before them. Their row
+                // is worked out again each time, as no register holds it.
+                int warp_row = (arch::thread_idx() / 32 - first_math_warp) * 16,
+                    row = warp_row + arch::lane_idx() / 4;
+                float weight_scale = smem.b_scale[ring.slot()][half];
+                float s0 = smem.a_scale[ring.slot()][row] * weight_scale,
+                      s1 = smem.a_scale[ring.slot()][row + 8] * weight_scale;
+                arch::wgmma_wait<0>();
+                arch::fence_accumulator(acc);
+                if (half == 1) release_stage(smem, ring.slot());
+                MEGAMOE_UNROLL
+                for (int j = 0; j < 64; j += 4) {
+                    sum[half][j] += s0 * acc[j];
+                    sum[half][j + 1] += s0 * acc[j + 1];
+                    sum[half][j + 2] += s1 * acc[j + 2];
+                    sum[half][j + 3] += s1 * acc[j + 3];
+                }
+            }
+            ring.advance();
+        }
+    }
+};
+
+template <class T>
+using Multiply1 = Multiply<typename T::Precision::X, typename T::Precision::W>;  // gemm1
+template <class T>
+using Multiply2 = Multiply<typename T::Precision::H, typename T::Precision::W>;  // gemm2
+template <class T>
+constexpr int math_registers = max_of(Multiply1<T>::registers, Multiply2<T>::registers);
+
+template <class T>
+MEGAMOE_DEVICE void multiply(float (&sum)[2][64], Context& ctx, StageRing& ring, Stage stage) {
+    int stages = Shape<T>::stages_of(ctx.args, stage);
+    if (same<Multiply1<T>, Multiply2<T>> || stage == Stage::gemm1) {
+        Multiply1<T>::template run<T>(sum, ctx, ring, stages);
+    } else {
+        Multiply2<T>::template run<T>(sum, ctx, ring, stages);
     }
 }
 

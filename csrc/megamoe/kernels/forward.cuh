@@ -1,6 +1,7 @@
 // The forward layer: one persistent CTA an SM, 16 warps, roles side by side. docs/architecture.md has the
 // picture.
 #pragma once
+#include "megamoe/act/policies.h"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/store.cuh"
@@ -11,8 +12,8 @@ namespace megamoe {
 // 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
 // warps leave is the transport warps'.
 constexpr int load_registers = 32;
-template <class Precision>
-constexpr int transport_registers = 512 - load_registers - 2 * Precision::math_registers;
+template <class T>
+constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
 
 MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     if (arch::thread_idx() == 0) {
@@ -48,12 +49,11 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
 // The math warps' passes. Then they are movers of the last pass, with the registers of transport.
 template <class T>
 MEGAMOE_DEVICE void math_passes(Context& ctx) {
-    using Precision = typename T::Precision;
-    arch::registers_grow<Precision::math_registers>();
+    arch::registers_grow<math_registers<T>>();
     StageRing ring;
     OutputRing output;
     each_pass(ctx, [&] { math<T>(ctx, ring, output); });
-    arch::registers_shrink<transport_registers<Precision>>();
+    arch::registers_shrink<transport_registers<T>>();
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
@@ -114,7 +114,7 @@ MEGAMOE_DEVICE void forward(const Args& args) {
         if (warp >= first_math_warp) {
             math_passes<T>(ctx);
         } else {
-            arch::registers_shrink<transport_registers<typename T::Precision>>();
+            arch::registers_shrink<transport_registers<T>>();
         }
         mover_passes<T>(ctx);
     } else {

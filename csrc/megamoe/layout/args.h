@@ -84,7 +84,7 @@ struct Args {
     void* y_rows;           // [M, H] bf16, read by reduce
     FaultRecord* fault;     // pinned host memory
     uint32_t* abort;        // [1] window[rank] + window_abort: the cell that this rank polls
-    uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see roles/profile.h
+    uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see cta/profile.h
     // the window: base address of each rank's, as mapped here, and offsets that are equal on all ranks
     uint64_t window[max_ranks];
     int64_t window_abort;     // uint32: not 0 once a rank has given up; only a reset clears it

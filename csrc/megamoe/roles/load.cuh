@@ -8,7 +8,7 @@
 // load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
 // that; a stage without data and with a tile that is not valid ends the pass.
 #pragma once
-#include "megamoe/roles/context.h"
+#include "megamoe/cta/context.h"
 
 namespace megamoe {
 
@@ -21,7 +21,6 @@ MEGAMOE_DEVICE void pass_stage(Smem& smem, StageRing& ring) {
 
 template <class T>
 MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
-    using Precision = typename T::Precision;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
@@ -40,7 +39,8 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
         const Gemm& gemm = gemm_of(args, tile.stage);
         const float* scale = gemm.a_scale + tile.row0();
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
-        uint32_t bytes = (tall ? 2 : 1) * chunk_bytes + (Precision::scaled ? sizeof(smem.a_scale[0]) : 0);
+        uint32_t bytes =
+            (tall ? 2 : 1) * chunk_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);
         int stages = Shape<T>::stages_of(args, tile.stage);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
@@ -48,7 +48,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
             uint64_t* full = &smem.full[ring.slot()];
             arch::mbar_arrive_expect_tx(full, bytes);
             uint8_t* a = smem.stages[ring.slot()].a;
-            int k = i * Precision::stage_k;
+            int k = i * Shape<T>::stage_k(tile.stage);
             if (tile.shared == Shared::a) {
                 int half = pair_member();
                 if (half == 0 || tall)
@@ -58,7 +58,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
                 arch::tma_load_2d(a, &gemm.a, full, k, tile.row0());
                 if (tall) arch::tma_load_2d(a + chunk_bytes, &gemm.a, full, k, tile.row0() + group_rows);
             }
-            if (Precision::scaled) {
+            if (Shape<T>::a_scaled(tile.stage)) {
                 arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows,
                                 sizeof(smem.a_scale[0]), full);
             }
@@ -67,24 +67,9 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
     pass_stage(smem, ring);
 }
 
-// The scales of a tile's weights, one float a stage and half.
-struct WeightScales {
-    const float* half0;
-    int to_half1;
-};
-
-// A half past the last column has no scales of its own and takes the first half's: its products are zero.
-MEGAMOE_DEVICE WeightScales weight_scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
-    int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
-    int row0 = halves.column(0) / scale_group, row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
-    int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
-    bool exists = row1 < halves.num_planes() * rows;
-    return {gemm.b_scale + row * columns, exists ? (row1 - row0) * columns : 0};
-}
-
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
-    using Precision = typename T::Precision;
+    using W = typename T::Precision::W;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);
@@ -101,20 +86,15 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
         }
         const Gemm& gemm = gemm_of(args, tile.stage);
         Halves halves = halves_of<T>(tile.stage, tile.n);
-        WeightScales scales = weight_scales(gemm, tile, halves);
+        typename W::Scales scales(gemm, tile, halves);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
-            float scale0 = 0, scale1 = 0;
-            if (Precision::scaled) {  // in flight while this thread waits for the slot
-                scale0 = scales.half0[0];
-                scale1 = scales.half0[scales.to_half1];
-                ++scales.half0;
-            }
+            scales.fetch();  // in flight while this thread waits for the slot
             arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
             uint64_t* full = &smem.full[ring.slot()];
             auto& b = smem.stages[ring.slot()].b;
             arch::mbar_expect_tx(full, sizeof(b));
-            int k = i * Precision::stage_k;
+            int k = i * Shape<T>::stage_k(tile.stage);
             if (tile.shared == Shared::b) {
                 int half = pair_member();
                 arch::tma_load_4d_both(b[half], &gemm.b, full, k, halves.column(half), halves.plane(half),
@@ -123,10 +103,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
                 arch::tma_load_4d(b[0], &gemm.b, full, k, halves.column(0), halves.plane(0), tile.expert());
                 arch::tma_load_4d(b[1], &gemm.b, full, k, halves.column(1), halves.plane(1), tile.expert());
             }
-            if (Precision::scaled) {
-                smem.b_scale[ring.slot()][0] = scale0;
-                smem.b_scale[ring.slot()][1] = scale1;
-            }
+            scales.put(smem.b_scale[ring.slot()]);
             arch::mbar_arrive(full);  // releases the scales, and the tile
         }
     }

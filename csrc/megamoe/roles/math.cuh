@@ -1,20 +1,9 @@
 // math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
-// stage into the swizzled output chunks; the store warp takes it from there. Fragment map (arch/README.md):
-// sum[half][4*g + 2*i + j] is row 16*(warp%4) + lane/4 + 8*i, column 8*g + 2*(lane%4) + j.
+// stage into the swizzled output chunks; the store warp takes it from there.
 #pragma once
 #include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
-
-// Where `byte` of `row` (0..63) lies in a 64 x 128-byte chunk with the 128-byte swizzle.
-MEGAMOE_DEVICE int swizzled(int row, int byte) { return row * stage_k_bytes + (byte ^ ((row & 7) << 4)); }
-
-struct Fragment {  // this thread's rows and columns in its warpgroup's half
-    int row, quad;
-    MEGAMOE_DEVICE Fragment()
-        : row((arch::warp_idx() & 3) * 16 + arch::lane_idx() / 4), quad(arch::lane_idx() & 3) {}
-    MEGAMOE_DEVICE int column(int g) const { return 8 * g + 2 * quad; }
-};
 
 // bias[column], with columns at or past `width` left alone.
 MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int width, Fragment f) {
@@ -46,48 +35,6 @@ struct OutputSlots {
     }
 };
 
-// One half as bf16: two chunks of 64 columns.
-MEGAMOE_DEVICE void write_bf16(OutputSlots& output, const float (&v)[64], Fragment f) {
-    MEGAMOE_UNROLL
-    for (int c = 0; c < 2; ++c) {
-        uint8_t* chunk = output.claim();
-        MEGAMOE_UNROLL
-        for (int g = 8 * c; g < 8 * c + 8; ++g) {
-            int byte = (f.column(g) % 64) * 2;
-            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) =
-                arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
-            *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) =
-                arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
-        }
-        output.hand_over();
-    }
-}
-
-// One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if the
-// half exists.
-MEGAMOE_DEVICE void write_e4m3(OutputSlots& output, const float (&v)[64], float* row_scale, Fragment f) {
-    uint8_t* chunk = output.claim();
-    MEGAMOE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-        float amax = amax_floor;
-        MEGAMOE_UNROLL
-        for (int g = 0; g < 16; ++g) {
-            float a = v[4 * g + 2 * i], b = v[4 * g + 2 * i + 1];
-            amax = max_of(amax, max_of(a < 0 ? -a : a, b < 0 ? -b : b));
-        }
-        amax = max_of(amax, arch::shfl_xor(amax, 1));  // the four lanes of a quad hold one row
-        amax = max_of(amax, arch::shfl_xor(amax, 2));
-        float inverse = e4m3_max / amax;
-        MEGAMOE_UNROLL
-        for (int g = 0; g < 16; ++g) {
-            *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
-                arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
-        }
-        if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = amax / e4m3_max;
-    }
-    output.hand_over();
-}
-
 // Bias; for gemm1 the activation; then out: h as the precision stores it, y_rows as bf16.
 template <class T>
 MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& output, float (&sum)[2][64]) {
@@ -109,7 +56,8 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
             if (!Shape<T>::gated) sum[1][i] = T::Activation::apply(args, sum[1][i], 0.0f);
         }
     }
-    if constexpr (T::Precision::scaled) {
+    using H = typename T::Precision::H;
+    if constexpr (!same<H, Bf16Rows>) {
         if (first) {
             MEGAMOE_UNROLL
             for (int half = 0; half < (Shape<T>::gated ? 1 : 2); ++half) {
@@ -117,13 +65,13 @@ MEGAMOE_DEVICE void finish(const Context& ctx, const Tile& tile, OutputSlots& ou
                 float* scales = gemm.out_scale + int64_t{scale_row} * args.pool_rows + tile.row0() +
                                 math_group() * group_rows;
                 bool exists = scale_row < ceil_div(gemm.n, scale_group);
-                write_e4m3(output, sum[half], exists ? scales : nullptr, f);
+                H::write_half(output, sum[half], exists ? scales : nullptr, f);
             }
             return;
         }
     }
-    write_bf16(output, sum[0], f);
-    if (!halves.planes) write_bf16(output, sum[1], f);
+    Bf16Rows::write_half(output, sum[0], nullptr, f);
+    if (!halves.planes) Bf16Rows::write_half(output, sum[1], nullptr, f);
 }
 
 // The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.
@@ -154,7 +102,7 @@ MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring)
             }
         } else {
             float sum[2][64];
-            multiply<T>(typename T::Precision{}, sum, ctx, ring, stages);
+            multiply<T>(sum, ctx, ring, tile.stage);
             tile = current_tile(ctx.smem);
             finish<T>(ctx, tile, output, sum);
         }

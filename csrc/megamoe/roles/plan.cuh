@@ -14,12 +14,6 @@ MEGAMOE_PURE int route_token(uint32_t route) {
     return static_cast<int>((route & ~(route_leader | route_closer)) >> route_k_bits);
 }
 
-constexpr int transport_barrier = 1;  // named barrier of the transport warps
-MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
-MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
-MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
-
 MEGAMOE_DEVICE int routes_between(const Args& args, int expert, int chunk_begin, int chunk_end) {
     const int32_t* row = args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1);
     return row[chunk_end] - row[chunk_begin];

@@ -5,17 +5,9 @@
 //                  every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
 //   crew 1, stage: x (quantized for FP8) -> window -> XReady to every peer    (likewise)
 #pragma once
-#include "megamoe/roles/context.h"
+#include "megamoe/cta/context.h"
 
 namespace megamoe {
-
-constexpr int crew_warps = num_warps / 2, crew_threads = crew_warps * 32;
-static_assert(first_math_warp == crew_warps, "crew 1 are the math warps");
-constexpr int first_crew_barrier = 2;  // named barriers of the crews
-MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
-MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
-MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }
-MEGAMOE_DEVICE void crew_sync() { arch::named_sync(first_crew_barrier + crew(), crew_threads); }
 
 // 64-bit ids outside int32 must not wrap into range: every id outside [0, E) becomes -1.
 MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
@@ -64,112 +56,9 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     }
 }
 
-// BF16: a copy, 16 bytes a thread.
-MEGAMOE_DEVICE void stage_x(Bf16, Context& ctx, int num_tokens) {
-    const Args& args = ctx.args;
-    auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
-    auto* from = static_cast<const uint4_t*>(args.x);
-    int64_t total = int64_t{num_tokens} * args.hidden / 8;
-    int64_t stride = int64_t{arch::grid_dim()} * crew_threads;
-    MEGAMOE_UNROLL_BY(1)
-    for (int64_t i = int64_t{arch::block_idx()} * crew_threads + crew_thread(); i < total; i += 4 * stride) {
-        uint4_t v[4];  // four loads in flight
-        MEGAMOE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            if (i + j * stride < total) v[j] = arch::load_streaming(from + i + j * stride);
-        }
-        MEGAMOE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-            if (i + j * stride < total) arch::store_vec(to + i + j * stride, v[j]);
-        }
-    }
-}
-
-// The pieces of x that a warp quantizes: 256 columns of a token each, every stride-th piece of the rank's.
-// Two divisions a launch: with two for each piece they were a tenth of the kernel's code.
-class Pieces {
-  public:
-    MEGAMOE_DEVICE Pieces(int first, int stride, int per_token)
-        : token_(first / per_token),
-          piece_(first % per_token),
-          tokens_ahead_(stride / per_token),
-          pieces_ahead_(stride % per_token),
-          per_token_(per_token) {}
-    MEGAMOE_DEVICE int token() const { return token_; }
-    // This lane's first.
-    MEGAMOE_DEVICE int column() const { return piece_ * piece_columns + arch::lane_idx() * 8; }
-    MEGAMOE_DEVICE void advance() {
-        token_ += tokens_ahead_;
-        piece_ += pieces_ahead_;
-        if (piece_ >= per_token_) {
-            piece_ -= per_token_;
-            ++token_;
-        }
-    }
-    static constexpr int piece_columns = 256;
-
-  private:
-    int token_, piece_, tokens_ahead_, pieces_ahead_, per_token_;
-};
-
-// FP8: 8 columns a lane, so 16 lanes hold one group of 128 (docs/numerics.md).
-MEGAMOE_DEVICE void stage_x(Fp8, Context& ctx, int num_tokens) {
-    const Args& args = ctx.args;
-    int groups = ceil_div(args.hidden, scale_group);
-    auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
-    auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-    Pieces pieces(arch::block_idx() * crew_warps + crew_warp(), arch::grid_dim() * crew_warps,
-                  ceil_div(args.hidden, Pieces::piece_columns));
-    constexpr int batch = 8;  // loads in flight
-    MEGAMOE_UNROLL_BY(1)
-    while (pieces.token() < num_tokens) {
-        uint4_t v[batch];
-        int64_t token[batch];
-        int column[batch];
-        MEGAMOE_UNROLL
-        for (int j = 0; j < batch; ++j, pieces.advance()) {
-            token[j] = pieces.token();
-            column[j] = pieces.column();
-            v[j] = {0, 0, 0, 0};
-            if (token[j] < num_tokens && column[j] < args.hidden) {
-                v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) + token[j] * args.hidden +
-                                            column[j]);
-            }
-        }
-        MEGAMOE_UNROLL
-        for (int j = 0; j < batch; ++j) {
-            if (token[j] >= num_tokens) break;  // uniform in the warp
-            float f[8];
-            const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-            float amax = amax_floor;
-            MEGAMOE_UNROLL
-            for (int w = 0; w < 4; ++w) {
-                f[2 * w] = arch::bf16_lo(words[w]);
-                f[2 * w + 1] = arch::bf16_hi(words[w]);
-                amax = max_of(amax, max_of(f[2 * w] < 0 ? -f[2 * w] : f[2 * w],
-                                           f[2 * w + 1] < 0 ? -f[2 * w + 1] : f[2 * w + 1]));
-            }
-            MEGAMOE_UNROLL
-            for (int mask = 8; mask > 0; mask >>= 1) amax = max_of(amax, arch::shfl_xor(amax, mask));
-            float inverse = e4m3_max / amax;
-            if (column[j] < args.hidden) {
-                auto* to = reinterpret_cast<uint32_t*>(rows + token[j] * args.hidden + column[j]);
-                MEGAMOE_UNROLL
-                for (int w = 0; w < 2; ++w) {
-                    uint32_t lo = arch::pack_e4m3x2(f[4 * w] * inverse, f[4 * w + 1] * inverse);
-                    uint32_t hi = arch::pack_e4m3x2(f[4 * w + 2] * inverse, f[4 * w + 3] * inverse);
-                    to[w] = lo | (hi << 16);
-                }
-                if (arch::lane_idx() % 16 == 0)
-                    scales[token[j] * groups + column[j] / scale_group] = amax / e4m3_max;
-            }
-        }
-    }
-}
-
 template <class T>
 MEGAMOE_DEVICE void stage(Context& ctx) {
-    stage_x(typename T::Precision{}, ctx, own_tokens(ctx.args));
+    T::Precision::X::stage(ctx, own_tokens(ctx.args));
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {

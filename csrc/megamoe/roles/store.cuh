@@ -2,7 +2,7 @@
 // until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
 // cost a short tile 20 %.
 #pragma once
-#include "megamoe/roles/context.h"
+#include "megamoe/cta/context.h"
 
 namespace megamoe {
 
@@ -19,7 +19,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
         const Gemm& gemm = gemm_of(args, tile.stage);
         int width = gemm.n;
         int chunks = Shape<T>::output_chunks(tile.stage);
-        int chunk_columns = stage_k_bytes / (first ? T::Precision::element_bytes : 2);
+        int chunk_columns = stage_k_bytes / (first ? T::Precision::H::element_bytes : 2);
         MEGAMOE_UNROLL_BY(1)
         for (int c = 0; c < chunks; ++c, output.advance()) {
             int column = (tile.n * chunks + c) * chunk_columns;

@@ -38,16 +38,17 @@ MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int
 
 template <class T>
 MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
+    using X = typename T::Precision::X;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     int home = home_of(ordered, args.num_ranks);
     int64_t token = token_of(ordered, args.num_ranks);
     int lane_row = lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
     uint32_t targets = arch::ballot(lane_row >= 0);
-    int vectors = args.hidden * T::Precision::element_bytes / vector_bytes;
+    int vectors = args.hidden * X::element_bytes / vector_bytes;
     fan_out(ctx.window<const uint4_t>(home, args.window_x) + token * vectors,
             static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets);
-    if constexpr (T::Precision::scaled) {
+    if constexpr (X::scaled) {
         int groups = ceil_div(args.hidden, scale_group);
         const auto* scales = ctx.window<const float>(home, args.window_x_scale) + token * groups;
         MEGAMOE_UNROLL_BY(1)
@@ -112,9 +113,6 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
     return {arch::pack_bf16x2(sum[0], sum[1]), arch::pack_bf16x2(sum[2], sum[3]),
             arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
 }
-
-MEGAMOE_DEVICE int mover_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_warp * 32; }
 
 // Work of reduce and combine is dealt out to CTAs in shares, round robin; a CTA's movers take its shares as
 // they come. Which warp does a sum changes no bit of it.

@@ -58,6 +58,7 @@ inline float bf16_hi(uint32_t v) { return host::bf16_to_float(static_cast<uint16
 inline uint16_t pack_e4m3x2(float lo, float hi) {
     return static_cast<uint16_t>(host::float_to_e4m3(lo) | host::float_to_e4m3(hi) << 8);
 }
+inline float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 inline float fast_exp(float v) { return expf(v); }
 inline float fast_div(float a, float b) { return a / b; }
 

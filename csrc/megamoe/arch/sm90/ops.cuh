@@ -230,6 +230,7 @@ MEGAMOE_DEVICE uint16_t pack_e4m3x2(float lo, float hi) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(lo), "f"(hi));
     return r;
 }
+MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }
 

@@ -1,22 +1,16 @@
 // Shared memory of a CTA. sizeof(Smem) is what the launch asks for; nothing is summed by hand.
 #pragma once
-#include "megamoe/gemm/precision.h"
+#include "megamoe/cta/warps.h"
 #include "megamoe/layout/args.h"
 #include "megamoe/schedule/tile.h"
 
 namespace megamoe {
 
+constexpr int stage_k_bytes = 128;  // of a pipeline stage along K: one 128-byte swizzle row
 constexpr int num_stages = 3;
-constexpr int num_math_groups = 2;
-constexpr int num_threads = 512;
-constexpr int num_warps = num_threads / 32;
-constexpr int first_transport_warp = 4;  // a warpgroup of its own, for its register budget; warp 3 idles
-constexpr int num_transport_warps = 4;
-constexpr int first_math_warp = 8;
-constexpr int num_movers = num_warps - first_transport_warp;
 constexpr int group_rows = 64;  // rows of one math warpgroup
 constexpr int max_local_experts = 1024;
-constexpr int num_wait_marks = 3;                        // roles/profile.h
+constexpr int num_wait_marks = 3;                        // cta/profile.h
 constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
 constexpr int num_output_slots = 4;                      // chunks of one warpgroup in flight to memory
 

@@ -1,9 +1,8 @@
 // What every role is given, and the tile stream that all of them walk.
 #pragma once
-#include "megamoe/act/policies.h"
-#include "megamoe/layout/smem.h"
+#include "megamoe/cta/profile.h"
+#include "megamoe/cta/smem.h"
 #include "megamoe/protocol/edges.h"
-#include "megamoe/roles/profile.h"
 #if defined(MEGAMOE_EMULATE)
 #include "megamoe/arch/host/memory.h"
 #else
@@ -32,13 +31,14 @@ MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
 // Compile-time facts of a variant and the run-time sizes that follow from them.
 template <class T>
 struct Shape {
-    using Precision = typename T::Precision;
+    using X = typename T::Precision::X;
+    using H = typename T::Precision::H;
     static constexpr bool gated = T::Activation::gated;
     static constexpr int h_columns = gated ? half_columns : tile_columns;  // columns of h a gemm1 tile makes
 
     // Output chunks of 64 rows x 128 bytes that a warpgroup hands to the store warp for one tile.
     static MEGAMOE_DEVICE int output_chunks(Stage stage) {
-        return stage == Stage::gemm1 ? h_columns * Precision::element_bytes / stage_k_bytes
+        return stage == Stage::gemm1 ? h_columns * H::element_bytes / stage_k_bytes
                                      : tile_columns * 2 / stage_k_bytes;
     }
     // Columns of its output that a tile makes.
@@ -49,8 +49,13 @@ struct Shape {
         return ceil_div(gemm_of(args, stage).n, columns(stage));
     }
     static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
-        return ceil_div(gemm_of(args, stage).k, Precision::stage_k);
+        return ceil_div(gemm_of(args, stage).k, stage_k(stage));
     }
+    // Of A, which is x or h: the values of K that a stage holds, and whether scales stand beside them.
+    static MEGAMOE_DEVICE int stage_k(Stage stage) {
+        return stage_k_bytes / (stage == Stage::gemm1 ? X::element_bytes : H::element_bytes);
+    }
+    static MEGAMOE_DEVICE bool a_scaled(Stage stage) { return stage == Stage::gemm1 ? X::scaled : H::scaled; }
 };
 
 // What the two halves of a tile are: gate and up of the same columns (in planes of w13), or neighbouring

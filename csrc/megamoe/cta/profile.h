@@ -3,7 +3,7 @@
 // start) GHz, and the waits, which are cycles summed over the launch. The sums stand in shared memory until
 // the end: added up in memory, they made FP8 8 to 13 % slower.
 #pragma once
-#include "megamoe/layout/smem.h"
+#include "megamoe/cta/smem.h"
 
 namespace megamoe {
 

@@ -1,0 +1,41 @@
+// The warps of a CTA, and where a thread stands among them. Asked again where it is needed: no register is
+// spared for it.
+#pragma once
+#include "megamoe/arch/arch.h"
+
+namespace megamoe {
+
+constexpr int num_threads = 512;
+constexpr int num_warps = num_threads / 32;
+constexpr int first_transport_warp = 4;  // a warpgroup of its own, for its register budget; warp 3 idles
+constexpr int num_transport_warps = 4;
+constexpr int first_math_warp = 8;
+constexpr int num_math_groups = 2;
+constexpr int num_movers = num_warps - first_transport_warp;
+
+// The prologue's two crews: crew 0 routes, crew 1, math later, stages x.
+constexpr int crew_warps = num_warps / 2, crew_threads = crew_warps * 32;
+static_assert(first_math_warp == crew_warps, "crew 1 are the math warps");
+
+// Named barriers; 0 is the CTA's own.
+constexpr int transport_barrier = 1;
+constexpr int first_crew_barrier = 2;
+
+MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
+MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
+MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }
+MEGAMOE_DEVICE void crew_sync() { arch::named_sync(first_crew_barrier + crew(), crew_threads); }
+
+MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
+MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
+MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
+MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
+
+// Movers: the transport warps, and math warps that have no tiles left.
+MEGAMOE_DEVICE int mover_warp() { return arch::warp_idx() - first_transport_warp; }
+MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_warp * 32; }
+
+// Which of the two math warpgroups this is.
+MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
+
+}  // namespace megamoe

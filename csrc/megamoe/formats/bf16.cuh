@@ -1,0 +1,66 @@
+// bf16, as it is: no scales.
+#pragma once
+#include "megamoe/cta/context.h"
+#include "megamoe/formats/fragment.h"
+
+namespace megamoe {
+
+struct Bf16Rows {
+    using Element = bf16_t;
+    static constexpr int element_bytes = 2;
+    static constexpr bool scaled = false;
+    static constexpr int half_slots = 2;
+
+    // A copy, 16 bytes a thread.
+    static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
+        const Args& args = ctx.args;
+        auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
+        auto* from = static_cast<const uint4_t*>(args.x);
+        int64_t total = int64_t{num_tokens} * args.hidden / 8;
+        int64_t stride = int64_t{arch::grid_dim()} * crew_threads;
+        MEGAMOE_UNROLL_BY(1)
+        for (int64_t i = int64_t{arch::block_idx()} * crew_threads + crew_thread(); i < total;
+             i += 4 * stride) {
+            uint4_t v[4];  // four loads in flight
+            MEGAMOE_UNROLL
+            for (int j = 0; j < 4; ++j) {
+                if (i + j * stride < total) v[j] = arch::load_streaming(from + i + j * stride);
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < 4; ++j) {
+                if (i + j * stride < total) arch::store_vec(to + i + j * stride, v[j]);
+            }
+        }
+    }
+
+    // One half as bf16: two chunks of 64 columns.
+    template <class Output>
+    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[64], float*, Fragment f) {
+        MEGAMOE_UNROLL
+        for (int c = 0; c < half_slots; ++c) {
+            uint8_t* chunk = output.claim();
+            MEGAMOE_UNROLL
+            for (int g = 8 * c; g < 8 * c + 8; ++g) {
+                int byte = (f.column(g) % 64) * 2;
+                *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row, byte)) =
+                    arch::pack_bf16x2(v[4 * g], v[4 * g + 1]);
+                *reinterpret_cast<uint32_t*>(chunk + swizzled(f.row + 8, byte)) =
+                    arch::pack_bf16x2(v[4 * g + 2], v[4 * g + 3]);
+            }
+            output.hand_over();
+        }
+    }
+};
+
+struct Bf16Weights {
+    using Element = bf16_t;
+    static constexpr int element_bytes = 2;
+
+    struct Scales {
+        MEGAMOE_DEVICE Scales(const Gemm&, const Tile&, const Halves&) {}
+        MEGAMOE_DEVICE void fetch() {}
+        MEGAMOE_DEVICE void put(float (&)[2]) const {}
+    };
+};
+
+}  // namespace megamoe

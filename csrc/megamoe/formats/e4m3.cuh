@@ -1,0 +1,144 @@
+// e4m3 with fp32 scales: rows have one per 128 columns, weights one per 128 x 128 (along K: a pipeline
+// stage).
+#pragma once
+#include "megamoe/cta/context.h"
+#include "megamoe/formats/e4m3_group.h"
+#include "megamoe/formats/fragment.h"
+
+namespace megamoe {
+
+// The pieces of x that a warp quantizes: 256 columns of a token each, every stride-th piece of the rank's.
+// Two divisions a launch: with two for each piece they were a tenth of the kernel's code.
+class Pieces {
+  public:
+    MEGAMOE_DEVICE Pieces(int first, int stride, int per_token)
+        : token_(first / per_token),
+          piece_(first % per_token),
+          tokens_ahead_(stride / per_token),
+          pieces_ahead_(stride % per_token),
+          per_token_(per_token) {}
+    MEGAMOE_DEVICE int token() const { return token_; }
+    // This lane's first.
+    MEGAMOE_DEVICE int column() const { return piece_ * piece_columns + arch::lane_idx() * 8; }
+    MEGAMOE_DEVICE void advance() {
+        token_ += tokens_ahead_;
+        piece_ += pieces_ahead_;
+        if (piece_ >= per_token_) {
+            piece_ -= per_token_;
+            ++token_;
+        }
+    }
+    static constexpr int piece_columns = 256;
+
+  private:
+    int token_, piece_, tokens_ahead_, pieces_ahead_, per_token_;
+};
+
+struct E4m3Rows {
+    using Element = e4m3_t;
+    static constexpr int element_bytes = 1;
+    static constexpr bool scaled = true;
+    static constexpr int half_slots = 1;
+
+    // 8 columns a lane, so 16 lanes hold one group of 128 (docs/numerics.md).
+    static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
+        const Args& args = ctx.args;
+        int groups = ceil_div(args.hidden, scale_group);
+        auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
+        auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+        Pieces pieces(arch::block_idx() * crew_warps + crew_warp(), arch::grid_dim() * crew_warps,
+                      ceil_div(args.hidden, Pieces::piece_columns));
+        constexpr int batch = 8;  // loads in flight
+        MEGAMOE_UNROLL_BY(1)
+        while (pieces.token() < num_tokens) {
+            uint4_t v[batch];
+            int64_t token[batch];
+            int column[batch];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < batch; ++j, pieces.advance()) {
+                token[j] = pieces.token();
+                column[j] = pieces.column();
+                v[j] = {0, 0, 0, 0};
+                if (token[j] < num_tokens && column[j] < args.hidden) {
+                    v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) +
+                                                token[j] * args.hidden + column[j]);
+                }
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < batch; ++j) {
+                if (token[j] >= num_tokens) break;  // uniform in the warp
+                const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+                E4m3Group group;
+                MEGAMOE_UNROLL
+                for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
+                group.join_lanes<16>();
+                float inverse = group.inverse();
+                if (column[j] < args.hidden) {
+                    auto* to = reinterpret_cast<uint32_t*>(rows + token[j] * args.hidden + column[j]);
+                    MEGAMOE_UNROLL
+                    for (int w = 0; w < 2; ++w) to[w] = e4m3_of_bf16(words[2 * w], words[2 * w + 1], inverse);
+                    if (arch::lane_idx() % 16 == 0)
+                        scales[token[j] * groups + column[j] / scale_group] = group.scale();
+                }
+            }
+        }
+    }
+
+    // One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if
+    // the half exists.
+    template <class Output>
+    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[64], float* row_scale,
+                                          Fragment f) {
+        uint8_t* chunk = output.claim();
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            E4m3Group group;
+            MEGAMOE_UNROLL
+            for (int g = 0; g < 16; ++g) group.include(v[4 * g + 2 * i], v[4 * g + 2 * i + 1]);
+            group.join_lanes<4>();  // a quad holds one row
+            float inverse = group.inverse();
+            MEGAMOE_UNROLL
+            for (int g = 0; g < 16; ++g) {
+                *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
+                    arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
+            }
+            if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = group.scale();
+        }
+        output.hand_over();
+    }
+};
+
+struct E4m3Weights {
+    using Element = e4m3_t;
+    static constexpr int element_bytes = 1;
+
+    // One float a pipeline stage and half. A half past the last column has no scales of its own and takes the
+    // first half's: its products are zero.
+    class Scales {
+      public:
+        MEGAMOE_DEVICE Scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
+            int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
+            int row0 = halves.column(0) / scale_group;
+            int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
+            int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
+            half0_ = gemm.b_scale + row * columns;
+            to_half1_ = row1 < halves.num_planes() * rows ? (row1 - row0) * columns : 0;
+        }
+        MEGAMOE_DEVICE void fetch() {
+            scale_[0] = half0_[0];
+            scale_[1] = half0_[to_half1_];
+            ++half0_;
+        }
+        MEGAMOE_DEVICE void put(float (&slot)[2]) const {
+            slot[0] = scale_[0];
+            slot[1] = scale_[1];
+        }
+
+      private:
+        const float* half0_;
+        int to_half1_;
+        float scale_[2];
+    };
+};
+
+}  // namespace megamoe

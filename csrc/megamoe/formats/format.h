@@ -1,0 +1,25 @@
+// Formats: how the numbers of x, of the weights and of h are stored, each by itself. A format is a type; a
+// precision names three.
+//
+//   rows (x and h)   Element, element_bytes; scaled: one fp32 scale a row and 128 columns stands beside them;
+//                    stage(ctx, tokens): x -> window; write_half(output, sums, row_scale, f): a half of a
+//                    tile -> output slots, half_slots of them
+//   weights          Element, element_bytes; Scales(gemm, tile, halves): fetch() reads what the next pipeline
+//                    stage needs, put(slot) hands it to the math warps
+//
+// How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
+#pragma once
+#include "megamoe/arch/arch.h"
+
+namespace megamoe {
+
+constexpr int scale_group = 128;  // values along K that share a scale: one FP8 pipeline stage, a half of h
+
+template <class Rows, class Weights, class HiddenRows>
+struct Precision {
+    using X = Rows;
+    using W = Weights;
+    using H = HiddenRows;
+};
+
+}  // namespace megamoe
