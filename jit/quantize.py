@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError
+from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 
@@ -63,7 +64,7 @@ def quantize_weights(
     rows = height // planes
     grid = (-(-columns // 128), planes * -(-rows // 128), num)
     if out is None:
-        q = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+        q = torch.empty(w.shape, dtype=E4M3_BLOCKS.dtype, device=w.device)
         scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
     else:
         q, scale = out

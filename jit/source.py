@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-PRECISIONS = {"bf16": "Bf16", "fp8": "Fp8"}
+from megamoe.errors import ConfigError
+from megamoe.formats.table import PRECISIONS
+
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
     "clamped_swiglu": "ClampedSwiGlu",
     "geglu": "GeGlu",
+    "geglu_tanh": "GeGluTanh",
     "relu2": "Relu2",
 }
 
@@ -23,8 +26,12 @@ class Variant:
     profile: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS or self.activation not in ACTIVATIONS:
-            raise ValueError(f"no such kernel: {self}")
+        if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
+            raise ConfigError("precision", repr(self.precision), "one that has a kernel")
+        if self.activation not in ACTIVATIONS:
+            raise ConfigError(
+                "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
+            )
 
     @property
     def entry(self) -> str:
@@ -41,7 +48,7 @@ class Variant:
 
 namespace megamoe {{
 struct Traits {{
-    using Precision = {PRECISIONS[self.precision]};
+    using Precision = {PRECISIONS[self.precision].cpp};
     using Activation = {ACTIVATIONS[self.activation]};
     static constexpr bool profile = {str(self.profile).lower()};
 }};
@@ -53,4 +60,5 @@ MEGAMOE_FORWARD_KERNEL({self.entry}, megamoe::Traits)
 
 def variants(profile: bool = False) -> list[Variant]:
     """Return every kernel that a Problem can ask for."""
-    return [Variant(p, a, profile) for p, a in product(PRECISIONS, ACTIVATIONS)]
+    have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
+    return [Variant(p, a, profile) for p, a in product(have, ACTIVATIONS)]

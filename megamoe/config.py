@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from megamoe.errors import ConfigError
+from megamoe.formats.table import PRECISIONS, Precision
 
 MAX_RANKS = 8
-MAX_TOP_K = 16
+MAX_TOP_K = 32  # a lane each: max_top_k in csrc/megamoe/cta/smem.h
 MAX_WIDTH = 16384  # of hidden and intermediate
 MAX_LOCAL_EXPERTS = 1024
-# Index * 16 + k and two mark bits share 32 bits. The index counts whole chunks of 32 tokens of every rank.
-MAX_GROUP_TOKENS, CHUNK_TOKENS = 1 << 26, 32
-PRECISIONS = ("bf16", "fp8")
-KINDS = ("swiglu", "clamped_swiglu", "geglu", "relu2")
+# Index * 32 + k and two mark bits share 32 bits. The index counts whole chunks of 32 tokens of every rank.
+MAX_GROUP_TOKENS, CHUNK_TOKENS = 1 << 25, 32
+KINDS = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "relu2")
+_GELU = {"geglu": "none", "geglu_tanh": "tanh"}  # kind -> torch's name of the form
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Activation:
     """The function between the two GEMMs; `kind` picks the kernel's policy, the rest its numbers.
 
     swiglu          silu(gate) * up
-    clamped_swiglu  g * sigmoid(alpha * g) * (u + up_offset), g = min(gate, limit), u = clamp(up,
-    +-limit) geglu           gelu(gate) * up, the exact (erf) form
+    clamped_swiglu  g * sigmoid(alpha * g) * (u + up_offset), g = min(gate, limit), u = clamp(up, +-limit)
+    geglu           gelu(gate) * up, the exact (erf) form
+    geglu_tanh      the same by tanh (gelu_pytorch_tanh)
     relu2           relu(v) ** 2, not gated: w13 has one plane
     """
 
@@ -39,11 +41,8 @@ class Activation:
     up_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "alpha",
-            "limit",
-            "up_offset",
-        ):  # ints too, so that equal means same fingerprint
+        for name in ("alpha", "limit", "up_offset"):
+            # ints too, so that equal means same fingerprint
             object.__setattr__(self, name, float(getattr(self, name)))
         if self.kind not in KINDS:
             raise ConfigError("activation.kind", repr(self.kind), "one of " + ", ".join(KINDS))
@@ -51,11 +50,8 @@ class Activation:
             raise ConfigError("activation", self, "finite alpha and up_offset")
         if not self.limit > 0:
             raise ConfigError("activation.limit", self.limit, "a positive number")
-        if self.kind != "clamped_swiglu" and (self.alpha, self.limit, self.up_offset) != (
-            1,
-            inf,
-            0,
-        ):
+        numbers = (self.alpha, self.limit, self.up_offset)
+        if self.kind != "clamped_swiglu" and numbers != (1, inf, 0):
             raise ConfigError("activation", self, f"no alpha, limit or up_offset for {self.kind}")
 
     @property
@@ -74,8 +70,8 @@ class Activation:
         if not self.gated:
             return F.relu(gate_up).square()
         gate, up = gate_up.chunk(2, dim=-1)
-        if self.kind == "geglu":
-            return F.gelu(gate) * up
+        if self.kind in _GELU:
+            return F.gelu(gate, approximate=_GELU[self.kind]) * up
         if self.kind == "swiglu":
             return F.silu(gate) * up
         gate = gate.clamp(max=self.limit)
@@ -87,6 +83,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": Activation("swiglu"),
     "swiglu_oai": Activation("clamped_swiglu", alpha=1.702, limit=7.0, up_offset=1.0),
     "geglu": Activation("geglu"),
+    "geglu_tanh": Activation("geglu_tanh"),
     "relu2": Activation("relu2"),
 }
 
@@ -99,6 +96,9 @@ def activation_by_name(name: str | Activation) -> Activation:
         expected = "one of " + ", ".join(ACTIVATIONS) + ", or an Activation"
         raise ConfigError("activation", repr(name), expected)
     return ACTIVATIONS[name]
+
+
+_SIZES = ("hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -130,15 +130,7 @@ class Problem:
         ]
 
     def _constraints(self) -> Iterator[tuple[str, Any, bool, str]]:
-        for name in (
-            "hidden",
-            "intermediate",
-            "num_experts",
-            "top_k",
-            "ep_size",
-            "rank",
-            "max_tokens",
-        ):
+        for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 yield name, value, False, "an int"
@@ -152,16 +144,17 @@ class Problem:
         ep_size = max(self.ep_size, 1)
         yield "rank", self.rank, 0 <= self.rank < ep_size, f"0..{ep_size - 1}"
         ok = 1 <= self.num_experts <= MAX_LOCAL_EXPERTS * ep_size
-        yield (
-            "num_experts",
-            self.num_experts,
-            ok,
-            f"1..{MAX_LOCAL_EXPERTS} for each of {ep_size} ranks",
-        )
+        expected = f"1..{MAX_LOCAL_EXPERTS} for each of {ep_size} ranks"
+        yield "num_experts", self.num_experts, ok, expected
         highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * ep_size) * CHUNK_TOKENS
         yield "max_tokens", self.max_tokens, 1 <= self.max_tokens <= highest, f"1..{highest}"
         yield "precision", self.precision, self.precision in PRECISIONS, " or ".join(PRECISIONS)
         yield "bias", self.bias, isinstance(self.bias, bool), "a bool"
+
+    @property
+    def formats(self) -> Precision:
+        """How x, the weights and h are stored."""
+        return PRECISIONS[self.precision]
 
     def expert_begin(self, rank: int | None = None) -> int:
         """Return the first global expert of a rank (default: this one)."""

@@ -93,7 +93,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--intermediate", type=int)
     parser.add_argument("--experts", type=int, dest="num_experts")
     parser.add_argument("--top-k", type=int)
-    parser.add_argument("--activation", help="swiglu, swiglu_oai, geglu or relu2")
+    parser.add_argument("--activation", help="swiglu, swiglu_oai, geglu, geglu_tanh or relu2")
     parser.add_argument("--bias", action="store_true", default=None)
 
 

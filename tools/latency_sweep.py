@@ -29,6 +29,7 @@ from common import Rank, add_launch_arguments, add_shape_arguments, header, laun
 from sweep_plot import Measurement, plot
 
 import megamoe
+from megamoe.config import PRECISIONS
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
@@ -44,20 +45,20 @@ HOT_SECONDS = 0.5
 def floors(shape: Shape, precision: str, tokens: int, ranks: int) -> tuple[float, float, float]:
     """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
     h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
-    width = 1 if precision == "fp8" else 2
+    stored = PRECISIONS[precision]
     gemm = shape.flops(tokens) / (GEMM_TFLOPS[precision] * 1e6)
 
     local = e / ranks
     rows = tokens * k
     hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
-    weights = hit * 3 * h * i * width
+    weights = hit * 3 * h * i * stored.w.bytes
     # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
-    memory = weights + 2 * rows * (h * width + i * width + h * 2)
+    memory = weights + 2 * rows * (h * stored.x.bytes + i * stored.h.bytes + h * 2)
 
     # A token crosses once for each other rank that holds one of its experts, and its partial comes back.
     misses = math.prod((e - local - n) / (e - n) for n in range(k)) if e - local >= k else 0.0
     crossings = tokens * (ranks - 1) * (1 - misses)
-    link = crossings * (h * width + h * 2)
+    link = crossings * (h * stored.x.bytes + h * 2)
     return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
 
 
@@ -254,7 +255,7 @@ def main() -> int:
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
     add("--tokens", type=int, nargs="+", default=[8, 64, 128, 256, 1024, 8192], help="per rank")
-    add("--precision", nargs="+", default=["bf16"], choices=("bf16", "fp8"))
+    add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
     add("--mode", default="cool", choices=("cool", "hot", "both"))
     add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")
     add("--samples", type=int, default=20)

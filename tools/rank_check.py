@@ -29,7 +29,7 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
-from megamoe.config import ACTIVATIONS
+from megamoe.config import ACTIVATIONS, PRECISIONS
 from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights, same_bits
 from megamoe.testing.shapes import Shape
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
@@ -141,9 +141,7 @@ class Oracle:
         ranks = range(me.size)
         self.inputs = [case.inputs(rank, me.device) for rank in ranks]
         self.masters = [case.masters(rank, me.device) for rank in ranks]
-        self.weights = self.masters
-        if case.precision == "fp8":
-            self.weights = [w.quantized(self.problem) for w in self.masters]
+        self.weights = [w.quantized(self.problem) for w in self.masters]
         self.kept = checked_tokens(case, me.device)
         columns = ("x", "topk_ids", "topk_weights")
         self.columns = [[getattr(i, name) for i in self.inputs] for name in columns]
@@ -183,7 +181,7 @@ class Oracle:
         )
         routes = sum(rows.token.numel() for rows in want["rows"])
         elements = min(want["y"][me].numel(), routes * problem.intermediate)
-        strict = self.case.precision == "bf16" and elements >= ENOUGH
+        strict = not self.problem.formats.h.scaled and elements >= ENOUGH
         limit = FP32_LIMIT if strict else float("inf")
         checker.judge("y_fp32", y[own[me]], want["y"][me], limit)
 
@@ -294,7 +292,7 @@ def main() -> int:
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
-    add("--precision", nargs="+", default=["bf16", "fp8"], choices=("bf16", "fp8"))
+    add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=ROUTINGS)
     add("--int64-ids", action="store_true")
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")

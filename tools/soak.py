@@ -28,6 +28,7 @@ from soak_faults import kill, killed_rank, late, mismatch
 from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
+from megamoe.config import PRECISIONS
 from megamoe.memory.window import Window
 from megamoe.testing import launch, make_weights
 
@@ -275,7 +276,7 @@ def main() -> int:
     add("--ranks", type=int, help="default: all GPUs")
     add("--calls", type=int, help="of calls (10000), nccl (1000) or streams (400)")
     add("--replays", type=int, default=1000, help="of graph")
-    add("--precision", nargs="+", default=["bf16", "fp8"], choices=("bf16", "fp8"))
+    add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     add("--bound", type=float, default=300.0, metavar="S", help="longest a scenario may take")
     for hidden in ("--as-rank", "--port"):
         add(hidden, type=int, help=argparse.SUPPRESS)

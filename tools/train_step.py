@@ -21,7 +21,7 @@ from demo_checks import FREE_STEPS, REPLAYS, Replay, checks_of_curves, checks_of
 from demo_model import ModelConfig, corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
-from megamoe.config import Problem
+from megamoe.config import PRECISIONS, Problem
 from megamoe.frontend.functional import choose
 
 CPU_MODEL = ModelConfig()
@@ -100,7 +100,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate"))
-    add("--precision", default="bf16", choices=("bf16", "fp8"))
+    add("--precision", default="bf16", choices=PRECISIONS)
     add("--steps", type=int, help="training steps; default 400 on GPUs, 300 on a CPU")
     add("--batch", type=int, help="sequences per step over all ranks")
     add("--seed", type=int, default=1)

@@ -281,7 +281,7 @@ class MegaBackend:
         parity = int(self.window.epoch() & 1)
         tokens = window["window_routes"][parity, :, 0].tolist()
         found = {"partials": window["window_partials"][:, : tokens[p.rank]]}
-        if p.precision == "fp8":
+        if "window_x_scale" in window:
             found["x_q"] = window["window_x"][: tokens[p.rank]]
             found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]
         chunks = max(-(-n // CHUNK_TOKENS) for n in tokens) * p.ep_size

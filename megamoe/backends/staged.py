@@ -21,7 +21,7 @@ from megamoe.backends.order import (
     check_marks,
 )
 from megamoe.config import MAX_LOCAL_EXPERTS, Problem
-from megamoe.formats.quantization import dequantize_rows, quantize_rows
+from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.weights import ExpertWeights
 
 
@@ -50,12 +50,12 @@ class _StraightThrough(torch.autograd.Function):
     """Value of the quantized rows, gradient of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return dequantize_rows(*quantize_rows(x)).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, formulas: Codec) -> Tensor:
+        return formulas.dequantize(*formulas.quantize(x)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class StagedBackend:
@@ -135,14 +135,16 @@ def _moe(
 ) -> Tensor:
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
-    fp8 = problem.precision == "fp8"
+    x_codec = codec(problem.formats.x)
 
     # route: one row per valid (token, k), sorted by expert, hence by rank
     flat = topk_ids.reshape(-1).long()
     valid = (flat >= 0) & (flat < experts)
     order = torch.argsort(torch.where(valid, flat, experts), stable=True)
     order = order[: int(valid.sum())]
-    source = _StraightThrough.apply(x.to(compute_dtype(x.device))) if fp8 else x
+    source = x
+    if x_codec is not None:
+        source = _StraightThrough.apply(x.to(compute_dtype(x.device)), x_codec)
     rows = source[order // top_k]
     counts = torch.bincount(flat[order], minlength=experts)
     if group is not None:
@@ -207,17 +209,17 @@ def _exchange_counts(
 def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights) -> Tensor:
     """rows: [M, H] sorted by local expert, sizes: [L] -> y_rows [M, H] bf16."""
     if rows.shape[0] == 0:
-        # No expert runs. Tie all inputs in, with no elements, so that backward meets the other
-        # ranks # in both exchanges.
+        # No expert runs. Tie all inputs in, with no elements, so that backward meets the other ranks in both exchanges.
         ties = [t.reshape(-1)[:0].float().sum() for t in dense.named().values()]
         return (rows + torch.stack(ties).sum()).to(torch.bfloat16)
     grouped = rows.device.type == "cuda" and rows.dtype == dense.w13.dtype == torch.bfloat16
     matmul = _grouped_matmul if grouped else _matmul_by_expert
     gate_up = matmul(rows, dense.w13, dense.b13, sizes)
     h = problem.activation(gate_up)
-    if problem.precision == "fp8":
-        h = _StraightThrough.apply(h)
-    if grouped or problem.precision == "bf16":
+    h_codec = codec(problem.formats.h)
+    if h_codec is not None:
+        h = _StraightThrough.apply(h, h_codec)
+    if grouped or h_codec is None:
         h = h.to(rows.dtype)
     return matmul(h, dense.w2, dense.b2, sizes).to(torch.bfloat16)
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError
-from megamoe.formats.quantization import quantize_blockwise
+from megamoe.formats.quantization import codec, quantize_blockwise
 from megamoe.formats.weights import ExpertWeights
 
 log = logging.getLogger("megamoe")
@@ -117,6 +117,7 @@ class QuantizedCache:
 
     def weights(self, problem: Problem, masters: ExpertWeights) -> ExpertWeights:
         """Return the FP8 weights of bf16 masters; biases are handed through."""
+        codec(problem.formats.w)  # raises for a format that this cannot make
         q13, s13 = self.get("w13", masters.w13, problem.activation.planes)
         q2, s2 = self.get("w2", masters.w2)
         return ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)

@@ -6,15 +6,18 @@ q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.table import BF16, E4M3_BLOCKS, E4M3_ROWS, SCALE_GROUP, Format
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
+E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10
-GROUP = 128
+GROUP = SCALE_GROUP
 
 
 def num_groups(width: int) -> int:
@@ -95,3 +98,26 @@ def dequantize_blockwise(
         s = s.repeat_interleave(GROUP, dim=2)[:, :, :width]
         out[expert] = q[expert].float() * s.reshape(height, width)
     return out
+
+
+class Codec(NamedTuple):
+    """How a format with scales is made from numbers, and read as fp32."""
+
+    quantize: Callable[..., tuple[Tensor, Tensor]]
+    dequantize: Callable[..., Tensor]
+
+
+_CODECS: dict[Format, Codec | None] = {
+    BF16: None,
+    E4M3_ROWS: Codec(quantize_rows, dequantize_rows),
+    E4M3_BLOCKS: Codec(quantize_blockwise, dequantize_blockwise),
+}
+
+
+def codec(stored: Format) -> Codec | None:
+    """Return the formulas of a format; None: bf16, stored as it is. Raise ConfigError for others."""
+    if stored not in _CODECS:
+        raise ConfigError(
+            "format", repr(stored.name), "one with formulas in megamoe.formats.quantization"
+        )
+    return _CODECS[stored]

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
-from megamoe.formats.quantization import (
-    E4M3,
-    dequantize_blockwise,
-    num_groups,
-    quantize_blockwise,
-)
+from megamoe.formats.quantization import codec
 
 
 @dataclass
@@ -46,24 +41,30 @@ class ExpertWeights:
             if name not in have:
                 hint = ""
                 if name.endswith("_scale"):
-                    hint = ' (precision "fp8": see megamoe.formats.quantization.quantize_blockwise)'
+                    hint = f" (precision {problem.precision!r}: see ExpertWeights.quantized)"
                 raise ArgumentError(f"weights.{name}", None, f"{dtype} {list(shape)}{hint}")
             check_tensor(f"weights.{name}", have[name], shape, dtype, device or self.w13.device)
         for name in have.keys() - expected.keys():
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
     def quantized(self, problem: Problem) -> ExpertWeights:
-        """Return FP8 weights made from these bf16 ones."""
-        q13, s13 = quantize_blockwise(self.w13, problem.activation.planes)
-        q2, s2 = quantize_blockwise(self.w2)
+        """Return the problem's weights made from these bf16 ones: themselves where it stores bf16."""
+        formulas = codec(problem.formats.w)
+        if formulas is None:
+            return self
+        q13, s13 = formulas.quantize(self.w13, problem.activation.planes)
+        q2, s2 = formulas.quantize(self.w2)
         return ExpertWeights(q13, q2, self.b13, self.b2, s13, s2)
 
     def dense(self, problem: Problem, dtype: torch.dtype) -> ExpertWeights:
         """Return weights without scales: these when they are bf16, else dequantized to `dtype`."""
+        formulas = codec(problem.formats.w)
         if self.w13_scale is None or self.w2_scale is None:
             return self
-        w13 = dequantize_blockwise(self.w13, self.w13_scale, problem.activation.planes, dtype)
-        w2 = dequantize_blockwise(self.w2, self.w2_scale, 1, dtype)
+        if formulas is None:
+            raise ArgumentError("weights.w13_scale", "given", f"None for {_kind(problem)}")
+        w13 = formulas.dequantize(self.w13, self.w13_scale, problem.activation.planes, dtype)
+        w2 = formulas.dequantize(self.w2, self.w2_scale, 1, dtype)
         return ExpertWeights(w13, w2, self.b13, self.b2)
 
 
@@ -75,15 +76,15 @@ def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch
     """Return name -> (shape, dtype) of every tensor that ExpertWeights must hold."""
     num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
     h, i = problem.hidden, problem.intermediate
-    fp8 = problem.precision == "fp8"
-    dtype = E4M3 if fp8 else torch.bfloat16
-    table = {"w13": ((num, planes * i, h), dtype), "w2": ((num, h, i), dtype)}
+    stored = problem.formats.w
+    table = {"w13": ((num, planes * i, h), stored.dtype), "w2": ((num, h, i), stored.dtype)}
     if problem.bias:
         table["b13"] = ((num, planes * i), torch.float32)
         table["b2"] = ((num, h), torch.float32)
-    if fp8:
-        table["w13_scale"] = ((num, planes * num_groups(i), num_groups(h)), torch.float32)
-        table["w2_scale"] = ((num, num_groups(h), num_groups(i)), torch.float32)
+    if stored.scaled:
+        blocks, groups = stored.scale_shape(i, h)
+        table["w13_scale"] = ((num, planes * blocks, groups), torch.float32)
+        table["w2_scale"] = ((num, *stored.scale_shape(h, i)), torch.float32)
     return table
 
 

@@ -52,7 +52,7 @@ class Runtime:
 
     def weights(self, given: ExpertWeights) -> ExpertWeights:
         """Return what the backend takes: fp8 masters quantized once per version."""
-        if self.problem.precision == "fp8" and given.w13_scale is None:
+        if self.problem.formats.w.scaled and given.w13_scale is None:
             return self.cache.weights(self.problem, given)
         return given
 

@@ -110,7 +110,7 @@ class Layer:
         return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
-        masters = self.problem.precision == "fp8" and weights.w13.dtype == torch.bfloat16
+        masters = self.problem.formats.w.scaled and weights.w13.dtype == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
 
     @torch.compiler.disable

@@ -23,7 +23,7 @@ class MegaMoE(nn.Module):
     group: the process group that the experts are spread over; None: this rank holds all.
     precision: "bf16", or "fp8" (e4m3 with block scales; bf16 masters are quantized once per
         version).
-    activation: "swiglu", "swiglu_oai", "geglu", "relu2" or an Activation.
+    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
         prepare().
@@ -159,7 +159,7 @@ class MegaMoE(nn.Module):
         Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
         its input, its routing weights and its biases only. The tensors are kept, not copied.
         """
-        if self.problem.precision != "fp8":
+        if self.problem.formats.w.dtype != E4M3:
             raise ConfigError("precision", repr(self.problem.precision), '"fp8" for FP8 weights')
         given = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
         expected = expected_weights(self.problem)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.memory import layout
@@ -60,40 +61,6 @@ class Plan:
     def workspace(self) -> dict[str, Region]:
         """Regions of the workspace."""
         return layout.workspace_regions(self.strided, self.pool_rows)
-
-
-def fill(
-    args: Any,
-    problem: Problem,
-    window_bases: Sequence[int],
-    workspace_base: int,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    y: Tensor,
-    weights: ExpertWeights,
-    *,
-    pool_rows: int,
-    encoder: Encoder,
-    timeout_ns: int,
-    fault: int,
-    num_tokens_device: Tensor | None = None,
-    **static: Any,
-) -> None:
-    """Fill the whole block for one launch; `static` goes to fill_static. See the three parts below."""
-    plan = Plan(problem, pool_rows)
-    fill_static(
-        args,
-        plan,
-        window_bases=window_bases,
-        workspace_base=workspace_base,
-        encoder=encoder,
-        timeout_ns=timeout_ns,
-        fault=fault,
-        **static,
-    )
-    fill_weights(args, plan, weights, encoder)
-    fill_call(args, x, topk_ids, topk_weights, y, num_tokens_device)
 
 
 def fill_static(
@@ -147,9 +114,9 @@ def fill_static(
         box = (SWIZZLE_BYTES // size, 64)
         return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
 
-    size = _element_bytes(p)
-    x_pool, h = pool_map("x_pool", p.hidden, size), pool_map("h", p.intermediate, size)
-    y_rows = pool_map("y_rows", p.hidden, 2)
+    x_pool = pool_map("x_pool", p.hidden, p.formats.x.bytes)
+    h = pool_map("h", p.intermediate, p.formats.h.bytes)
+    y_rows = pool_map("y_rows", p.hidden, BF16.bytes)
     gemm1, gemm2 = args.gemm
     gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate
     _set_map(gemm1.a, x_pool)
@@ -164,7 +131,7 @@ def fill_static(
 def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:
     """Fill the weights: maps, scales, biases. A rank without experts gets maps that are never used."""
     p = plan.problem
-    size = _element_bytes(p)
+    size = p.formats.w.bytes
     inner = SWIZZLE_BYTES // size
     local, planes = p.num_local_experts(p.rank), p.activation.planes
     for gemm, w, w_planes, scale, bias in (
@@ -198,10 +165,6 @@ def fill_call(
     args.num_tokens_device = num_tokens_device.data_ptr() if num_tokens_device is not None else None
     if (args.x or 0) % 16 or (args.y or 0) % 16:
         raise ArgumentError("x or out", hex(args.x), "16-byte aligned storage")
-
-
-def _element_bytes(problem: Problem) -> int:
-    return 1 if problem.precision == "fp8" else 2
 
 
 def _set_map(field: Any, data: bytes) -> None:

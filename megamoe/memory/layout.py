@@ -18,10 +18,8 @@ from megamoe.errors import ConfigError, WorkspaceTooSmall
 
 ALIGNMENT = 256
 BLOCK_ROWS = 128  # tile height; csrc/megamoe/schedule/order.h
-GROUP = 128  # quantization group
 SLACK = 1.25  # of the default pool over an even load
 
-_ELEMENT = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 _Spec = tuple[str, tuple[int, ...], torch.dtype]
 
 
@@ -47,11 +45,6 @@ class Region:
     def view(self, memory: torch.Tensor) -> torch.Tensor:
         """memory: [bytes] uint8 that holds all regions -> this one, as a view."""
         return memory[self.offset : self.end].view(self.dtype).view(self.shape)
-
-
-def groups_of(width: int) -> int:
-    """Return S = ceil(width / 128)."""
-    return -(-width // GROUP)
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -90,9 +83,10 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_ready", (ranks, tokens), torch.int32
     yield "window_ids", (2, tokens, top_k), torch.int32
     yield "window_weights", (2, tokens, top_k), torch.float32
-    yield "window_x", (tokens, hidden), _ELEMENT[p.precision]
-    if p.precision == "fp8":
-        yield "window_x_scale", (tokens, groups_of(hidden)), torch.float32
+    x = p.formats.x
+    yield "window_x", (tokens, hidden), x.dtype
+    if x.scaled:
+        yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
 
 
@@ -133,7 +127,7 @@ def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
 
 def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     local, chunks, blocks = p.num_local_experts(p.rank), max_chunks(p), rows // BLOCK_ROWS
-    element = _ELEMENT[p.precision]
+    x, h = p.formats.x, p.formats.h
     tokens = chunks * CHUNK_TOKENS
     for cell in WORKSPACE_CONTROL:
         yield cell, (1,), torch.int32
@@ -146,12 +140,12 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "rows_ready", (blocks,), torch.int32
     yield "gemm1_done", (blocks,), torch.int32
     yield "gemm2_done", (blocks,), torch.int32
-    yield "x_pool", (rows, p.hidden), element
-    if p.precision == "fp8":
-        yield "x_pool_scale", (groups_of(p.hidden), rows), torch.float32
-    yield "h", (rows, p.intermediate), element
-    if p.precision == "fp8":
-        yield "h_scale", (groups_of(p.intermediate), rows), torch.float32
+    yield "x_pool", (rows, p.hidden), x.dtype
+    if x.scaled:
+        yield "x_pool_scale", x.scale_shape(rows, p.hidden)[::-1], torch.float32
+    yield "h", (rows, p.intermediate), h.dtype
+    if h.scaled:
+        yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
     yield "y_rows", (rows, p.hidden), torch.bfloat16
 
 

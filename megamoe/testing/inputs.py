@@ -96,11 +96,11 @@ def make_weights(
     rank: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    quantize: bool | None = None,
+    quantize: bool = True,
 ) -> ExpertWeights:
-    """Draw the weights of one rank's experts, each from its own seed; fp8 problems get FP8 weights.
+    """Draw the weights of one rank's experts, each from its own seed, stored as the precision does.
 
-    quantize: False returns the bf16 masters of an fp8 problem.
+    quantize: False returns the bf16 masters.
     """
     rank = problem.rank if rank is None else rank
     num, begin = problem.num_local_experts(rank), problem.expert_begin(rank)
@@ -118,5 +118,4 @@ def make_weights(
                 drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
                 tensor[local] = drawn * std
     weights = ExpertWeights(w13, w2, b13, b2)
-    fp8 = problem.precision == "fp8"
-    return weights.quantized(problem) if (fp8 if quantize is None else quantize) else weights
+    return weights.quantized(problem) if quantize else weights

@@ -31,6 +31,7 @@ SHAPES: dict[str, Shape] = {
         Shape("qwen3-235b", 4096, 1536, 128, 8),
         Shape("qwen3-30b", 2048, 768, 128, 8),
         Shape("gpt-oss-120b", 2880, 2880, 128, 4, activation="swiglu_oai", bias=True),
+        Shape("nemotron3-super", 1024, 2688, 512, 22, activation="relu2"),
         Shape("mixtral", 4096, 14336, 8, 2),
         Shape("tiny", 64, 48, 6, 2),
     )

@@ -63,8 +63,9 @@ class StageChecker:
         """Return how far apart single elements may be."""
         if name in COPIED:
             return 0.0
-        if name == "h_scale":  # amax / 448
-            return SUM_NOISE[self.precision] * _rms(_values(expected, "h")) / 448
+        if name == "h_scale":  # amax / largest
+            largest = self.problem.formats.h.largest
+            return SUM_NOISE[self.precision] * _rms(_values(expected, "h")) / largest
         larger = torch.maximum(got[name].double().abs(), expected[name].double().abs())
         step = rounding_step(larger, got[name].dtype)
         if name != "h":
@@ -103,7 +104,7 @@ class StageChecker:
 
 def few_steps(problem: Problem, rows: int, elements: int) -> float:
     """Return the relative error that single roundings cause in so few elements, behind which are so many rows of h."""
-    if problem.precision == "fp8":
+    if problem.formats.h.scaled:
         return TWO_STEPS / max(rows * problem.intermediate, FEWEST) ** 0.5
     return 0.0 if elements >= ENOUGH else BF16_STEP
 

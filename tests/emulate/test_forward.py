@@ -189,6 +189,19 @@ def test_eight_ranks_and_sixteen_routes(precision: str, seed: int) -> None:
     check(emulation, tokens[::-1], routing="dropped", seed=seed)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("top_k", "routing"), [(22, "uniform"), (32, "dropped"), (32, "duplicates")]
+)
+def test_thirty_two_routes(precision: str, top_k: int, routing: str) -> None:
+    """As many routes as a row's number can hold; several passes; not gated, as in Nemotron 3 Super."""
+    problem = Problem(
+        64, 48, 41, top_k, ep_size=2, max_tokens=40, precision=precision, activation="relu2"
+    )
+    emulation = Emulation(problem, pool_rows=least_pool(problem))
+    check(emulation, [40, 33], routing=routing, seed=top_k)
+
+
 def test_fewer_tokens_by_device_count() -> None:
     problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
     inputs, weights = inputs_of(problem, [50, 40])

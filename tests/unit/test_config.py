@@ -38,13 +38,13 @@ RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "e
         ("num_experts", 0),
         ("num_experts", 1025),
         ("top_k", 0),
-        ("top_k", 17),
+        ("top_k", 33),
         ("ep_size", 0),
         ("ep_size", 9),
         ("rank", 1),
         ("rank", -1),
         ("max_tokens", 0),
-        ("max_tokens", (1 << 26) + 1),
+        ("max_tokens", (1 << 25) + 1),
         ("precision", "fp4"),
         ("hidden", 256.0),
         ("bias", 1),
@@ -58,7 +58,7 @@ def test_constraint_names_argument_and_value(name, value):
 
 
 def test_limits_are_allowed():
-    problem = Problem(16384, 16384, 8 * 1024, 16, ep_size=8, rank=7, max_tokens=(1 << 23) - 1)
+    problem = Problem(16384, 16384, 8 * 1024, 32, ep_size=8, rank=7, max_tokens=(1 << 22) - 1)
     assert problem.problems() == []
     assert problem.num_local_experts(7) == 1024
 
@@ -89,6 +89,7 @@ def test_fingerprint_is_stable_and_ignores_the_rank():
         replace(base, precision="fp8"),
         replace(base, bias=True),
         replace(base, activation="geglu"),
+        replace(base, activation="geglu_tanh"),
         replace(base, activation=Activation("clamped_swiglu", limit=7)),
         replace(base, activation=Activation("clamped_swiglu", limit=8)),
     ]
@@ -104,10 +105,12 @@ def test_activations_match_their_definitions():
     sigmoid = torch.sigmoid
     g, u = gate.clamp(max=7), up.clamp(-7, 7)
     gelu = 0.5 * gate * (1 + torch.erf(gate / 2**0.5))
+    by_tanh = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
     expected = {
         "swiglu": gate * sigmoid(gate) * up,
         "swiglu_oai": g * sigmoid(1.702 * g) * (u + 1),
         "geglu": gelu * up,
+        "geglu_tanh": by_tanh * up,
     }
     for name, value in expected.items():
         torch.testing.assert_close(ACTIVATIONS[name](both), value)
@@ -180,10 +183,10 @@ def test_argument_error_carries_its_parts():
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_the_most_tokens_have_an_index(ranks):
-    """Tokens are numbered in chunks of 32, the ranks' chunks in turns: the last one's number must fit 26 bits."""
+    """Tokens are numbered in chunks of 32, the ranks' chunks in turns: the last one's number must fit 25 bits."""
     problem = partial(Problem, 64, 64, 8, 2, ep_size=ranks)
-    most = (1 << 26) // (32 * ranks) * 32
+    most = (1 << 25) // (32 * ranks) * 32
     problem(max_tokens=most)
-    assert (most // 32 * ranks) * 32 <= 1 << 26
+    assert (most // 32 * ranks) * 32 <= 1 << 25
     with pytest.raises(ConfigError, match="max_tokens"):
         problem(max_tokens=most + 1)

@@ -11,11 +11,12 @@ PACKAGE = ROOT / "megamoe"
 # lowest first; units of one line may not import each other
 LAYERS = [
     ("errors",),
-    ("env",),
+    ("env", "formats.table"),
     ("config",),
     ("backends.order",),
-    ("formats", "backends.reference"),
-    ("backends.staged", "memory.layout", "jit"),
+    ("formats.quantization", "backends.reference"),
+    ("formats.weights",),
+    ("formats.cache", "backends.staged", "memory.layout", "jit"),
     ("memory.arguments", "memory.transport"),
     ("memory.window",),
     ("backends.mega", "backends.emulate"),

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe.config import ACTIVATIONS, Problem
+from megamoe.config import ACTIVATIONS, MAX_GROUP_TOKENS, MAX_LOCAL_EXPERTS, MAX_TOP_K, Problem
 from megamoe.errors import ArgumentError, WorkspaceTooSmall
+from megamoe.formats import table
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import abi, paths
 from megamoe.memory import arguments, layout
@@ -23,7 +24,7 @@ def problems(count=60, seed=0):
             hidden=16 * pick.randint(1, 40),
             intermediate=16 * pick.randint(1, 40),
             num_experts=pick.randint(1, 40),
-            top_k=pick.randint(1, 16),
+            top_k=pick.randint(1, 32),
             ep_size=ranks,
             rank=pick.randrange(ranks),
             max_tokens=pick.randint(1, 400),
@@ -135,13 +136,17 @@ def test_default_pool_of_deepseek():
 
 
 def test_constants_equal_the_kernels():
-    text = (paths.CSRC / "megamoe" / "schedule" / "order.h").read_text()
+    files = ("schedule/order.h", "cta/smem.h", "roles/plan.cuh")
+    text = "\n".join((paths.CSRC / "megamoe" / name).read_text() for name in files)
     constants = {
         name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)
     }
     assert constants["block_rows"] == layout.BLOCK_ROWS
     assert constants["chunk_tokens"] == layout.CHUNK_TOKENS
-    assert constants["half_columns"] == layout.GROUP
+    assert constants["half_columns"] == table.SCALE_GROUP
+    assert constants["max_local_experts"] == MAX_LOCAL_EXPERTS
+    assert constants["max_top_k"] == MAX_TOP_K <= 1 << constants["route_k_bits"]
+    assert 1 << (32 - 2 - constants["route_k_bits"]) >= MAX_GROUP_TOKENS  # two mark bits
 
 
 # --- the argument block ---
@@ -180,16 +185,14 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
     weights, recorder, args = make_weights(problem), Recorder(), abi.aligned(abi.Args)
     rows = layout.default_pool_rows(problem)
     bases = [0x7F0000000000 + (rank << 32) for rank in range(problem.ep_size)]
-    arguments.fill(
-        args, problem, bases, 1 << 40, x, topk_ids, topk_weights, y, weights,
-        pool_rows=rows, encoder=recorder, timeout_ns=5, fault=0x1000, **options,
+    plan, count = arguments.Plan(problem, rows), options.pop("num_tokens_device", None)
+    arguments.fill_static(
+        args, plan, window_bases=bases, workspace_base=1 << 40, encoder=recorder,
+        timeout_ns=5, fault=0x1000, **options,
     )  # fmt: skip
-    return (
-        args,
-        arguments.Plan(problem, rows),
-        recorder.maps,
-        (x, topk_ids, topk_weights, y, weights),
-    )
+    arguments.fill_weights(args, plan, weights, recorder)
+    arguments.fill_call(args, x, topk_ids, topk_weights, y, count)
+    return args, plan, recorder.maps, (x, topk_ids, topk_weights, y, weights)
 
 
 def test_every_field_is_filled():

@@ -38,6 +38,9 @@ def cases(ranks):
         "one_rank": Case(replace(base, activation="geglu"), tokens, "one_rank"),
         "no_tokens_here": Case(base, (0, 17, 0)[:ranks]),
         "frozen_x": Case(replace(base, num_experts=2, bias=True), tokens, grad_x=False),
+        "many_routes": Case(
+            replace(base, num_experts=37, top_k=22, activation="geglu_tanh"), tokens, "dropped"
+        ),
         "nothing": Case(base, tokens, "all_dropped"),
         "fp8": Case(replace(base, hidden=144, intermediate=80, precision="fp8"), tokens, "dropped"),
     }

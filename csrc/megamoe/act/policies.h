@@ -39,6 +39,15 @@ struct GeGlu {
     }
 };
 
+// GELU by tanh, as 0.5 * (1 + tanh(u)) = sigmoid(2 u) with u = sqrt(2 / pi) * (gate + 0.044715 gate^3): no
+// cancellation left of zero.
+struct GeGluTanh {
+    static constexpr bool gated = true;
+    static MEGAMOE_DEVICE float apply(const Args&, float gate, float up) {
+        return gate * sigmoid(gate * (1.5957691216f + 0.0713548163f * gate * gate)) * up;
+    }
+};
+
 struct Relu2 {
     static constexpr bool gated = false;
     static MEGAMOE_DEVICE float apply(const Args&, float up, float) {

@@ -39,7 +39,7 @@ struct CombinerState {    // of one (token, expert rank)
 
 // What a mover sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
 // weight[i] * the bf16 row at address[i].
-constexpr int max_top_k = 16;
+constexpr int max_top_k = 32;  // a lane for each
 struct SumJob {
     uint64_t out, address[max_top_k];
     float weight[max_top_k];

@@ -76,7 +76,7 @@ struct Args {
     float* route_weights;   // [C*32, K]
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
     int32_t* chunk_prefix;  // [L, C+1] routes of expert l in chunks before c
-    uint32_t* row_route;    // [M] chunk-order token * 16 + k, with the leader and closer bits
+    uint32_t* row_route;    // [M] chunk-order token * 32 + k, with the leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
     void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch

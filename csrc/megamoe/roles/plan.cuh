@@ -6,10 +6,11 @@
 
 namespace megamoe {
 
-// row_route: ordered token * 16 + k, and whether the row is its token's first or last in pool order.
+// row_route: ordered token * 32 + k, and whether the row is its token's first or last in pool order.
 constexpr uint32_t route_leader = 1u << 31;
 constexpr uint32_t route_closer = 1u << 30;
-constexpr int route_k_bits = 4;
+constexpr int route_k_bits = 5;
+static_assert(1 << route_k_bits == max_top_k, "a route holds its k");
 MEGAMOE_PURE int route_token(uint32_t route) {
     return static_cast<int>((route & ~(route_leader | route_closer)) >> route_k_bits);
 }

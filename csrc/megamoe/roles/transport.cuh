@@ -129,10 +129,8 @@ MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t address, 
     SumJob& job = current_job(ctx);
     int lane = arch::lane_idx();
     arch::warp_sync();  // no lane reads the last job any more
-    if (lane < max_top_k) {
-        job.address[lane] = address;
-        job.weight[lane] = weight;
-    }
+    job.address[lane] = address;
+    job.weight[lane] = weight;
     if (lane == 0) {
         job.out = out;
         job.sources = sources;

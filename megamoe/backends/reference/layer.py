@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import full_fp32, grouped_gemm
-from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
+from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
 from megamoe.config import Problem
 
@@ -42,7 +42,8 @@ def forward(
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
     stored = torch.bfloat16 if rounding == "kernel" else torch.float32
-    fp8 = problem.precision == "fp8"
+    x_codec = formulas(ROWS, problem.formats.x.name)
+    h_codec = formulas(ROWS, problem.formats.h.name)
     out: dict[str, list[Any]] = {}
 
     def note(name: str, value: Any) -> Any:
@@ -59,9 +60,9 @@ def forward(
         )
         tokens = torch.cat([t + start for t, start in zip(kept, starts, strict=False)])
         all_rows = [rows.keep(tokens) for rows in all_rows]
-    if fp8:
+    if x_codec is not None:
         for x_T in x:
-            q, scale = quantize_rows(x_T)
+            q, scale = x_codec[0](x_T)
             note("x_q", q)
             note("x_scale", scale)
 
@@ -69,9 +70,9 @@ def forward(
         for rows, experts in zip(all_rows, weights, strict=True):
             note("rows", rows)
             note("counts", rows.counts)
-            x_pool = _dispatch(rows, x, out, note, fp8)
+            x_pool = _dispatch(rows, x, out, note, x_codec)
             gate_up = note("gate_up", _gemm1(problem, rows, x_pool, experts))
-            h = _act(problem, gate_up, note, stored, quantized=fp8 and rounding == "kernel")
+            h = _act(problem, gate_up, note, stored, h_codec if rounding == "kernel" else None)
             y_rows = note("y_rows", _gemm2(problem, rows, h, experts).to(stored))
             note("partials", reduce(rows, y_rows, weight_NK, stored))
         y = combine(out["partials"], stored)
@@ -89,43 +90,44 @@ def _kept_tokens(x: list[Tensor], check_tokens: Tensor | list[Tensor] | None) ->
 
 
 def _dispatch(
-    rows: Rows, x: list[Tensor], out: dict[str, list[Any]], note: Any, fp8: bool
+    rows: Rows, x: list[Tensor], out: dict[str, list[Any]], note: Any, x_codec: Any
 ) -> Tensor:
     """Copy each row's token into the pool; return it as fp32 values."""
-    if not fp8:
+    if x_codec is None:
         return note("x_pool", torch.cat(x)[rows.token]).float()
-    q = torch.cat([t.view(torch.uint8) for t in out["x_q"]])[rows.token].view(torch.float8_e4m3fn)
+    stored = out["x_q"][0].dtype
+    q = torch.cat([t.view(torch.uint8) for t in out["x_q"]])[rows.token].view(stored)
     scale = torch.cat(out["x_scale"])[rows.token]
-    return dequantize_rows(note("x_pool", q), note("x_pool_scale", scale))
+    return x_codec[1](note("x_pool", q), note("x_pool_scale", scale))
+
+
+def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: int) -> Tensor:
+    """w: [N, K] of expert e, as stored or before that (no scale) -> fp32 values."""
+    dequantize = formulas(BLOCKS, problem.formats.w.name)
+    return w.float() if scale is None else dequantize(w, scale[e], planes)
 
 
 def _gemm1(problem: Problem, rows: Rows, x_pool: Tensor, experts: Any) -> Tensor:
     planes = problem.activation.planes
 
     def matrix(e: int) -> Tensor:
-        if experts.w13_scale is None:
-            return experts.w13[e].float()
-        return dequantize_block(experts.w13[e], experts.w13_scale[e], planes)
+        return _matrix(problem, experts.w13[e], experts.w13_scale, e, planes)
 
     width = planes * problem.intermediate
     return grouped_gemm(x_pool, rows.expert, matrix, experts.b13, width)
 
 
-def _act(
-    problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, quantized: bool
-) -> Tensor:
+def _act(problem: Problem, gate_up: Tensor, note: Any, stored: torch.dtype, h_codec: Any) -> Tensor:
     """Apply the activation in fp32 and round h once; return it as fp32 values."""
     h = problem.activation(gate_up)
-    if not quantized:
+    if h_codec is None:
         return note("h", h.to(stored)).float()
-    q, scale = quantize_rows(h)
-    return dequantize_rows(note("h", q), note("h_scale", scale))
+    q, scale = h_codec[0](h)
+    return h_codec[1](note("h", q), note("h_scale", scale))
 
 
 def _gemm2(problem: Problem, rows: Rows, h: Tensor, experts: Any) -> Tensor:
     def matrix(e: int) -> Tensor:
-        if experts.w2_scale is None:
-            return experts.w2[e].float()
-        return dequantize_block(experts.w2[e], experts.w2_scale[e], planes=1)
+        return _matrix(problem, experts.w2[e], experts.w2_scale, e, planes=1)
 
     return grouped_gemm(h, rows.expert, matrix, experts.b2, problem.hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,9 +18,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         columns = slice(s * GROUP, (s + 1) * GROUP)
         v = x[:, columns].float()
         amax = v.abs().max(dim=1).values.clamp(min=1e-10)
-        limit = torch.full_like(
-            amax, 448.0
-        )  # tensor / tensor: torch rounds scalar divisions differently
+        limit = torch.full_like(amax, 448.0)  # torch rounds divisions by a scalar differently
         scale[:, s] = amax / limit
         q[:, columns] = (v * (limit / amax)[:, None]).clamp(-448.0, 448.0).to(q.dtype)
     return q, scale
@@ -38,3 +38,17 @@ def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
     n = n // rows * blocks + n % rows // GROUP
     k = torch.arange(q.shape[1], device=q.device) // GROUP
     return q.float() * scale[n][:, k]
+
+
+# By a format's name: how it is made and read, None for bf16 itself.
+ROWS: dict[str, Any] = {"bf16": None, "e4m3 1x128": (quantize_rows, dequantize_rows)}
+BLOCKS: dict[str, Any] = {"bf16": None, "e4m3 128x128": dequantize_block}
+
+
+def formulas(table: dict[str, Any], name: str) -> Any:
+    """Return the formulas of a format; refuse one that the oracle does not know."""
+    if name not in table:
+        raise ValueError(
+            f"format is {name!r}, expected one that the oracle knows: {', '.join(table)}"
+        )
+    return table[name]
