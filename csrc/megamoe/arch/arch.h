@@ -1,4 +1,4 @@
-// Chooses the machine: PTX on Hopper, fibers on a CPU. arch/README.md lists the interface.
+// Chooses the machine: PTX on Hopper, fibers on a CPU. arch/README.md says what both have in common.
 #pragma once
 #include "megamoe/base/portable.h"
 
