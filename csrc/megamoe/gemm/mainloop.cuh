@@ -104,7 +104,10 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                       s1 = smem.a_scale[ring.slot()][row + 8] * weight_scale;
                 arch::wgmma_wait<0>();
                 arch::fence_accumulator(acc);
-                if (half == 1) release_stage(smem, ring.slot());
+                if (half == 1) {
+                    arch::warp_sync();  // all lanes have read the scales
+                    release_stage(smem, ring.slot());
+                }
                 MEGAMOE_UNROLL
                 for (int j = 0; j < 64; j += 4) {
                     sum[half][j] += s0 * acc[j];

@@ -66,6 +66,7 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     for (int begin = 0;;) {  // the first chunk of the pass
         if (is_transport) {
             plan_pass(ctx, begin);
+            arch::warp_sync();
             arch::cluster_sync();
             dispatch<T>(ctx);
             Profile<T>::mark(ctx.args, Mark::dispatched);
@@ -110,6 +111,7 @@ MEGAMOE_DEVICE void forward(const Args& args) {
         route(ctx);
         Profile<T>::mark(args, Mark::routed);
     }
+    arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
     if (warp >= first_transport_warp) {
         if (warp >= first_math_warp) {
             math_passes<T>(ctx);

@@ -359,9 +359,10 @@ class Combiner {
         while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * arch::grid_dim()) tokens /= 2;
         return tokens;
     }
-    // A plain look at a count that others add to: an old value costs one empty share.
+    // A look at a count that others add to: an old value costs one empty share.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
-        int next = arch::shfl(ctx.smem.token_shares_taken, 0) * arch::grid_dim() + arch::block_idx();
+        int taken = arch::look_at_count(&ctx.smem.token_shares_taken);
+        int next = arch::shfl(taken, 0) * arch::grid_dim() + arch::block_idx();
         return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;
     }
     static MEGAMOE_DEVICE void take(const Context& ctx) {
@@ -419,6 +420,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
+            reduced = reducer.finished(ctx);  // since the look above the last shares may have been empty
             if (!reduced && arch::lane_idx() == 0) {
                 ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, Stage::gemm2),
                               reducer.seen(ctx));

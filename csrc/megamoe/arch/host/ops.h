@@ -32,6 +32,10 @@ inline int take_ticket(int32_t* count) {
     host::machine.preemption_point();
     return (*count)++;
 }
+inline int look_at_count(const int32_t* count) {
+    host::machine.preemption_point();
+    return *count;
+}
 inline void count_shared(uint32_t* count, uint32_t by) { *count += by; }
 inline void store_vec_below(uint4_t* v, int i, int limit, uint4_t value) {
     if (i < limit) store_vec(v + i, value);

@@ -74,7 +74,7 @@ MEGAMOE_DEVICE uint32_t lanes_below() { return (1u << lane_idx()) - 1; }
 MEGAMOE_DEVICE uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Counts in shared memory: the one before this call added one; and adding without waiting.
+// Counts in shared memory: the one before this call added one; adding without waiting; a look.
 MEGAMOE_DEVICE int32_t take_ticket(int32_t* count) {
     int32_t before;
     asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;"
@@ -86,6 +86,11 @@ MEGAMOE_DEVICE int32_t take_ticket(int32_t* count) {
 MEGAMOE_DEVICE void count_shared(uint32_t* count, uint32_t by) {
     asm volatile("red.relaxed.cta.shared::cta.add.u32 [%0], %1;" ::"r"(smem_address(count)), "r"(by)
                  : "memory");
+}
+MEGAMOE_DEVICE int32_t look_at_count(const int32_t* count) {
+    int32_t now;
+    asm volatile("ld.relaxed.cta.shared::cta.s32 %0, [%1];" : "=r"(now) : "r"(smem_address(count)) : "memory");
+    return now;
 }
 MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
