@@ -6,10 +6,10 @@
 namespace model {
 
 // An mbarrier with its phases, where it matters in which one an arrival or a byte is counted: `arrivals`, and
-// as many halves of an operand as they expect, complete a phase. Its cell: phase, arrivals, halves expected
-// less halves landed.
+// as many halves of an operand as they expect, complete a phase. Its cell: phase, whether anything happened
+// in it, arrivals, halves expected less halves landed.
 struct PhaseBarrier {
-    static constexpr uint32_t phase_shift = 16, arrivals_shift = 8, no_bytes = 128;
+    static constexpr uint32_t phase_shift = 16, begun = 1 << 15, arrivals_shift = 8, no_bytes = 128;
     int cell;
     uint32_t arrivals;
     PhaseBarrier() = default;
@@ -17,8 +17,15 @@ struct PhaseBarrier {
         : cell(w.cell(std::move(name), no_bytes)), arrivals(count) {}
 };
 
-// The policy that protocol/edges.h is compiled against, exactly the interface of protocol/memory.h; the rest
-// is what scenarios need around the edges.
+// The same barrier of both CTAs of a pair, as the thread of one CTA sees it: it waits at its own and arrives
+// at both.
+struct PairPhaseBarrier {
+    std::array<PhaseBarrier, 2> member;
+    int own;
+};
+
+// The policy that protocol/edges.h and protocol/ring.h are compiled against, exactly their interfaces; the
+// rest is what scenarios need around them.
 class Memory {
   public:
     using Cell = int;
@@ -72,8 +79,9 @@ class Memory {
     void arrive_tma(int barrier) { world_.arrive(thread_, barrier, true); }
     void wait(int barrier) { world_.wait(thread_, barrier, false); }
     void sync(int barrier) { arrive(barrier), wait(barrier); }
-    // On either CTA's mbarrier. Bytes may land before they are expected.
-    void arrive(const PhaseBarrier& b, int expected = 0) { count(b, 1, expected); }
+    // For protocol/ring.h, with halves of an operand for bytes. They may land before they are expected.
+    void arrive(const PhaseBarrier& b, uint32_t halves = 0) { count(b, 1, static_cast<int>(halves)); }
+    void expect(const PhaseBarrier& b, uint32_t halves) { count(b, 0, static_cast<int>(halves)); }
     void bytes_landed(const PhaseBarrier& b) { count(b, 0, -1); }
     void wait(const PhaseBarrier& b, uint32_t parity) {
         auto passed = [=](uint32_t state) { return (state >> PhaseBarrier::phase_shift & 1) != parity; };
@@ -98,15 +106,14 @@ class Memory {
   private:
     void count(const PhaseBarrier& b, uint32_t arrived, int expected) {
         using B = PhaseBarrier;
-        auto fresh = [](uint32_t state) { return (state & 0xffff) == B::no_bytes; };
         auto next = [&](uint32_t state) {
-            state += (arrived << B::arrivals_shift) + static_cast<uint32_t>(expected);
-            uint32_t arrivals = state >> B::arrivals_shift & 0xff;
+            state = (state | B::begun) + (arrived << B::arrivals_shift) + static_cast<uint32_t>(expected);
+            uint32_t arrivals = state >> B::arrivals_shift & 0x7f;
             if (arrivals > b.arrivals) world_.fail(world_.cell_name(b.cell) + " has too many arrivals");
             bool complete = arrivals == b.arrivals && (state & 0xff) == B::no_bytes;
             return complete ? ((state >> B::phase_shift) + 1) << B::phase_shift | B::no_bytes : state;
         };
-        world_.update(thread_, b.cell, next, [&](uint32_t state) { return !fresh(state); });
+        world_.update(thread_, b.cell, next, [](uint32_t state) { return (state & B::begun) != 0; });
     }
 };
 
@@ -147,6 +154,32 @@ class MutantMemory : public Memory {
         bool acquire = !mutate("await acquire->relaxed", c);
         return await_ordered(c, until, target, narrow("await", c, scope), acquire);
     }
+    using Memory::arrive;
+    using Memory::expect;
+    using Memory::wait;
+    void wait(const PhaseBarrier& b, uint32_t parity) {
+        if (mutate("wait dropped", b.cell)) return;
+        Memory::wait(b, parity ^ (mutate("wait of the other parity", b.cell) ? 1 : 0));
+    }
+    void wait(const PairPhaseBarrier& b, uint32_t parity) { wait(b.member[b.own], parity); }
+    void arrive(const PhaseBarrier& b) {
+        if (!mutate("arrival dropped", b.cell)) Memory::arrive(b);
+        if (mutate("arrival twice", b.cell)) Memory::arrive(b);
+    }
+    void arrive(const PairPhaseBarrier& b) {
+        for (int member = 0; member < 2; ++member) {
+            bool dropped =
+                mutate(member == b.own ? "arrival at the own CTA dropped" : "arrival at the partner dropped",
+                       b.member[member].cell);
+            if (!dropped) Memory::arrive(b.member[member]);
+        }
+    }
+    void arrive(const PhaseBarrier& b, uint32_t halves) {
+        if (!mutate("arrival dropped", b.cell)) Memory::arrive(b, wrong(halves, b.cell));
+    }
+    void expect(const PhaseBarrier& b, uint32_t halves) {
+        if (!mutate("expect dropped", b.cell)) Memory::expect(b, wrong(halves, b.cell));
+    }
     void fence_proxy_async() {
         if (!mutate("fence_proxy_async dropped", after_)) Memory::fence_proxy_async();
     }
@@ -163,6 +196,10 @@ class MutantMemory : public Memory {
         where = where.substr(0, where.find_first_of("[@"));
         if (world_.sites) world_.sites->insert({what, where});
         return world_.mutation.what == what && world_.mutation.where == where;
+    }
+    uint32_t wrong(uint32_t halves, int cell) {
+        if (mutate("one half too many expected", cell)) return halves + 1;
+        return mutate("one half too few expected", cell) ? halves - 1 : halves;
     }
     Scope narrow(const char* operation, int cell, Scope scope) {
         if (scope == Scope::system && mutate((std::string(operation) + " system->gpu").c_str(), cell))

@@ -8,6 +8,7 @@ using megamoe::GridBarrier;
 using megamoe::HReady;
 using megamoe::LastArrival;
 using megamoe::PartialsReady;
+using megamoe::Ring;
 using megamoe::RoutesReady;
 using megamoe::RowsReady;
 using megamoe::XReady;

@@ -5,53 +5,60 @@
 namespace model {
 namespace {
 
-// A ring of `slots`, walked over `stages`. Either CTA's loader copies a half of the shared operand into both
-// CTAs' slot (`halves` = 1: a short block, of which CTA 0 loads all there is), and writes scales of its own.
-// The math thread stands for all math warps. Each copy into a CTA lands when it likes, after it was issued.
-// All accesses are in one proxy: the mbarriers order the two (A2).
-void shared_stage(World& w, const Flaw& flaw, int slots, int stages, int halves) {
-    bool own_only = flaw("math arrives only at its own CTA"),
-         own_count = flaw("empty counts the math warps of its own CTA only"),
-         waits = !flaw("loader does not wait for empty"), half = flaw("a loader expects only its own half"),
-         fewer = flaw("CTA 1 walks one unit fewer"), early = flaw("math releases before it read"),
+// The barriers of a ring, as the threads of one CTA see them.
+struct RingSlots {
+    std::vector<PhaseBarrier> full;
+    std::vector<PairPhaseBarrier> empty;
+};
+
+// The kernel's ring of `slots`, walked over `stages`. Either CTA's loader copies a half of the shared operand
+// into both CTAs' slot (`halves` = 1: a short block, of which CTA 0 loads all there is), and writes scales of
+// its own. The math thread stands for all math warps. Each copy into a CTA lands when it likes, after it was
+// issued. All accesses are in one proxy: the mbarriers order the two (A2).
+template <int slots>
+void shared_stage(World& w, const Flaw& flaw, int stages, int halves) {
+    bool own_count = flaw("empty counts the math warps of its own CTA only"),
+         half = flaw("a loader expects only its own half"), fewer = flaw("CTA 1 walks one unit fewer"),
+         early = flaw("math releases before it read"), late = flaw("a loader writes behind its commit"),
          tall = flaw("both halves are expected of a short block");
-    std::vector<std::array<PhaseBarrier, 2>> full(slots), empty(slots);  // [slot][CTA]
-    std::vector<std::array<std::array<int, 2>, 2>> operand(slots);       // [slot][CTA][half]
-    std::vector<std::array<int, 2>> scales(slots), issued(stages);       // [slot][CTA], [stage][half]
-    for (int c = 0; c < 2; ++c) {
-        for (int s = 0; s < slots; ++s) {
-            full[s][c] = PhaseBarrier(w, name_of("full", c, s), 1);
-            empty[s][c] = PhaseBarrier(w, name_of("empty", c, s), own_count ? 1 : 2);
+    std::array<RingSlots, 2> ring_of;                               // [CTA]
+    std::vector<std::array<std::array<int, 2>, 2>> operand(slots);  // [slot][CTA][half]
+    std::vector<std::array<int, 2>> scales(slots), issued(stages);  // [slot][CTA], [stage][half]
+    for (int s = 0; s < slots; ++s) {
+        std::array<PhaseBarrier, 2> empty;
+        for (int c = 0; c < 2; ++c) {
+            ring_of[c].full.emplace_back(w, name_of("full", c, s), 1);
+            empty[c] = PhaseBarrier(w, name_of("empty", c, s), own_count ? 1 : 2);
             operand[s][c] = {w.payload(name_of("half 0 of operand", c, s)),
                              w.payload(name_of("half 1 of operand", c, s))};
             scales[s][c] = w.payload(name_of("scales", c, s));
         }
-        for (int i = 0; i < stages; ++i) issued[i][c] = w.barrier(name_of("issued half", c, i), 1);
+        for (int c = 0; c < 2; ++c) ring_of[c].empty.push_back({empty, c});
+    }
+    for (int i = 0; i < stages; ++i) {
+        for (int h = 0; h < 2; ++h) issued[i][h] = w.barrier(name_of("issued half", h, i), 1);
     }
     for (int c = 0; c < 2; ++c) {
         int walked = stages - (fewer && c == 1);
+        RingSlots barriers = ring_of[c];
         w.thread(name_of("load", c), 0, c, [=](Mem& m) {
-            for (int i = 0; i < walked; ++i) {
-                int slot = i % slots, lap = i / slots;
-                if (waits) m.wait(empty[slot][c], (lap & 1) ^ 1);
-                m.write(scales[slot][c], i);
-                m.arrive(full[slot][c], half ? 1 : tall ? 2 : halves);
+            Ring<slots> ring;
+            for (int i = 0; i < walked; ++i, ring.advance()) {
+                ring.acquire(m, barriers);
+                if (!late) m.write(scales[ring.slot()][c], i);
+                ring.commit(m, barriers, half ? 1 : tall ? 2 : halves);
                 if (c < halves) m.arrive(issued[i][c]);
+                if (late) m.write(scales[ring.slot()][c], i);
             }
         });
         w.thread(name_of("math", c), 0, c, [=](Mem& m) {
-            for (int i = 0; i < walked; ++i) {
-                int slot = i % slots, lap = i / slots;
-                auto release = [&] {
-                    for (int member = 0; member < 2; ++member) {
-                        if (member == c || !(own_only || own_count)) m.arrive(empty[slot][member]);
-                    }
-                };
-                m.wait(full[slot][c], lap & 1);
-                if (early) release();
-                for (int h = 0; h < halves; ++h) m.read(operand[slot][c][h], i);
-                m.read(scales[slot][c], i);
-                if (!early) release();
+            Ring<slots> ring;
+            for (int i = 0; i < walked; ++i, ring.advance()) {
+                ring.await(m, barriers);
+                if (early) ring.release(m, barriers);
+                for (int h = 0; h < halves; ++h) m.read(operand[ring.slot()][c][h], i);
+                m.read(scales[ring.slot()][c], i);
+                if (!early) ring.release(m, barriers);
             }
         });
         for (int h = 0; h < halves; ++h) {
@@ -60,15 +67,74 @@ void shared_stage(World& w, const Flaw& flaw, int slots, int stages, int halves)
                 for (int i = 0; i < copied; ++i) {
                     m.wait(issued[i][h]);
                     m.write(operand[i % slots][c][h], i);
-                    m.bytes_landed(full[i % slots][c]);
+                    m.bytes_landed(barriers.full[i % slots]);
                 }
             });
         }
     }
 }
-void shared_stage_1(World& w, const Flaw& flaw) { shared_stage(w, flaw, 1, 3, 2); }
-void shared_stage_2(World& w, const Flaw& flaw) { shared_stage(w, flaw, 2, 3, 2); }
-void shared_stage_short(World& w, const Flaw& flaw) { shared_stage(w, flaw, 1, 3, 1); }
+void shared_stage_1(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 2); }
+void shared_stage_2(World& w, const Flaw& flaw) { shared_stage<2>(w, flaw, 3, 2); }
+void shared_stage_short(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 1); }
+
+// One CTA's: load_a announces its copy with its commit and then issues it, load_b writes scales between its
+// copy and its commit, and two lanes of a math warp read them, of which one releases for the warp.
+void two_loaders(World& w, const Flaw& flaw) {
+    constexpr int stages = 3;
+    bool apart = flaw("no warp_sync before the release"), alone = flaw("full counts load_a only"),
+         own_lap = flaw("a loader does not acquire a slot that the other has acquired");
+    struct {
+        std::array<PhaseBarrier, 1> full, empty;
+    } barriers;
+    barriers.full[0] = PhaseBarrier(w, "full", alone ? 1 : 2),
+    barriers.empty[0] = PhaseBarrier(w, "empty", 1);
+    int a = w.payload("A"), b = w.payload("B"), scales = w.payload("scales");
+    std::array<std::array<int, 2>, stages> issued;
+    std::array<int, stages> converged;
+    for (int i = 0; i < stages; ++i) {
+        issued[i] = {w.barrier(name_of("issued A", i), 1), w.barrier(name_of("issued B", i), 1)};
+        converged[i] = w.barrier(name_of("warp_sync", i), 2);
+    }
+    w.thread("load_a", 0, 0, [=](Mem& m) {
+        Ring<1> ring;
+        for (int i = 0; i < stages; ++i, ring.advance()) {
+            if (!own_lap) ring.acquire(m, barriers);
+            ring.commit(m, barriers, 1);
+            m.arrive(issued[i][0]);
+        }
+    });
+    w.thread("load_b", 0, 0, [=](Mem& m) {
+        Ring<1> ring;
+        for (int i = 0; i < stages; ++i, ring.advance()) {
+            ring.acquire(m, barriers);
+            ring.expect(m, barriers, 1);
+            m.arrive(issued[i][1]);
+            m.write(scales, i);
+            ring.commit(m, barriers);
+        }
+    });
+    for (int operand = 0; operand < 2; ++operand) {
+        w.thread(name_of("copy", operand), 0, 0, [=](Mem& m) {
+            for (int i = 0; i < stages; ++i) {
+                m.wait(issued[i][operand]);
+                m.write(operand == 0 ? a : b, i);
+                m.bytes_landed(barriers.full[0]);
+            }
+        });
+    }
+    for (int lane = 0; lane < 2; ++lane) {
+        w.thread(name_of("math.lane", lane), 0, 0, [=](Mem& m) {
+            Ring<1> ring;
+            for (int i = 0; i < stages; ++i, ring.advance()) {
+                ring.await(m, barriers);
+                m.read(scales, i);
+                if (lane == 0) m.read(a, i), m.read(b, i);
+                if (!apart) m.sync(converged[i]);
+                if (lane == 0) ring.release(m, barriers);
+            }
+        });
+    }
+}
 
 // Memory whose waits end as soon as they see the abort, as the kernel's do.
 struct Impatient {
@@ -173,24 +239,24 @@ void start_and_leave(World& w, const Flaw& flaw) {
 const std::vector<Scenario> pair_scenarios = {
     {"shared stage, 1 slot x 3",
      shared_stage_1,
-     {"math arrives only at its own CTA", "empty counts the math warps of its own CTA only",
-      "loader does not wait for empty", "a loader expects only its own half", "CTA 1 walks one unit fewer",
-      "math releases before it read"},
-     {},
-     false},
+     {"empty counts the math warps of its own CTA only", "a loader expects only its own half",
+      "CTA 1 walks one unit fewer", "math releases before it read", "a loader writes behind its commit"},
+     {}},
     {"shared stage, 2 slots, 3 stages",
      shared_stage_2,
-     {"math arrives only at its own CTA", "empty counts the math warps of its own CTA only",
-      "loader does not wait for empty", "a loader expects only its own half", "CTA 1 walks one unit fewer",
-      "math releases before it read"},
-     {},
-     false},
+     {"empty counts the math warps of its own CTA only", "a loader expects only its own half",
+      "CTA 1 walks one unit fewer", "math releases before it read", "a loader writes behind its commit"},
+     {}},
     {"shared stage of a short block",
      shared_stage_short,
      {"empty counts the math warps of its own CTA only", "both halves are expected of a short block",
-      "loader does not wait for empty", "math releases before it read"},
-     {},
-     false},
+      "math releases before it read"},
+     {}},
+    {"two loaders of a stage",
+     two_loaders,
+     {"no warp_sync before the release", "full counts load_a only",
+      "a loader does not acquire a slot that the other has acquired"},
+     {}},
     {"plan of a pair",
      plan_of_a_pair,
      {"each CTA decides by itself", "CTA 1 reads before the cluster barrier", "CTA 0 hands over its draft",

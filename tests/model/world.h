@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "megamoe/protocol/edges.h"
+#include "megamoe/protocol/ring.h"
 
 namespace model {
 

@@ -3,6 +3,7 @@
 #include "megamoe/cta/profile.h"
 #include "megamoe/cta/smem.h"
 #include "megamoe/protocol/edges.h"
+#include "megamoe/protocol/ring.h"
 #if defined(MEGAMOE_EMULATE)
 #include "megamoe/arch/host/memory.h"
 #else
@@ -118,18 +119,7 @@ class Tiles {
     UnitStream stream_;
 };
 
-// Position in a shared-memory ring: slot and the parity of its current lap. One register.
-template <int slots>
-class RingPosition {
-  public:
-    MEGAMOE_DEVICE int slot() const { return next_ < slots ? next_ : next_ - slots; }
-    MEGAMOE_DEVICE uint32_t parity() const { return next_ < slots ? 0 : 1; }
-    MEGAMOE_DEVICE void advance() { next_ = next_ + 1 == 2 * slots ? 0 : next_ + 1; }
-
-  private:
-    int next_ = 0;  // of two laps
-};
-using StageRing = RingPosition<num_stages>;
-using OutputRing = RingPosition<num_output_slots>;
+using StageRing = Ring<num_stages>;
+using OutputRing = Ring<num_output_slots>;
 
 }  // namespace megamoe

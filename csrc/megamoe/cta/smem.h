@@ -2,6 +2,7 @@
 #pragma once
 #include "megamoe/cta/warps.h"
 #include "megamoe/layout/args.h"
+#include "megamoe/protocol/ring.h"
 #include "megamoe/schedule/tile.h"
 
 namespace megamoe {
@@ -71,8 +72,8 @@ struct alignas(1024) Smem {
     float b_scale[num_stages][2];                       // of either half
     Tile tile[num_stages];                // whose first stage a slot holds: load_b tells the math warps
     Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
-    uint64_t full[num_stages], empty[num_stages];
-    uint64_t output_full[num_math_groups][num_output_slots], output_empty[num_math_groups][num_output_slots];
+    Slots<num_stages, PairBarrier> stage_slots;
+    Slots<num_output_slots, uint64_t> output_slots[num_math_groups];
     PassPlan draft;  // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];

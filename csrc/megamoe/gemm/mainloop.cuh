@@ -9,11 +9,6 @@ namespace megamoe {
 
 constexpr int mma_k_bytes = 32;  // K of one wgmma instruction: 16 bf16 or 32 e4m3
 
-// To the loaders of both CTAs of the pair, since either writes into the other's stages too.
-MEGAMOE_DEVICE void release_stage(Smem& smem, int slot) {
-    if (arch::lane_idx() < pair_ctas) arch::mbar_arrive_at(&smem.empty[slot], arch::lane_idx());
-}
-
 // Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little
 // arithmetic stands between a stage's barrier and its first MMA.
 struct Operands {
@@ -27,7 +22,7 @@ template <class T>
 MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
     Profile<T>::timed(
         ctx.smem, Mark::stage_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
-        [&] { arch::mbar_wait(&ctx.smem.full[ring.slot()], ring.parity()); });
+        [&] { ring.await(ctx.mem, ctx.smem.stage_slots); });
 }
 
 // How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline stages,
@@ -63,7 +58,7 @@ struct Multiply<Bf16Rows, Bf16Weights> {
             arch::wgmma_wait<0>();
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
-            release_stage(smem, ring.slot());
+            ring.release(ctx.mem, smem.stage_slots);
             ring.advance();
         }
     }
@@ -106,7 +101,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                 arch::fence_accumulator(acc);
                 if (half == 1) {
                     arch::warp_sync();  // all lanes have read the scales
-                    release_stage(smem, ring.slot());
+                    ring.release(ctx.mem, smem.stage_slots);
                 }
                 MEGAMOE_UNROLL
                 for (int j = 0; j < 64; j += 4) {
@@ -139,13 +134,12 @@ MEGAMOE_DEVICE void multiply(float (&sum)[2][64], Context& ctx, StageRing& ring,
 }
 
 // A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
-MEGAMOE_DEVICE void skip_stages(Smem& smem, StageRing& ring, int stages) {
+MEGAMOE_DEVICE void skip_stages(Context& ctx, StageRing& ring, int stages) {
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < stages; ++i) {
-        arch::mbar_wait(&smem.full[ring.slot()], ring.parity());
-        arch::warp_sync();  // no lane may still be waiting when the slot is refilled: it would miss a whole
-                            // lap
-        release_stage(smem, ring.slot());
+        ring.await(ctx.mem, ctx.smem.stage_slots);
+        arch::warp_sync();
+        ring.release(ctx.mem, ctx.smem.stage_slots);
         ring.advance();
     }
 }

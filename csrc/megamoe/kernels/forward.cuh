@@ -18,13 +18,14 @@ constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>
 MEGAMOE_DEVICE void init_barriers(Smem& smem) {
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < num_stages; ++s) {
-            arch::mbar_init(&smem.full[s], 2);                                 // load_a and load_b
-            arch::mbar_init(&smem.empty[s], pair_ctas * num_math_groups * 4);  // every math warp of the pair
+            arch::mbar_init(&smem.stage_slots.full[s], 2);  // load_a and load_b
+            arch::mbar_init(&smem.stage_slots.empty[s].bits,
+                            pair_ctas * num_math_groups * 4);  // every math warp of the pair
         }
         for (int g = 0; g < num_math_groups; ++g) {
             for (int s = 0; s < num_output_slots; ++s) {
-                arch::mbar_init(&smem.output_full[g][s], 128);  // the warpgroup's threads
-                arch::mbar_init(&smem.output_empty[g][s], 1);   // the store thread
+                arch::mbar_init(&smem.output_slots[g].full[s], 128);  // the warpgroup's threads
+                arch::mbar_init(&smem.output_slots[g].empty[s], 1);   // the store thread
             }
         }
         arch::mbar_fence_init();
@@ -98,7 +99,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
 template <class T>
 MEGAMOE_DEVICE void forward(const Args& args) {
     Smem& smem = *reinterpret_cast<Smem*>(arch::dynamic_smem());
-    Context ctx{args, smem, Memory{args}};
+    Context ctx{args, smem, Memory(args)};
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
     init_barriers(smem);

@@ -3,14 +3,16 @@
 // what the thread has observed (so a barrier among the writers, then one release, publishes the writes of all
 // of them).
 #pragma once
-#include "megamoe/arch/arch.h"
+#include "megamoe/protocol/mbarriers.h"
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {
 
-struct Memory {
+struct Memory : Mbarriers {
     using Cell = uint32_t*;
     const Args& args;
+
+    MEGAMOE_DEVICE explicit Memory(const Args& args) : args(args) {}
 
     MEGAMOE_DEVICE uint32_t load(Cell cell, Order order, Scope scope) const {
         uint32_t v;

@@ -13,9 +13,9 @@
 namespace megamoe {
 
 // A stage without data, for whoever has to keep in step.
-MEGAMOE_DEVICE void pass_stage(Smem& smem, StageRing& ring) {
-    arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
-    arch::mbar_arrive(&smem.full[ring.slot()]);
+MEGAMOE_DEVICE void pass_stage(Context& ctx, StageRing& ring) {
+    ring.acquire(ctx.mem, ctx.smem.stage_slots);
+    ring.commit(ctx.mem, ctx.smem.stage_slots);
     ring.advance();
 }
 
@@ -44,9 +44,9 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
         int stages = Shape<T>::stages_of(args, tile.stage);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
-            arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
-            uint64_t* full = &smem.full[ring.slot()];
-            arch::mbar_arrive_expect_tx(full, bytes);
+            ring.acquire(ctx.mem, smem.stage_slots);
+            ring.commit(ctx.mem, smem.stage_slots, bytes);
+            uint64_t* full = &smem.stage_slots.full[ring.slot()];
             uint8_t* a = smem.stages[ring.slot()].a;
             int k = i * Shape<T>::stage_k(tile.stage);
             if (tile.shared == Shared::a) {
@@ -64,7 +64,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
             }
         }
     }
-    pass_stage(smem, ring);
+    pass_stage(ctx, ring);
 }
 
 template <class T>
@@ -75,13 +75,13 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
     Tiles<T> tiles(ctx);
     for (;;) {
         Tile tile = tiles.next();
-        arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
+        ring.acquire(ctx.mem, smem.stage_slots);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
         int stages = Shape<T>::stages_of(args, tile.stage);
         if (tile.absent()) {
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < stages; ++i) pass_stage(smem, ring);
+            for (int i = 0; i < stages; ++i) pass_stage(ctx, ring);
             continue;
         }
         const Gemm& gemm = gemm_of(args, tile.stage);
@@ -90,10 +90,10 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < stages; ++i, ring.advance()) {
             scales.fetch();  // in flight while this thread waits for the slot
-            arch::mbar_wait(&smem.empty[ring.slot()], ring.parity() ^ 1);
-            uint64_t* full = &smem.full[ring.slot()];
+            ring.acquire(ctx.mem, smem.stage_slots);
             auto& b = smem.stages[ring.slot()].b;
-            arch::mbar_expect_tx(full, sizeof(b));
+            ring.expect(ctx.mem, smem.stage_slots, sizeof(b));
+            uint64_t* full = &smem.stage_slots.full[ring.slot()];
             int k = i * Shape<T>::stage_k(tile.stage);
             if (tile.shared == Shared::b) {
                 int half = pair_member();
@@ -104,10 +104,10 @@ MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
                 arch::tma_load_4d(b[1], &gemm.b, full, k, halves.column(1), halves.plane(1), tile.expert());
             }
             scales.put(smem.b_scale[ring.slot()]);
-            arch::mbar_arrive(full);  // releases the scales, and the tile
+            ring.commit(ctx.mem, smem.stage_slots);  // the scales too, and the tile
         }
     }
-    pass_stage(smem, ring);
+    pass_stage(ctx, ring);
 }
 
 }  // namespace megamoe

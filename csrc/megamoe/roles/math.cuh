@@ -21,16 +21,16 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
 // This warpgroup's side of the output ring: claim a slot, fill it, hand it to the store warp. All 128 threads
 // call both.
 struct OutputSlots {
-    Smem& smem;
+    Context& ctx;
     OutputRing& ring;
 
     MEGAMOE_DEVICE uint8_t* claim() {
-        arch::mbar_wait(&smem.output_empty[math_group()][ring.slot()], ring.parity() ^ 1);
-        return smem.output[math_group()][ring.slot()];
+        ring.acquire(ctx.mem, ctx.smem.output_slots[math_group()]);
+        return ctx.smem.output[math_group()][ring.slot()];
     }
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        arch::mbar_arrive(&smem.output_full[math_group()][ring.slot()]);
+        ring.commit(ctx.mem, ctx.smem.output_slots[math_group()]);
         ring.advance();
     }
 };
@@ -85,7 +85,7 @@ MEGAMOE_DEVICE void begin_tile(Smem& smem, int slot) {
 
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring) {
-    OutputSlots output{ctx.smem, output_ring};
+    OutputSlots output{ctx, output_ring};
     for (;;) {
         await_stage<T>(ctx, ring);
         begin_tile(ctx.smem, ring.slot());
@@ -93,9 +93,9 @@ MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring)
         if (!tile.valid()) break;
         int stages = Shape<T>::stages_of(ctx.args, tile.stage);
         if (tile.absent()) {
-            skip_stages(ctx.smem, ring, stages);
+            skip_stages(ctx, ring, stages);
         } else if (tile.rows() <= math_group() * group_rows) {
-            skip_stages(ctx.smem, ring, stages);
+            skip_stages(ctx, ring, stages);
             for (int c = 0; c < Shape<T>::output_chunks(tile.stage); ++c) {
                 output.claim();
                 output.hand_over();
@@ -107,7 +107,7 @@ MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring)
             finish<T>(ctx, tile, output, sum);
         }
     }
-    skip_stages(ctx.smem, ring, 1);
+    skip_stages(ctx, ring, 1);
 }
 
 }  // namespace megamoe

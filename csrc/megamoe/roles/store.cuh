@@ -24,7 +24,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
         for (int c = 0; c < chunks; ++c, output.advance()) {
             int column = (tile.n * chunks + c) * chunk_columns;
             for (int group = 0; group < num_math_groups; ++group) {
-                arch::mbar_wait(&smem.output_full[group][output.slot()], output.parity());
+                output.await(ctx.mem, smem.output_slots[group]);
                 if (column < width && tile.rows() > group * group_rows) {
                     arch::tma_store_2d(&gemm.out, smem.output[group][output.slot()], column,
                                        tile.row0() + group * group_rows);
@@ -33,7 +33,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
             arch::bulk_commit();
             arch::bulk_wait_read();
             for (int group = 0; group < num_math_groups; ++group)
-                arch::mbar_arrive(&smem.output_empty[group][output.slot()]);
+                output.release(ctx.mem, smem.output_slots[group]);
         }
         if (first) {
             HReady::publish(ctx.mem, gemm.done + tile.block);

@@ -2,15 +2,17 @@
 // consistent: orders and scopes are the model checker's business); await blocks the fiber and the machine
 // tests the flag once a round.
 #pragma once
-#include "megamoe/arch/arch.h"
+#include "megamoe/protocol/mbarriers.h"
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {
 
-struct Memory {
+struct Memory : Mbarriers {
     using Cell = uint32_t*;
 
     const Args& args;
+
+    explicit Memory(const Args& args) : args(args) {}
 
     uint32_t load(Cell cell, Order, Scope) const {
         host::machine.preemption_point();

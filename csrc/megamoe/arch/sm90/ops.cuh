@@ -89,7 +89,10 @@ MEGAMOE_DEVICE void count_shared(uint32_t* count, uint32_t by) {
 }
 MEGAMOE_DEVICE int32_t look_at_count(const int32_t* count) {
     int32_t now;
-    asm volatile("ld.relaxed.cta.shared::cta.s32 %0, [%1];" : "=r"(now) : "r"(smem_address(count)) : "memory");
+    asm volatile("ld.relaxed.cta.shared::cta.s32 %0, [%1];"
+                 : "=r"(now)
+                 : "r"(smem_address(count))
+                 : "memory");
     return now;
 }
 MEGAMOE_DEVICE void mbar_init(uint64_t* bar, uint32_t arrivals) {
