@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from megamoe.backends.order import BACKWARD, Mark
 from megamoe.backends.staged import compute_dtype, moe, without_rows_behind
 from megamoe.config import Problem
-from megamoe.errors import MegaMoEError
+from megamoe.errors import ArgumentError, MegaMoEError
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.functional import Backend
@@ -183,6 +184,20 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 moe_forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
+    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise ArgumentError(
+                "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "
+                "given, expected reverse mode: the layer has no forward-mode derivative"
+            )
 
 
 def apply(

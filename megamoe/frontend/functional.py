@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from megamoe import env
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
 from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.frontend.agreement import check_equal, process_group, together
 from megamoe.memory.transport.group import host_name, spans_hosts
 
 log = logging.getLogger("megamoe")
@@ -84,6 +87,8 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
     """Return why the kernel cannot run here, or None when it can."""
     if device.type != "cuda":
         return f"the tensors are on {device}, the kernel needs a CUDA device"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device (torch.cuda.is_available() is False)"
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         return f"compute capability is {major}.{minor}, the kernel needs 9.x (Hopper)"
@@ -95,24 +100,75 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
     return reason
 
 
-def choose(name: str, problem: Problem, group: Any, device: torch.device) -> str:
+def resolve(name: str) -> str:
+    """Return the backend asked for, MEGAMOE_BACKEND in place of "auto". Raises ConfigError."""
+    if name != "auto" and name not in BACKENDS:
+        raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
+    return env.backend() if name == "auto" else name
+
+
+def backend_class(name: str) -> Any:
+    """Return the class of a backend. Raises ConfigError where its module cannot be imported."""
+    module, cls = BACKENDS[name]
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise ConfigError("backend", repr(name), f"one that can be imported ({error})") from error
+
+
+def agree(
+    group: Any, name: str, state: Callable[[], tuple[Problem, Any]]
+) -> tuple[Problem, dict[int, Any]]:
+    """Raise on all ranks unless all were configured alike and asked for one backend. Collective.
+
+    state: returns this rank's problem and what else it has to say, or raises.
+    Returns this rank's problem, and rank -> what else.
+    """
+
+    def mine() -> Any:
+        asked = resolve(name)
+        return (*state(), asked)
+
+    stated = together(group, mine)
+    for rank, (problem, *_) in stated.items():
+        if problem.rank != rank and group is not None:
+            raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {problem.rank}")
+    check_equal("the problem", {r: repr(replace(s[0], rank=0)) for r, s in stated.items()})
+    check_equal("backend", {r: repr(s[2]) for r, s in stated.items()})
+    own = stated[0 if group is None else dist.get_rank(group)][0]
+    return own, {r: s[1] for r, s in stated.items()}
+
+
+def choose(
+    name: str, problem: Problem, group: Any, device: torch.device, options: Any = None
+) -> str:
     """Return the backend that `name` stands for, agreed on over the group (collective)."""
-    if name == "auto":
-        name = env.backend()
-    if name != "auto":
-        if name not in BACKENDS:
-            raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
-        _agree(problem, group, name)
-        return name
-    everyone = _agree(problem, group, (host_name(), why_not_mega(problem, group, device)))
-    reason = spans_hosts([host for host, _ in everyone])
-    for rank, (_, own) in enumerate(everyone):
-        if reason is None and own is not None:
-            reason = f"rank {rank}: {own}" if len(everyone) > 1 else own
-    if reason is None:
+
+    def state() -> tuple[Problem, Any]:
+        check_options(problem, group, options or {})
+        asked = resolve(name)
+        kernel_wanted = asked in ("auto", "mega")
+        reason = why_not_mega(problem, group, device) if kernel_wanted else None
+        if asked != "auto" and reason is None:
+            backend_class(asked)
+        given = (options or {}).get("window") is not None
+        return problem, (given, host_name(), reason)
+
+    _, stated = agree(group, name, state)
+    check_equal("window is given", {rank: entry[0] for rank, entry in stated.items()})
+    asked = resolve(name)
+    if asked not in ("auto", "mega"):
+        return asked
+    why = spans_hosts([host for _, host, _ in stated.values()])
+    for rank, (_, _, own) in stated.items():
+        if why is None and own is not None:
+            why = f"rank {rank}: {own}" if len(stated) > 1 else own
+    if why is None:
         return "mega"
+    if asked == "mega":
+        raise cannot_run(why)
     if problem.rank == 0:
-        _say_why(reason)
+        _say_why(why)
     return "staged"
 
 
@@ -122,19 +178,32 @@ def _say_why(reason: str) -> None:
     log.warning('backend "auto" is staged here, not mega: %s', reason)
 
 
-def _agree(problem: Problem, group: Any, value: Any) -> list[Any]:
-    """Gather `value` from all ranks, after checking that they were configured alike."""
-    if group is None or problem.ep_size == 1:
-        return [value]
-    mine = (problem.fingerprint(), problem.rank, value, repr(problem))
-    gathered: list[Any] = [None] * problem.ep_size
-    dist.all_gather_object(gathered, mine, group=group)
-    for rank, (fingerprint, stated, _, text) in enumerate(gathered):
-        if stated != rank:
-            raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
-        if fingerprint != gathered[0][0]:
-            raise RankMismatch(f"rank {rank} was given {text}, rank 0 {gathered[0][3]}")
-    return [entry[2] for entry in gathered]
+def cannot_run(reason: str) -> ConfigError:
+    """Return the error of an explicit "mega" that cannot run."""
+    return ConfigError("backend", "'mega'", f"one that can run here: {reason}")
+
+
+def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an unknown option, or a problem of another size than the group."""
+    for option in options.keys() - set(OPTIONS):
+        raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
+    size = 1 if group is None else dist.get_world_size(group)
+    if size != problem.ep_size:
+        raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
+
+
+def check_device(
+    name: str, problem: Problem, group: Any, device: torch.device | str | None
+) -> None:
+    """Raise ConfigError, before memory is taken, where parameters on `device` could never be used."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", device, "one that torch can use: it finds no CUDA device")
+    moves = device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available())
+    if resolve(name) != "mega" or moves:
+        return
+    if (reason := why_not_mega(problem, group, device)) is not None:
+        raise cannot_run(reason)
 
 
 def make_backend(
@@ -145,18 +214,15 @@ def make_backend(
     options: those of the backends' constructors (OPTIONS). A backend ignores what it does not know,
         since "auto" may choose either; None means unset.
     """
-    for option in options.keys() - set(OPTIONS):
-        raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
-    size = 1 if group is None else dist.get_world_size(group)
-    if size != problem.ep_size:
-        raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
-    device = torch.device(device)
-    chosen = choose(name, problem, group, device)
-    module, cls = BACKENDS[chosen]
-    try:
-        make = getattr(importlib.import_module(module), cls)
-    except ImportError as error:
-        raise ConfigError("backend", repr(chosen), f"one that can be imported ({error})") from error
+    return open_backend(name, problem, process_group(group), torch.device(device), options)
+
+
+def open_backend(
+    name: str, problem: Problem, group: Any, device: torch.device, options: Mapping[str, Any]
+) -> Backend:
+    """Do the same for a group that process_group() returned."""
+    chosen = choose(name, problem, group, device, options)
+    make = backend_class(chosen)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
     if "device" in accepted:

@@ -12,8 +12,9 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.frontend.autograd import Runtime, apply
-from megamoe.frontend.functional import Backend, check_call, make_backend
+from megamoe.frontend.agreement import process_group
+from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
+from megamoe.frontend.functional import Backend, agree, check_call, check_options, open_backend
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -22,7 +23,7 @@ class Layer:
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`.
-    group: the process group that the experts are spread over; None: this rank holds all.
+    group: the process group that the experts are spread over; None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     options: those of make_backend.
@@ -40,9 +41,13 @@ class Layer:
         routed_scaling_factor: float = 1.0,
         **options: Any,
     ) -> None:
-        size = 1 if group is None else dist.get_world_size(group)
-        if size != problem.ep_size:
-            raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
+        group = process_group(group)
+
+        def state() -> tuple[Problem, None]:
+            check_options(problem, group, options)
+            return problem, None
+
+        agree(group, backend, state)
         self.problem, self.group, self.backend = problem, group, backend
         self.routed_scaling_factor = float(routed_scaling_factor)
         self._options = options
@@ -77,6 +82,7 @@ class Layer:
             flat_out = out.view(-1, out.shape[-1])
         check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
         self._check_weights(weights, x.device)
+        refuse_tangents((x, topk_weights, weights.w13, weights.w2, weights.b13, weights.b2))
         if self._runtime is None:
             self.prepare(weights)
         assert self._runtime is not None
@@ -104,16 +110,23 @@ class Layer:
             if tensor.shape[:-1] != x.shape[:-1]:
                 expected = f"{list(x.shape[:-1])} + [{self.problem.top_k}], the leading sizes of x"
                 raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
+        if not topk_weights.is_floating_point():
+            raise ArgumentError("topk_weights.dtype", topk_weights.dtype, "a float type")
         topk_weights = topk_weights.float()
         if self.routed_scaling_factor != 1.0:
             topk_weights = topk_weights * self.routed_scaling_factor
         return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
+        if not isinstance(weights, ExpertWeights):
+            raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
         masters = self.problem.formats.w.scaled and weights.w13.dtype == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(
+        reason="a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
+        "and again after close()"
+    )
     def prepare(self, weights: ExpertWeights) -> None:
         """Make the backend, compile, quantize: all that the first call would do. Collective.
 
@@ -122,9 +135,7 @@ class Layer:
         self._check_weights(weights, None)
         if self._runtime is None:
             device = weights.w13.device
-            backend = make_backend(
-                self.backend, self.problem, self.group, device=device, **self._options
-            )
+            backend = open_backend(self.backend, self.problem, self.group, device, self._options)
             self._runtime = Runtime(self.problem, self.group, backend)
         self._runtime.backend.prepare(self._runtime.weights(weights))
 
@@ -209,6 +220,8 @@ def moe_forward(
         return layer(
             x, topk_ids, topk_weights, weights, num_tokens_device=num_tokens_device, out=out
         )
+    if not isinstance(weights, ExpertWeights):
+        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
     weights.validate(problem, x.device)
     tensors = [x, topk_weights, *weights.named().values()]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -217,6 +230,8 @@ def moe_forward(
         if not getattr(backend, "differentiable", False):
             expected = "a name, or torch.no_grad(): this object has no gradients"
             raise ArgumentError("backend", type(backend).__name__, expected)
+    if not getattr(backend, "differentiable", False):
+        refuse_tangents(tensors)
     if routed_scaling_factor != 1.0:
         topk_weights = topk_weights * routed_scaling_factor
     return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)

@@ -13,6 +13,8 @@ from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ConfigError, MegaMoEError
 from megamoe.formats.quantization import E4M3
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.frontend.agreement import process_group
+from megamoe.frontend.functional import agree, check_device
 from megamoe.frontend.layer import Layer
 
 
@@ -20,7 +22,7 @@ class MegaMoE(nn.Module):
     """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
-    group: the process group that the experts are spread over; None: this rank holds all.
+    group: the process group that the experts are spread over; None or "alone": this rank holds all.
     precision: "bf16", or "fp8" (e4m3 with block scales; bf16 masters are quantized once per
         version).
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
@@ -33,9 +35,10 @@ class MegaMoE(nn.Module):
         change them. None takes the seed from torch's generator (the same on all ranks only if they
         were seeded alike).
 
+    Raises ConfigError for what cannot run, and RankMismatch where ranks differ, before memory is taken.
     Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
-    I], and with bias=True b13 [L, P*I], b2 [L, H] in fp32. Calls, prepare() and close() are
-    collective over the group.
+    I], and with bias=True b13 [L, P*I], b2 [L, H] in fp32. Making the layer, calls, prepare() and
+    close() are collective over the group.
     """
 
     def __init__(
@@ -59,26 +62,33 @@ class MegaMoE(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        if dtype != torch.bfloat16:
-            raise ConfigError("dtype", dtype, "torch.bfloat16")
-        self.problem = Problem(
-            hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
-            top_k=top_k,
-            ep_size=1 if group is None else dist.get_world_size(group),
-            rank=0 if group is None else dist.get_rank(group),
-            max_tokens=max_tokens,
-            precision=precision,
-            activation=activation_by_name(activation),
-            bias=bias,
-        )
+        asked, group = group, process_group(group)
+
+        def state() -> tuple[Problem, None]:
+            if dtype != torch.bfloat16:
+                raise ConfigError("dtype", dtype, "torch.bfloat16")
+            problem = Problem(
+                hidden=hidden,
+                intermediate=intermediate,
+                num_experts=num_experts,
+                top_k=top_k,
+                ep_size=1 if group is None else dist.get_world_size(group),
+                rank=0 if group is None else dist.get_rank(group),
+                max_tokens=max_tokens,
+                precision=precision,
+                activation=activation_by_name(activation),
+                bias=bias,
+            )
+            check_device(backend, problem, group, device)
+            return problem, None
+
+        self.problem, _ = agree(group, backend, state)
         self.group = group
         self.backend = backend
         self._init_seed = init_seed
         self._layer = Layer(
             self.problem,
-            group,
+            asked,
             backend=backend,
             routed_scaling_factor=routed_scaling_factor,
             reserve_sms=reserve_sms,

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megamoe import ArgumentError, MegaMoE, Problem
+from megamoe import ArgumentError, ConfigError, Layer, MegaMoE, Problem, moe_forward
 from megamoe.frontend.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 
@@ -80,3 +81,156 @@ def test_backends_refuse_weights_that_do_not_fit(backend, change, message):
     i = make_inputs(PROBLEM, 4)
     with pytest.raises(ArgumentError, match=message):
         made.forward(i.x, i.topk_ids, i.topk_weights, change(make_weights(PROBLEM)))
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 2), (20, 2), (4, 5, 1, 2), (2,)])
+@pytest.mark.parametrize("which", ["topk_ids", "topk_weights"])
+def test_leading_sizes_are_compared(which, shape):
+    """[5, 4, K] weights were once taken for [4, 5, K], in another order."""
+    layer = make()
+    i = make_inputs(PROBLEM, 20)
+    given = {
+        "x": i.x.view(4, 5, 48),
+        "topk_ids": i.topk_ids.view(4, 5, 2),
+        "topk_weights": i.topk_weights.view(4, 5, 2),
+    }
+    given[which] = given[which].flatten()[: torch.Size(shape).numel()].view(shape)
+    with pytest.raises(ArgumentError, match=rf"{which}.shape is \[{shape[0]}"):
+        layer(**given)
+
+
+@pytest.mark.parametrize("which", ["x", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("value", [None, [[1.0] * 48], 3, "x"], ids=str)
+def test_what_is_no_tensor_is_named(which, value):
+    i = make_inputs(PROBLEM, 1)
+    given = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights, which: value}
+    with pytest.raises(ArgumentError, match=rf"{which}.* is {type(value).__name__}, expected"):
+        make()(**given)
+    with pytest.raises(ArgumentError, match=rf"{which}.* is {type(value).__name__}, expected"):
+        moe_forward(**given, weights=make_weights(PROBLEM), problem=PROBLEM, backend="staged")
+
+
+def test_weights_that_are_none():
+    i = make_inputs(PROBLEM, 1)
+    for value in (None, [torch.zeros(1)]):
+        with pytest.raises(ArgumentError, match="weights is"):
+            moe_forward(i.x, i.topk_ids, i.topk_weights, value, problem=PROBLEM, backend="staged")
+        with pytest.raises(ArgumentError, match="weights is"):
+            Layer(PROBLEM, backend="staged")(i.x, i.topk_ids, i.topk_weights, value)
+        with pytest.raises(ArgumentError, match="weights is"):
+            Layer(PROBLEM, backend="staged").prepare(value)
+
+
+def test_routing_weights_are_of_a_float_type():
+    i = make_inputs(PROBLEM, 3)
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(ArgumentError, match=f"topk_weights.dtype is {dtype}"):
+            make()(i.x, i.topk_ids, i.topk_weights.to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
+def test_forward_mode_is_refused(backend):
+    """The operator has no forward-mode formula: tangents were dropped, so jvp gave zeros."""
+    layer = make(backend=backend)
+    i = make_inputs(PROBLEM, 6)
+
+    def call(x, scores):
+        return layer(x, i.topk_ids, scores)
+
+    for grad in (True, False):
+        layer.requires_grad_(grad)
+        with pytest.raises(ArgumentError, match="has no forward-mode derivative"):
+            torch.func.jvp(lambda x: call(x, i.topk_weights), (i.x,), (torch.ones_like(i.x),))
+        ones = torch.ones_like(i.topk_weights)
+        with pytest.raises(ArgumentError, match="has no forward-mode derivative"):
+            torch.func.jvp(lambda w: call(i.x, w), (i.topk_weights,), (ones,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(ArgumentError, match="forward"):
+            call(torch.autograd.forward_ad.make_dual(i.x, torch.ones_like(i.x)), i.topk_weights)
+        with torch.autograd.forward_ad.dual_level():  # no tangent, nothing to refuse
+            assert call(i.x, i.topk_weights).abs().max() > 0
+    made = make_backend("emulate", PROBLEM, device="cpu")
+    weights = make_weights(PROBLEM)
+
+    def function(x):
+        return moe_forward(x, i.topk_ids, i.topk_weights, weights, problem=PROBLEM, backend=made)
+
+    with pytest.raises(ArgumentError, match="has no forward-mode derivative"):
+        torch.func.jvp(function, (i.x,), (torch.ones_like(i.x),))
+
+
+def test_vmap_is_the_loop_over_calls():
+    layer = make()
+    i = make_inputs(PROBLEM, 6)
+    xs = torch.stack([i.x, i.x * 2])
+    with torch.no_grad():
+        found = torch.vmap(lambda x: layer(x, i.topk_ids, i.topk_weights))(xs)
+        assert torch.equal(found[0], layer(xs[0], i.topk_ids, i.topk_weights))
+        assert torch.equal(found[1], layer(xs[1], i.topk_ids, i.topk_weights))
+
+
+def test_fullgraph_says_to_prepare_before():
+    layer = make()
+    i = make_inputs(PROBLEM, 6)
+    arguments = i.x, i.topk_ids, i.topk_weights
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError, match="prepare.*: call it before torch.compile"):
+        compiled(*arguments)
+    layer.prepare()
+    torch._dynamo.reset()
+    y = torch.compile(layer, fullgraph=True, backend="eager")(*arguments)
+    assert torch.equal(y, layer(*arguments))
+    layer.close()
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="again after close"):
+        torch.compile(layer, fullgraph=True, backend="eager")(*arguments)
+
+
+LARGE = {"hidden": 7168, "intermediate": 2048, "num_experts": 256, "top_k": 8}  # 22 GB
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "mega"}, "backend is 'mega', expected one that can run here: the tensors"),
+        ({"backend": "mega", "device": "cuda"}, "device is cuda, expected one that torch can use"),
+        ({"backend": "auto", "device": "cuda"}, "device is cuda, expected one that torch can use"),
+        ({"backend": "fast"}, "backend is 'fast', expected auto, mega"),
+        ({"backend": None}, "backend is None, expected auto, mega"),
+        ({"precision": "fp4"}, "precision is 'fp4'"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_cannot_run_takes_no_memory(monkeypatch, options, message):
+    def taken(*args, **kwargs):
+        raise AssertionError("memory was taken")
+
+    monkeypatch.setattr(torch, "empty", taken)
+    with pytest.raises(ConfigError, match=message):
+        MegaMoE(**LARGE, **options)
+
+
+def test_the_variable_is_checked_by_the_constructor(monkeypatch):
+    monkeypatch.setenv("MEGAMOE_BACKEND", "fast")
+    with pytest.raises(ConfigError, match="MEGAMOE_BACKEND is 'fast'"):
+        make(backend="auto")
+
+
+def test_world_before_init_is_not_alone(monkeypatch):
+    """dist.group.WORLD is None before init_process_group(): every rank held all experts."""
+    assert dist.group.WORLD is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match='init_process_group.*WORLD_SIZE is 2.*group="alone"'):
+        make(group=dist.group.WORLD)
+    for create in (Layer, lambda p, g=None: make_backend("staged", p, g, device="cpu")):
+        with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
+            create(PROBLEM, dist.group.WORLD)
+    assert make(group="alone").problem.ep_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert make(group=dist.group.WORLD).group is None
+
+
+@pytest.mark.parametrize("group", ["world", [0, 1], 1, True, torch.zeros(2)], ids=repr)
+def test_what_is_no_group_is_named(group):
+    with pytest.raises(ConfigError, match="group is"):
+        make(group=group)

@@ -86,9 +86,11 @@ def test_backend_names(monkeypatch):
     ):
         make_backend("staged", PROBLEM, device="cpu", reserve=3)
     make_backend("staged", PROBLEM, device="cpu", reserve_sms=3)
-    monkeypatch.setitem(functional.BACKENDS, "mega", ("megamoe.not_there", "MegaBackend"))
-    with pytest.raises(ConfigError, match="not_there"):
+    with pytest.raises(ConfigError, match="backend is 'mega', expected one that can run here: the"):
         make_backend("mega", PROBLEM, device="cpu")
+    monkeypatch.setitem(functional.BACKENDS, "emulate", ("megamoe.not_there", "EmulateBackend"))
+    with pytest.raises(ConfigError, match="not_there"):
+        make_backend("emulate", PROBLEM, device="cpu")
 
 
 def test_auto_says_why_not(caplog, monkeypatch):
@@ -105,6 +107,7 @@ def test_auto_says_why_not(caplog, monkeypatch):
 
 
 def test_why_not_mega_asks_the_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     reason = why_not_mega(PROBLEM, None, torch.device("cuda", 0))
     assert reason == "compute capability is 8.0, the kernel needs 9.x (Hopper)"

@@ -20,6 +20,7 @@ LAYERS = [
     ("memory.arguments", "memory.transport"),
     ("memory.window",),
     ("backends.mega", "backends.emulate"),
+    ("frontend.agreement",),
     ("frontend.functional",),
     ("frontend.autograd",),
     ("frontend.layer",),

@@ -1,12 +1,14 @@
 """Ranks that differ: another order of layers, another backend, an error on one rank. Each is named on all ranks."""
 
+import os
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megamoe import MegaMoE, Problem, moe_forward
+from megamoe import Layer, MegaMoE, Problem, moe_forward
 from megamoe.frontend.functional import make_backend
 from megamoe.testing import launch, make_inputs, make_weights
 
@@ -101,3 +103,105 @@ def test_gradients_of_other_tensors_are_named():
     for found, alike in launch(staged_gradients, 2, timeout_s=60):
         assert found[0] == "RankMismatch", found
         assert alike[0] is None, alike
+
+
+def differing_options(rank, how):
+    """Make and call a layer with something that differs on rank 1."""
+    group = dist.group.WORLD
+    other = rank == 1
+    problem = replace(PROBLEM, rank=rank)
+    i, weights = make_inputs(problem, 4), make_weights(problem)
+    arguments = i.x, i.topk_ids, i.topk_weights
+
+    def module(**options):
+        options = {**SHAPE, "backend": "staged", **(options if other else {})}
+        return MegaMoE(**options, group=group)(*arguments)
+
+    def function(backend="staged", problem=problem, **options):
+        return moe_forward(
+            *arguments, weights, problem=problem, group=group, backend=backend, **options
+        )
+
+    def with_variable(call):
+        os.environ["MEGAMOE_BACKEND"] = "nonsense" if how == "bad variable" else "reference"
+        if not other:
+            del os.environ["MEGAMOE_BACKEND"]
+        return call()
+
+    calls = {
+        "backend": lambda: module(backend="reference"),
+        "bad backend": lambda: module(backend="fast"),
+        "hidden": lambda: module(hidden=64),
+        "bad hidden": lambda: module(hidden=50),
+        "dtype": lambda: module(dtype=torch.float32),
+        "no such device": lambda: module(device="cuda"),
+        "variable": lambda: with_variable(lambda: function("auto")),
+        "bad variable": lambda: with_variable(lambda: function("auto")),
+        "function": lambda: function("reference" if other else "staged"),
+        "function, bad": lambda: function("fast" if other else "staged"),
+        "option": lambda: function(**({"reserve": 1} if other else {})),
+        "rank": lambda: function(problem=replace(problem, rank=0)),
+        "mega": lambda: function("mega" if other else "staged"),
+        "layer": lambda: Layer(problem, group, backend="emulate" if other else "staged"),
+    }
+    found = outcome(calls[how])
+    return found, outcome(lambda: function())
+
+
+# what differs -> exception and text on rank 0, exception and text on rank 1
+DIFFERING = {
+    "backend": ("RankMismatch", "backend is 'reference' on rank 1, 'staged' on rank 0") * 2,
+    "bad backend": ("RankMismatch", "rank 1 of the group failed: ConfigError: backend is 'fast'")
+    + ("ConfigError", "backend is 'fast', expected auto"),
+    "hidden": ("RankMismatch", "hidden=64") * 2,
+    "bad hidden": ("RankMismatch", "rank 1 of the group failed: ConfigError: hidden is 50")
+    + ("ConfigError", "hidden is 50"),
+    "dtype": ("RankMismatch", "rank 1 of the group failed: ConfigError: dtype is torch.float32")
+    + ("ConfigError", "dtype is torch.float32"),
+    "no such device": ("RankMismatch", "rank 1 of the group failed: ConfigError: device is cuda")
+    + ("ConfigError", "device is cuda"),
+    "bad variable": ("RankMismatch", "failed: ConfigError: MEGAMOE_BACKEND is 'nonsense'")
+    + ("ConfigError", "MEGAMOE_BACKEND is 'nonsense'"),
+    "variable": ("RankMismatch", "backend is 'reference' on rank 1, 'auto' on rank 0") * 2,
+    "function": ("RankMismatch", "backend is 'reference' on rank 1, 'staged' on rank 0") * 2,
+    "function, bad": ("RankMismatch", "rank 1 of the group failed: ConfigError: backend is 'fast'")
+    + ("ConfigError", "backend is 'fast', expected auto"),
+    "option": ("RankMismatch", "rank 1 of the group failed: ConfigError: option is 'reserve'")
+    + ("ConfigError", "option is 'reserve'"),
+    "rank": ("RankMismatch", "rank 1 of the group was given Problem.rank = 0") * 2,
+    "mega": ("RankMismatch", "backend is 'mega' on rank 1, 'staged' on rank 0") * 2,
+    "layer": ("RankMismatch", "backend is 'emulate' on rank 1, 'staged' on rank 0") * 2,
+}
+
+
+@pytest.mark.parametrize("how", DIFFERING)
+def test_ranks_that_ask_for_something_else_are_named_everywhere(how):
+    """Red before: rank 0 waited for the group's time-out, here 30 s."""
+    expected = DIFFERING[how]
+    for rank, (found, alike) in enumerate(launch(differing_options, 2, how, timeout_s=30)):
+        kind, text = expected[2 * rank : 2 * rank + 2]
+        assert found[0] == kind, found
+        assert text in found[1]
+        assert found[2] < 5
+        assert alike[0] is None, alike  # the group still works
+
+
+def outside(rank):
+    """A group of the first rank only: the others hold a group that they are not in."""
+    group = dist.new_group([0])
+    problem = replace(PROBLEM, ep_size=1)
+    found = [
+        outcome(lambda: MegaMoE(**SHAPE, group=group, backend="staged")),
+        outcome(lambda: Layer(problem, group, backend="staged")),
+        outcome(lambda: make_backend("staged", problem, group, device="cpu")),
+    ]
+    return found, rank
+
+
+def test_a_process_outside_the_group_is_told_so():
+    inside, out = (found for found, _ in launch(outside, 2, timeout_s=30))
+    assert [kind for kind, *_ in inside] == [None] * 3
+    for kind, text, seconds in out:
+        assert kind == "ConfigError"
+        assert "group is one that process 1 is not in" in text
+        assert seconds < 1

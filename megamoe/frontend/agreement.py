@@ -1,0 +1,79 @@
+"""Who takes part, and whether all were asked for the same: before memory is taken, ranks agree or all raise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megamoe.errors import ConfigError, RankMismatch
+
+ALONE = "alone"
+EXPECTED = (
+    f'a process group that this process is in, a DeviceMesh of one dimension, None or "{ALONE}"'
+)
+
+
+def process_group(group: Any) -> Any:
+    """Return the process group that a user's `group` stands for; None for a rank that holds all experts.
+
+    None is refused where several processes were started but torch.distributed is not set up, since
+    dist.group.WORLD is None then: "alone" says that each rank is meant to hold all experts. Raises ConfigError.
+    """
+    if group is None:
+        size = os.environ.get("WORLD_SIZE", "")
+        if size.isdigit() and int(size) > 1 and dist.is_available() and not dist.is_initialized():
+            raise ConfigError(
+                f"group is None, and so is dist.group.WORLD until dist.init_process_group(), which was not called "
+                f"though WORLD_SIZE is {size}: each rank would hold all experts. Call it before, or say "
+                f'group="{ALONE}" if that is meant'
+            )
+        return None
+    if isinstance(group, str) and group == ALONE:
+        return None
+    if type(group).__name__ == "DeviceMesh":
+        if group.ndim != 1:
+            raise ConfigError("group", f"a mesh of {group.ndim} dimensions", EXPECTED)
+        group = group.get_group()
+    outside = isinstance(group, int)  # what dist.new_group returns to processes that it leaves out
+    if not outside and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise ConfigError("group", repr(group), EXPECTED)
+    if outside or dist.get_rank(group) < 0:
+        who = f"process {dist.get_rank()}" if dist.is_initialized() else "this process"
+        raise ConfigError("group", f"one that {who} is not in", EXPECTED)
+    return group
+
+
+def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
+    """Return rank -> what attempt() returned there, picklable. Collective over a process group, or None.
+
+    Raises this rank's error, or else RankMismatch with the first error of another rank: on all ranks or on none.
+    """
+    value, error = None, None
+    try:
+        value = attempt()
+    except Exception as caught:
+        error = caught
+    found = {0: (value, error and f"{type(error).__name__}: {error}")}
+    if group is not None:
+        found = {dist.get_rank(group): found[0]}
+        if dist.get_backend(group) != "fake":  # which exchanges nothing
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, *found.values(), group=group)
+            found = dict(enumerate(gathered))
+    if error is not None:
+        raise error
+    for rank, (_, text) in found.items():
+        if text is not None:
+            raise RankMismatch(f"rank {rank} of the group failed: {text}")
+    return {rank: entry for rank, (entry, _) in found.items()}
+
+
+def check_equal(what: str, values: dict[int, Any]) -> None:
+    """Raise RankMismatch unless all ranks gave the same value, which is named."""
+    first = min(values)
+    for rank, value in values.items():
+        if value != values[first]:
+            raise RankMismatch(f"{what} is {value} on rank {rank}, {values[first]} on rank {first}")
