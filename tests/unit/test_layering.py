@@ -94,3 +94,9 @@ def test_the_oracle_shares_no_arithmetic():
 def test_the_checker_sees_a_violation():
     text = "def f():\n    from megamoe.frontend.module import MegaMoE\nimport megamoe.env"
     assert set(imported_units(ast.parse(text))) == {("env", 3), ("frontend.module", 2)}
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare names, so that two of one name cannot be collected together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
