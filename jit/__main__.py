@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 
 from megamoe import env
 from megamoe.errors import CompileError, ConfigError
@@ -15,7 +16,9 @@ from megamoe.jit.source import ACTIVATIONS, PRECISIONS, Variant, variants
 def main(arguments: list[str] | None = None) -> int:
     """Compile the chosen variants; return 1 when one does not compile."""
     parser = argparse.ArgumentParser(prog="python -m megamoe.jit", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every variant")
+    parser.add_argument(
+        "--all", action="store_true", help="every variant, and the FP8 quantization"
+    )
     parser.add_argument("--precision", choices=PRECISIONS)
     parser.add_argument("--activation", choices=ACTIVATIONS)
     parser.add_argument("--profile", action="store_true", help="with in-kernel timestamps")
@@ -40,18 +43,23 @@ def main(arguments: list[str] | None = None) -> int:
         f"{'variant':26} {'regs':>5} {'stack':>6} {'spill':>6} {'cubin':>8} {'build':>7} {'total':>7}"
     )
     failed = 0
-    for variant in wanted:
+    builds = [(str(v), partial(compile_variant, v, chosen.flag)) for v in wanted]
+    if chosen.all:  # the layer's other kernel
+        from megamoe.jit.quantize import compile_quantize  # needs cuda.bindings, which may be missing
+
+        builds.insert(0, ("quantize-weights", compile_quantize))
+    for name, build in builds:
         start = time.perf_counter()
         try:
-            result = compile_variant(variant, chosen.flag)
+            result = build()
         except CompileError as error:
             failed += 1
-            print(f"{variant!s:26} FAILED\n{error}")
+            print(f"{name:26} FAILED\n{error}")
             continue
         total = time.perf_counter() - start
         built = f"{result.seconds:.2f}s" if result.seconds else "cached"
         print(
-            f"{variant!s:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
+            f"{name:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
             f"{len(result.cubin):8} {built:>7} {total:6.3f}s"
         )
         for remark in result.warnings:

@@ -18,7 +18,14 @@ from megamoe.jit.source import Variant
 
 ARCH = "sm_90a"
 # -default-device: CUTLASS headers hold functions without a decoration, which NVRTC would take for host code.
-NVRTC_FLAGS = (f"--gpu-architecture={ARCH}", "-std=c++17", "-default-device", "--ptxas-options=-v")
+# --no-cache: a cubin from the driver's cache comes without ptxas' figures, and jit/cache.py keeps it anyway.
+NVRTC_FLAGS = (
+    f"--gpu-architecture={ARCH}",
+    "-std=c++17",
+    "-default-device",
+    "--ptxas-options=-v",
+    "--no-cache",
+)
 NVCC_FLAGS = ("-cubin", f"-arch={ARCH}", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 

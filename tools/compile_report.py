@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Compile every kernel variant (no GPU needed) and look at the result: is it what we think it is?
 
-    python tools/compile_report.py [--only fp8] [--profile] [--sass out/sass]
+    python tools/compile_report.py [--only fp8] [--profile] [--sass out/before]
+    python tools/compile_report.py --against out/before     after a change: what has moved since then
 
-Exit code 1 when a kernel spills, has a stack frame, lacks its tensor-core or TMA instructions, or when ptxas
-serialised its WGMMAs.
+Exit code 1 when a kernel spills, has a stack frame, lacks its tensor-core or TMA instructions, when ptxas serialised
+its WGMMAs, or when the compiler's log has no figures.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -26,6 +28,7 @@ REQUIRED = {
     "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
 }
 FORBIDDEN = ("LDL", "STL")
+FIGURES = "figures.json"
 
 
 def disassemble(nvdisasm: Path, cubin: bytes) -> str:
@@ -42,9 +45,40 @@ def count_opcodes(sass: str) -> Counter:
     return Counter(opcodes)
 
 
+def figures(result: jit.CompileResult, counts: Counter | None) -> dict[str, int]:
+    """Return the columns of the table by their names; without a disassembler, those that the log has."""
+    found = {
+        "regs": result.registers,
+        "spill": result.spill_bytes,
+        "stack": result.stack_bytes,
+        "smem": result.shared_bytes,
+        "cubin": len(result.cubin),
+    }
+    if counts is not None:
+        found["instr"] = counts.total() - counts["NOP"]  # which fill up the end
+        found.update((name, counts[name]) for name in OPCODES)
+    return found
+
+
+def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> None:
+    """Print one line a variant: every figure that differs, as before -> after."""
+    print("\nbefore -> after")
+    for variant in sorted(before | after):
+        if variant not in before or variant not in after:
+            print(f"{variant:<24}only {'after' if variant in after else 'before'}")
+            continue
+        old, new = before[variant], after[variant]
+        moved = [f"{n} {old[n]} -> {new[n]}" for n in new if n in old and old[n] != new[n]]
+        print(f"{variant:<24}{', '.join(moved) or 'equal'}")
+
+
 def check(variant: jit.Variant, result: jit.CompileResult, counts: Counter | None) -> list[str]:
     """Return what is wrong with a compiled variant."""
     faults = []
+    if not result.registers:
+        faults.append(
+            "no figures: the log does not say `Used N registers`; was the cubin cached by the compiler?"
+        )
     if result.spill_bytes:
         faults.append(f"{result.spill_bytes} bytes spilled")
     if result.stack_bytes:
@@ -63,16 +97,25 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--profile", action="store_true", help="the variants with time stamps")
     parser.add_argument("--sass", type=Path, help="folder to keep cubins and disassembly in")
+    parser.add_argument("--against", type=Path, help="such a folder, from before a change")
     args = parser.parse_args()
+    before = {}
+    if args.against:
+        try:
+            before = json.loads((args.against / FIGURES).read_text())
+        except OSError as error:
+            parser.error(f"--against {args.against}: {error}; made by --sass {args.against}")
 
     variants = [v for v in jit.variants(profile=args.profile) if args.only in str(v)]
     nvdisasm = paths.find_tool("nvdisasm")
     if nvdisasm is None:
         print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")
-    names = "".join(f"{name:>8}" for name in OPCODES)
+    columns = ("instr", *OPCODES) if nvdisasm else ()
+    names = "".join(f"{name:>8}" for name in columns)
     print(
         f"{'variant':<24}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
     )
+    after = {}
     failed = 0
     for variant in variants:
         try:
@@ -89,7 +132,8 @@ def main() -> int:
                 args.sass.mkdir(parents=True, exist_ok=True)
                 (args.sass / f"{variant}.cubin").write_bytes(result.cubin)
                 (args.sass / f"{variant}.sass").write_text(sass)
-        numbers = "".join(f"{counts[n]:>8}" for n in OPCODES) if counts is not None else ""
+        after[str(variant)] = found = figures(result, counts)
+        numbers = "".join(f"{found[name]:>8}" for name in columns)
         print(
             f"{variant!s:<24}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
             f"{result.shared_bytes:>8}{len(result.cubin):>8}{result.seconds:>6.1f}{numbers}",
@@ -99,6 +143,11 @@ def main() -> int:
         failed += bool(faults)
         for fault in faults:
             print(f"    FAIL {fault}")
+    if args.sass:
+        args.sass.mkdir(parents=True, exist_ok=True)
+        (args.sass / FIGURES).write_text(json.dumps(after, indent=1))
+    if args.against:
+        show_changes({n: f for n, f in before.items() if args.only in n}, after)
     print(f"{len(variants) - failed} of {len(variants)} variants are as they should be")
     return int(failed > 0 or not variants)
 

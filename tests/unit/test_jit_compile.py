@@ -9,7 +9,8 @@ import pytest
 
 from megamoe.errors import CompileError
 from megamoe.jit import abi, paths
-from megamoe.jit.compiler import compile_source, compile_variant
+from megamoe.jit.__main__ import main as warm
+from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
 from megamoe.jit.cubin import read_u32
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
@@ -41,7 +42,7 @@ def built(request):
 def test_budgets(built):
     _, result = built
     assert (result.stack_bytes, result.spill_bytes) == (0, 0)
-    assert result.registers <= REGISTERS
+    assert 0 < result.registers <= REGISTERS  # 0: a log without figures
     assert not [line for line in result.warnings if "Performance Loss" in line or "ignored" in line]
 
 
@@ -73,6 +74,18 @@ def test_quantize_kernel():
     result = compile_quantize()
     assert (result.stack_bytes, result.spill_bytes) == (0, 0)
     assert result.registers <= 128  # two CTAs of 256 threads an SM, at least
+
+
+def test_everything_is_warmed_at_once(capsys):
+    assert warm(["--all"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert names == ["quantize-weights", *map(str, variants())]
+
+
+def test_the_drivers_cache_is_not_asked():
+    """What NVRTC finds there comes without ptxas' figures."""
+    assert "--no-cache" in NVRTC_FLAGS
+    assert "Used" in compile_quantize().log
 
 
 def test_errors_show_the_compilers_first_words(tmp_path):

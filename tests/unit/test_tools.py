@@ -237,6 +237,42 @@ print(FREE_STEPS["cuda"], verdicts(5.501), verdicts(5.6))
     assert printed.strip() == "1 [True, True, True] [False, True, True]"
 
 
+def test_compile_report_refuses_a_log_without_figures():
+    """As it is when a compiler takes the cubin from a cache of its own: 0 registers are no measurement."""
+    printed = run_code("""
+from compile_report import check
+from megamoe import jit
+from megamoe.jit.compiler import parse_log
+logs = ["", "ptxas info : Used 128 registers", "ptxas info : Used 128 registers\\n 8 bytes spill stores"]
+results = [jit.CompileResult(cubin=b"", log=log, seconds=0, **parse_log(log)) for log in logs]
+print([check(jit.Variant("bf16", "swiglu"), result, None) for result in results])
+""")
+    assert printed.startswith("[['no figures")
+    assert printed.strip().endswith("[], ['8 bytes spilled']]")
+
+
+def test_compile_report_shows_what_moved(tmp_path):
+    printed = run_code("""
+from collections import Counter
+from compile_report import figures, show_changes
+from megamoe import jit
+from megamoe.jit.compiler import parse_log
+result = jit.CompileResult(cubin=b"123", log="", seconds=0, **parse_log("Used 128 registers"))
+old, new = (figures(result, Counter(HGMMA=n, MOV=5, NOP=9)) for n in (24, 23))
+show_changes({"a": old, "b": old, "gone": old}, {"a": new, "b": old, "new": new})
+""")
+    lines = [line.split(maxsplit=1) for line in printed.splitlines()[2:]]
+    assert lines == [
+        ["a", "instr 29 -> 28, HGMMA 24 -> 23"],
+        ["b", "equal"],
+        ["gone", "only before"],
+        ["new", "only after"],
+    ]
+    done = run("compile_report.py", "--against", tmp_path / "nothing")
+    assert done.returncode == 2
+    assert "made by --sass" in done.stderr
+
+
 def test_a_nan_is_the_largest_difference():
     printed = run_code("""
 from demo_checks import largest
