@@ -44,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     failed = 0
     builds = [(str(v), partial(compile_variant, v, chosen.flag)) for v in wanted]
-    if chosen.all:  # the layer's other kernel
-        from megamoe.jit.quantize import compile_quantize  # needs cuda.bindings, which may be missing
+    if chosen.all:  # the layer's other kernel; its module needs cuda.bindings, which may be missing
+        from megamoe.jit.quantize import compile_quantize
 
         builds.insert(0, ("quantize-weights", compile_quantize))
     for name, build in builds:
