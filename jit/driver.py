@@ -32,9 +32,9 @@ def _primary_context(device: int) -> Any:
 
 def use_device(device: int) -> None:
     """Make the context that torch uses current in this thread, if none is."""
-    context = _primary_context(device)
-    if int(check(driver.cuCtxGetCurrent())) == 0:
-        check(driver.cuCtxSetCurrent(context))
+    status, current = driver.cuCtxGetCurrent()
+    if int(status) != 0 or int(current) == 0:  # not initialized, or none in this thread
+        check(driver.cuCtxSetCurrent(_primary_context(device)))
 
 
 @lru_cache(maxsize=64)

@@ -70,7 +70,6 @@ def runtime_of(handle: Tensor) -> Runtime:
     return runtime
 
 
-@torch.library.custom_op("megamoe::moe_forward", mutates_args=())
 def moe_forward_op(
     x: Tensor,
     topk_ids: Tensor,
@@ -96,7 +95,16 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-@moe_forward_op.register_fake
+# By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
+_library = torch.library.Library("megamoe", "FRAGMENT")
+_library.define(
+    "moe_forward" + torch.library.infer_schema(moe_forward_op, mutates_args=()),
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.impl("moe_forward", moe_forward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("megamoe::moe_forward")
 def _(x: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -183,7 +191,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(result)
 
 
-moe_forward_op.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("megamoe::moe_forward", _backward, setup_context=_save)
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:

@@ -17,6 +17,7 @@ from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
 from megamoe.frontend.functional import Backend, agree, check_call, check_options, open_backend
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+MAX_KNOWN_CALLS = 1024
 
 
 class Layer:
@@ -53,6 +54,8 @@ class Layer:
         self._options = options
         self._runtime: Runtime | None = None
         self._masters = replace(problem, precision="bf16")
+        self._known_calls: set[tuple[Any, ...]] = set()
+        self._known_weights: list[Any] | None = None
 
     def __call__(
         self,
@@ -74,6 +77,52 @@ class Layer:
             of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
         out: like x, to write y into; not while gradients are recorded.
         """
+        runtime = self._runtime
+        if (
+            runtime is not None
+            and not torch.compiler.is_compiling()
+            and self._is_known(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+        ):
+            given = runtime.weights(weights)
+            return runtime.backend.forward(x, topk_ids, topk_weights, given, num_tokens_device, out)
+        return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+
+    def _is_known(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+    ) -> bool:
+        """Whether the backend may be called as it is: nobody watches, and a call like this passed all checks."""
+        if (
+            type(x) is not Tensor
+            or type(topk_ids) is not Tensor
+            or type(topk_weights) is not Tensor
+            or _somebody_watches()
+            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
+        ):
+            return False
+        experts = _tensors(weights)
+        if torch.is_grad_enabled() and (
+            x.requires_grad or topk_weights.requires_grad or any(t.requires_grad for t in experts)
+        ):
+            return False
+        call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
+        return call in self._known_calls and _weights_key(experts) == self._known_weights
+
+    def _checked(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        given = x, topk_ids, topk_weights
         x, topk_ids, topk_weights = self._rows(x, topk_ids, topk_weights)
         flat = [t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in (x, topk_ids, topk_weights)]
         flat_out = None
@@ -86,16 +135,26 @@ class Layer:
         if self._runtime is None:
             self.prepare(weights)
         assert self._runtime is not None
-        tensors = (x, topk_weights, *weights.named().values())
+        experts = _tensors(weights)
+        tensors = (x, topk_weights, *experts)
         recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if recording and out is not None:
             raise ArgumentError("out", "given", "None while gradients are recorded")
-        if not recording and not torch.compiler.is_compiling() and _nobody_watches(tensors):
-            given = self._runtime.weights(weights)
-            y = self._runtime.backend.forward(*flat, given, num_tokens_device, flat_out)
+        plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
+        if plain and not recording and not _somebody_watches():
+            if all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
+                self._know(_key(*flat, num_tokens_device, out), _weights_key(experts))
+            mine = self._runtime.weights(weights)
+            y = self._runtime.backend.forward(*flat, mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         y = apply(x, topk_ids, topk_weights, weights, self._runtime.handle, num_tokens_device)
         return y if out is None else out.copy_(y)
+
+    def _know(self, call: tuple[Any, ...], weights: list[Any]) -> None:
+        if len(self._known_calls) >= MAX_KNOWN_CALLS:
+            self._known_calls.clear()
+        self._known_calls.add(call)
+        self._known_weights = weights
 
     def _rows(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, ...]:
         """Return the three as the operator takes them: cast, scaled, contiguous; leading sizes compared."""
@@ -165,6 +224,7 @@ class Layer:
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
         runtime, self._runtime = self._runtime, None
+        self._known_calls.clear()
         if runtime is None:
             return
         if self.group is not None:
@@ -172,14 +232,38 @@ class Layer:
         runtime.backend.close()
 
 
-def _nobody_watches(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether no mode, transform or tensor subclass has to see the operator."""
+def _somebody_watches() -> bool:
+    """Whether a mode or a transform has to see the operator."""
     return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and all(type(t) in _PLAIN for t in tensors)
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def _tensors(w: ExpertWeights) -> list[Tensor]:
+    """Return the tensors that are there; a list and no dictionary, for its speed."""
+    return [t for t in (w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale) if t is not None]
+
+
+def _key(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_tokens_device: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return what the checks of a call look at."""
+    tensors = (x, topk_ids, topk_weights)
+    key = [(t.shape, t.dtype, t.device) for t in tensors]
+    for t in (num_tokens_device, out):
+        key.append(t if t is None else (t.shape, t.dtype, t.device, t.is_contiguous(), type(t)))
+    return tuple(key)
+
+
+def _weights_key(experts: list[Tensor]) -> list[Any]:
+    """Return what the checks of weights look at; the address stands for the device, too."""
+    return [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), type(t)) for t in experts]
 
 
 _shared: dict[tuple[Any, ...], Layer] = {}

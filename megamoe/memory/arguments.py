@@ -158,13 +158,14 @@ def fill_call(
     num_tokens_device: Tensor | None = None,
 ) -> None:
     """Fill what changes with every call: the tensors."""
-    args.x, args.y = x.data_ptr(), y.data_ptr()
+    source, target = x.data_ptr(), y.data_ptr()
+    if source % 16 or target % 16:
+        raise ArgumentError("x or out", hex(source), "16-byte aligned storage")
+    args.x, args.y = source, target
     args.topk_ids, args.topk_weights = topk_ids.data_ptr(), topk_weights.data_ptr()
     args.ids_are_int64 = int(topk_ids.dtype == torch.int64)
     args.num_tokens = x.shape[0]
     args.num_tokens_device = num_tokens_device.data_ptr() if num_tokens_device is not None else None
-    if (args.x or 0) % 16 or (args.y or 0) % 16:
-        raise ArgumentError("x or out", hex(args.x), "16-byte aligned storage")
 
 
 def _set_map(field: Any, data: bytes) -> None:

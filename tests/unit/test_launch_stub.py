@@ -51,10 +51,12 @@ BACKEND = """
 class Stream:
     cuda_stream = 0x5000
 def on_cpu():
+    window.current_stream_handle = lambda ordinal: Stream.cuda_stream
     changed = {"current_stream": lambda *a: Stream, "is_current_stream_capturing": lambda: False}
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 from megamoe.backends import mega
+from megamoe.memory import window
 from megamoe.memory.window import Window
 from megamoe.formats.weights import ExpertWeights, expected_weights
 module.load_forward = lambda variant, device: KERNEL
@@ -275,6 +277,31 @@ print(json.dumps(messages))
     assert "2.0 s at edge rows_ready" in text
     assert "expected 128, saw 96" in text
     assert after == [0, 3]
+
+
+def test_launches_on_another_stream_wait_for_the_last(run):
+    seen = run("""
+log, handles = [], [1, 1, 2, 2, 1]
+class Side:
+    def __init__(self, handle): self.cuda_stream = handle
+    def wait_event(self, event): log.append([self.cuda_stream, "waits for", event.stream.cuda_stream])
+class Event:
+    def record(self, stream): self.stream = stream
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu")
+    backend.prepare(weights)
+    window._orders.clear()
+    with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handles[0])):
+        window.current_stream_handle = lambda ordinal: handles[0]
+        while handles:
+            call(backend)
+            log.append([config()["stream"], "launches", 0])
+            handles.pop(0)
+    window._orders.clear()
+print(json.dumps(log))
+""")
+    one, two = [1, "launches", 0], [2, "launches", 0]
+    assert seen == [one, one, [2, "waits for", 1], two, two, [1, "waits for", 2], one]
 
 
 def test_layers_share_a_window(run):

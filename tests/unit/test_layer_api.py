@@ -205,6 +205,80 @@ def test_modes_see_the_operator():
         assert targets == [torch.ops.megamoe.moe_forward.default]
 
 
+def test_known_calls_are_checked_again_when_anything_changes(monkeypatch):
+    """The fast way trusts shapes, types, devices and addresses that were checked: nothing else may take it."""
+    inputs = make_inputs(PROBLEM, 24)
+    weights = make_weights(PROBLEM)
+    layer = Layer(PROBLEM, backend="staged")
+    count = torch.tensor([5], dtype=torch.int32)
+    out = torch.empty_like(inputs.x)
+    good = {"x": inputs.x, "topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights}
+    options = {"weights": weights, "num_tokens_device": count, "out": out}
+    checked = []
+    check = Layer._checked
+    monkeypatch.setattr(Layer, "_checked", lambda *a: checked.append(1) or check(*a))
+    for _ in range(3):
+        layer(**good, **options)
+    assert len(checked) == 1
+    layer(**{n: t.clone() for n, t in good.items()}, **options)
+    assert len(checked) == 1
+    for name, value in (
+        ("x", inputs.x.float()),
+        ("x", inputs.x[:, :32]),
+        ("x", None),
+        ("topk_ids", inputs.topk_ids.short()),
+        ("topk_ids", inputs.topk_ids[:5]),
+        ("topk_weights", inputs.topk_weights.to("meta")),
+        ("num_tokens_device", count.long()),
+        ("num_tokens_device", torch.zeros(2, dtype=torch.int32)),
+        ("out", out.float()),
+        ("out", out[:5]),
+        ("weights", replace(weights, b2=weights.b2.bfloat16())),
+        ("weights", replace(weights, b2=None)),
+    ):
+        before = len(checked)
+        with pytest.raises(ArgumentError, match=rf"{name}"):
+            layer(**{**good, **options, name: value})
+        assert len(checked) == before + 1
+    layer(**{**good, **options, "x": inputs.x.T.contiguous().T})  # copied, not refused
+    assert len(checked) == 14
+    weights.w2.data = weights.w2.data.view(-1)[: 7 * 48 * 16].view(7, 48, 16)  # the same address
+    with pytest.raises(ArgumentError, match=r"weights.w2.shape is \[7, 48, 16\]"):
+        layer(**good, **options)
+
+
+def test_close_and_reopen_without_gradients():
+    layer = MegaMoE(48, 32, 7, 3, backend="staged", init_seed=1)
+    inputs = make_inputs(layer.problem, 24)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    with torch.no_grad():
+        y = [layer(*call) for _ in range(2)][-1]
+        layer.close()
+        assert same_bits(layer(*call), y)
+
+
+def test_parameters_that_are_replaced_are_used():
+    layer = MegaMoE(48, 32, 7, 3, backend="staged", init_seed=1)
+    inputs = make_inputs(layer.problem, 24)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    other = {n: p.detach() * 2 for n, p in layer.named_parameters()}
+    with torch.no_grad():
+        layer(*call)
+        before = layer(*call)
+        swapped = torch.func.functional_call(layer, other, call)
+        assert same_bits(layer(*call), before)
+        torch.nn.utils.parametrize.register_parametrization(layer, "w2", Doubled())
+        parametrized = layer(*call)
+        assert_close(parametrized, before * 2, relative=1e-2)
+        layer.w13.data = other["w13"]
+        assert same_bits(layer(*call), swapped)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return w * 2
+
+
 def test_bad_arguments_are_named():
     leaves, ids = leaves_of(PROBLEM)
     layer = Layer(PROBLEM, backend="staged")

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Time what the host does in one call of the layer: through the module, Layer, the operator and the backend.
+
+    python tools/host_cost.py --check              on one Hopper GPU: the kernel; exit code 1 above the limits
+    python tools/host_cost.py                      elsewhere: a backend that does nothing, so the front end's share
+
+Method: one rank, few tokens; the mean over 50 calls back to back, the queue emptied after them outside the timed
+region; the least mean of the repeats, and their median. grad: the forward of a call whose gradients are recorded.
+Limits in us are those of calls without gradients.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import add_shape_arguments, header, shapes_from
+
+import megamoe
+from megamoe.frontend import autograd, functional
+from megamoe.testing import make_inputs
+
+CALLS = 50
+WARM_UP = 20
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
+LIMITS = {"module": 25.0, "backend": 10.0}
+
+
+class Nothing:
+    """A backend that computes nothing."""
+
+    def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
+        self.problem = problem
+
+    def forward(
+        self, x: torch.Tensor, *_: Any, out: torch.Tensor | None = None, **__: Any
+    ) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def prepare(self, weights: megamoe.ExpertWeights) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def time_calls(
+    call: Callable[[], Any], repeats: int, synchronize: Callable[[], None]
+) -> list[float]:
+    """Return the means in us of `repeats` runs of CALLS calls."""
+    for _ in range(WARM_UP):
+        call()
+    means = []
+    for _ in range(repeats):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        means.append((time.perf_counter() - start) / CALLS * 1e6)
+    synchronize()
+    return means
+
+
+def measure(
+    args: argparse.Namespace, precision: str, device: torch.device
+) -> dict[tuple[str, str], list[float]]:
+    """Return (way, mode) -> means in us."""
+    shape = shapes_from(args)[0]
+    layer = megamoe.MegaMoE(
+        *(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k),
+        precision=precision,
+        max_tokens=max(args.tokens, 64),
+        backend=args.backend,
+        device=device,
+    )
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    inputs = make_inputs(layer.problem, args.tokens, device=device)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    layer.prepare()
+    inner = layer._layer
+    weights = layer.expert_weights()
+    backend = autograd.runtime_of(inner.handle).backend
+    given = autograd.runtime_of(inner.handle).weights(weights)
+    ways = {
+        "module": lambda: layer(*call),
+        "Layer": lambda: inner(*call, weights),
+        "operator": lambda: autograd.apply(*call, weights, inner.handle),
+        "backend": lambda: backend.forward(*call, given),
+    }
+    found = {}
+    for mode, context in MODES.items():
+        with context():
+            for way, function in ways.items():
+                if mode == "grad" and way == "backend":
+                    continue  # it records none
+                found[way, mode] = time_calls(function, args.repeats, synchronize)
+    layer.check()
+    layer.close()
+    return found
+
+
+def main() -> int:
+    """Print the table; return 1 if --check finds a limit exceeded."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    on_gpu = torch.cuda.is_available()
+    add_shape_arguments(parser, "qwen3-30b" if on_gpu else "tiny")
+    parser.add_argument("--precision", nargs="+", default=["bf16", "fp8"], choices=["bf16", "fp8"])
+    parser.add_argument("--backend", default="mega" if on_gpu else "nothing")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=100)
+    parser.add_argument("--check", action="store_true", help=f"hold {LIMITS} us")
+    args = parser.parse_args()
+    functional.BACKENDS["nothing"] = ("host_cost", "Nothing")
+    torch.set_num_threads(1)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    print(header())
+    print(f"{'us a call: least / median':26}" + "".join(f"{m:>18}" for m in MODES))
+    exceeded = []
+    for precision in args.precision:
+        found = measure(args, precision, device)
+        for way in ("module", "Layer", "operator", "backend"):
+            cells = []
+            for mode in MODES:
+                means = found.get((way, mode))
+                cells.append(f"{min(means):.1f} / {statistics.median(means):.1f}" if means else "-")
+                if means and mode != "grad" and min(means) > LIMITS.get(way, float("inf")):
+                    exceeded.append(f"{precision} {way} {mode}: {min(means):.1f} > {LIMITS[way]}")
+            print(
+                f"{precision + ', ' + args.backend + ': ' + way:26}"
+                + "".join(f"{c:>18}" for c in cells)
+            )
+    for line in exceeded if args.check else ():
+        print("over the limit: " + line)
+    return 1 if args.check and exceeded else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
