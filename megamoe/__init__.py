@@ -32,6 +32,14 @@ from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.frontend.functional import make_backend  # noqa: E402
 from megamoe.frontend.layer import Layer, moe_forward  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
+from megamoe.frontend.training import (  # noqa: E402
+    average_expert_gradients,
+    clip_grad_norm_,
+    get_optimizer_state_dict,
+    grad_norm,
+    ignore_experts_in_ddp,
+    set_optimizer_state_dict,
+)
 
 _logging.getLogger("megamoe").setLevel(_env.log_level())
 
@@ -55,7 +63,13 @@ __all__ = [
     "WorkspaceTooSmall",
     "__version__",
     "activation_by_name",
+    "average_expert_gradients",
+    "clip_grad_norm_",
+    "get_optimizer_state_dict",
+    "grad_norm",
+    "ignore_experts_in_ddp",
     "invalidate",
     "make_backend",
     "moe_forward",
+    "set_optimizer_state_dict",
 ]

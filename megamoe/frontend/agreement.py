@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megamoe.errors import ConfigError, RankMismatch
+from megamoe.memory.transport.group import mesh_group
 
 ALONE = "alone"
 EXPECTED = (
@@ -33,10 +34,7 @@ def process_group(group: Any) -> Any:
         return None
     if isinstance(group, str) and group == ALONE:
         return None
-    if type(group).__name__ == "DeviceMesh":
-        if group.ndim != 1:
-            raise ConfigError("group", f"a mesh of {group.ndim} dimensions", EXPECTED)
-        group = group.get_group()
+    group = mesh_group(group)
     outside = isinstance(group, int)  # what dist.new_group returns to processes that it leaves out
     if not outside and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise ConfigError("group", repr(group), EXPECTED)

@@ -24,7 +24,7 @@ class Layer:
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`.
-    group: the process group that the experts are spread over; None or "alone": this rank holds all.
+    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     options: those of make_backend.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ConfigError, MegaMoEError
@@ -16,13 +17,16 @@ from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weight
 from megamoe.frontend.agreement import process_group
 from megamoe.frontend.functional import agree, check_device
 from megamoe.frontend.layer import Layer
+from megamoe.frontend.shards import Place, distributed, read, write
+
+_NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
 
 class MegaMoE(nn.Module):
     """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
-    group: the process group that the experts are spread over; None or "alone": this rank holds all.
+    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
     precision: "bf16", or "fp8" (e4m3 with block scales; bf16 masters are quantized once per
         version).
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
@@ -86,6 +90,7 @@ class MegaMoE(nn.Module):
         self.group = group
         self.backend = backend
         self._init_seed = init_seed
+        self.place = Place(self.problem)
         self._layer = Layer(
             self.problem,
             asked,
@@ -116,10 +121,10 @@ class MegaMoE(nn.Module):
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu"))
         generator = torch.Generator(device=self.w13.device)
-        begin = self.problem.expert_begin(self.problem.rank)
-        for local in range(self.w13.shape[0]):
+        (w13, begin), (w2, _) = self.place.rows(self.w13), self.place.rows(self.w2)
+        for local in range(w13.shape[0]):
             generator.manual_seed(seed * 1_000_003 + begin + local)
-            for w in (self.w13[local], self.w2[local]):
+            for w in (w13[local], w2[local]):
                 std = w.shape[1] ** -0.5
                 drawn = torch.empty(w.shape, dtype=torch.float32, device=w.device)
                 nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
@@ -151,7 +156,10 @@ class MegaMoE(nn.Module):
         """Return the parameters as they are: bf16 masters, or what load_fp8_weights was given."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
-        return ExpertWeights(self.w13, self.w2, b13, b2, self.w13_scale, self.w2_scale)
+        w13, w2 = self.w13, self.w2
+        if self.place.distributed:
+            w13, w2, b13, b2 = (w if w is None else w.to_local() for w in (w13, w2, b13, b2))
+        return ExpertWeights(w13, w2, b13, b2, self.w13_scale, self.w2_scale)
 
     def _experts(self) -> ExpertWeights:
         """Do the same without nn.Module's look-up, which costs a microsecond an attribute."""
@@ -192,18 +200,40 @@ class MegaMoE(nn.Module):
         self.w13_scale, self.w2_scale = w13_scale, w2_scale
         self.invalidate()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Let a checkpoint of FP8 weights replace bf16 masters."""
+    @torch.no_grad()
+    def distribute(self, mesh: DeviceMesh) -> MegaMoE:
+        """Make the parameters DTensors, Shard(0) over `mesh`, whose ranks are those of the group. Returns self.
+
+        For loops in which everything is a DTensor; before the optimizer and fully_shard(). Raises ArgumentError where
+        the ranks do not divide num_experts.
+        """
+        parameters = {
+            name: distributed(self.problem, self.group, mesh, p.data)
+            for name, p in self.named_parameters()
+        }
+        for name, value in parameters.items():
+            wanted = getattr(self, name).requires_grad
+            self.register_parameter(name, nn.Parameter(value, requires_grad=wanted))
+        self.place = Place(self.problem, distributed=True)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """Take this rank's experts out of what is given; let FP8 weights replace bf16 masters."""
+        parameters = {name: getattr(self, name) for name in _NAMES}
+        read(self.place, state_dict, prefix, metadata, parameters)
         names = ("w13", "w2", "w13_scale", "w2_scale")
         given = [state_dict.get(prefix + name) for name in names]
         if all(g is not None for g in given) and given[0].dtype == E4M3 and self.w13.dtype != E4M3:
             self.load_fp8_weights(*(g.to(self.w13.device) for g in given))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         self.invalidate()
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        """Expect that the tensors handed out are written to: dcp.load() does, into FSDP2's shards."""
-        super()._save_to_state_dict(*args)
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Say which experts the tensors are, and expect writes to them: dcp.load() does, into FSDP2's shards."""
+        super()._save_to_state_dict(destination, prefix, *args)
+        write(self.place, destination, prefix, _NAMES)
         self.invalidate()
 
     def invalidate(self) -> None:

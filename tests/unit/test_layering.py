@@ -23,8 +23,9 @@ LAYERS = [
     ("frontend.agreement",),
     ("frontend.functional",),
     ("frontend.autograd",),
-    ("frontend.layer",),
+    ("frontend.layer", "frontend.shards"),
     ("frontend.module",),
+    ("frontend.training",),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

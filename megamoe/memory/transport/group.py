@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe import env
+from megamoe.errors import ConfigError
 
 
 class Group(Protocol):
@@ -130,8 +132,20 @@ def _ranges(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
+def mesh_group(group: Any) -> Any:
+    """Return the process group of a one-dimensional DeviceMesh; anything else is handed through."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        names = f" {group.mesh_dim_names}" if group.mesh_dim_names else ""
+        given = f"a mesh of {group.ndim} dimensions{names}"
+        raise ConfigError("group", given, 'a DeviceMesh of one dimension: mesh["ep"], say')
+    return group.get_group()
+
+
 def as_group(group: Any) -> Group:
-    """Wrap what users pass: None, a torch process group, or a Group."""
+    """Wrap what users pass: None, a torch process group, a one-dimensional DeviceMesh, or a Group."""
+    group = mesh_group(group)
     if group is None:
         return Alone()
     if hasattr(group, "in_process"):

@@ -1,0 +1,258 @@
+"""Which experts a tensor holds: in state dicts, in checkpoints of torch.distributed (DCP), as DTensors.
+
+A rank's w13 has L of E experts. `Experts` says which ones, in every state dict of a layer over more than one
+rank: torch.save writes it as a plain tensor, DCP as rows [begin, begin + L) of E, so that it loads into any
+number of ranks. `Place.take` is the way back, and refuses what is another rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError
+
+# results of these are the same experts again: what stages a state dict for writing calls them
+_KEEPING = {
+    *(Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous),
+    *(Tensor.pin_memory, Tensor.requires_grad_, torch.clone, torch.empty_like, torch.zeros_like),
+}
+
+
+class Experts(torch.Tensor):
+    """Rows [begin, begin + shape[0]) of a tensor over `total` experts; a plain tensor in every operation.
+
+    Only size() is that of all experts: DCP compares it with the checkpoint's.
+    """
+
+    begin: int
+    count: int
+    total: int
+
+    @staticmethod
+    def of(local: Tensor, begin: int, total: int) -> Experts:
+        """local: [n, ...], the experts from `begin` on, shared and not copied."""
+        experts = local.as_subclass(Experts)
+        experts.begin, experts.total = begin, total
+        experts.count = local.shape[0] if local.dim() else 0
+        return experts
+
+    def local(self) -> Tensor:
+        """Return the same memory as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if func is Tensor.copy_ and first.shape != args[1].shape:  # room made by size()
+            raise ArgumentError("copy of experts", list(first.shape), f"{list(args[1].shape)}")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            result = result.as_subclass(torch.Tensor)
+        if not isinstance(first, Experts):
+            return result
+        staged = func is Tensor.new_empty and not result.dim()
+        if staged or func in _KEEPING and result.shape == first.shape:
+            result = Experts.of(result, first.begin, first.total)
+            result.count = first.count
+        return result
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the sizes over all experts."""
+        sizes = torch.Size((self.total, *self.shape[1:]))
+        return sizes if dim is None else sizes[dim]
+
+    def set_(self, storage: Any, offset: int, sizes: Any, strides: Any) -> Experts:  # type: ignore[override]
+        """Put this rank's rows where DCP's stager puts size(): new_empty([]), then set_() to a copied storage."""
+        super().set_(storage, offset, (self.count, *sizes[1:]), strides)
+        return self
+
+    def __repr__(self, **_: Any) -> str:
+        end = self.begin + self.shape[0]
+        return f"Experts([{self.begin}, {end}) of {self.total}, {self.local()!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.local().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+        return Experts.of(self.local().clone(), self.begin, self.total)
+
+    # the protocol that DCP asks of a tensor that knows its place
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        offsets = torch.Size((self.begin, *[0] * (self.dim() - 1)))
+        return ChunkStorageMetadata(offsets, torch.Size(self.shape))
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        if not self.shape[0]:
+            return []
+        chunk, properties = self._chunk(), TensorProperties.create_from_tensor(self.local())
+        data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+        index = MetadataIndex(fqn, chunk.offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk()] if self.shape[0] else []
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.local()
+
+
+def span(problem: Problem) -> list[int]:
+    """Return [E, first expert, number of experts] of this rank: what a state dict's metadata holds."""
+    return [problem.num_experts, problem.expert_begin(), problem.num_local_experts()]
+
+
+def local_part(value: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of a tensor, and which of its rows comes first."""
+    if not isinstance(value, DTensor):
+        return value, 0
+    splits = zip(
+        value.device_mesh.shape,
+        value.device_mesh.get_coordinate() or (),
+        value.placements,
+        strict=True,
+    )
+    begin, rows = 0, value.shape[0]
+    # FSDP2 cuts what the experts' mesh has cut before (_StridedShard), whatever the order of the mesh
+    for size, rank, placement in sorted(splits, key=lambda s: isinstance(s[2], _StridedShard)):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard(0) and not isinstance(placement, _StridedShard):
+            raise ArgumentError("placements", value.placements, "Shard(0) or Replicate()")
+        rows, offset = Shard.local_shard_size_and_offset(rows, size, rank)
+        begin += offset
+    return value.to_local(), begin
+
+
+class Place:
+    """Where a layer's tensors lie among the E experts. distributed: DTensors over all E, not over L."""
+
+    def __init__(self, problem: Problem, distributed: bool = False) -> None:
+        self.problem, self.distributed = problem, distributed
+
+    def rows(self, value: Tensor) -> tuple[Tensor, int]:
+        """value: a parameter, or of its form -> (this rank's rows, the expert of the first one)."""
+        local, first = local_part(value)
+        over_all = self.distributed and isinstance(value, DTensor)
+        return local, first if over_all else self.problem.expert_begin() + first
+
+    def mark(self, value: Tensor) -> Tensor:
+        """Return Experts that share the memory of `value`; a DTensor over all E knows its place."""
+        if self.problem.ep_size == 1 or (self.distributed and isinstance(value, DTensor)):
+            return value
+        local, begin = self.rows(value)
+        return Experts.of(local, begin, self.problem.num_experts)
+
+    def take(self, name: str, value: Tensor, parameter: Tensor | None, told: list[int]) -> Tensor:
+        """Return what load_state_dict may copy into `parameter`; raise ArgumentError if it is not ours.
+
+        value: Experts, DTensor or plain tensor, of this rank's experts or of all E.
+        parameter: what is there, perhaps FSDP2's shard of it; None: nothing yet, this rank's experts are due.
+        told: span() of who wrote a plain `value`.
+        """
+        total, begin, count = span(self.problem)
+        if isinstance(value, DTensor):
+            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+                return value
+            value = self._of_dtensor(name, value)
+        if isinstance(value, Experts):
+            told, held = [value.total, value.begin, value.shape[0]], value.local()
+        elif value.dim() and value.shape[0] == total:
+            told, held = [total, 0, total], value
+        elif value.dim() and value.shape[0] == told[2]:
+            held = value
+        else:
+            return value  # torch names the sizes
+        if parameter is not None:
+            rows, begin = self.rows(parameter)
+            count = rows.shape[0]
+        skip = begin - told[1]
+        if told[0] != total or skip < 0 or skip + count > told[2]:
+            given = f"experts [{told[1]}, {told[1] + told[2]}) of {told[0]}"
+            expected = f"[{begin}, {begin + count}) of {total}, what rank {self.problem.rank} holds"
+            raise ArgumentError(f"state_dict[{name!r}]", given, expected)
+        held = held[skip : skip + count]
+        if not isinstance(parameter, DTensor):
+            return held
+        return DTensor.from_local(
+            held.contiguous(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def _of_dtensor(self, name: str, value: DTensor) -> Tensor:
+        """Return this rank's Experts, or all E rows, of a DTensor that is not placed as ours is."""
+        if all(p.is_replicate() for p in value.placements):
+            return value.to_local()
+        total, _, count = span(self.problem)
+        ranks = value.device_mesh.size()
+        if value.placements != (Shard(0),) or total % ranks or value.shape[0] != total:
+            given = f"a DTensor of {value.shape[0]} experts, {value.placements} on {ranks} ranks"
+            expected = (
+                f"{total} experts, (Shard(0),), on ranks that divide them: elsewhere DTensor's "
+                "ranks hold other experts than the layer's"
+            )
+            raise ArgumentError(f"state_dict[{name!r}]", given, expected)
+        rows, first = local_part(value)
+        return Experts.of(rows, first, total)
+
+
+def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+    """Mark a layer's tensors in a state dict that torch has filled."""
+    metadata = getattr(state_dict, "_metadata", {})
+    if prefix[:-1] in metadata:
+        metadata[prefix[:-1]]["experts"] = span(place.problem)
+    for name in names:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
+            state_dict[prefix + name] = place.mark(value)
+
+
+def read(
+    place: Place,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    parameters: dict[str, Tensor | None],
+) -> None:
+    """Replace a layer's tensors in a state dict by what torch may copy into `parameters`."""
+    told = metadata.get("experts", span(place.problem))
+    for name, parameter in parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor):
+            state_dict[prefix + name] = place.take(prefix + name, value, parameter, told)
+
+
+def distributed(problem: Problem, group: Any, mesh: DeviceMesh, local: Tensor) -> DTensor:
+    """local: [L, ...] -> [E, ...] as DTensor, Shard(0) over `mesh`, which has the ranks of `group`."""
+    if problem.num_experts % problem.ep_size:
+        expected = f"a multiple of {problem.ep_size} ranks: DTensor would cut other experts"
+        raise ArgumentError("num_experts", problem.num_experts, expected)
+    ranks = mesh.mesh.flatten().tolist()
+    mine = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+    if mesh.ndim != 1 or ranks != mine:
+        raise ArgumentError("mesh", mesh, f"one dimension, of the ranks of the group: {mine}")
+    return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)
