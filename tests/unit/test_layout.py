@@ -136,7 +136,7 @@ def test_default_pool_of_deepseek():
 
 
 def test_constants_equal_the_kernels():
-    files = ("schedule/order.h", "cta/smem.h", "roles/plan.cuh")
+    files = ("schedule/order.h", "cta/smem.h", "roles/routes.cuh")
     text = "\n".join((paths.CSRC / "megamoe" / name).read_text() for name in files)
     constants = {
         name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)

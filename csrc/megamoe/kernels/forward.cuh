@@ -2,10 +2,13 @@
 // picture.
 #pragma once
 #include "megamoe/act/policies.h"
+#include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
+#include "megamoe/roles/movers.cuh"
+#include "megamoe/roles/plan.cuh"
+#include "megamoe/roles/prologue.cuh"
 #include "megamoe/roles/store.cuh"
-#include "megamoe/roles/transport.cuh"
 
 namespace megamoe {
 

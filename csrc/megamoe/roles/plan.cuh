@@ -2,18 +2,9 @@
 // row. Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree
 // without talking.
 #pragma once
-#include "megamoe/roles/prologue.cuh"
+#include "megamoe/roles/routes.cuh"
 
 namespace megamoe {
-
-// row_route: ordered token * 32 + k, and whether the row is its token's first or last in pool order.
-constexpr uint32_t route_leader = 1u << 31;
-constexpr uint32_t route_closer = 1u << 30;
-constexpr int route_k_bits = 5;
-static_assert(1 << route_k_bits == max_top_k, "a route holds its k");
-MEGAMOE_PURE int route_token(uint32_t route) {
-    return static_cast<int>((route & ~(route_leader | route_closer)) >> route_k_bits);
-}
 
 MEGAMOE_DEVICE int routes_between(const Args& args, int expert, int chunk_begin, int chunk_end) {
     const int32_t* row = args.chunk_prefix + int64_t{expert} * (args.max_chunks + 1);

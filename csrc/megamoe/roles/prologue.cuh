@@ -5,19 +5,9 @@
 //                  every peer's RoutesReady -> ids of all ranks -> chunk_prefix, route_ids, route_weights
 //   crew 1, stage: x (quantized for FP8) -> window -> XReady to every peer    (likewise)
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/roles/routes.cuh"
 
 namespace megamoe {
-
-// 64-bit ids outside int32 must not wrap into range: every id outside [0, E) becomes -1.
-MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
-    if (args.ids_are_int64 != 0) {
-        int64_t id = static_cast<const int64_t*>(args.topk_ids)[i];
-        return id >= 0 && id < args.num_experts ? static_cast<int32_t>(id) : -1;
-    }
-    int32_t id = static_cast<const int32_t*>(args.topk_ids)[i];
-    return id >= 0 && id < args.num_experts ? id : -1;
-}
 
 MEGAMOE_DEVICE int own_tokens(const Args& args) {
     int n = args.num_tokens_device != nullptr ? *args.num_tokens_device : args.num_tokens;
@@ -95,15 +85,6 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         ctx.smem.own_tokens = own_tokens(args);
     }
     crew_sync();
-}
-
-// v[j] = from[k0 + j], or `none` at and past `count`. So many loads are in flight: one after the other they
-// would add up, 1.5 us each from a peer's memory.
-constexpr int routes_ahead = 4;
-template <class V>
-MEGAMOE_DEVICE void load_routes(V (&v)[routes_ahead], const V* from, int k0, int count, V none) {
-    MEGAMOE_UNROLL
-    for (int j = 0; j < routes_ahead; ++j) v[j] = k0 + j < count ? from[k0 + j] : none;
 }
 
 // Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary

@@ -1,0 +1,118 @@
+// combine: movers sum the partials of each of this rank's own tokens, once every expert rank's is there.
+#pragma once
+#include "megamoe/roles/routes.cuh"
+#include "megamoe/roles/shares.cuh"
+#include "megamoe/roles/sum.cuh"
+
+namespace megamoe {
+
+// A warp has up to four of the rank's own tokens at a time, and a lane for each (token, expert rank).
+class Combiner {
+  public:
+    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) { own(ctx).token = -1; }
+
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return !has_tokens(ctx) && all_taken(ctx); }
+    MEGAMOE_DEVICE bool waiting(const Context& ctx) const {  // this lane
+        return own(ctx).token >= 0 && own(ctx).is_waiting != 0;
+    }
+
+    // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
+    // routes.
+    MEGAMOE_DEVICE bool next(Context& ctx) {
+        CombinerState& s = own(ctx);
+        if (!has_tokens(ctx)) {
+            take(ctx);
+            s.is_owed = s.is_waiting = owes(ctx.args, s.token) ? 1 : 0;
+        }
+        if (waiting(ctx) && PartialsReady::ready(ctx.mem, ready_cell(ctx), ctx.epoch())) s.is_waiting = 0;
+        uint32_t missing = arch::ballot(waiting(ctx)), owed = arch::ballot(s.is_owed != 0);
+        uint32_t ready = arch::ballot(s.token >= 0 && lanes_of_token(missing, arch::lane_idx()) == 0);
+        if (ready == 0) return false;
+        arch::warp_sync();  // the lanes' acquires cover the whole warp's loads
+        int chosen = arch::ffs0(ready), lane = arch::lane_idx();
+        int token = arch::shfl(s.token, chosen);
+        int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
+        int64_t slot = int64_t{lane} * ctx.args.max_tokens + token;
+        uint64_t address =
+            ctx.args.window[ctx.args.rank] + ctx.args.window_partials + slot * row_bytes;  // of rank `lane`
+        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes, address, 1.0f,
+                lanes_of_token(owed, chosen));
+        if (lane / max_ranks == chosen / max_ranks) s.token = -1;
+        return true;
+    }
+
+    // For a fault record: a token and the rank whose partial is missing, of a lane that waits.
+    MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
+        return {Edge::partials_ready, static_cast<uint32_t>(expert_rank()),
+                static_cast<uint32_t>(own(ctx).token)};
+    }
+
+    // Poisoned launch: no partial can be trusted, y becomes NaN.
+    MEGAMOE_DEVICE void poison(Context& ctx) {
+        CombinerState& s = own(ctx);
+        while (!finished(ctx)) {
+            if (!has_tokens(ctx)) take(ctx);
+            MEGAMOE_UNROLL_BY(1)
+            for (int first = 0; first < 32; first += max_ranks) {
+                int token = arch::shfl(s.token, first);
+                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{token} * ctx.args.hidden * 2;
+                int vectors = token >= 0 ? ctx.args.hidden / 8 : 0;
+                MEGAMOE_UNROLL_BY(1)
+                for (int v = arch::lane_idx(); v < vectors; v += 32)
+                    arch::store_vec(out + int64_t{v} * sizeof(uint4_t), {~0u, ~0u, ~0u, ~0u});
+            }
+            s.token = -1;
+        }
+    }
+
+  private:
+    static_assert(32 % max_ranks == 0, "a token's lanes stand in one warp");
+    static MEGAMOE_DEVICE int expert_rank() { return arch::lane_idx() % max_ranks; }
+    static MEGAMOE_DEVICE uint32_t lanes_of_token(uint32_t lanes, int lane) {  // bit i is expert rank i
+        return lanes >> (lane / max_ranks * max_ranks) & ((1u << max_ranks) - 1);
+    }
+    static MEGAMOE_DEVICE bool has_tokens(const Context& ctx) {
+        return arch::ballot(own(ctx).token >= 0) != 0;
+    }
+
+    // Tokens of a share: few enough that every mover has some.
+    static MEGAMOE_DEVICE int tokens_per_share(const Context& ctx) {
+        int tokens = 32 / max_ranks;
+        while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * arch::grid_dim()) tokens /= 2;
+        return tokens;
+    }
+    // A look at a count that others add to: an old value costs one empty share.
+    static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
+        int taken = arch::look_at_count(&ctx.smem.token_shares_taken);
+        int next = arch::shfl(taken, 0) * arch::grid_dim() + arch::block_idx();
+        return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;
+    }
+    static MEGAMOE_DEVICE void take(const Context& ctx) {
+        int tokens = tokens_per_share(ctx), i = arch::lane_idx() / max_ranks;
+        int token = next_share(&ctx.smem.token_shares_taken) * tokens + i;
+        own(ctx).token = i < tokens && token < ctx.smem.own_tokens ? token : -1;
+    }
+
+    // Does this lane's expert rank owe the token a partial? A token's lanes look at its routes together.
+    static MEGAMOE_DEVICE bool owes(const Args& args, int token) {
+        uint32_t ranks = 0;
+        MEGAMOE_UNROLL_BY(1)
+        for (int k = expert_rank(); k < args.top_k && token >= 0; k += max_ranks) {
+            int id = topk_id(args, int64_t{token} * args.top_k + k);
+            if (id >= 0) ranks |= 1u << rank_of_expert(args.num_experts, args.num_ranks, id);
+        }
+        MEGAMOE_UNROLL
+        for (int mask = max_ranks / 2; mask > 0; mask /= 2) ranks |= arch::shfl_xor(ranks, mask);
+        return (ranks >> expert_rank() & 1) != 0;
+    }
+
+    static MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx) {
+        return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) +
+               int64_t{expert_rank()} * ctx.args.max_tokens + own(ctx).token;
+    }
+
+    // Found anew at every use, for no register holds it over a sum.
+    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) { return ctx.smem.combiner[mover_thread()]; }
+};
+
+}  // namespace megamoe

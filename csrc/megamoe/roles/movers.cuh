@@ -1,0 +1,50 @@
+// The movers: the transport warps behind dispatch, joined by the math warps when they have no tiles left.
+// Most closers stand near the end of the pool, and four warps would be busy with them long after the last
+// tile.
+#pragma once
+#include "megamoe/roles/combine.cuh"
+#include "megamoe/roles/reduce.cuh"
+
+namespace megamoe {
+
+// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are
+// combined.
+template <class T>
+MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
+    Reducer reducer(ctx);
+    Combiner combiner(ctx);
+    uint32_t idle_since = 0;  // set before it is read
+    MEGAMOE_UNROLL_BY(1)
+    for (uint32_t polls = 0;;) {
+        bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
+        if (reduced && combined) return;
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, Stage::gemm2));
+        if (reduces || (!combined && combiner.next(ctx))) {
+            sum_rows(ctx);
+            if (reduces) reducer.done(ctx);
+            polls = 0;
+            continue;
+        }
+        // 528 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to
+        // about 1 us.
+        arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
+        if (++polls % 16 != 0) continue;
+        uint32_t now = arch::shfl(ctx.mem.coarse_time(), 0);  // one verdict of the warp
+        if (polls == 16) idle_since = now;
+        bool give_up = ctx.mem.aborted();
+        if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
+            give_up = true;
+            reduced = reducer.finished(ctx);  // since the look above the last shares may have been empty
+            if (!reduced && arch::lane_idx() == 0) {
+                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, Stage::gemm2),
+                              reducer.seen(ctx));
+            } else if (reduced && combiner.waiting(ctx)) {
+                ctx.mem.fault(combiner.waits_for(ctx), ctx.epoch(), 0);
+            }
+        }
+        if (arch::ballot(give_up) != 0) break;
+    }
+    if (ctx.smem.plan.is_last != 0) combiner.poison(ctx);
+}
+
+}  // namespace megamoe

@@ -1,0 +1,114 @@
+// reduce: movers walk the pool in row order; at a token's closer, once every block up to there is done, they
+// sum its rows into its home's window.
+#pragma once
+#include "megamoe/roles/routes.cuh"
+#include "megamoe/roles/shares.cuh"
+#include "megamoe/roles/sum.cuh"
+
+namespace megamoe {
+
+// Walks the pool in shares of rows behind gemm2; remembers up to where blocks are known to be done.
+class Reducer {
+  public:
+    MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
+        ReducerState& s = own(ctx);
+        s.rows = rows_per_share(ctx.smem.plan.num_blocks);
+        s.row = take(ctx);
+        s.done = 0;
+        s.closers = 0;
+    }
+
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const {
+        ReducerState& s = own(ctx);
+        return s.row >= ctx.smem.plan.num_blocks * block_rows;
+    }
+    MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
+        return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
+    }
+    MEGAMOE_DEVICE uint32_t seen(const Context& ctx) const {  // its tiles so far
+        return ctx.mem.load(ctx.args.gemm[1].done + own(ctx).done, Order::relaxed, Scope::gpu);
+    }
+
+    // The next token's sum, if its share's blocks, and all before them, are done. Not when finished.
+    MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
+        ReducerState& s = own(ctx);
+        while (s.closers == 0) {
+            if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
+            load_share(ctx);
+            if (s.closers == 0) s.row = take(ctx);
+        }
+        set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
+        return true;
+    }
+
+    // The job of next() is done; with the last of a share, the share's partials are published.
+    MEGAMOE_DEVICE void done(Context& ctx) {
+        ReducerState& s = own(ctx);
+        s.closers &= s.closers - 1;
+        if (s.closers != 0) return;
+        const Args& args = ctx.args;
+        arch::warp_sync();  // all lanes' stores happen before each lane's release
+        if ((s.route & route_closer) != 0) {
+            int ordered = route_token(s.route);
+            int ranks = args.num_ranks, home = home_of(ordered, ranks);
+            auto* ready =
+                ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
+            PartialsReady::publish(ctx.mem, ready + token_of(ordered, ranks), ctx.epoch());
+        }
+        s.row = take(ctx);
+    }
+
+  private:
+    MEGAMOE_DEVICE int take(const Context& ctx) const {
+        return next_share(&ctx.smem.row_shares_taken) * own(ctx).rows;
+    }
+
+    MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
+        ReducerState& s = own(ctx);
+        int block = s.row / block_rows;
+        while (s.done <= block) {  // 32 blocks a look
+            int b = s.done + arch::lane_idx();
+            bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm[1].done + b, tiles2);
+            uint32_t missing = ~arch::ballot(ready);
+            if (missing != 0) {
+                s.done += arch::ffs0(missing);
+                return false;
+            }
+            s.done += 32;
+        }
+        s.done = block + 1;
+        arch::warp_sync();
+        // After the acquire: of a poisoned launch y_rows may be garbage, so nothing of it is published.
+        return arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) == 0;
+    }
+
+    MEGAMOE_DEVICE void load_share(const Context& ctx) {
+        ReducerState& s = own(ctx);
+        int row = s.row + arch::lane_idx();
+        bool mine =
+            arch::lane_idx() < s.rows && row % block_rows < block_entry(ctx.args, s.row / block_rows).rows();
+        s.route = mine ? ctx.args.row_route[row] : 0;
+        s.closers = arch::ballot((s.route & route_closer) != 0);
+    }
+
+    // One token's partial: rows in k order times routing weights, into this rank's slot in its home's window.
+    // It crosses the link now, while tiles are computed, and not when the home has all partials of the token:
+    // half of them come true in the last tenth of a launch.
+    MEGAMOE_DEVICE void set_partial(const Context& ctx, int ordered) const {
+        const Args& args = ctx.args;
+        int lane = arch::lane_idx();
+        int64_t route = int64_t{ordered} * args.top_k + lane;
+        int row = lane < args.top_k ? args.route_rows[route] : -1;
+        int ranks = args.num_ranks, home = home_of(ordered, ranks);
+        int64_t row_bytes = int64_t{args.hidden} * 2;
+        int64_t slot = int64_t{args.rank} * args.max_tokens + token_of(ordered, ranks);
+        set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
+                reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes,
+                row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0));
+    }
+
+    // Found anew at every use, for no register holds it over a sum.
+    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) { return ctx.smem.reducer[mover_thread()]; }
+};
+
+}  // namespace megamoe

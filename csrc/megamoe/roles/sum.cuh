@@ -1,0 +1,75 @@
+// Weighted sums of rows: what a mover does at a time, for reduce and for combine.
+#pragma once
+#include "megamoe/cta/context.h"
+
+namespace megamoe {
+
+MEGAMOE_DEVICE void add_vector(float (&sum)[8], uint4_t v, float weight) {
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    MEGAMOE_UNROLL
+    for (int w = 0; w < 4; ++w) {
+        sum[2 * w] += weight * arch::bf16_lo(words[w]);
+        sum[2 * w + 1] += weight * arch::bf16_hi(words[w]);
+    }
+}
+MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
+    return {arch::pack_bf16x2(sum[0], sum[1]), arch::pack_bf16x2(sum[2], sum[3]),
+            arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
+}
+
+MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[mover_warp()]; }
+
+// All lanes together; lane i brings address and weight of source i.
+MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t address, float weight,
+                            uint32_t sources) {
+    SumJob& job = current_job(ctx);
+    int lane = arch::lane_idx();
+    arch::warp_sync();  // no lane reads the last job any more
+    job.address[lane] = address;
+    job.weight[lane] = weight;
+    if (lane == 0) {
+        job.out = out;
+        job.sources = sources;
+    }
+    arch::warp_sync();
+}
+
+// One warp does its job, in fp32: of two sources at a time, two vectors a lane, 32 apart. So four loads are
+// in flight in each lane, 1 MB on the device, which is what NVLink needs; more would not fit the registers
+// that FP8 math leaves.
+MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
+    constexpr int width = 2, positions = 2;
+    const SumJob& job = current_job(ctx);
+    int vectors = ctx.args.hidden / 8;
+    MEGAMOE_UNROLL_BY(1)
+    for (int v = arch::lane_idx(); v < vectors; v += 32 * positions) {
+        float sum[positions][8] = {};
+        MEGAMOE_UNROLL_BY(1)
+        for (uint32_t left = job.sources; left != 0;) {
+            uint4_t data[width][positions];
+            float weight[width];
+            MEGAMOE_UNROLL
+            for (int s = 0; s < width; ++s) {
+                int source = left != 0 ? arch::ffs0(left) : 0, limit = left != 0 ? vectors : 0;
+                auto* from = reinterpret_cast<const uint4_t*>(job.address[source]);
+                weight[s] = left != 0 ? job.weight[source] : 0.0f;
+                MEGAMOE_UNROLL
+                for (int p = 0; p < positions; ++p)
+                    data[s][p] = arch::load_streaming_below(from, v + 32 * p, limit);
+                left &= left - 1;
+            }
+            MEGAMOE_UNROLL
+            for (int s = 0; s < width; ++s) {
+                MEGAMOE_UNROLL
+                for (int p = 0; p < positions; ++p) add_vector(sum[p], data[s][p], weight[s]);
+            }
+        }
+        MEGAMOE_UNROLL
+        for (int p = 0; p < positions; ++p) {
+            arch::store_vec_below(reinterpret_cast<uint4_t*>(job.out), v + 32 * p, vectors,
+                                  pack_vector(sum[p]));
+        }
+    }
+}
+
+}  // namespace megamoe
