@@ -35,12 +35,10 @@ class Memory {
     void store(Cell c, uint32_t v, Order order, Scope scope) {
         world_.store(thread_, c, v, order, static_cast<int>(scope));
     }
-    void add(Cell c, uint32_t v, Order order, Scope scope) {
-        world_.fetch_add(thread_, c, v, false, order == Order::release, scope);
+    void add(Cell c, uint32_t v, Order order) {
+        world_.fetch_add(thread_, c, v, false, order == Order::release, Scope::gpu);
     }
-    uint32_t fetch_add(Cell c, uint32_t v, Scope scope) {
-        return world_.fetch_add(thread_, c, v, true, true, scope);
-    }
+    uint32_t fetch_add(Cell c, uint32_t v) { return world_.fetch_add(thread_, c, v, true, true, Scope::gpu); }
     bool await(Cell c, Until until, uint32_t target, Scope scope, Wait) {
         return await_ordered(c, until, target, scope, /*acquire=*/true);
     }
@@ -60,6 +58,10 @@ class Memory {
         };
         std::string wanted = (until == Until::equal ? "== " : ">= ") + std::to_string(target);
         return world_.wait_until(thread_, c, satisfied, std::move(wanted), acquire, scope);
+    }
+    // Read-modify-writes of litmus tests, whose threads are of several ranks; no edge has these.
+    uint32_t add_across_ranks(Cell c, uint32_t v, bool acquire, bool release) {
+        return world_.fetch_add(thread_, c, v, acquire, release, Scope::system);
     }
     // Payload, by ordinary instructions and by TMA. `expected` is the value that the protocol promises.
     void write(int payload, uint32_t value = 1) { world_.access(thread_, payload, false, true, value, -1); }
@@ -134,17 +136,17 @@ class MutantMemory : public Memory {
         if (order == Order::release && mutate("store release->relaxed", c)) order = Order::relaxed;
         Memory::store(c, v, order, narrow("store", c, scope));
     }
-    void add(Cell c, uint32_t v, Order order, Scope scope) {
+    void add(Cell c, uint32_t v, Order order) {
         if (mutate("add dropped", c)) return;
         if (mutate("add of value + 1", c)) ++v;
         if (mutate("add of value - 1", c)) --v;
         if (order == Order::release && mutate("add release->relaxed", c)) order = Order::relaxed;
-        Memory::add(c, v, order, narrow("add", c, scope));
+        Memory::add(c, v, order);
     }
-    uint32_t fetch_add(Cell c, uint32_t v, Scope scope) {
+    uint32_t fetch_add(Cell c, uint32_t v) {
         bool acquire = !mutate("fetch_add without acquire", c),
              release = !mutate("fetch_add without release", c);
-        return world_.fetch_add(thread_, c, v, acquire, release, narrow("fetch_add", c, scope));
+        return world_.fetch_add(thread_, c, v, acquire, release, Scope::gpu);
     }
     bool await(Cell c, Until until, uint32_t target, Scope scope, Wait) {
         after_ = c;

@@ -115,7 +115,7 @@ void h_ready(World& w, const Flaw& flaw) {
             m.wait(full);
             m.tma_load(chunk);  // a TMA store reads its source through the async proxy
             m.tma_store(h_c);
-            if (source_only) return m.add(cell, 1, Order::release, Scope::gpu);
+            if (source_only) return m.add(cell, 1, Order::release);
             HReady::publish(m, cell);
         });
     }

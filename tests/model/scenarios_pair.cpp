@@ -143,7 +143,7 @@ struct Impatient {
     bool aborted() { return m.aborted() || m.Memory::load(abort, Order::relaxed, Scope::system) != 0; }
     uint32_t load(int c, Order order, Scope scope) { return m.load(c, order, scope); }
     void store(int c, uint32_t v, Order order, Scope scope) { m.store(c, v, order, scope); }
-    uint32_t fetch_add(int c, uint32_t v, Scope scope) { return m.fetch_add(c, v, scope); }
+    uint32_t fetch_add(int c, uint32_t v) { return m.fetch_add(c, v); }
     bool await(int c, Until until, uint32_t target, Scope scope, Wait wait) {
         return !aborted() && m.await(c, until, target, scope, wait);
     }

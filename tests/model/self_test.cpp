@@ -74,8 +74,8 @@ const Litmus litmus_tests[] = {
      [](World& w, std::vector<uint32_t>& r) {
          w.barrier("end", 3);
          int x = w.cell("x"), y = w.cell("y");
-         body(w, 0, [=](Mem& m) { m.store(x, 1, rlx, sys), m.add(y, 1, rel, sys); });
-         body(w, 1, [=](Mem& m) { m.add(y, 16, rlx, sys); });
+         body(w, 0, [=](Mem& m) { m.store(x, 1, rlx, sys), m.add_across_ranks(y, 1, false, true); });
+         body(w, 1, [=](Mem& m) { m.add_across_ranks(y, 16, false, false); });
          body(w, 1, [=, &r](Mem& m) { r[0] = m.load(y, acq, sys), r[1] = m.load(x, rlx, sys); });
      },
      [](const std::vector<uint32_t>& r) { return r[0] == 17 && r[1] == 0; }},
@@ -118,8 +118,8 @@ const Litmus litmus_tests[] = {
      [](World& w, std::vector<uint32_t>& r) {
          w.barrier("end", 2);
          int x = w.cell("x");
-         body(w, 0, [=, &r](Mem& m) { r[0] = m.fetch_add(x, 1, sys); });
-         body(w, 1, [=, &r](Mem& m) { r[1] = m.fetch_add(x, 1, sys); });
+         body(w, 0, [=, &r](Mem& m) { r[0] = m.add_across_ranks(x, 1, true, true); });
+         body(w, 1, [=, &r](Mem& m) { r[1] = m.add_across_ranks(x, 1, true, true); });
      },
      [](const std::vector<uint32_t>& r) { return r[0] == r[1]; }},
 };
@@ -147,9 +147,9 @@ void random_program(World& w, unsigned seed, int threads, int operations) {
                 else if (o.kind < 5)
                     m.store(o.cell, o.value + 4 * t, o.order ? rel : rlx, sys);
                 else if (o.kind < 7)
-                    m.fetch_add(o.cell, o.value, sys);
+                    m.add_across_ranks(o.cell, o.value, true, true);
                 else if (o.kind < 8)
-                    m.add(o.cell, o.value, o.order ? rel : rlx, sys);
+                    m.add_across_ranks(o.cell, o.value, false, o.order);
                 else
                     m.await(o.cell, Until::at_least, o.value, sys, {});
             }

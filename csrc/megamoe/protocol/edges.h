@@ -43,7 +43,7 @@ struct XReady {
 struct RowsReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t rows) {
-        mem.add(cell, rows, Order::release, Scope::gpu);
+        mem.add(cell, rows, Order::release);
     }
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t rows, uint32_t block) {
@@ -59,7 +59,7 @@ struct HReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
         mem.async_complete();
-        mem.add(cell, 1, Order::release, Scope::gpu);
+        mem.add(cell, 1, Order::release);
     }
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t tiles, uint32_t block) {
@@ -74,7 +74,7 @@ struct YRowsReady {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
         mem.async_complete();
-        mem.add(cell, 1, Order::release, Scope::gpu);
+        mem.add(cell, 1, Order::release);
     }
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t tiles) {  // a poll, not a wait
@@ -101,7 +101,7 @@ struct GridBarrier {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {
         uint32_t mine = mem.load(generation, Order::relaxed, Scope::gpu);
-        if (mem.fetch_add(arrivals, 1, Scope::gpu) == num_ctas - 1) {
+        if (mem.fetch_add(arrivals, 1) == num_ctas - 1) {
             mem.store(arrivals, 0, Order::relaxed, Scope::gpu);
             mem.store(generation, mine + 1, Order::release, Scope::gpu);
             return true;
@@ -115,7 +115,7 @@ struct GridBarrier {
 struct LastArrival {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive(Mem& mem, Cell ticket, uint32_t num_ctas) {
-        bool last = mem.fetch_add(ticket, 1, Scope::gpu) == num_ctas - 1;
+        bool last = mem.fetch_add(ticket, 1) == num_ctas - 1;
         if (last) mem.store(ticket, 0, Order::relaxed, Scope::gpu);  // the next launch starts at 0
         return last;
     }

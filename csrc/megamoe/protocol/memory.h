@@ -3,11 +3,15 @@
 //   using Cell = ...                                     a 32-bit flag or counter (device: uint32_t*)
 //   uint32_t load(Cell, Order, Scope)                    relaxed or acquire
 //   void store(Cell, uint32_t, Order, Scope)             relaxed or release
-//   void add(Cell, uint32_t, Order, Scope)               relaxed or release reduction
-//   uint32_t fetch_add(Cell, uint32_t, Scope)            acquire + release
+//   void add(Cell, uint32_t, Order)                      relaxed or release reduction
+//   uint32_t fetch_add(Cell, uint32_t)                   acquire + release
 //   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = poisoned launch
 //   void fence_proxy_async()                             orders generic accesses with later async-proxy ones
 //   void async_complete()                                waits until this thread's bulk stores are written
+//
+// Additions are at gpu scope, and take no other: nothing counts across ranks (a peer stores its epoch), and
+// an addition at system scope that is not implemented must not compile, rather than pass the checker and be
+// .gpu. A relaxed load or store is at system scope on the device, whichever is asked for.
 //
 //   bool aborted(); void fault(Wait, expected, seen); void raise_abort(int peer)
 //   uint32_t coarse_time(), coarse_timeout()             units of 2^20 ns

@@ -34,14 +34,14 @@ struct Memory : Mbarriers {
             asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
         }
     }
-    MEGAMOE_DEVICE void add(Cell cell, uint32_t v, Order order, Scope) const {  // only .gpu adds exist here
+    MEGAMOE_DEVICE void add(Cell cell, uint32_t v, Order order) const {
         if (order == Order::relaxed) {
             asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
         } else {
             asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(cell), "r"(v) : "memory");
         }
     }
-    MEGAMOE_DEVICE uint32_t fetch_add(Cell cell, uint32_t v, Scope) const {
+    MEGAMOE_DEVICE uint32_t fetch_add(Cell cell, uint32_t v) const {
         uint32_t old;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                      : "=r"(old)
@@ -81,7 +81,7 @@ struct Memory : Mbarriers {
     // its other waits. The last CTA out raises the peers' cells (raise_abort), so that this cold path stays a
     // handful of stores.
     MEGAMOE_DEVICE void fault(Wait wait, uint32_t expected, uint32_t seen) const {
-        if (fetch_add(args.fault_ticket, 1, Scope::gpu) == 0) {
+        if (fetch_add(args.fault_ticket, 1) == 0) {
             volatile FaultRecord* record = args.fault;
             record->peer = wait.peer;
             record->role = static_cast<uint32_t>(arch::thread_idx() / 32);

@@ -24,12 +24,12 @@ struct Memory : Mbarriers {
         if (*cell != value) ++host::machine.progress;
         *static_cast<volatile uint32_t*>(cell) = value;
     }
-    void add(Cell cell, uint32_t value, Order, Scope) const {
+    void add(Cell cell, uint32_t value, Order) const {
         host::machine.preemption_point();
         if (value) ++host::machine.progress;
         *static_cast<volatile uint32_t*>(cell) = *cell + value;
     }
-    uint32_t fetch_add(Cell cell, uint32_t value, Scope) const {
+    uint32_t fetch_add(Cell cell, uint32_t value) const {
         host::machine.preemption_point();
         if (value) ++host::machine.progress;
         uint32_t before = *cell;
@@ -68,7 +68,7 @@ struct Memory : Mbarriers {
     // Gives up: the first thread of this rank to get here writes the record; the rank's abort cell poisons
     // its other waits.
     void fault(Wait wait, uint32_t expected, uint32_t seen) const {
-        if (fetch_add(args.fault_ticket, 1, Scope::gpu) == 0) {
+        if (fetch_add(args.fault_ticket, 1) == 0) {
             FaultRecord& record = *args.fault;
             record.peer = wait.peer;
             record.role = static_cast<uint32_t>(arch::warp_idx());
