@@ -47,9 +47,7 @@ class Variant:
 #include "megamoe/kernels/forward.cuh"
 
 namespace megamoe {{
-struct Traits {{
-    using Precision = {PRECISIONS[self.precision].cpp};
-    using Activation = {ACTIVATIONS[self.activation]};
+struct Traits : ForwardLayer<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}> {{
     static constexpr bool profile = {str(self.profile).lower()};
 }};
 }}  // namespace megamoe

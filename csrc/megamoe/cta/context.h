@@ -29,34 +29,40 @@ MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
     return args.gemm[static_cast<int>(stage)];
 }
 
-// Compile-time facts of a variant and the run-time sizes that follow from them.
-template <class T>
-struct Shape {
-    using X = typename T::Precision::X;
-    using H = typename T::Precision::H;
-    static constexpr bool gated = T::Activation::gated;
-    static constexpr int h_columns = gated ? half_columns : tile_columns;  // columns of h a gemm1 tile makes
+// One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue.
+template <class Rows, class Weights, class Epilogue_>
+struct GemmOf {
+    using A = Rows;
+    using B = Weights;
+    using Epilogue = Epilogue_;
+    static constexpr int stage_k = stage_k_bytes / A::element_bytes;  // values of K in a pipeline stage
+};
 
-    // Output chunks of 64 rows x 128 bytes that a warpgroup hands to the store warp for one tile.
-    static MEGAMOE_DEVICE int output_chunks(Stage stage) {
-        return stage == Stage::gemm1 ? h_columns * H::element_bytes / stage_k_bytes
-                                     : tile_columns * 2 / stage_k_bytes;
-    }
-    // Columns of its output that a tile makes.
-    static MEGAMOE_DEVICE int columns(Stage stage) {
-        return stage == Stage::gemm1 ? h_columns : tile_columns;
-    }
+// Compile-time facts of a layer's GEMMs, asked by stage, and the run-time sizes that follow from them.
+template <class T>
+class Shape {
+    using G1 = typename T::Gemm1;
+    using G2 = typename T::Gemm2;
+    using E1 = typename G1::Epilogue;
+    using E2 = typename G2::Epilogue;
+
+  public:
     static MEGAMOE_DEVICE int tiles(const Args& args, Stage stage) {  // of a block
-        return ceil_div(gemm_of(args, stage).n, columns(stage));
+        return ceil_div(gemm_of(args, stage).n, stage == Stage::gemm1 ? E1::columns : E2::columns);
     }
     static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
         return ceil_div(gemm_of(args, stage).k, stage_k(stage));
     }
-    // Of A, which is x or h: the values of K that a stage holds, and whether scales stand beside them.
     static MEGAMOE_DEVICE int stage_k(Stage stage) {
-        return stage_k_bytes / (stage == Stage::gemm1 ? X::element_bytes : H::element_bytes);
+        return stage == Stage::gemm1 ? G1::stage_k : G2::stage_k;
     }
-    static MEGAMOE_DEVICE bool a_scaled(Stage stage) { return stage == Stage::gemm1 ? X::scaled : H::scaled; }
+    static MEGAMOE_DEVICE bool a_scaled(Stage stage) {
+        return stage == Stage::gemm1 ? G1::A::scaled : G2::A::scaled;
+    }
+    static MEGAMOE_DEVICE int planes(Stage stage) { return stage == Stage::gemm1 ? E1::planes : E2::planes; }
+    static MEGAMOE_DEVICE int output_slots(Stage stage) {
+        return stage == Stage::gemm1 ? E1::slots : E2::slots;
+    }
 };
 
 // What the two halves of a tile are: gate and up of the same columns (in planes of w13), or neighbouring
@@ -70,7 +76,7 @@ struct Halves {
 };
 template <class T>
 MEGAMOE_DEVICE Halves halves_of(Stage stage, int n) {
-    bool planes = stage == Stage::gemm1 && Shape<T>::gated;
+    bool planes = Shape<T>::planes(stage) == 2;
     return {planes, n * (planes ? half_columns : tile_columns)};
 }
 

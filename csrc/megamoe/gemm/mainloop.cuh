@@ -117,9 +117,9 @@ struct Multiply<E4m3Rows, E4m3Weights> {
 };
 
 template <class T>
-using Multiply1 = Multiply<typename T::Precision::X, typename T::Precision::W>;  // gemm1
+using Multiply1 = Multiply<typename T::Gemm1::A, typename T::Gemm1::B>;
 template <class T>
-using Multiply2 = Multiply<typename T::Precision::H, typename T::Precision::W>;  // gemm2
+using Multiply2 = Multiply<typename T::Gemm2::A, typename T::Gemm2::B>;
 template <class T>
 constexpr int math_registers = max_of(Multiply1<T>::registers, Multiply2<T>::registers);
 

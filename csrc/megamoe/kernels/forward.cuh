@@ -1,7 +1,8 @@
 // The forward layer: one persistent CTA an SM, 16 warps, roles side by side. docs/architecture.md has the
 // picture.
 #pragma once
-#include "megamoe/act/policies.h"
+#include "megamoe/epilogue/activation.cuh"
+#include "megamoe/epilogue/plain.cuh"
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -11,6 +12,13 @@
 #include "megamoe/roles/store.cuh"
 
 namespace megamoe {
+
+// The layer that a user calls: h = activation(x w13), y_rows = h w2.
+template <class P, class Activation>
+struct ForwardLayer {
+    using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<Activation, typename P::H>>;
+    using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<Bf16Rows>>;
+};
 
 // 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
 // warps leave is the transport warps'.

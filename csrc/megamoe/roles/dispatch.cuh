@@ -30,7 +30,7 @@ MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int
 
 template <class T>
 MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
-    using X = typename T::Precision::X;
+    using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     int home = home_of(ordered, args.num_ranks);

@@ -69,7 +69,8 @@ MEGAMOE_DEVICE void load_a(Context& ctx, StageRing& ring) {
 
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, StageRing& ring) {
-    using W = typename T::Precision::W;
+    using W = typename T::Gemm1::B;
+    static_assert(same<W, typename T::Gemm2::B>, "both GEMMs' weights have one format");
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     Tiles<T> tiles(ctx);

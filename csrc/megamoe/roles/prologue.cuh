@@ -48,7 +48,7 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
 
 template <class T>
 MEGAMOE_DEVICE void stage(Context& ctx) {
-    T::Precision::X::stage(ctx, own_tokens(ctx.args));
+    T::Gemm1::A::stage(ctx, own_tokens(ctx.args));
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {

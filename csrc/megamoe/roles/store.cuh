@@ -2,12 +2,14 @@
 // until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
 // cost a short tile 20 %.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/epilogue/elementwise.cuh"
 
 namespace megamoe {
 
 template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
+    using E1 = typename T::Gemm1::Epilogue;
+    using E2 = typename T::Gemm2::Epilogue;
     const Args& args = ctx.args;
     Smem& smem = ctx.smem;
     ctx.mem.fence_proxy_async();  // after the plan's barriers: the last pass's reads of h and y_rows by other
@@ -17,16 +19,14 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing& output) {
         if (tile.absent()) continue;
         bool first = tile.stage == Stage::gemm1;
         const Gemm& gemm = gemm_of(args, tile.stage);
-        int width = gemm.n;
-        int chunks = Shape<T>::output_chunks(tile.stage);
-        int chunk_columns = stage_k_bytes / (first ? T::Precision::H::element_bytes : 2);
+        int slots = Shape<T>::output_slots(tile.stage);
         MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < chunks; ++c, output.advance()) {
-            int column = (tile.n * chunks + c) * chunk_columns;
+        for (int c = 0; c < slots; ++c, output.advance()) {
+            Destination to = first ? E1::output(gemm, tile.n, c) : E2::output(gemm, tile.n, c);
             for (int group = 0; group < num_math_groups; ++group) {
                 output.await(ctx.mem, smem.output_slots[group]);
-                if (column < width && tile.rows() > group * group_rows) {
-                    arch::tma_store_2d(&gemm.out, smem.output[group][output.slot()], column,
+                if (to.column < to.width && tile.rows() > group * group_rows) {
+                    arch::tma_store_2d(to.map, smem.output[group][output.slot()], to.column,
                                        tile.row0() + group * group_rows);
                 }
             }

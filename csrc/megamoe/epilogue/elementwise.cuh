@@ -1,0 +1,115 @@
+// Epilogues: what becomes of the sums of a tile. One type for each GEMM of a layer, which says
+//
+//   planes                 planes of the weights: with 2, the halves of a tile are the same columns of both
+//   (gate
+//                          and up); with 1, neighbouring columns
+//   slots                  output slots that a warpgroup fills for a tile, in order
+//   output(gemm, n, slot)  where the store warp puts one of them: several outputs are several maps
+//   columns                columns of its output that a tile makes
+//   run(ctx, tile, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
+//
+// Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
+// Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
+// unrolled.
+#pragma once
+#include "megamoe/cta/context.h"
+#include "megamoe/formats/format.h"
+#include "megamoe/formats/fragment.h"
+
+namespace megamoe {
+
+struct Destination {
+    const TensorMap* map;
+    int column, width;  // of the output; columns at or past its width are not stored
+};
+
+// `halves` halves of 128 columns, as rows of a format.
+template <class Rows, int halves_>
+struct Elementwise {
+    using Out = Rows;
+    static constexpr bool elementwise = true;
+    static constexpr int halves = halves_;
+    static constexpr int columns = halves * half_columns;
+    static constexpr int slots = halves * Out::half_slots;
+    static constexpr int slot_columns = half_columns / Out::half_slots;
+
+    static MEGAMOE_DEVICE Destination output(const Gemm& gemm, int n, int slot) {
+        return {&gemm.out, n * columns + slot * slot_columns, gemm.n};
+    }
+};
+
+// bias[column], with columns at or past `width` left alone.
+MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int width, Fragment f) {
+    MEGAMOE_UNROLL
+    for (int g = 0; g < 16; ++g) {
+        int column = column0 + f.column(g);
+        float b0 = column < width ? bias[column] : 0.0f, b1 = column < width ? bias[column + 1] : 0.0f;
+        v[4 * g] += b0;
+        v[4 * g + 1] += b1;
+        v[4 * g + 2] += b0;
+        v[4 * g + 3] += b1;
+    }
+}
+
+template <class Out, class Output>
+MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, const Halves& halves, int count,
+                                 Output& output, float (&sum)[2][64], Fragment f) {
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        if (half >= count) break;
+        float* scales = nullptr;
+        if constexpr (Out::scaled) {  // a half is one group; it has scales if it exists
+            const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+            int group = halves.column0 / scale_group + half;
+            scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + tile.row0() +
+                     math_group() * group_rows;
+            if (group >= ceil_div(gemm.n, scale_group)) scales = nullptr;
+        }
+        Out::write_half(output, sum[half], scales, f);
+    }
+}
+
+template <class E1, class E2, class Output>
+MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, const Halves& halves,
+                                    Output& output, float (&sum)[2][64]) {
+    const Args& args = ctx.args;
+    Fragment f;
+    bool first = tile.stage == Stage::gemm1;
+    const Gemm& gemm = gemm_of(args, tile.stage);
+    if (const float* bias = gemm.bias; bias != nullptr) {
+        bias += int64_t{tile.expert()} * gemm.n * halves.num_planes();
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half)
+            add_bias(sum[half], bias + halves.plane(half) * gemm.n, halves.column(half), gemm.n, f);
+    }
+    if (first) {
+        E1::transform(args, sum);
+    } else {
+        E2::transform(args, sum);
+    }
+    using Out1 = typename E1::Out;
+    using Out2 = typename E2::Out;
+    if constexpr (!same<Out1, Out2>) {
+        if (first) {
+            write_halves<Out1>(ctx, tile, halves, E1::halves, output, sum, f);
+            return;
+        }
+    }
+    write_halves<Out2>(ctx, tile, halves, first ? E1::halves : E2::halves, output, sum, f);
+}
+
+// The epilogue of the tile's stage.
+template <class T, class Output>
+MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, Output& output, float (&sum)[2][64]) {
+    using E1 = typename T::Gemm1::Epilogue;
+    using E2 = typename T::Gemm2::Epilogue;
+    if constexpr (E1::elementwise && E2::elementwise) {
+        run_elementwise<E1, E2>(ctx, tile, halves_of<T>(tile.stage, tile.n), output, sum);
+    } else if (tile.stage == Stage::gemm1) {
+        E1::run(ctx, tile, output, sum);
+    } else {
+        E2::run(ctx, tile, output, sum);
+    }
+}
+
+}  // namespace megamoe
