@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError
+from megamoe.formats.planes import by_plane, check_strides
+from megamoe.formats.quantization import stored_shape
 from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
@@ -32,6 +34,9 @@ class _Args(ctypes.Structure):
         ("planes", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
+        ("expert_stride", ctypes.c_int64),
+        ("plane_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
     )
 
 
@@ -48,15 +53,15 @@ def _kernel(device: int) -> Kernel:
 def quantize_weights(
     w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """w: [L, P*I, H] bf16 on CUDA -> (q [L, P*I, H] e4m3, scale [L, P*ceil(I/128), ceil(H/128)] fp32).
+    """w: [L, P*I, H] or [L, P, I, H] bf16 on CUDA, strided as TMA takes it -> (q, scale).
 
+    q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32.
     out: where to put them. Runs on the current stream; the same bits as quantization.quantize_blockwise.
     """
-    if w.dtype != torch.bfloat16 or w.dim() != 3 or not w.is_contiguous() or not w.is_cuda:
-        raise ArgumentError(
-            "w", f"{w.dtype} {list(w.shape)} on {w.device}", "contiguous bf16 on CUDA"
-        )
-    num, height, columns = w.shape
+    if w.dtype != torch.bfloat16 or w.dim() not in (3, 4) or not w.is_cuda:
+        raise ArgumentError("w", f"{w.dtype} {list(w.shape)} on {w.device}", "bf16 on CUDA")
+    check_strides("w", w)
+    num, height, columns = stored_shape(w)
     if height % planes or columns % 8 or w.data_ptr() % 16:
         raise ArgumentError(
             "w.shape", list(w.shape), f"[L, {planes} * I, multiple of 8], 16-byte aligned"
@@ -64,12 +69,13 @@ def quantize_weights(
     rows = height // planes
     grid = (-(-columns // 128), planes * -(-rows // 128), num)
     if out is None:
-        q = torch.empty(w.shape, dtype=E4M3_BLOCKS.dtype, device=w.device)
+        q = torch.empty((num, height, columns), dtype=E4M3_BLOCKS.dtype, device=w.device)
         scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
     else:
         q, scale = out
     if w.numel():
-        args = _Args(w.data_ptr(), q.data_ptr(), scale.data_ptr(), planes, rows, columns)
+        strides = by_plane(w, planes).stride()[:3]
+        args = _Args(w.data_ptr(), q.data_ptr(), scale.data_ptr(), planes, rows, columns, *strides)
         with torch.cuda.device(w.device):
             stream = torch.cuda.current_stream(w.device)
             kernel = _kernel(stream.device.index)

@@ -155,6 +155,12 @@ class Emulation:
             keep.append(tensor if tensor.data_ptr() % 16 == 0 else tensor.clone())
             return keep[-1]
 
+        def in_place(tensor: Tensor) -> Tensor:
+            """Keep the strides: the maps have them."""
+            tensor = tensor.detach().cpu()
+            keep.append(tensor if tensor.data_ptr() % 16 == 0 else tensor.contiguous().clone())
+            return keep[-1]
+
         ys = []
         size = ctypes.sizeof(abi.Args)
         memory = ctypes.create_string_buffer(size * len(self.ranks) + abi.Args.alignment)
@@ -163,7 +169,10 @@ class Emulation:
         for index, rank in enumerate(self.ranks):
             args = abi.Args.from_address(address + index * size)
             experts = ExpertWeights(
-                **{name: here(t) for name, t in _tensors(weights[index]).items()}
+                **{
+                    name: in_place(t) if name in ("w13", "w2") else here(t)
+                    for name, t in _tensors(weights[index]).items()
+                }
             )
             ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16, device="cpu"))
             arguments.fill_static(

@@ -123,7 +123,8 @@ class MegaBackend:
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
         self._args = abi.aligned(abi.Args)
         self._launcher: Any = None
-        self._weights_key: tuple[int, ...] | None = None
+        self._weights_key: tuple[Any, ...] | None = None
+        self._bias: Tensor | None = None  # kept until other weights are set
         self._fitting: set[tuple[Any, ...]] = set()  # shapes, types and devices that were checked
         self.profile: Tensor | None = None
         if profile:
@@ -190,7 +191,8 @@ class MegaBackend:
         self._launcher = Launcher(kernel, self.grid, self._args, cooperative=True, pdl=self._pdl)
 
     def _set_weights(self, weights: ExpertWeights) -> None:
-        """Point the launch at these weights; a map is encoded once per address."""
+        """Point the launch at these weights; a map is encoded once per address and strides."""
+        weights = weights.with_flat_bias()
         tensors = (
             weights.w13,
             weights.w2,
@@ -199,9 +201,11 @@ class MegaBackend:
             weights.b13,
             weights.b2,
         )
-        key = tuple([0 if t is None else t.data_ptr() for t in tensors])
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        key = (*addresses, weights.w13.stride(), weights.w2.stride())
         if key == self._weights_key:
             return
+        self._bias = weights.b13
         weights.validate(self.problem, self.device)
         fill_weights(self._args, self.plan, weights, self._encode)
         self._weights_key = key

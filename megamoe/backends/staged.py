@@ -21,6 +21,7 @@ from megamoe.backends.order import (
     check_marks,
 )
 from megamoe.config import MAX_LOCAL_EXPERTS, Problem
+from megamoe.formats.planes import rows_of
 from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.weights import ExpertWeights
 
@@ -210,7 +211,7 @@ def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights
     """rows: [M, H] sorted by local expert, sizes: [L] -> y_rows [M, H] bf16."""
     if rows.shape[0] == 0:
         # No expert runs. Tie all inputs in, with no elements, so that backward meets the other ranks in both exchanges.
-        ties = [t.reshape(-1)[:0].float().sum() for t in dense.named().values()]
+        ties = [t[:0].float().sum() for t in dense.named().values()]
         return (rows + torch.stack(ties).sum()).to(torch.bfloat16)
     grouped = rows.device.type == "cuda" and rows.dtype == dense.w13.dtype == torch.bfloat16
     matmul = _grouped_matmul if grouped else _matmul_by_expert
@@ -225,12 +226,17 @@ def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights
 
 
 def _grouped_matmul(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:
-    """rows: [M, K], w: [L, N, K], bias: [L, N], sizes: [L] -> [M, N] bf16, or fp32 with a bias."""
+    """rows: [M, K], w: [L, N, K], bias: [L, N], sizes: [L] -> [M, N] bf16, or fp32 with a bias.
+
+    w and bias may be split into planes, [L, P, I, K] and [L, P, I]; N is P*I then.
+    """
     ends = sizes.cumsum(0).to(torch.int32)
-    out = torch._grouped_mm(rows, w.transpose(-2, -1), offs=ends)
+    parts = w.unbind(1) if w.dim() == 4 else (w,)
+    products = [torch._grouped_mm(rows, part.transpose(-2, -1), offs=ends) for part in parts]
+    out = torch.cat(products, dim=1) if len(products) > 1 else products[0]
     if bias is None:
         return out
-    return out.float() + bias.repeat_interleave(sizes, dim=0)
+    return out.float() + bias.flatten(1).repeat_interleave(sizes, dim=0)
 
 
 def _matmul_by_expert(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:
@@ -239,6 +245,6 @@ def _matmul_by_expert(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tenso
     for expert, part in enumerate(rows.split(sizes.tolist())):
         if part.shape[0] == 0:
             continue
-        product = part.float() @ w[expert].float().T
-        parts.append(product if bias is None else product + bias[expert].float())
+        product = part.float() @ rows_of(w[expert]).float().T
+        parts.append(product if bias is None else product + bias[expert].flatten().float())
     return torch.cat(parts)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError
-from megamoe.formats.quantization import codec, quantize_blockwise
+from megamoe.formats.quantization import codec, quantize_blockwise, stored_shape
 from megamoe.formats.weights import ExpertWeights
 
 log = logging.getLogger("megamoe")
@@ -107,7 +107,7 @@ class QuantizedCache:
             counted = not (captured or entry.volatile)
             if counted and entry.version == version and _alike(entry.source, w):
                 return entry.q, entry.scale
-            if (entry.q.shape, entry.q.device) == (w.shape, w.device):
+            if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w), w.device):
                 out = entry.q, entry.scale
             volatile |= entry.volatile and _storage(entry.source) == version[0]
         with torch.no_grad():

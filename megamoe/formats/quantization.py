@@ -6,6 +6,7 @@ q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.planes import rows_of
 from megamoe.formats.table import BF16, E4M3_BLOCKS, E4M3_ROWS, SCALE_GROUP, Format
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
@@ -58,27 +60,34 @@ def _pad_planes(w: Tensor, planes: int) -> Tensor:
     return v.reshape(planes, n, GROUP, k, GROUP)
 
 
+def stored_shape(w: Tensor) -> tuple[int, int, int]:
+    """w: [L, P*I, K] or [L, P, I, K] -> (L, P*I, K)."""
+    num, *height, width = w.shape
+    return num, math.prod(height), width
+
+
 def quantize_blockwise(
     w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Quantize weights in blocks of 128x128 that restart at each plane.
 
-    w: [L, P*I, K] -> (q [L, P*I, K] e4m3, scale [L, P*ceil(I/128), ceil(K/128)] fp32).
+    w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*ceil(I/128), ceil(K/128)] fp32).
     planes: 2 for the w13 of a gated activation (gate rows, then up rows), else 1.
     out: (q, scale) to write into.
     """
-    num, height, width = w.shape
+    num, height, width = stored_shape(w)
     if height % planes:
         raise ArgumentError("w.shape[1]", height, f"a multiple of planes = {planes}")
     rows = height // planes
     scale_shape = (num, planes * num_groups(rows), num_groups(width))
     if out is None:
-        q = torch.empty(w.shape, dtype=E4M3, device=w.device)
+        q = torch.empty((num, height, width), dtype=E4M3, device=w.device)
         scale = torch.empty(scale_shape, dtype=torch.float32, device=w.device)
     else:
         q, scale = out
     for expert in range(num):  # one by one: the padded fp32 copy of all experts would be large
-        q_e, scale_e = _quantize(_pad_planes(w[expert].detach(), planes), dims=(2, 4))
+        padded = _pad_planes(rows_of(w[expert].detach()), planes)
+        q_e, scale_e = _quantize(padded, dims=(2, 4))
         q_e = q_e.reshape(planes, num_groups(rows) * GROUP, -1)
         q[expert] = q_e[:, :rows, :width].reshape(height, width)
         scale[expert] = scale_e.reshape(scale_shape[1:])
@@ -89,14 +98,14 @@ def dequantize_blockwise(
     q: Tensor, scale: Tensor, planes: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Invert quantize_blockwise: -> [L, P*I, K], computed in fp32, rounded to `dtype`."""
-    num, height, width = q.shape
+    num, height, width = stored_shape(q)
     rows = height // planes
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out = torch.empty((num, height, width), dtype=dtype, device=q.device)
     for expert in range(num):
         s = scale[expert].reshape(planes, -1, scale.shape[-1])
         s = s.repeat_interleave(GROUP, dim=1)[:, :rows]
         s = s.repeat_interleave(GROUP, dim=2)[:, :, :width]
-        out[expert] = q[expert].float() * s.reshape(height, width)
+        out[expert] = rows_of(q[expert]).float() * s.reshape(height, width)
     return out
 
 

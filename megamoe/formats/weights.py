@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.planes import check_strides
 from megamoe.formats.quantization import codec
 
 
@@ -19,6 +21,11 @@ class ExpertWeights:
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
     b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
+
+    w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
+    multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up
+    interleaved row by row: `w.unflatten(1, (I, 2)).transpose(1, 2)`; apart: from_w1_w3(). b13 may be [L, P, I], of any
+    strides: the kernel is given a copy at each call if it is not contiguous.
     """
 
     w13: Tensor
@@ -27,6 +34,36 @@ class ExpertWeights:
     b2: Tensor | None = None
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
+
+    @classmethod
+    def from_w1_w3(
+        cls,
+        w1: Tensor,
+        w3: Tensor,
+        w2: Tensor,
+        *,
+        biases: tuple[Tensor, Tensor, Tensor] | None = None,
+        scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> ExpertWeights:
+        """Join gate and up projections without a copy; differentiable in all of them.
+
+        w1, w3: [L, I, H], views of one tensor, w3 behind w1: `w1, w3 = torch.empty(2, L, I, H)`, or the halves of a
+            [L, 2*I, H]. w2: [L, H, I]. biases: b1 [L, I], b3 [L, I], b2 [L, H]. scales: of w1, w3 and w2, with e4m3.
+        Raises ArgumentError for w1 and w3 that no constant distance joins.
+        """
+        b1, b3, b2 = biases or (None, None, None)
+        s1, s3, w2_scale = scales or (None, None, None)
+        b13 = None if b1 is None or b3 is None else torch.stack((b1, b3), dim=1)
+        w13_scale = None if s1 is None or s3 is None else torch.cat((s1, s3), dim=1)
+        _check_joinable(w1, w3)
+        w13: Tensor = _Joined.apply(w1, w3)
+        return cls(w13, w2, b13, b2, w13_scale, w2_scale)
+
+    def with_flat_bias(self) -> ExpertWeights:
+        """Return weights whose b13 is contiguous, as the kernel reads it: these, or with a copy of b13."""
+        if self.b13 is None or self.b13.is_contiguous():
+            return self
+        return replace(self, b13=self.b13.contiguous())
 
     def named(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by name."""
@@ -43,7 +80,11 @@ class ExpertWeights:
                 if name.endswith("_scale"):
                     hint = f" (precision {problem.precision!r}: see ExpertWeights.quantized)"
                 raise ArgumentError(f"weights.{name}", None, f"{dtype} {list(shape)}{hint}")
-            check_tensor(f"weights.{name}", have[name], shape, dtype, device or self.w13.device)
+            device = device or self.w13.device
+            if name in STRIDED:
+                _check_strided(f"weights.{name}", have[name], shape, dtype, device, problem)
+            else:
+                check_tensor(f"weights.{name}", have[name], shape, dtype, device)
         for name in have.keys() - expected.keys():
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
@@ -68,6 +109,40 @@ class ExpertWeights:
         return ExpertWeights(w13, w2, self.b13, self.b2)
 
 
+class _Joined(torch.autograd.Function):
+    """w1 and w3 as one view [L, 2, I, H]; the gradient goes back to both."""
+
+    @staticmethod
+    def forward(ctx: Any, w1: Tensor, w3: Tensor) -> Tensor:
+        distance = w3.storage_offset() - w1.storage_offset()
+        (num, rows, width), (expert, row, column) = w1.shape, w1.stride()
+        # Detached and then strided, it has the count of writes that w1 has.
+        return w1.detach().as_strided((num, 2, rows, width), (expert, distance, row, column))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        d1, d3 = grad.unbind(1)
+        return d1, d3
+
+
+def _check_joinable(w1: Tensor, w3: Tensor) -> None:
+    for name, w in (("w1", w1), ("w3", w3)):
+        if w.dim() != 3 or w.shape != w1.shape or w.dtype != w1.dtype:
+            raise ArgumentError(
+                name, f"{w.dtype} {list(w.shape)}", f"{w1.dtype} [L, I, H], like w1"
+            )
+    hint = "views of one tensor: w1, w3 = torch.empty(2, L, I, H)"
+    if w1.untyped_storage().data_ptr() != w3.untyped_storage().data_ptr():
+        raise ArgumentError("w3", "in another storage than w1", hint)
+    if w1.stride() != w3.stride():
+        raise ArgumentError("w3.stride()", w3.stride(), f"{w1.stride()}, w1's")
+    if w1._version != w3._version:  # else writes to w3 would leave the FP8 copy of both as it was
+        raise ArgumentError("w3", "counting its writes apart from w1", hint)
+    distance = (w3.storage_offset() - w1.storage_offset()) * w1.element_size()
+    if distance <= 0:
+        raise ArgumentError("w3", f"{distance} bytes behind w1", "a positive distance: w1, then w3")
+
+
 def _kind(problem: Problem) -> str:
     return f"precision {problem.precision!r} with bias={problem.bias}"
 
@@ -88,14 +163,38 @@ def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch
     return table
 
 
+STRIDED = ("w13", "w2", "b13")  # need not be contiguous
+
+
+def _check_strided(
+    name: str,
+    value: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    problem: Problem,
+) -> None:
+    """Do as check_tensor for what may be strided, and w13 and b13 split into planes."""
+    planes = problem.activation.planes
+    num, rows, *width = shape
+    apart = (num, planes, rows // planes, *width)
+    if not name.endswith("w2") and isinstance(value, Tensor) and value.dim() == len(apart):
+        shape = apart
+    check_tensor(name, value, shape, dtype, device, contiguous=False)
+    if width and isinstance(value, Tensor):
+        check_strides(name, value)
+
+
 def check_tensor(
     name: str,
     value: object,
     shape: tuple[int, ...],
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
+    *,
+    contiguous: bool = True,
 ) -> None:
-    """Raise ArgumentError unless `value` is a contiguous tensor of this shape, dtype and device."""
+    """Raise ArgumentError unless `value` is a (contiguous) tensor of this shape, dtype and device."""
     if not isinstance(value, Tensor):
         raise ArgumentError(name, type(value).__name__, "a tensor")
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -105,5 +204,5 @@ def check_tensor(
         raise ArgumentError(f"{name}.shape", list(value.shape), str(list(shape)))
     if value.device != device:
         raise ArgumentError(f"{name}.device", value.device, f"{device}, where the others are")
-    if not value.is_contiguous():
+    if contiguous and not value.is_contiguous():
         raise ArgumentError(f"{name}.stride()", value.stride(), "contiguous, row-major")

@@ -159,10 +159,18 @@ def moe_backward_op(
     grads = []
     for leaf, master in zip(leaves, masters, strict=True):
         if leaf is not None and leaf.requires_grad:
-            grads.append(next(found).to(master.dtype).contiguous().view(master.shape))
+            grads.append(_laid_out(next(found), master))
         else:
             grads.append(x.new_empty(0))
     return tuple(grads)  # type: ignore[return-value]
+
+
+def _laid_out(grad: Tensor, master: Tensor) -> Tensor:
+    """Return the gradient in the master's dtype, shape and, where its memory is dense, strides."""
+    grad = grad.to(master.dtype).reshape(master.shape)
+    if grad.stride() == torch.empty_like(master, device="meta").stride():
+        return grad
+    return torch.empty_like(master).copy_(grad)
 
 
 @moe_backward_op.register_fake
@@ -170,9 +178,7 @@ def _(dy: Tensor, x: Tensor, topk_ids: Tensor, *args: Any) -> tuple[Tensor, ...]
     topk_weights, w13, w2, b13, b2, *_, needs = args
     masters = (x, topk_weights, w13, w2, b13, b2)
     return tuple(
-        torch.empty_like(master, memory_format=torch.contiguous_format)
-        if need and master is not None
-        else x.new_empty(0)
+        torch.empty_like(master) if need and master is not None else x.new_empty(0)
         for master, need in zip(masters, needs, strict=True)
     )
 

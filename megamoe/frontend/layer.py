@@ -263,7 +263,9 @@ def _key(
 
 def _weights_key(experts: list[Tensor]) -> list[Any]:
     """Return what the checks of weights look at; the address stands for the device, too."""
-    return [(t.data_ptr(), t.shape, t.dtype, t.is_contiguous(), type(t)) for t in experts]
+    return [
+        (t.data_ptr(), t.shape, t.dtype, t.is_contiguous() or t.stride(), type(t)) for t in experts
+    ]
 
 
 _shared: dict[tuple[Any, ...], Layer] = {}

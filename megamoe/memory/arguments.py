@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.planes import by_plane, map_strides
 from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
@@ -129,7 +130,10 @@ def fill_static(
 
 
 def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:
-    """Fill the weights: maps, scales, biases. A rank without experts gets maps that are never used."""
+    """Fill the weights: maps, scales, biases. A rank without experts gets maps that are never used.
+
+    weights: with a contiguous b13, see ExpertWeights.with_flat_bias.
+    """
     p = plan.problem
     size = p.formats.w.bytes
     inner = SWIZZLE_BYTES // size
@@ -139,11 +143,12 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
         (args.gemm[1], weights.w2, 1, weights.w2_scale, weights.b2),
     ):
         height, width = gemm.n, gemm.k
-        base = w.data_ptr() if local else args.x_pool  # any legal address
+        base, strides = args.x_pool, (width * size,) * 3  # any legal ones
+        if local:
+            base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
         if base % 16:
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
-        strides = (width * size, height * width * size, w_planes * height * width * size)
         _set_map(gemm.b, encoder(base, dims, strides, (inner, 128, 1, 1), size))
         gemm.b_scale = scale.data_ptr() if scale is not None else None
         gemm.bias = bias.data_ptr() if bias is not None else None

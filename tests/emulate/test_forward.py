@@ -22,6 +22,7 @@ from megamoe.memory.transport.group import ThreadGroup
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.launch import launch
+from megamoe.testing.layouts import LAYOUTS
 from megamoe.testing.stages import few_steps
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
@@ -200,6 +201,24 @@ def test_thirty_two_routes(precision: str, top_k: int, routing: str) -> None:
     )
     emulation = Emulation(problem, pool_rows=least_pool(problem))
     check(emulation, [40, 33], routing=routing, seed=top_k)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_strided_weights_are_read_in_place(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str
+) -> None:
+    """The same bits as from contiguous ones; a map that forgets the strides gives others."""
+    problem = Problem(272, 144, 5, 3, max_tokens=40, precision=precision, bias=True)
+    inputs, weights = inputs_of(problem, [40])
+    strided = [LAYOUTS[name](w) for w in weights]
+    emulation = Emulation(problem)
+    expected = emulation.forward_all(*columns(inputs), weights)[0]
+    assert torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
+    dense = arguments.map_strides
+    with monkeypatch.context() as patch:
+        patch.setattr(arguments, "map_strides", lambda w: dense(w.contiguous()))
+        assert not torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
 
 
 def test_fewer_tokens_by_device_count() -> None:

@@ -1,5 +1,7 @@
 """Compile, launch and streams on one GPU. The layer's results are compared by tools/rank_check.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megamoe.errors import ConfigError
 from megamoe.formats.quantization import quantize_blockwise
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.quantize import quantize_weights
+from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +30,16 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
     assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))
     again = quantize_weights(w, planes, out=(torch.empty_like(q), torch.empty_like(scale)))
     assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
+
+
+@pytest.mark.parametrize("change", [interleaved, apart, with_gaps])
+def test_strided_weights_quantize_to_the_same_bits(change):
+    torch.manual_seed(0)
+    w = torch.randn(3, 2 * 144, 272, device="cuda").bfloat16()
+    q, scale = quantize_weights(w, 2)
+    found = quantize_weights(change(w), 2)
+    assert torch.equal(found[0].view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(found[1], scale)
 
 
 def make(precision, tokens=300, **options):
@@ -62,6 +75,20 @@ def want(problem, call):
 
 def close(y, expected):
     return (y.float() - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_strided_weights_give_the_same_bits(precision, layout):
+    _, backend, (*call, weights) = make(precision)
+    y = backend.forward(*call, weights)
+    strided = LAYOUTS[layout](weights)
+    assert torch.equal(backend.forward(*call, strided), y)
+    if layout == "interleaved":  # the same address, read otherwise
+        other = replace(strided, w13=strided.w13.transpose(1, 2).flatten(1, 2))
+        assert other.w13.data_ptr() == strided.w13.data_ptr()
+        assert not torch.equal(backend.forward(*call, other), y)
+    backend.check()
+    backend.close()
 
 
 def test_forward(precision):

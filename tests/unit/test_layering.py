@@ -11,7 +11,7 @@ PACKAGE = ROOT / "megamoe"
 # lowest first; units of one line may not import each other
 LAYERS = [
     ("errors",),
-    ("env", "formats.table"),
+    ("env", "formats.table", "formats.planes"),
     ("config",),
     ("backends.order",),
     ("formats.quantization", "backends.reference"),

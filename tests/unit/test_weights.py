@@ -108,7 +108,7 @@ def test_valid_weights_pass(precision):
         ),
         ({"w13_scale": None}, r"weights.w13_scale is None, expected torch.float32 \[3, 2, 1\]"),
         ({"b2": torch.zeros(3, 48, dtype=torch.bfloat16)}, r"weights.b2.dtype"),
-        ({"b13": torch.zeros(64, 3).T}, r"weights.b13.stride\(\)"),
+        ({"b2": torch.zeros(48, 3).T}, r"weights.b2.stride\(\)"),
         ({"b13": None}, r"weights.b13 is None"),
         ({"b13": [1, 2]}, r"weights.b13 is list, expected a tensor"),
     ],

@@ -8,10 +8,11 @@
 namespace megamoe {
 
 struct QuantizeWeightsArgs {
-    const void* w;              // [L, P * I, H] bf16
-    void* q;                    // [L, P * I, H] e4m3
-    float* scale;               // [L, P * ceil(I/128), ceil(H/128)]
-    int planes, rows, columns;  // P, I, H; H is a multiple of 8
+    const void* w;                                    // [L, P, I, H] bf16, strided
+    void* q;                                          // [L, P * I, H] e4m3
+    float* scale;                                     // [L, P * ceil(I/128), ceil(H/128)]
+    int planes, rows, columns;                        // P, I, H; H is a multiple of 8
+    int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
 };
 
 constexpr int quantize_threads = 256;  // 16 columns of 8 elements x 16 rows, 8 times
@@ -31,20 +32,19 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     int plane = blockIdx.y / blocks_in_plane, block = blockIdx.y % blocks_in_plane;
     int column = blockIdx.x * scale_group + threadIdx.x % 16 * 8;
     int64_t first_row = (static_cast<int64_t>(blockIdx.z) * args.planes + plane) * args.rows;
-    auto element = [&](int pass, int64_t* at) {  // false: outside of the weights
-        int row = block * scale_group + pass * 16 + threadIdx.x / 16;
-        *at = (first_row + row) * args.columns + column;
-        return row < args.rows && column < args.columns;
+    const auto* w = static_cast<const uint16_t*>(args.w) + blockIdx.z * args.expert_stride +
+                    plane * args.plane_stride + column;
+    auto row_of = [&](int pass) {
+        return block * scale_group + pass * 16 + static_cast<int>(threadIdx.x / 16);
     };
+    auto is_inside = [&](int row) { return row < args.rows && column < args.columns; };
 
     Bf16x8 v[passes];
     E4m3Group group;
     MEGAMOE_UNROLL
     for (int pass = 0; pass < passes; ++pass) {
-        int64_t at;
-        bool inside = element(pass, &at);
-        v[pass] =
-            inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.w) + at) : Bf16x8{};
+        int row = row_of(pass);
+        v[pass] = is_inside(row) ? *reinterpret_cast<const Bf16x8*>(w + row * args.row_stride) : Bf16x8{};
         MEGAMOE_UNROLL
         for (uint32_t pair : v[pass].pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
     }
@@ -57,8 +57,9 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     float inverse = group.inverse();
     MEGAMOE_UNROLL
     for (int pass = 0; pass < passes; ++pass) {
-        int64_t at;
-        if (!element(pass, &at)) continue;
+        int row = row_of(pass);
+        if (!is_inside(row)) continue;
+        int64_t at = (first_row + row) * args.columns + column;
         E4m3x8 out;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i)

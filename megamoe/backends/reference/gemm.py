@@ -29,6 +29,6 @@ def grouped_gemm(
     parts, first = [], 0
     for e, length in zip(experts.tolist(), lengths.tolist(), strict=True):
         part = rows[first : first + length] @ matrix(e).T
-        parts.append(part if bias is None else part + bias[e].float())
+        parts.append(part if bias is None else part + bias[e].reshape(-1).float())
         first += length
     return torch.cat(parts) if parts else rows.new_zeros(0, width)

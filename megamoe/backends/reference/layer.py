@@ -102,8 +102,9 @@ def _dispatch(
 
 
 def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: int) -> Tensor:
-    """w: [N, K] of expert e, as stored or before that (no scale) -> fp32 values."""
+    """w: [N, K] or [P, I, K] of expert e, as stored or before that (no scale) -> fp32 values [N, K]."""
     dequantize = formulas(BLOCKS, problem.formats.w.name)
+    w = w.reshape(-1, w.shape[-1])
     return w.float() if scale is None else dequantize(w, scale[e], planes)
 
 

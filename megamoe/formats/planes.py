@@ -1,0 +1,43 @@
+"""Weights by plane: [L, P, I, K] views of any layout that TMA reads in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megamoe.errors import ArgumentError
+
+STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
+
+
+def by_plane(w: Tensor, planes: int) -> Tensor:
+    """w: [L, P*I, K] or [L, P, I, K] -> [L, P, I, K], a view."""
+    return w if w.dim() == 4 else w.unflatten(1, (planes, w.shape[1] // planes))
+
+
+def rows_of(w: Tensor) -> Tensor:
+    """w: [P*I, K] or [P, I, K] of one expert -> [P*I, K]; a copy where the planes are not behind each other."""
+    return w.flatten(0, -2)
+
+
+def check_strides(name: str, w: Tensor) -> None:
+    """Raise ArgumentError unless rows are contiguous and every other stride is one of a tensor map."""
+    size = w.element_size()
+    ok = w.shape[-1] <= 1 or w.stride(-1) == 1
+    for extent, stride in zip(w.shape[:-1], w.stride()[:-1], strict=True):
+        ok &= extent <= 1 or _is_legal(stride * size)
+    if not ok:
+        expected = (
+            f"1 in the last dimension, positive multiples of {STRIDE_BYTES // size} before it"
+        )
+        raise ArgumentError(f"{name}.stride()", w.stride(), expected)
+
+
+def map_strides(w: Tensor) -> tuple[int, ...]:
+    """w: [L, P, I, K] that check_strides lets pass -> bytes between rows, planes and experts."""
+    row = w.shape[-1] * w.element_size()
+    found = [stride * w.element_size() for stride in w.stride()[-2::-1]]
+    return tuple(s if _is_legal(s) else row for s in found)  # else one element: any will do
+
+
+def _is_legal(stride_bytes: int) -> bool:
+    return 0 < stride_bytes < MAX_STRIDE_BYTES and stride_bytes % STRIDE_BYTES == 0
