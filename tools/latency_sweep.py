@@ -144,9 +144,9 @@ class Contender:
             bias=shape.bias,
         )
         group = dist.group.WORLD if me.size > 1 else None
-        self.weights = make_weights(self.problem, device=me.device)
         options = {"profile": True} if profile else {}
         self.backend = megamoe.make_backend(name, self.problem, group, device=me.device, **options)
+        self.weights = make_weights(self.problem, device=me.device)
         self.backend.prepare(self.weights)
 
     def call(self, tokens: int, device: torch.device) -> Callable[[], object]:

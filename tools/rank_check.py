@@ -188,14 +188,14 @@ class Oracle:
 
 def check(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
     """Run one case on this rank. Collective."""
-    oracle = Oracle(case, me)
-    checker = StageChecker(oracle.problem, args.verbose)
-    problem, own, mine = oracle.problem, oracle.inputs[me.rank], oracle.weights[me.rank]
-    arguments = (own.x, own.topk_ids, own.topk_weights, mine)
-    group = dist.group.WORLD if me.size > 1 else None
-
+    problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
+    # before the weights are drawn: a backend that cannot run here says so at once
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device)
     try:
+        oracle = Oracle(case, me)
+        checker = StageChecker(problem, args.verbose)
+        own, mine = oracle.inputs[me.rank], oracle.weights[me.rank]
+        arguments = (own.x, own.topk_ids, own.topk_weights, mine)
         backend.prepare(mine)
         y = backend.forward(*arguments).clone()
         oracle.compare_stages(checker, getattr(backend, "intermediates", dict)() | {"y": y})

@@ -288,7 +288,7 @@ def main() -> int:
         return under_torchrun(args)
     ranks, gpus = args.ranks or min(8, torch.cuda.device_count()), torch.cuda.device_count()
     if not 0 < ranks <= gpus:
-        raise SystemExit(f"{ranks} ranks on {gpus} GPUs")
+        raise SystemExit(f"soak.py needs a GPU for each rank: {gpus} found")
     print(header(), flush=True)
     code = 0
     for name in args.scenario:
