@@ -12,7 +12,7 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.frontend.agreement import process_group
+from megamoe.frontend.agreement import ALONE, process_group
 from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
 from megamoe.frontend.functional import Backend, agree, check_call, check_options, open_backend
 
@@ -197,6 +197,12 @@ class Layer:
             backend = open_backend(self.backend, self.problem, self.group, device, self._options)
             self._runtime = Runtime(self.problem, self.group, backend)
         self._runtime.backend.prepare(self._runtime.weights(weights))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
+        arguments = {"backend": self.backend, "routed_scaling_factor": self.routed_scaling_factor}
+        group = ALONE if self.group is None else self.group
+        return Layer(self.problem, group, **arguments, **self._options)
 
     @property
     def handle(self) -> Tensor:

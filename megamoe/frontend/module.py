@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -17,7 +18,7 @@ from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weight
 from megamoe.frontend.agreement import process_group
 from megamoe.frontend.functional import agree, check_device
 from megamoe.frontend.layer import Layer
-from megamoe.frontend.shards import Place, distributed, read, write
+from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
@@ -90,7 +91,9 @@ class MegaMoE(nn.Module):
         self.group = group
         self.backend = backend
         self._init_seed = init_seed
-        self.place = Place(self.problem)
+        self.place = Place(self.problem, group)
+        self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
+        self._loaded = False
         self._layer = Layer(
             self.problem,
             asked,
@@ -143,6 +146,8 @@ class MegaMoE(nn.Module):
 
         As Layer.__call__, with the parameters as weights.
         """
+        if not self._checked and not torch.compiler.is_compiling():
+            self._checked = self._check_experts()
         return self._layer(
             x,
             topk_ids,
@@ -156,13 +161,14 @@ class MegaMoE(nn.Module):
         """Return the parameters as they are: bf16 masters, or what load_fp8_weights was given."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
-        w13, w2 = self.w13, self.w2
-        if self.place.distributed:
-            w13, w2, b13, b2 = (w if w is None else w.to_local() for w in (w13, w2, b13, b2))
-        return ExpertWeights(w13, w2, b13, b2, self.w13_scale, self.w2_scale)
+        given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
+        whole = (self.place.whole(name, value) for name, value in given.items())
+        return ExpertWeights(*whole, self.w13_scale, self.w2_scale)
 
     def _experts(self) -> ExpertWeights:
         """Do the same without nn.Module's look-up, which costs a microsecond an attribute."""
+        if self.place.distributed:
+            return self.expert_weights()
         found, buffers = self._parameters, self._buffers
         try:
             w13, w2, b13, b2 = found["w13"], found["w2"], found["b13"], found["b2"]
@@ -179,6 +185,18 @@ class MegaMoE(nn.Module):
         Call it before torch.compile or graph capture.
         """
         self._layer.prepare(self.expert_weights())
+        if not self._checked:
+            self._check_experts()  # and once more in the first call: DDP may come in between
+
+    def _check_experts(self) -> bool:
+        """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
+        w13 = self.expert_weights().w13
+        if w13.is_meta or torch._C._len_torch_dispatch_stack():
+            return False
+        if w13.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        check_different(self.problem, self.group, w13, self._loaded)
+        return True
 
     @torch.no_grad()
     def load_fp8_weights(
@@ -214,7 +232,7 @@ class MegaMoE(nn.Module):
         for name, value in parameters.items():
             wanted = getattr(self, name).requires_grad
             self.register_parameter(name, nn.Parameter(value, requires_grad=wanted))
-        self.place = Place(self.problem, distributed=True)
+        self.place = Place(self.problem, self.group, distributed=True)
         return self
 
     def _load_from_state_dict(
@@ -222,7 +240,7 @@ class MegaMoE(nn.Module):
     ) -> None:
         """Take this rank's experts out of what is given; let FP8 weights replace bf16 masters."""
         parameters = {name: getattr(self, name) for name in _NAMES}
-        read(self.place, state_dict, prefix, metadata, parameters)
+        self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
         names = ("w13", "w2", "w13_scale", "w2_scale")
         given = [state_dict.get(prefix + name) for name in names]
         if all(g is not None for g in given) and given[0].dtype == E4M3 and self.w13.dtype != E4M3:
@@ -258,10 +276,17 @@ class MegaMoE(nn.Module):
             warnings.warn(message, ResourceWarning, stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
-        raise MegaMoEError(
-            "a MegaMoE layer shares memory with other ranks and cannot be copied; "
-            "make a new one and load the state_dict"
-        )
+        """Return a layer of its own, not opened yet, with the same parameters; over one rank only."""
+        if self.problem.ep_size > 1:
+            raise MegaMoEError(
+                f"a MegaMoE layer over {self.problem.ep_size} ranks shares memory with them and cannot be copied; "
+                "make a new one on every rank and load the state_dict"
+            )
+        new = memo[id(self)] = type(self).__new__(type(self))
+        shared = ("problem", "group", "place")
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = value if name in shared else copy.deepcopy(value, memo)
+        return new
 
     def extra_repr(self) -> str:
         """Return what print(layer) shows."""

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.errors import ArgumentError, RankMismatch
+from megamoe.frontend.agreement import together
 
 # results of these are the same experts again: what stages a state dict for writing calls them
 _KEEPING = {
@@ -147,14 +148,41 @@ def local_part(value: Tensor) -> tuple[Tensor, int]:
 class Place:
     """Where a layer's tensors lie among the E experts. distributed: DTensors over all E, not over L."""
 
-    def __init__(self, problem: Problem, distributed: bool = False) -> None:
-        self.problem, self.distributed = problem, distributed
+    def __init__(self, problem: Problem, group: Any = None, distributed: bool = False) -> None:
+        self.problem, self.group, self.distributed = problem, group, distributed
 
     def rows(self, value: Tensor) -> tuple[Tensor, int]:
         """value: a parameter, or of its form -> (this rank's rows, the expert of the first one)."""
         local, first = local_part(value)
-        over_all = self.distributed and isinstance(value, DTensor)
-        return local, first if over_all else self.problem.expert_begin() + first
+        if self.distributed and isinstance(value, DTensor):
+            return local, first
+        self._check_mesh(value)
+        return local, self.problem.expert_begin() + first
+
+    def whole(self, name: str, value: Tensor | None) -> Tensor | None:
+        """Return a parameter as the layer computes with it: all its experts, not FSDP2's shard of them."""
+        if not isinstance(value, DTensor):
+            return value
+        if self.distributed:
+            value = value.to_local()
+            if value.shape[0] == self.problem.num_local_experts():
+                return value
+        self._check_mesh(value)
+        expected = "whole: call unshard() of the module that fully_shard() was given before"
+        raise ArgumentError(name, "FSDP2's shard of it", expected)
+
+    def _check_mesh(self, value: Tensor) -> None:
+        """Raise RankMismatch where FSDP2 shards or copies over ranks that hold other experts."""
+        if self.problem.ep_size == 1 or not isinstance(value, DTensor):
+            return
+        shared = set(value.device_mesh.mesh.flatten().tolist())
+        shared &= set(dist.get_process_group_ranks(self.group))
+        if len(shared) > 1:
+            raise RankMismatch(
+                f"fully_shard() was given the experts over ranks {sorted(shared)}, which hold different ones of the "
+                "same layer: it would mix them. Give it ignored_params, or the layer a mesh of the ranks that hold "
+                "the same experts (docs/training.md)"
+            )
 
     def mark(self, value: Tensor) -> Tensor:
         """Return Experts that share the memory of `value`; a DTensor over all E knows its place."""
@@ -220,6 +248,30 @@ class Place:
         return Experts.of(rows, first, total)
 
 
+def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool) -> None:
+    """Raise RankMismatch, on all ranks, where two ranks hold the same experts. Collective.
+
+    Nothing that overwrites experts (DDP, FSDP2 over the ranks of the group, another rank's file) tells the layer. Equal
+    experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
+    """
+    first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
+    mine = [bytes(row.tolist()) for row in first]
+    found = together(group, lambda: (mine, loaded))
+    for b, (theirs, b_loaded) in found.items():
+        for a in range(b):
+            ours, a_loaded = found.get(a, ([], False))
+            num = min(len(ours), len(theirs))
+            meant = num == 1 and (a_loaded or b_loaded)
+            distinct = len(set(ours[:num])) == num and all(len(set(row)) > 2 for row in ours[:num])
+            if num and ours[:num] == theirs[:num] and distinct and not meant:
+                raise RankMismatch(
+                    f"ranks {a} and {b} of the group hold the same experts, not those from "
+                    f"{problem.expert_begin(a)} and from {problem.expert_begin(b)}. DDP copies them from rank 0 unless "
+                    "megamoe.ignore_experts_in_ddp(model) is called before, fully_shard() over the ranks of the group "
+                    "mixes them, another rank's state dict replaces them (docs/training.md)"
+                )
+
+
 def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
     """Mark a layer's tensors in a state dict that torch has filled."""
     metadata = getattr(state_dict, "_metadata", {})
@@ -237,13 +289,20 @@ def read(
     prefix: str,
     metadata: dict[str, Any],
     parameters: dict[str, Tensor | None],
-) -> None:
-    """Replace a layer's tensors in a state dict by what torch may copy into `parameters`."""
-    told = metadata.get("experts", span(place.problem))
+) -> bool:
+    """Replace a layer's tensors in a state dict by what torch may copy into `parameters`.
+
+    Returns whether every one of them said which experts it holds.
+    """
+    told, known = metadata.get("experts", span(place.problem)), "experts" in metadata
+    sure = True
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
+            said = isinstance(value, (Experts, DTensor)) or value.shape[:1] == told[:1]
+            sure = sure and (known or said)
             state_dict[prefix + name] = place.take(prefix + name, value, parameter, told)
+    return sure
 
 
 def distributed(problem: Problem, group: Any, mesh: DeviceMesh, local: Tensor) -> DTensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megamoe
 from megamoe import ConfigError, MegaMoE, Problem
-from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.errors import ArgumentError
 from megamoe.frontend.autograd import _runtimes
 from megamoe.frontend.functional import make_backend
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
@@ -152,8 +152,25 @@ def test_bad_options_and_copies():
         make(dtype=torch.float16)
     with pytest.raises(ConfigError, match="backend is 'magic'"):
         make(backend="magic").prepare()
-    with pytest.raises(MegaMoEError, match="cannot be copied"):
-        copy.deepcopy(make())
+
+
+def test_copies():
+    """Of a layer of one rank, as averages of parameters (EMA) want them: own parameters, own runtime."""
+    layer = make(precision="fp8", bias=True)
+    inputs = make_inputs(layer.problem, 8)
+    y = layer(inputs.x, inputs.topk_ids, inputs.topk_weights)
+    net = torch.nn.Sequential(layer)
+    other = copy.deepcopy(net)[0]
+    assert other.w13 is not layer.w13
+    assert torch.equal(other(inputs.x, inputs.topk_ids, inputs.topk_weights), y)
+    with torch.no_grad():
+        layer.w13.zero_()
+    layer.close()
+    assert torch.equal(other(inputs.x, inputs.topk_ids, inputs.topk_weights), y)
+    assert layer(inputs.x, inputs.topk_ids, inputs.topk_weights).abs().max() == 0
+    average = torch.optim.swa_utils.AveragedModel(net, use_buffers=False)
+    average.update_parameters(net)
+    assert torch.equal(average.module[0].w2, layer.w2)
 
 
 def test_casting_the_model_keeps_the_layer_working():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -342,6 +343,67 @@ def meshes_as_groups(mesh):
     return out
 
 
+def one_step(net):
+    y = net(tokens(dist.get_rank()))
+    y.float().square().sum().backward()
+
+
+def overwritten():
+    """What overwrites experts behind the layer's back, and what the first call then says."""
+    group = dist.group.WORLD
+    out = {"ddp": refused(lambda: one_step(DDP(Net(8, group))))}
+    prepared = Net(8, group)
+    prepared.moe.prepare()
+    out["ddp after prepare"] = refused(lambda: one_step(DDP(prepared)))
+    single = Net(4, group)
+    single.load_state_dict(Net(4, group, seed=5).state_dict())
+    one_step(single)
+    out["one expert a rank"] = refused(lambda: one_step(DDP(Net(4, group))))
+    sharded = Net(8, group, bias=False)
+    fully_shard(sharded.moe)
+    fully_shard(sharded.router)
+    out["fsdp"] = refused(lambda: one_step(sharded))
+    out["fsdp, state_dict"] = refused(sharded.state_dict)
+    out["fsdp, prepare"] = refused(sharded.moe.prepare)
+    rank_0 = {"w13": Net(8, group).moe.w13.detach().clone()}  # without metadata
+    dist.broadcast(rank_0["w13"], 0)
+    wrong_file = Net(8, group)
+    wrong_file.moe.load_state_dict(rank_0, strict=False)
+    out["plain file of rank 0"] = refused(lambda: one_step(wrong_file))
+    upcycled = Net(8, group)
+    with torch.no_grad():
+        upcycled.moe.w13.copy_(rank_0["w13"][:1])
+    out["upcycled"] = refused(lambda: one_step(upcycled))
+    out["copied"] = refused(lambda: copy.deepcopy(upcycled))
+    return out
+
+
+def views(pair, mesh):
+    """FSDP2 warns of outputs that are views."""
+    net = Net(4, pair, bias=False)
+    fully_shard(net.moe, mesh=mesh["copies"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shape in ((8, HIDDEN), (2, 4, HIDDEN)):
+            weights = torch.full((*shape[:-1], TOP_K), 0.5)
+            y = net.moe(tokens(1).view(shape), weights.long(), weights)
+            assert y.shape == shape
+            assert y.requires_grad
+            y.float().sum().backward()
+    return True
+
+
+def unsharded_prepare(mesh):
+    """FSDP2's shards are refused by name; between unshard() and reshard() the layer can be prepared."""
+    moe = Net(4, mesh["ep"], bias=False).moe
+    fully_shard(moe, mesh=mesh["copies"])
+    error = refused(moe.prepare)
+    moe.unshard()
+    moe.prepare()
+    moe.reshard()
+    return error
+
+
 def on_four_ranks(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
@@ -356,6 +418,9 @@ def on_four_ranks(rank, folder):
     out["ddp"] = [under_ddp(average) for average in (True, False)]
     out["torch"] = torchs_own_helpers(pair, folder)
     out["meshes"] = meshes_as_groups(mesh)
+    out["overwritten"] = overwritten()
+    out["views"] = views(pair, mesh)
+    out["prepare"] = unsharded_prepare(mesh)
     return out
 
 
@@ -433,6 +498,32 @@ def test_device_mesh_as_group(results):
             assert found[key].startswith(
                 "ConfigError: group is a mesh of 2 dimensions ('copies', 'ep'), exp"
             )
+
+
+def test_overwritten_experts_are_noticed(results):
+    same = (
+        "RankMismatch: ranks 0 and 1 of the group hold the same experts, not those from 0 and from"
+    )
+    for result in results:
+        found = result["overwritten"]
+        for case in (
+            "ddp",
+            "ddp after prepare",
+            "one expert a rank",
+            "fsdp",
+            "plain file of rank 0",
+        ):
+            assert str(found[case]).startswith(same), case
+        for case in ("fsdp, state_dict", "fsdp, prepare"):
+            assert "fully_shard() was given the experts over ranks [0, 1, 2, 3]" in found[case]
+        assert found["upcycled"] is None
+        assert "over 4 ranks shares memory with them and cannot be copied" in found["copied"]
+
+
+def test_fsdp2_of_one_layer(results):
+    for result in results:
+        assert result["views"]
+        assert result["prepare"].startswith("ArgumentError: w13 is FSDP2's shard of it, expected")
 
 
 def test_experts_behave_as_plain_tensors():
