@@ -51,10 +51,16 @@ setup(
     },
     include_package_data=False,
     zip_safe=False,
-    install_requires=["torch>=2.11", "numpy", "nvidia-cutlass==4.2.0.0", "cuda-bindings>=13,<14"],
+    install_requires=[
+        "torch>=2.11",
+        "numpy",
+        "filelock",
+        "nvidia-cutlass==4.2.0.0",
+        "cuda-bindings>=13,<14",
+    ],
     extras_require={
         "cu13": CU13,
-        "nvshmem": ["nvshmem4py-cu13>=0.4", "nvidia-nvshmem-cu13>=3.4.5"],
+        "nvshmem": ["nvshmem4py-cu13>=0.4", "cuda-core", "nvidia-nvshmem-cu13>=3.4.5"],
         "plot": PLOT,
         "test": TEST,
         "dev": [*TEST, *DEV],

@@ -7,7 +7,6 @@ What lies here is executed, so the folder is made for its owner alone, and one t
 
 from __future__ import annotations
 
-import fcntl
 import grp
 import hashlib
 import json
@@ -15,8 +14,7 @@ import os
 import pwd
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +108,6 @@ def secure(folder: Path) -> Path:
     return real
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock
-
-
 def _publish(temporary: Path, final: Path) -> None:
     os.chmod(temporary, 0o600)  # whatever umask the compiler ran under
     descriptor = os.open(temporary, os.O_RDONLY)
@@ -156,7 +144,9 @@ def fetch(
     found = _load(result, notes)
     if found is not None:
         return result, found
-    with _locked(folder / f"{key}.lock"):
+    from filelock import FileLock  # needed by builds only, and slow to import
+
+    with FileLock(folder / f"{key}.lock", mode=0o600):
         found = _load(result, notes)  # another process built it while this one waited
         if found is not None:
             return result, found
