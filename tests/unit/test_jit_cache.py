@@ -13,7 +13,7 @@ import pytest
 from megamoe.errors import ConfigError
 from megamoe.jit import cache, paths
 from megamoe.jit.compiler import compile_source, parse_log
-from megamoe.jit.source import Variant, variants
+from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
 KERNEL = """
 #include "megamoe/layout/args.h"
@@ -58,9 +58,11 @@ def test_key_follows_everything_else(tmp_path):
 
 def test_variants_have_keys_of_their_own():
     every = variants() + variants(profile=True)
-    assert len(variants()) == 8
-    assert len({cache.content_key(v.source()) for v in every}) == len({str(v) for v in every}) == 16
-    with pytest.raises(ValueError, match="no such kernel"):
+    assert {(v.precision, v.activation) for v in every} >= {("bf16", a) for a in ACTIVATIONS}
+    assert len(every) == 2 * len(variants()) >= 16
+    assert len({cache.content_key(v.source()) for v in every}) == len(every)
+    assert len({str(v) for v in every}) == len(every)
+    with pytest.raises(ValueError, match="one that has a kernel"):
         Variant("fp4", "swiglu")
 
 
