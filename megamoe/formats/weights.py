@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -183,6 +184,35 @@ def _check_strided(
     check_tensor(name, value, shape, dtype, device, contiguous=False)
     if width and isinstance(value, Tensor):
         check_strides(name, value)
+
+
+_MASTERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_checkpoint(
+    problem: Problem, state_dict: Mapping[str, Any], prefix: str, holds: torch.dtype
+) -> None:
+    """Raise ArgumentError for numbers that mean nothing without scales; load_state_dict would just cast them.
+
+    holds: the dtype of the layer's w13 now.
+    """
+    stored = problem.formats.w
+    expected = f"bf16 masters, or {stored.dtype} with scales" if stored.scaled else "bf16 masters"
+    given = {name: state_dict.get(prefix + name) for name in ("w13", "w2")}
+    for name, tensor in given.items():
+        if tensor is None or (tensor.dtype in _MASTERS and holds in _MASTERS):
+            continue
+        key, scale = f"{prefix}{name}", f"{prefix}{name}_scale"
+        if tensor.dtype in _MASTERS:
+            expected = f"{holds} with scales, which the layer holds: make a new layer for masters"
+            raise ArgumentError(f"{key} of the state dict", tensor.dtype, expected)
+        if not (stored.scaled and tensor.dtype == stored.dtype):
+            raise ArgumentError(f"{key} of the state dict", tensor.dtype, expected)
+        if state_dict.get(scale) is None:
+            raise ArgumentError(f"{scale} of the state dict", None, f"fp32, since {key} is FP8")
+        if holds in _MASTERS and any(t is None or t.dtype != tensor.dtype for t in given.values()):
+            dtypes = {n: None if t is None else t.dtype for n, t in given.items()}
+            raise ArgumentError(f"{prefix}w13 and w2 of the state dict", dtypes, "of one dtype")
 
 
 def check_tensor(

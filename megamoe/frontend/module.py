@@ -14,7 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ConfigError, MegaMoEError
 from megamoe.formats.quantization import E4M3
-from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.formats.weights import (
+    ExpertWeights,
+    check_checkpoint,
+    check_tensor,
+    expected_weights,
+)
 from megamoe.frontend.agreement import process_group
 from megamoe.frontend.functional import agree, check_device
 from megamoe.frontend.layer import Layer
@@ -239,6 +244,7 @@ class MegaMoE(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
         """Take this rank's experts out of what is given; let FP8 weights replace bf16 masters."""
+        check_checkpoint(self.problem, state_dict, prefix, self.w13.dtype)
         parameters = {name: getattr(self, name) for name in _NAMES}
         self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
         names = ("w13", "w2", "w13_scale", "w2_scale")

@@ -234,3 +234,49 @@ def test_world_before_init_is_not_alone(monkeypatch):
 def test_what_is_no_group_is_named(group):
     with pytest.raises(ConfigError, match="group is"):
         make(group=group)
+
+
+def fp8_state():
+    problem = replace(PROBLEM, precision="fp8")
+    return {k: v for k, v in make_weights(problem).named().items() if k[0] == "w"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("holds_fp8", [False, True])
+def test_fp8_weights_without_scales_are_not_loaded(precision, strict, holds_fp8):
+    """They were cast: e4m3 numbers, without their scales, became the bf16 masters."""
+    if holds_fp8 and precision == "bf16":
+        return
+    model = torch.nn.ModuleDict({"moe": make(precision=precision)})
+    if holds_fp8:
+        model["moe"].load_fp8_weights(**fp8_state())
+    before = {k: v.float() for k, v in model.state_dict().items()}
+    good, masters = fp8_state(), make(init_seed=9).state_dict()
+    cases = {
+        "no scales": {k: good[k] for k in ("w13", "w2")},
+        "one scale": {k: v for k, v in good.items() if k != "w2_scale"},
+        "one master": {**good, "w2": masters["w2"]},
+        "another fp8": {**good, "w13": good["w13"].to(torch.float8_e5m2)},
+        "bytes": {**good, "w2": good["w2"].view(torch.uint8)},
+    }
+    if precision == "bf16":
+        cases["scales, but bf16"] = good
+    if holds_fp8:
+        cases["masters"] = masters
+    for what, state in cases.items():
+        state = {f"moe.{name}": tensor for name, tensor in state.items()}
+        with pytest.raises(ArgumentError, match=r"moe\.w.* of the state dict is"):
+            model.load_state_dict(state, strict=strict)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.float(), before[name]), (what, name)
+
+
+def test_checkpoints_that_fit_are_loaded():
+    layer = make(precision="fp8")
+    layer.load_state_dict({k: v.float() for k, v in make(init_seed=9).state_dict().items()})
+    assert torch.equal(layer.w13, make(init_seed=9).w13)
+    for _ in range(2):  # in place of masters, then in place of FP8 weights
+        layer.load_state_dict(fp8_state())
+        assert torch.equal(layer.w2.float(), fp8_state()["w2"].float())
+        assert torch.equal(layer.w2_scale, fp8_state()["w2_scale"])
