@@ -30,8 +30,9 @@ from megamoe.errors import (  # noqa: E402
 from megamoe.formats.cache import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.frontend.functional import make_backend  # noqa: E402
-from megamoe.frontend.layer import Layer, moe_forward  # noqa: E402
+from megamoe.frontend.layer import Layer  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
+from megamoe.frontend.moe_forward import moe_forward  # noqa: E402
 from megamoe.frontend.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,

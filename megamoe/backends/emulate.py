@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backends.order import Mark, check_marks
+from megamoe.backends.order import REFUSED, Mark, check_marks
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
@@ -284,11 +284,10 @@ class EmulateBackend:
         weights.validate(self.problem, x.device)
         tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
         experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
-        everyone = self.group.all_gather((*tensors, pack(experts), self.mark.ints()))
-        xs, ids, scores, counts, all_experts, marks = (
+        everyone = self._gather(0, *tensors, pack(experts))
+        xs, ids, scores, counts, all_experts, _ = (
             list(column) for column in zip(*everyone, strict=True)
         )
-        check_marks(marks, self.problem.rank)
 
         def run() -> list[Tensor]:
             all_weights = [unpack(e) for e in all_experts]
@@ -298,6 +297,15 @@ class EmulateBackend:
 
         y: Tensor = _on_rank_0(self.group, run)[self.problem.rank].to(x.device)
         return y if out is None else out.copy_(y)
+
+    def refuse(self) -> None:
+        """Tell the ranks that gather for a call that this one makes none. Collective."""
+        self._gather(REFUSED)
+
+    def _gather(self, flags: int, *mine: Any) -> list[Any]:
+        everyone = self.group.all_gather((*mine, self.mark.ints(flags)))
+        check_marks([mark for *_, mark in everyone], self.group.rank)
+        return everyone
 
     def check(self) -> None:
         """Nothing can be pending: forward raises where it fails."""

@@ -42,12 +42,17 @@ class Mark:
 
 
 def check_marks(marks: Sequence[Sequence[int]], rank: int) -> None:
-    """Raise RankMismatch unless all ranks make the same call. marks: Mark.ints() by rank; rank: this one."""
+    """Raise RankMismatch unless all ranks make the same call. marks: Mark.ints() by rank; rank: this one.
+
+    A rank that refuses its arguments only tells the others, and raises its own error.
+    """
+    if marks[rank][0] & REFUSED:
+        return
     for other, mark in enumerate(marks):
         if other != rank and mark[0] & REFUSED:
             raise RankMismatch(f"rank {other} refused its arguments: see that rank's error")
     for other, mark in enumerate(marks):
-        if list(mark) != list(marks[rank]) and not marks[rank][0] & REFUSED:
+        if list(mark) != list(marks[rank]):
             raise RankMismatch(
                 f"rank {other} calls {_call(mark)}, rank {rank} {_call(marks[rank])}. Make and call the "
                 "layers of a group in the same order on all ranks, with gradients of the same tensors"

@@ -17,6 +17,7 @@ from megamoe.backends.order import (
     GRAD_OF_ROWS,
     GRAD_OF_X,
     MARK_INTS,
+    REFUSED,
     Mark,
     check_marks,
 )
@@ -68,9 +69,17 @@ class StagedBackend:
     def __init__(self, problem: Problem, group: Any = None) -> None:
         self.problem, self.group = problem, group
         self.mark = Mark.make(problem, group)
+        self._device = torch.device("cpu")
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Nothing to prepare."""
+        """Nothing to prepare but for refuse()."""
+        self._device = weights.w13.device
+
+    def refuse(self) -> None:
+        """Take part in the exchange of the others' call and tell them that this rank makes none. Collective."""
+        if self.group is not None:
+            counts = torch.zeros(self.problem.num_experts, dtype=torch.int64, device=self._device)
+            _exchange_counts(self.problem, self.group, counts, self.mark.ints(REFUSED))
 
     def check(self) -> None:
         """Nothing can be pending: torch.distributed raises where it fails."""

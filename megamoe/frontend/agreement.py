@@ -69,6 +69,19 @@ def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
     return {rank: entry for rank, (entry, _) in found.items()}
 
 
+def tell(group: Any, error: Exception) -> None:
+    """Take part in the others' together() with an error that this rank raises afterwards."""
+
+    def fail() -> None:
+        raise error
+
+    try:
+        together(group, fail)
+    except Exception as raised:
+        if raised is not error:
+            raise
+
+
 def check_equal(what: str, values: dict[int, Any]) -> None:
     """Raise RankMismatch unless all ranks gave the same value, which is named."""
     first = min(values)

@@ -185,6 +185,8 @@ def cannot_run(reason: str) -> ConfigError:
 
 def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown option, or a problem of another size than the group."""
+    if not isinstance(problem, Problem):
+        raise ConfigError("problem", type(problem).__name__, "megamoe.Problem")
     for option in options.keys() - set(OPTIONS):
         raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
     size = 1 if group is None else dist.get_world_size(group)

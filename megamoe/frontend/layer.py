@@ -1,7 +1,8 @@
-"""Layer: the layer over weights that the caller owns, differentiable; and the same as one function."""
+"""Layer: the layer over weights that the caller owns, differentiable."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.frontend.agreement import ALONE, process_group
+from megamoe.frontend.agreement import ALONE, process_group, tell
 from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
-from megamoe.frontend.functional import Backend, agree, check_call, check_options, open_backend
+from megamoe.frontend.functional import agree, check_call, check_options, open_backend
+
+log = logging.getLogger("megamoe")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 MAX_KNOWN_CALLS = 1024
@@ -105,13 +108,18 @@ class Layer:
             or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
         ):
             return False
-        experts = _tensors(weights)
-        if torch.is_grad_enabled() and (
-            x.requires_grad or topk_weights.requires_grad or any(t.requires_grad for t in experts)
-        ):
+        try:
+            experts = _tensors(weights)
+            if torch.is_grad_enabled() and (
+                x.requires_grad
+                or topk_weights.requires_grad
+                or any(t.requires_grad for t in experts)
+            ):
+                return False
+            call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
+            return call in self._known_calls and _weights_key(experts) == self._known_weights
+        except AttributeError:  # something is no tensor: the checks will name it
             return False
-        call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
-        return call in self._known_calls and _weights_key(experts) == self._known_weights
 
     def _checked(
         self,
@@ -123,23 +131,29 @@ class Layer:
         out: Tensor | None,
     ) -> Tensor:
         given = x, topk_ids, topk_weights
-        x, topk_ids, topk_weights = self._rows(x, topk_ids, topk_weights)
-        flat = [t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in (x, topk_ids, topk_weights)]
-        flat_out = None
-        if out is not None:
-            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-            flat_out = out.view(-1, out.shape[-1])
-        check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
-        self._check_weights(weights, x.device)
-        refuse_tangents((x, topk_weights, weights.w13, weights.w2, weights.b13, weights.b2))
+        try:
+            x, topk_ids, topk_weights = self._rows(x, topk_ids, topk_weights)
+            flat = [
+                t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in (x, topk_ids, topk_weights)
+            ]
+            flat_out = None
+            if out is not None:
+                check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+                flat_out = out.view(-1, out.shape[-1])
+            check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
+            self._check_weights(weights, x.device)
+            experts = _tensors(weights)
+            tensors = (x, topk_weights, *experts)
+            refuse_tangents(tensors)
+            recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            if recording and out is not None:
+                raise ArgumentError("out", "given", "None while gradients are recorded")
+        except ArgumentError as error:
+            self.refuse(error)
+            raise
         if self._runtime is None:
             self.prepare(weights)
         assert self._runtime is not None
-        experts = _tensors(weights)
-        tensors = (x, topk_weights, *experts)
-        recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if recording and out is not None:
-            raise ArgumentError("out", "given", "None while gradients are recorded")
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
         if plain and not recording and not _somebody_watches():
             if all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
@@ -155,6 +169,16 @@ class Layer:
             self._known_calls.clear()
         self._known_calls.add(call)
         self._known_weights = weights
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
+        if self.group is None or torch.compiler.is_compiling():
+            return
+        log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
+        if self._runtime is None:
+            tell(self.group, error)  # the others are about to prepare
+        else:
+            getattr(self._runtime.backend, "refuse", nothing)()
 
     def _rows(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, ...]:
         """Return the three as the operator takes them: cast, scaled, contiguous; leading sizes compared."""
@@ -179,7 +203,8 @@ class Layer:
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
         if not isinstance(weights, ExpertWeights):
             raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
-        masters = self.problem.formats.w.scaled and weights.w13.dtype == torch.bfloat16
+        stated = getattr(weights.w13, "dtype", None)
+        masters = self.problem.formats.w.scaled and stated == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
 
     @torch.compiler.disable(
@@ -191,7 +216,12 @@ class Layer:
 
         Call it before torch.compile or graph capture.
         """
-        self._check_weights(weights, None)
+        try:
+            self._check_weights(weights, None)
+        except ArgumentError as error:
+            if self._runtime is None:
+                self.refuse(error)
+            raise
         if self._runtime is None:
             device = weights.w13.device
             backend = open_backend(self.backend, self.problem, self.group, device, self._options)
@@ -238,6 +268,10 @@ class Layer:
         runtime.backend.close()
 
 
+def nothing() -> None:
+    """What a backend does that bounds its own waits."""
+
+
 def _somebody_watches() -> bool:
     """Whether a mode or a transform has to see the operator."""
     return (
@@ -272,64 +306,3 @@ def _weights_key(experts: list[Tensor]) -> list[Any]:
     return [
         (t.data_ptr(), t.shape, t.dtype, t.is_contiguous() or t.stride(), type(t)) for t in experts
     ]
-
-
-_shared: dict[tuple[Any, ...], Layer] = {}
-
-
-def moe_forward(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    *,
-    problem: Problem,
-    group: Any = None,
-    backend: str | Backend = "auto",
-    routed_scaling_factor: float = 1.0,
-    out: Tensor | None = None,
-    num_tokens_device: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """Compute the layer on all ranks of `group`. Collective: every rank calls, even for no tokens.
-
-    x: [T, H] bf16, T <= problem.max_tokens and free to differ between ranks.
-    topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
-    weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
-    num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
-    backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
-        close_backends().
-    routed_scaling_factor, and gradients: as in Layer. An object as the backend has gradients if it is "staged".
-    Returns y [T, H] bf16.
-    """
-    check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
-    if isinstance(backend, str):
-        options["routed_scaling_factor"] = routed_scaling_factor
-        key = (backend, problem, group, x.device, tuple(sorted(options.items())))
-        if key not in _shared:
-            _shared[key] = Layer(problem, group, backend=backend, **options)
-        layer = _shared[key]
-        return layer(
-            x, topk_ids, topk_weights, weights, num_tokens_device=num_tokens_device, out=out
-        )
-    if not isinstance(weights, ExpertWeights):
-        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
-    weights.validate(problem, x.device)
-    tensors = [x, topk_weights, *weights.named().values()]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        if out is not None:
-            raise ArgumentError("out", "given", "None while gradients are recorded")
-        if not getattr(backend, "differentiable", False):
-            expected = "a name, or torch.no_grad(): this object has no gradients"
-            raise ArgumentError("backend", type(backend).__name__, expected)
-    if not getattr(backend, "differentiable", False):
-        refuse_tangents(tensors)
-    if routed_scaling_factor != 1.0:
-        topk_weights = topk_weights * routed_scaling_factor
-    return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
-
-
-def close_backends() -> None:
-    """Close every layer that moe_forward made by name. Collective over their groups."""
-    while _shared:
-        _shared.popitem()[1].close()

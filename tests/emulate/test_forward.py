@@ -332,7 +332,7 @@ def test_backend_of_threads() -> None:
 def _process_main(rank: int) -> Any:
     import torch.distributed as dist
 
-    from megamoe.frontend.layer import moe_forward
+    from megamoe.frontend.moe_forward import moe_forward
 
     problem, inputs, weights, _ = backend_inputs()
     i = inputs[rank]

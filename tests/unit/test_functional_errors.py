@@ -8,9 +8,9 @@ import torch
 
 from megamoe import ArgumentError, ConfigError, Problem, moe_forward
 from megamoe.frontend import functional
-from megamoe.frontend import layer as layer_file
+from megamoe.frontend import moe_forward as function_file
 from megamoe.frontend.functional import choose, make_backend, why_not_mega
-from megamoe.frontend.layer import close_backends
+from megamoe.frontend.moe_forward import close_backends
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)
@@ -117,6 +117,6 @@ def test_backends_by_name_are_kept_until_closed():
     close_backends()
     moe_forward(**GOOD, problem=PROBLEM, backend="staged")
     moe_forward(**GOOD, problem=PROBLEM, backend="staged")
-    assert len(layer_file._shared) == 1
+    assert len(function_file._shared) == 1
     close_backends()
-    assert not layer_file._shared
+    assert not function_file._shared

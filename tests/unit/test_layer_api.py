@@ -12,7 +12,7 @@ from megamoe import ExpertWeights, Layer, MegaMoE, Problem
 from megamoe.backends.staged import StagedBackend
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.frontend import layer as layer_file
-from megamoe.frontend.layer import moe_forward
+from megamoe.frontend.moe_forward import moe_forward
 from megamoe.testing import assert_close, make_inputs, make_weights, same_bits
 
 PROBLEM = Problem(48, 32, 7, 3, max_tokens=64, bias=True, activation="swiglu_oai")

@@ -24,7 +24,7 @@ LAYERS = [
     ("frontend.functional",),
     ("frontend.autograd",),
     ("frontend.layer", "frontend.shards"),
-    ("frontend.module",),
+    ("frontend.moe_forward", "frontend.module"),
     ("frontend.training",),
     ("testing",),
 ]

@@ -1,6 +1,7 @@
 """Ranks that differ: another order of layers, another backend, an error on one rank. Each is named on all ranks."""
 
 import os
+import re
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from megamoe import Layer, MegaMoE, Problem, moe_forward
 from megamoe.frontend.functional import make_backend
+from megamoe.frontend.moe_forward import close_backends
 from megamoe.testing import launch, make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, ep_size=2, max_tokens=32)
@@ -43,15 +45,27 @@ def in_order(rank, name, count):
     return found, alike
 
 
-@pytest.mark.parametrize("name", ["staged", "reference", "emulate"])
-@pytest.mark.parametrize("count", [5, 12], ids=["equal layers", "other sizes"])
-def test_layers_in_opposite_order_are_named(name, count):
-    for rank, (found, alike) in enumerate(launch(in_order, 2, name, count, timeout_s=60)):
-        kind, text, seconds = found
+NAMES, COUNTS = ("staged", "reference", "emulate"), (5, 12)
+
+
+def all_orders(rank):
+    return {(name, count): in_order(rank, name, count) for name in NAMES for count in COUNTS}
+
+
+@pytest.fixture(scope="module")
+def orders():
+    return launch(all_orders, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", COUNTS, ids=["equal layers", "other sizes"])
+def test_layers_in_opposite_order_are_named(orders, name, count):
+    for rank, results in enumerate(orders):
+        (kind, text, seconds), alike = results[name, count]
         assert kind == "RankMismatch", text
-        other = 1 - rank
-        assert f"rank {other} calls forward of layer {other + 1}" in text
-        assert f"rank {rank} forward of layer {rank + 1}" in text
+        numbers = re.findall(r"forward of layer (\d+)", text)
+        assert text.startswith(f"rank {1 - rank} calls forward of layer")
+        assert int(numbers[0]) - int(numbers[1]) == (1 if rank == 0 else -1)
         assert seconds < 5
         assert alike[0] is None, alike
 
@@ -123,10 +137,12 @@ def differing_options(rank, how):
         )
 
     def with_variable(call):
-        os.environ["MEGAMOE_BACKEND"] = "nonsense" if how == "bad variable" else "reference"
-        if not other:
-            del os.environ["MEGAMOE_BACKEND"]
-        return call()
+        if other:
+            os.environ["MEGAMOE_BACKEND"] = "nonsense" if how == "bad variable" else "reference"
+        try:
+            return call()
+        finally:
+            os.environ.pop("MEGAMOE_BACKEND", None)
 
     calls = {
         "backend": lambda: module(backend="reference"),
@@ -174,12 +190,24 @@ DIFFERING = {
 }
 
 
+def all_that_differ(rank):
+    found = {}
+    for how in DIFFERING:
+        found[how] = differing_options(rank, how)
+        close_backends()
+    return found
+
+
+@pytest.fixture(scope="module")
+def differing():
+    return launch(all_that_differ, 2, timeout_s=60)
+
+
 @pytest.mark.parametrize("how", DIFFERING)
-def test_ranks_that_ask_for_something_else_are_named_everywhere(how):
-    """Red before: rank 0 waited for the group's time-out, here 30 s."""
-    expected = DIFFERING[how]
-    for rank, (found, alike) in enumerate(launch(differing_options, 2, how, timeout_s=30)):
-        kind, text = expected[2 * rank : 2 * rank + 2]
+def test_ranks_that_ask_for_something_else_are_named_everywhere(differing, how):
+    for rank, results in enumerate(differing):
+        found, alike = results[how]
+        kind, text = DIFFERING[how][2 * rank : 2 * rank + 2]
         assert found[0] == kind, found
         assert text in found[1]
         assert found[2] < 5
@@ -205,3 +233,69 @@ def test_a_process_outside_the_group_is_told_so():
         assert kind == "ConfigError"
         assert "group is one that process 1 is not in" in text
         assert seconds < 1
+
+
+def one_refuses(rank, name, by, late):
+    """Rank 1's arguments do not fit, in the first call or in a later one; then all call rightly."""
+    group, problem = dist.group.WORLD, replace(PROBLEM, rank=rank)
+    i, weights = make_inputs(problem, 4 + rank), make_weights(problem)
+    good = i.x, i.topk_ids, i.topk_weights
+    module = MegaMoE(**SHAPE, group=group, backend=name) if by == "module" else None
+    made = make_backend(name, problem, group, device="cpu") if by == "object" else name
+
+    def call(x, ids, scores, weights=weights):
+        if module is not None:
+            return module(x, ids, scores)
+        return moe_forward(x, ids, scores, weights, problem=problem, group=group, backend=made)
+
+    wrong = {
+        "x": (i.x.float(), *good[1:]),
+        "no x": (None, *good[1:]),
+        "device": (i.x.to("meta"), *good[1:]),
+        "tokens": tuple(t.repeat(20, 1) for t in good),
+        "ids": (i.x, i.topk_ids.float(), i.topk_weights),
+        "scores": (i.x, i.topk_ids, i.topk_weights[:2]),
+    }
+    if module is None:
+        wrong["weights"] = (*good, replace(weights, w2=weights.w2.float()))
+        wrong["no weights"] = (*good, None)
+    found = {}
+    with torch.no_grad():
+        if late:
+            call(*good)
+        for what, arguments in wrong.items():
+            found[what] = outcome(lambda a=arguments: call(*(a if rank == 1 else good)))
+            if not late:
+                break
+        both = outcome(lambda: call(*wrong["x"]))
+        alike = outcome(lambda: call(*good))
+    return found, both, alike
+
+
+def all_refusals(rank):
+    found = {}
+    for name in NAMES:
+        for by in ("module", "name", "object"):
+            for late in (False, True):
+                found[name, by, late] = one_refuses(rank, name, by, late)
+                close_backends()  # so that the next first call is one
+    return found
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    return launch(all_refusals, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["first call", "later"])
+@pytest.mark.parametrize("by", ["module", "name", "object"])
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
+    for rank, results in enumerate(refusals):
+        found, both, alike = results[name, by, late]
+        for what, (kind, text, seconds) in found.items():
+            assert kind == ("ArgumentError" if rank == 1 else "RankMismatch"), (what, text)
+            assert rank == 1 or "rank 1" in text
+            assert seconds < 5
+        assert both[0] == "ArgumentError"
+        assert alike[0] is None, alike

@@ -13,7 +13,7 @@ from megamoe.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import Runtime, apply
 from megamoe.frontend.functional import make_backend
-from megamoe.frontend.layer import moe_forward
+from megamoe.frontend.moe_forward import moe_forward
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 
