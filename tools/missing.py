@@ -54,31 +54,36 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", text.split("+")[0]))
 
 
-def has_toolkit() -> bool:
-    """Return whether a CUDA toolkit gives the headers, and the compiler as a library."""
+def toolkits() -> list[Path]:
+    """Return where CUDA toolkits may be."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    return any(
-        all((Path(home, "include", name)).exists() for name in HEADERS)
-        and list(Path(home).glob("lib*/libnvrtc.so.13"))
-        for home in homes
-        if home
-    )
+    return [Path(home) for home in homes if home]
+
+
+def missing_cuda(wheels: list[str]) -> list[str]:
+    """Return the wheels of compiler and headers that no toolkit stands in for. Headers come from one tree."""
+    missing = [r for r in wheels if not is_installed(r)]
+    if any(all((home / "include" / name).exists() for name in HEADERS) for home in toolkits()):
+        missing = [r for r in missing if "nvrtc" in r]
+        return [] if any(list(home.glob("lib*/libnvrtc.so.13")) for home in toolkits()) else missing
+    return wheels if missing else []
 
 
 def missing_runtime() -> list[str]:
-    """Return what the kernel needs. Headers of CUDA come from one tree, so all of them or none."""
+    """Return what the kernel needs."""
     lists = requirements()
     found = [r for r in lists["install_requires"] if not is_installed(r)]
     if any(r.startswith("cuda-bindings") for r in found):
         found.append("cuda-pathfinder")
-    cu13 = lists["CU13"]
-    return found if has_toolkit() or all(map(is_installed, cu13)) else found + cu13
+    return found + missing_cuda(lists["CU13"])
 
 
 def missing_dev() -> list[str]:
     """Return what tests, plots and linting need."""
     lists = requirements()
-    return [r for name in ("TEST", "PLOT", "DEV") for r in lists[name] if not is_installed(r)]
+    found = [r for name in ("TEST", "PLOT", "DEV") for r in lists[name] if not is_installed(r)]
+    has_disassembler = any((home / "bin" / "nvdisasm").exists() for home in toolkits())
+    return [r for r in found if not (has_disassembler and "nvdisasm" in r)]
 
 
 if __name__ == "__main__":
