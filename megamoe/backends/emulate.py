@@ -33,7 +33,7 @@ DEFAULT_CTAS = 2
 
 # Data that the kernel must write before it reads: filled with NaN patterns when a rank's memory is made.
 _POISONED = (
-    *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "route_weights"),
+    *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows"),
     *("window_weights", "window_x", "window_x_scale", "window_partials"),
 )
 
@@ -75,13 +75,13 @@ class _Rank:
     def make(cls, problem: Problem, pool_rows: int | None) -> _Rank:
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         plan = Plan(problem, rows)
-        window, workspace = (
-            _aligned_zeros(layout.total_bytes(r)) for r in (plan.window, plan.workspace)
-        )
+        window = _aligned_zeros(layout.total_bytes(plan.window))
+        workspace = _aligned_zeros(plan.workspace_bytes)
         for regions, memory in ((plan.window, window), (plan.workspace, workspace)):
             for name in _POISONED:
                 if name in regions:
                     memory[regions[name].offset : regions[name].end] = 0xFF
+        workspace[plan.state_offset :] = 0xFF
         return cls(plan, window, workspace, abi.FaultRecord())
 
     def reset(self) -> None:
@@ -137,10 +137,12 @@ class Emulation:
         weights: Sequence[ExpertWeights],
         *,
         num_tokens_device: Sequence[Tensor | None] | None = None,
+        states: Sequence[Tensor] | None = None,
         seed: int = 0,
     ) -> list[Tensor]:
         """Run one launch of all ranks; the sequences have one entry a rank. Return their y [T, H] bf16.
 
+        states: [bytes] uint8 each, where this call leaves its state (Plan.state) in place of the workspace's.
         seed: of the order in which fibers run and copies land; 0 is round robin.
         """
         if self.broken is not None:
@@ -185,6 +187,8 @@ class Emulation:
                 fault=ctypes.addressof(rank.fault),
                 step_blocks=self.step_blocks,
             )
+            if states is not None:
+                arguments.fill_state(args, rank.plan, states[index].data_ptr())
             arguments.fill_weights(args, rank.plan, experts, encode_emulated)
             tokens = None if num_tokens_device is None else here(num_tokens_device[index])
             x, ids, scores = (here(t[index]) for t in (xs, topk_ids, topk_weights))
@@ -219,7 +223,7 @@ class Emulation:
         r = self.ranks[rank]
         if name in r.plan.window:
             return r.plan.window[name].view(r.window)
-        return r.plan.workspace[name].view(r.workspace)
+        return r.plan.views(r.workspace)[name]
 
 
 _libraries: dict[str, Any] = {}

@@ -306,7 +306,7 @@ class MegaBackend:
             return {}
         plan, p = self.plan, self.problem
         window = {n: r.view(self.window.memory) for n, r in plan.window.items()}
-        workspace = {n: r.view(self._workspace) for n, r in plan.workspace.items()}
+        workspace = plan.views(self._workspace)
         parity = int(self.window.epoch() & 1)
         tokens = window["window_routes"][parity, :, 0].tolist()
         found = {"partials": window["window_partials"][:, : tokens[p.rank]]}

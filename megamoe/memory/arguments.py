@@ -63,6 +63,27 @@ class Plan:
         """Regions of the workspace."""
         return layout.workspace_regions(self.strided, self.pool_rows)
 
+    @cached_property
+    def state(self) -> dict[str, Region]:
+        """Regions of a call's state."""
+        return layout.state_regions(self.strided)
+
+    @cached_property
+    def state_offset(self) -> int:
+        """Where the workspace's memory holds the state of calls that bring none of their own."""
+        return layout.total_bytes(self.workspace)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace, with the state behind it."""
+        return self.state_offset + layout.total_bytes(self.state)
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """memory: [workspace_bytes] uint8 -> every region of the workspace and of the state in it."""
+        own = {name: region.view(memory) for name, region in self.workspace.items()}
+        behind = memory[self.state_offset :]
+        return own | {name: region.view(behind) for name, region in self.state.items()}
+
 
 def fill_static(
     args: Any,
@@ -80,7 +101,8 @@ def fill_static(
 ) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
-    args: a zeroed abi.Args. window_bases: of all ranks, as mapped here. epoch: address of the epoch
+    args: a zeroed abi.Args. window_bases: of all ranks, as mapped here. workspace_base: of
+    plan.workspace_bytes; calls leave their state there unless fill_state says otherwise. epoch: address of the epoch
     cell when it is not the workspace's own (layers that share a window share one). layer: which of the
     window's; it goes into the hash, so that ranks that call equal layers in different orders notice.
     """
@@ -88,6 +110,7 @@ def fill_static(
     address = {n: workspace_base + region.offset for n, region in plan.workspace.items()}
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
+    fill_state(args, plan, workspace_base + plan.state_offset)
     if epoch:
         args.epoch = epoch
     args.fault, args.profile = fault, profile
@@ -127,6 +150,12 @@ def fill_static(
     for name in GEMM_POINTERS.keys() & address.keys():
         for index, field in GEMM_POINTERS[name]:
             setattr(args.gemm[index], field, address[name])
+
+
+def fill_state(args: Any, plan: Plan, base: int) -> None:
+    """Point the launch at the state of its call: the address of memory that holds plan.state."""
+    for name, region in plan.state.items():
+        setattr(args, name, base + region.offset)
 
 
 def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:

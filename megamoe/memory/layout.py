@@ -1,4 +1,7 @@
-"""Where bytes lie: the tables of the window's and the workspace's regions. The only place that computes an offset.
+"""Where bytes lie: the regions of window, workspace and a call's state. The only place that computes an offset.
+
+The window is symmetric memory, the workspace ordinary memory that outlives no launch, the state what a call leaves
+behind that the workspace's tables can be made from again.
 
 Names are those of the fields of Args (csrc/megamoe/layout/args.h), which also says what each region
 means.
@@ -126,15 +129,10 @@ def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
 
 
 def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
-    local, chunks, blocks = p.num_local_experts(p.rank), max_chunks(p), rows // BLOCK_ROWS
-    x, h = p.formats.x, p.formats.h
-    tokens = chunks * CHUNK_TOKENS
+    blocks, x, h = rows // BLOCK_ROWS, p.formats.x, p.formats.h
     for cell in WORKSPACE_CONTROL:
         yield cell, (1,), torch.int32
-    yield "route_ids", (tokens, p.top_k), torch.int32
-    yield "route_weights", (tokens, p.top_k), torch.float32
-    yield "route_rows", (tokens, p.top_k), torch.int32
-    yield "chunk_prefix", (local, chunks + 1), torch.int32
+    yield "route_rows", (max_chunks(p) * CHUNK_TOKENS, p.top_k), torch.int32
     yield "row_route", (rows,), torch.int32
     yield "block_table", (blocks, 2), torch.int32
     yield "rows_ready", (blocks,), torch.int32
@@ -147,6 +145,24 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     if h.scaled:
         yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
     yield "y_rows", (rows, p.hidden), torch.bfloat16
+
+
+# --- the state: of one call on one rank ---
+
+
+def state_regions(problem: Problem) -> dict[str, Region]:
+    """Return the regions of a call's state: its routes, from which every pass can be planned again.
+
+    Written before it is read in each launch, so its memory may be anything.
+    """
+    return _place(_state(problem))
+
+
+def _state(p: Problem) -> Iterator[_Spec]:
+    chunks = max_chunks(p)
+    yield "route_ids", (chunks * CHUNK_TOKENS, p.top_k), torch.int32
+    yield "route_weights", (chunks * CHUNK_TOKENS, p.top_k), torch.float32
+    yield "chunk_prefix", (p.num_local_experts(p.rank), chunks + 1), torch.int32
 
 
 def min_pool_rows(problem: Problem) -> int:
@@ -182,10 +198,12 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     """
     rows = default_pool_rows(problem) if pool_rows is None else pool_rows
     window, workspace = window_regions(problem), workspace_regions(problem, rows)
-    parts = {name: region.bytes for name, region in {**window, **workspace}.items()}
+    state = state_regions(problem)
+    parts = {name: region.bytes for name, region in {**window, **workspace, **state}.items()}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
+        "state_bytes": total_bytes(state),
         "pool_rows": rows,
         "worst_pool_rows": worst_pool_rows(problem),
         "regions": parts,
@@ -194,6 +212,7 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
         f"window (symmetric)  {report['window_bytes'] / 2**20:10.1f} MiB",
         f"workspace           {report['workspace_bytes'] / 2**20:10.1f} MiB, "
         f"{rows} pool rows (worst case {report['worst_pool_rows']})",
+        f"state of a call     {report['state_bytes'] / 2**20:10.1f} MiB",
     ]
     largest = sorted(parts.items(), key=lambda item: -item[1])
     lines += [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]

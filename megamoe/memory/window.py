@@ -155,10 +155,10 @@ class Window:
         return self._layers - 1
 
     def workspace(self, plan: Plan) -> Tensor:
-        """Return the workspace of a layer, zeroed when new. Layers of equal layout share one."""
+        """Return the workspace of a layer, zeroed when new, a state behind it. Layers of equal layout share one."""
         key = (plan.strided, plan.pool_rows)
         if key not in self._workspaces:
-            nbytes = layout.total_bytes(plan.workspace)
+            nbytes = plan.workspace_bytes
             with on_device(self.device):
                 raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
                 start = -raw.data_ptr() % layout.ALIGNMENT

@@ -221,6 +221,40 @@ def test_strided_weights_are_read_in_place(
         assert not torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_call_leaves_its_routes_in_its_state(precision: str) -> None:
+    """Calls on one workspace do not touch each other's state; one that is shared does not outlive the next call."""
+    problem = Problem(64, 48, 7, 3, ep_size=2, max_tokens=70, precision=precision)
+    emulation = Emulation(problem, pool_rows=least_pool(problem))
+    plans = [rank.plan for rank in emulation.ranks]
+
+    def new_states() -> list[Tensor]:
+        sizes = [layout.total_bytes(plan.state) for plan in plans]
+        return [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes]
+
+    def call(seed: int, states: list[Tensor]) -> list[Tensor]:
+        inputs, weights = inputs_of(problem, [70, 33], seed=seed, routing="dropped")
+        ys = emulation.forward_all(*columns(inputs), weights, states=states)
+        for y, expected in zip(ys, reference(problem, inputs, weights), strict=True):
+            assert_close(y, expected, relative=TOLERANCE[precision])
+        return [state.clone() for state in states]
+
+    first, second = new_states(), new_states()
+    left = call(0, first)
+    call(1, second)
+    rows = forward(problem, *columns(inputs_of(problem, [70, 33], seed=0, routing="dropped")[0]),
+                   inputs_of(problem, [70, 33])[1])["rows"]  # fmt: skip
+    for rank, (state, before, plan) in enumerate(zip(first, left, plans, strict=True)):
+        assert torch.equal(state, before)
+        prefix = plan.state["chunk_prefix"].view(state)
+        counts = rows[rank].counts  # [C, L]; of the chunks that have tokens
+        assert torch.equal(prefix[:, : counts.shape[0] + 1].diff(dim=1).T, counts.int())
+        ids = plan.state["route_ids"].view(state)[: counts.shape[0] * 32]
+        assert int((ids >= 0).sum()) == rows[rank].token.numel()
+    call(1, first)
+    assert not all(torch.equal(state, before) for state, before in zip(first, left, strict=True))
+
+
 def test_fewer_tokens_by_device_count() -> None:
     problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
     inputs, weights = inputs_of(problem, [50, 40])

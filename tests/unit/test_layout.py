@@ -37,6 +37,7 @@ def problems(count=60, seed=0):
 def regions_of(problem):
     yield layout.window_regions(problem)
     yield layout.workspace_regions(problem, layout.default_pool_rows(problem))
+    yield layout.state_regions(problem)
 
 
 def test_regions_are_aligned_ordered_and_apart():
@@ -55,7 +56,9 @@ def test_names_are_fields_of_args():
     windows = {name for name in fields if name.startswith("window_")}
     seen = set()
     for problem in problems():
-        window, workspace = regions_of(problem)
+        window, workspace, state = regions_of(problem)
+        assert not set(window) & set(workspace) | set(workspace) & set(state)
+        assert set(state) <= set(fields)
         assert set(window) <= windows
         assert set(workspace) <= {*fields, *arguments.GEMM_POINTERS, "h"}  # h: in maps only
         seen |= set(window)
@@ -66,7 +69,7 @@ def test_shapes_are_those_of_the_header():
     """The comment of each field in args.h states its shape; this reads the comments."""
     problem = Problem(272, 144, 7, 3, ep_size=4, rank=1, max_tokens=70, precision="fp8")
     rows = layout.default_pool_rows(problem)
-    tables = {**layout.window_regions(problem), **layout.workspace_regions(problem, rows)}
+    tables = {name: region for regions in regions_of(problem) for name, region in regions.items()}
     values = {
         "L": 2, "K": 3, "H": 272, "I": 144, "M": rows, "C": 12, "R": 4, "max_tokens": 70,
     }  # fmt: skip
@@ -133,6 +136,8 @@ def test_default_pool_of_deepseek():
     report = layout.memory_report(problem)
     assert report["window_bytes"] < 0.6e9
     assert "y_rows" in report["text"]
+    assert report["state_bytes"] == 8192 * 4 * 8 * 8 + -(-64 * 1025 * 4 // 256) * 256
+    assert "state of a call            2.3 MiB" in report["text"]
 
 
 def test_constants_equal_the_kernels():
@@ -220,6 +225,12 @@ def test_every_field_is_filled():
             getattr(args.gemm[i], field) for i, field in arguments.GEMM_POINTERS.get(name, ())
         ]
         assert set(found) == ({(1 << 40) + region.offset} if name != "h" else set()), name
+    for name, region in plan.state.items():
+        assert getattr(args, name) == (1 << 40) + plan.state_offset + region.offset
+    arguments.fill_state(args, plan, 1 << 44)
+    assert {n: getattr(args, n) - (1 << 44) for n in plan.state} == {
+        n: region.offset for n, region in plan.state.items()
+    }
     for gemm, n, k in zip(args.gemm, (144, 272), (272, 144), strict=True):
         assert (gemm.n, gemm.k) == (n, k)
         unset = {f for f in abi.field_names(abi.Gemm) if not _value(getattr(gemm, f))}

@@ -72,16 +72,17 @@ struct Args {
     uint32_t* fault_ticket;  // [1] whoever takes it first writes the fault record
     uint32_t* arrivals;      // [1] of the grid barrier, and
     uint32_t* generation;    // [1] how often it opened
-    int32_t* route_ids;     // [C*32, K] local expert or -1
-    float* route_weights;   // [C*32, K]
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
-    int32_t* chunk_prefix;  // [L, C+1] routes of expert l in chunks before c
     uint32_t* row_route;    // [M] chunk-order token * 32 + k, with the leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
     void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch
     float* x_pool_scale;    // fp8: [ceil(H/128), M]
     void* y_rows;           // [M, H] bf16, read by reduce
+    // state: what this call leaves behind; the tables of every pass follow from it
+    int32_t* route_ids;     // [C*32, K] local expert or -1
+    float* route_weights;   // [C*32, K]
+    int32_t* chunk_prefix;  // [L, C+1] routes of expert l in chunks before c
     FaultRecord* fault;     // pinned host memory
     uint32_t* abort;        // [1] window[rank] + window_abort: the cell that this rank polls
     uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see cta/profile.h
