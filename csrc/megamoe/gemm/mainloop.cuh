@@ -7,8 +7,6 @@
 
 namespace megamoe {
 
-constexpr int mma_k_bytes = 32;  // K of one wgmma instruction: 16 bf16 or 32 e4m3
-
 // Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little
 // arithmetic stands between a stage's barrier and its first MMA.
 struct Operands {

@@ -82,13 +82,19 @@ struct Warp {
 };
 
 // One wgmma of a warpgroup: issued by all 128 threads, executed when they wait for it.
+struct Operand {
+    const uint8_t* tile;  // first row of 128 bytes; null: in registers
+    uint32_t byte;        // K-major: of each row
+    uint32_t box_bytes;   // MN-major: between boxes of 64 columns; K-major: 0
+    bool operator==(const Operand&) const = default;
+};
 struct Wgmma {
-    const uint8_t* a;  // first row of the operand, and
-    const uint8_t* b;
-    uint32_t a_byte, b_byte;  // the byte within each 128-byte row
+    Operand a, b;
+    int n;
     bool is_e4m3, accumulate;
     uint32_t group;
     float* acc[warpgroup_size];
+    const uint32_t* a_registers[warpgroup_size];
 };
 
 struct Warpgroup {

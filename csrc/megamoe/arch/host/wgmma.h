@@ -1,78 +1,103 @@
-// Tensor cores: 64 x 128 x 32 bytes by one warpgroup.
+// Tensor cores: 64 x n x 32 bytes by one warpgroup.
 //
-// wgmma() only notes the instruction: its operands are read when the warpgroup waits for it, the last moment
-// the device may read them. There the last of the 128 threads computes whole tiles and deals the results out
-// to everybody's accumulators.
+// wgmma() only notes the instruction: its operands, in shared memory and in registers, are read when the
+// warpgroup waits for it, the last moment the device may read them. There the last of the 128 threads
+// computes whole tiles and deals the results out to everybody's accumulators.
 #pragma once
 #include "megamoe/arch/host/numeric.h"
 #include "megamoe/arch/host/warp.h"
 
 namespace megamoe::host {
 
-constexpr int tile_m = 64, tile_n = 128, tile_k_bytes = 32;
+constexpr int tile_m = 64, max_tile_n = 256;
 constexpr uint32_t max_wgmma_in_flight = 64;
 
-// Decoded operands: a[m][k], b[k][n]. Static: one OS thread.
+// Decoded operands: a[m][k], and of n columns b[k][n], c[m][n], without gaps. Static: one OS thread.
 struct alignas(64) Panels {
-    float a[tile_m][tile_k_bytes];
-    float b[tile_k_bytes][tile_n];
-    float c[tile_m][tile_n];
+    float a[tile_m][mma_k_bytes];
+    float b[mma_k_bytes * max_tile_n];
+    float c[tile_m * max_tile_n];
 };
 MEGAMOE_HOST_GLOBAL Panels panels;
 
-// c += a * b for `depth` columns of a, in blocks of 4 x 16 held in registers; k is innermost, so the order of
-// each sum is fixed.
+// c += a * b for `depth` columns of a, in blocks of 4 x (16 or 8) held in registers; k is innermost, so the
+// order of each sum is fixed.
+template <class Vector>
+__attribute__((always_inline)) inline void multiply_block(Panels& p, int m, int n, int columns, int depth) {
+    float* c = &p.c[m * columns + n];
+    auto row = [&](int i) -> Vector& { return *reinterpret_cast<Vector*>(c + i * columns); };
+    Vector c0 = row(0), c1 = row(1), c2 = row(2), c3 = row(3);
+    for (int k = 0; k < depth; ++k) {
+        Vector b = *reinterpret_cast<Vector*>(&p.b[k * columns + n]);
+        c0 += p.a[m][k] * b;
+        c1 += p.a[m + 1][k] * b;
+        c2 += p.a[m + 2][k] * b;
+        c3 += p.a[m + 3][k] * b;
+    }
+    row(0) = c0, row(1) = c1, row(2) = c2, row(3) = c3;
+}
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__)
 __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
-inline void multiply(Panels& p, int depth) {
-    typedef float Vector __attribute__((vector_size(64)));
+inline void multiply(Panels& p, int columns, int depth) {
+    typedef float Vector16 __attribute__((vector_size(64)));
+    typedef float Vector8 __attribute__((vector_size(32)));
     for (int m = 0; m < tile_m; m += 4) {
-        for (int n = 0; n < tile_n; n += 16) {
-            Vector c0 = *reinterpret_cast<Vector*>(&p.c[m][n]),
-                   c1 = *reinterpret_cast<Vector*>(&p.c[m + 1][n]);
-            Vector c2 = *reinterpret_cast<Vector*>(&p.c[m + 2][n]),
-                   c3 = *reinterpret_cast<Vector*>(&p.c[m + 3][n]);
-            for (int k = 0; k < depth; ++k) {
-                Vector b = *reinterpret_cast<Vector*>(&p.b[k][n]);
-                c0 += p.a[m][k] * b;
-                c1 += p.a[m + 1][k] * b;
-                c2 += p.a[m + 2][k] * b;
-                c3 += p.a[m + 3][k] * b;
-            }
-            *reinterpret_cast<Vector*>(&p.c[m][n]) = c0;
-            *reinterpret_cast<Vector*>(&p.c[m + 1][n]) = c1;
-            *reinterpret_cast<Vector*>(&p.c[m + 2][n]) = c2;
-            *reinterpret_cast<Vector*>(&p.c[m + 3][n]) = c3;
-        }
+        if (columns % 16 != 0) multiply_block<Vector8>(p, m, 0, columns, depth);
+        for (int n = 0; n < columns / 16 * 16; n += 16) multiply_block<Vector16>(p, m, n, columns, depth);
     }
 }
 
-// 32 bytes of a row, from byte `first` of it, through the swizzle, as floats.
-inline void decode_row(const uint8_t* tile, int row, uint32_t first, bool is_e4m3, float* out) {
-    uint8_t bytes[tile_k_bytes];
-    for (uint32_t i = 0; i < tile_k_bytes; i += 16)
-        memcpy(bytes + i, tile + swizzle_128b(size_t(row) * 128 + first + i), 16);
-    if (is_e4m3) {
-        for (int k = 0; k < tile_k_bytes; ++k) out[k] = e4m3_table.value[bytes[k]];
-    } else {
-        for (int k = 0; k < tile_k_bytes / 2; ++k) {
-            uint32_t bits = (uint32_t(bytes[2 * k]) | uint32_t(bytes[2 * k + 1]) << 8) << 16;
-            memcpy(out + k, &bits, 4);
+inline float decode_element(const uint8_t* bytes, bool is_e4m3) {
+    if (is_e4m3) return e4m3_table.value[*bytes];
+    uint32_t bits = (uint32_t(bytes[0]) | uint32_t(bytes[1]) << 8) << 16;
+    return __builtin_bit_cast(float, bits);
+}
+
+// 32 bytes of K of one row, as floats.
+inline void decode_bytes(const uint8_t* bytes, bool is_e4m3, float* out) {
+    int size = is_e4m3 ? 1 : 2;
+    for (int k = 0; k < mma_k_bytes / size; ++k) out[k] = decode_element(bytes + k * size, is_e4m3);
+}
+
+// Row `row` (of M or N) of an operand in shared memory, through the swizzle.
+inline void decode_row(const Operand& operand, int row, bool is_e4m3, float* out) {
+    if (operand.box_bytes == 0) {
+        uint8_t bytes[mma_k_bytes];
+        for (uint32_t i = 0; i < mma_k_bytes; i += 16)
+            memcpy(bytes + i, operand.tile + swizzle_128b(size_t(row) * 128 + operand.byte + i), 16);
+        return decode_bytes(bytes, is_e4m3, out);
+    }
+    const uint8_t* box = operand.tile + size_t(row / mma_mn_columns) * operand.box_bytes;
+    for (size_t k = 0; k < mma_k_bytes / 2; ++k)
+        out[k] = decode_element(box + swizzle_128b(k * 128 + size_t(row % mma_mn_columns) * 2), is_e4m3);
+}
+
+// A in registers: register r of a thread holds the bytes 4 * (lane % 4) + 16 * (r / 2) ... of row 16 * warp +
+// lane / 4 + 8 * (r % 2).
+inline void decode_registers(const Wgmma& op, Panels& p) {
+    uint8_t rows[tile_m][mma_k_bytes];
+    for (int thread = 0; thread < warpgroup_size; ++thread) {
+        int lane = thread % warp_size;
+        for (int r = 0; r < 4; ++r) {
+            int row = 16 * (thread / warp_size) + lane / 4 + 8 * (r % 2);
+            memcpy(&rows[row][4 * (lane % 4) + 16 * (r / 2)], op.a_registers[thread] + r, 4);
         }
     }
+    for (int m = 0; m < tile_m; ++m) decode_bytes(rows[m], op.is_e4m3, p.a[m]);
 }
 
 inline void execute(const Wgmma& op, Panels& p) {
-    const int depth = op.is_e4m3 ? tile_k_bytes : tile_k_bytes / 2;
-    for (int m = 0; m < tile_m; ++m) decode_row(op.a, m, op.a_byte, op.is_e4m3, p.a[m]);
-    for (int n0 = 0; n0 < tile_n; n0 += 16) {  // transposed in strips that stay in the first cache
-        float rows[16][tile_k_bytes];
-        for (int n = 0; n < 16; ++n) decode_row(op.b, n0 + n, op.b_byte, op.is_e4m3, rows[n]);
+    const int depth = op.is_e4m3 ? mma_k_bytes : mma_k_bytes / 2;
+    if (op.a.tile == nullptr) decode_registers(op, p);
+    for (int m = 0; m < tile_m && op.a.tile != nullptr; ++m) decode_row(op.a, m, op.is_e4m3, p.a[m]);
+    for (int n0 = 0; n0 < op.n; n0 += 8) {  // transposed in strips that stay in the first cache
+        float rows[8][mma_k_bytes];
+        for (int n = 0; n < 8; ++n) decode_row(op.b, n0 + n, op.is_e4m3, rows[n]);
         for (int k = 0; k < depth; ++k)
-            for (int n = 0; n < 16; ++n) p.b[k][n0 + n] = rows[n][k];
+            for (int n = 0; n < 8; ++n) p.b[k * op.n + n0 + n] = rows[n][k];
     }
-    multiply(p, depth);
+    multiply(p, op.n, depth);
 }
 
 // acc[4*g + 2*i + j] of a thread is row 16*warp + 8*i + lane/4, column 8*g + 2*(lane%4) + j.
@@ -82,8 +107,8 @@ inline void for_each_fragment(const Wgmma& op, Panels& p, Move move) {
         int lane = thread % warp_size;
         float* acc = op.acc[thread];
         for (int i = 0; i < 2; ++i) {
-            float* row = &p.c[16 * (thread / warp_size) + 8 * i + lane / 4][2 * (lane % 4)];
-            for (int g = 0; g < tile_n / 8; ++g) {
+            float* row = &p.c[(16 * (thread / warp_size) + 8 * i + lane / 4) * op.n + 2 * (lane % 4)];
+            for (int g = 0; g < op.n / 8; ++g) {
                 move(acc[4 * g + 2 * i], row[8 * g]);
                 move(acc[4 * g + 2 * i + 1], row[8 * g + 1]);
             }
@@ -103,7 +128,7 @@ inline void execute_first(Warpgroup& group, uint32_t count) {
             for_each_fragment(ops[first], panels, [](float& acc, float& c) { c = acc; });
         for (uint32_t i = first; i < count; ++i) {
             if (ops[i].acc[0] != ops[first].acc[0]) continue;
-            if (!ops[i].accumulate) memset(panels.c, 0, sizeof(panels.c));
+            if (!ops[i].accumulate) memset(panels.c, 0, size_t(tile_m * ops[i].n) * sizeof(float));
             execute(ops[i], panels);
             done[i] = true;
             last = i;
@@ -115,7 +140,22 @@ inline void execute_first(Warpgroup& group, uint32_t count) {
     ++machine.progress;
 }
 
-inline void issue_wgmma(float* acc, const uint8_t* a, uint32_t a_byte, const uint8_t* b, uint32_t b_byte,
+// An operand of `rows` rows as a descriptor names it, checked.
+inline Operand check_operand(Operand operand, int rows, Major major, const char* what) {
+    operand.tile += operand.byte / 1024 * 1024;  // an advance by whole groups of 8 rows moves the tile
+    operand.byte %= 1024;
+    if ((operand.box_bytes != 0) != (major == Major::mn))
+        machine.fail("%s: the descriptor is of the other major-ness", what);
+    if (operand.byte % 16 || operand.byte + mma_k_bytes > (major == Major::k ? 128 : mma_k_bytes))
+        machine.fail("%s: a descriptor starts %u bytes into its rows", what, operand.byte);
+    uint32_t boxes = static_cast<uint32_t>(rows / mma_mn_columns), depth = mma_k_bytes / 2;
+    size_t bytes =
+        major == Major::k ? size_t(rows) * 128 : size_t(boxes - 1) * operand.box_bytes + depth * 128;
+    check_shared(*current->cta, operand.tile, bytes, 1024, what);
+    return operand;
+}
+
+inline void issue_wgmma(float* acc, int n, const Operand& a, const uint32_t* a_registers, const Operand& b,
                         bool is_e4m3, bool accumulate) {
     Fiber* self = current;
     if (self->thread / warpgroup_size * warpgroup_size + warpgroup_size > self->cta->threads)
@@ -125,15 +165,15 @@ inline void issue_wgmma(float* acc, const uint8_t* a, uint32_t a_byte, const uin
     if (number == group.issued) {
         if (group.in_flight.size() >= max_wgmma_in_flight)
             machine.fail("wgmma: more than %u in flight", max_wgmma_in_flight);
-        group.in_flight.push_back(
-            Wgmma{a, b, a_byte, b_byte, is_e4m3, accumulate, self->wgmma_committed, {}});
+        group.in_flight.push_back(Wgmma{a, b, n, is_e4m3, accumulate, self->wgmma_committed, {}, {}});
         ++group.issued;
     }
     Wgmma& op = group.in_flight[number - group.executed];
-    if (op.a != a || op.b != b || op.a_byte != a_byte || op.b_byte != b_byte || op.is_e4m3 != is_e4m3 ||
-        op.accumulate != accumulate || op.group != self->wgmma_committed)
+    if (op.a != a || op.b != b || op.n != n || op.is_e4m3 != is_e4m3 || op.accumulate != accumulate ||
+        op.group != self->wgmma_committed)
         machine.fail("wgmma: the threads of the warpgroup issue different instructions");
     op.acc[self->thread % warpgroup_size] = acc;
+    op.a_registers[self->thread % warpgroup_size] = a_registers;
 }
 
 }  // namespace megamoe::host
@@ -141,31 +181,36 @@ inline void issue_wgmma(float* acc, const uint8_t* a, uint32_t a_byte, const uin
 namespace megamoe::arch {
 
 struct Desc {
-    const uint8_t* tile;
-    uint32_t byte;  // within the 128-byte rows
+    host::Operand operand;
 };
 
 inline Desc make_desc(const void* s_tile) {
     host::check_shared(*host::current->cta, s_tile, 1024, 1024, "make_desc");
-    return Desc{static_cast<const uint8_t*>(s_tile), 0};
+    return Desc{{static_cast<const uint8_t*>(s_tile), 0, 0}};
+}
+inline Desc make_desc_mn(const void* s_tile, int box_bytes) {
+    host::check_shared(*host::current->cta, s_tile, 1024, 1024, "make_desc_mn");
+    if (box_bytes <= 0 || box_bytes % 1024) host::machine.fail("make_desc_mn: boxes of %d bytes", box_bytes);
+    return Desc{{static_cast<const uint8_t*>(s_tile), 0, static_cast<uint32_t>(box_bytes)}};
 }
 inline Desc desc_advance(Desc desc, int bytes) {
-    desc.byte += static_cast<uint32_t>(bytes);
+    desc.operand.byte += static_cast<uint32_t>(bytes);
     return desc;
 }
 
-template <class Element>
-inline void wgmma(float (&acc)[64], Desc a, Desc b, bool accumulate) {
-    static_assert(sizeof(Element) <= 2, "bf16_t or e4m3_t");
-    for (Desc* desc : {&a, &b}) {  // an advance by whole 1024-byte groups of rows moves the tile
-        desc->tile += desc->byte / 1024 * 1024;
-        desc->byte %= 1024;
-        if (desc->byte % 16 || desc->byte + host::tile_k_bytes > 128)
-            host::machine.fail("wgmma: a descriptor starts %u bytes into its rows", desc->byte);
-    }
-    host::check_shared(*host::current->cta, a.tile, host::tile_m * 128, 1024, "wgmma, A");
-    host::check_shared(*host::current->cta, b.tile, host::tile_n * 128, 1024, "wgmma, B");
-    host::issue_wgmma(acc, a.tile, a.byte, b.tile, b.byte, sizeof(Element) == 1, accumulate);
+template <class Element, Major a_major = Major::k, Major b_major = Major::k, int sums>
+inline void wgmma(float (&acc)[sums], Desc a, Desc b, bool accumulate) {
+    check_mma<Element, a_major, b_major, sums>();
+    host::issue_wgmma(acc, 2 * sums, host::check_operand(a.operand, host::tile_m, a_major, "wgmma, A"),
+                      nullptr, host::check_operand(b.operand, 2 * sums, b_major, "wgmma, B"),
+                      sizeof(Element) == 1, accumulate);
+}
+template <class Element, Major b_major = Major::k, int sums>
+inline void wgmma(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate) {
+    check_mma<Element, Major::k, b_major, sums>();
+    host::issue_wgmma(acc, 2 * sums, host::Operand{}, a,
+                      host::check_operand(b.operand, 2 * sums, b_major, "wgmma, B"), sizeof(Element) == 1,
+                      accumulate);
 }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { ++host::current->wgmma_committed; }
@@ -187,6 +232,8 @@ inline void wgmma_wait() {
     if (count) host::execute_first(group, count);
     host::release_warpgroup();
 }
-inline void fence_accumulator(float (&)[64]) {}
+template <int sums>
+inline void fence_accumulator(float (&)[sums]) {}
+inline void fence_operand(uint32_t (&)[4]) {}
 
 }  // namespace megamoe::arch
