@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megamoe.errors import ArgumentError
 from megamoe.frontend.module import MegaMoE
 from megamoe.frontend.shards import span
 
@@ -123,12 +124,22 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     for _, layer in _layers(model):
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(float(num_ranks))
-            # gloo cannot scale while it reduces; NCCL can
-            layer.set_force_sum_reduction_for_comms(not layer.w13.is_cuda)
+            if not layer.w13.is_cuda and _copies(layer) > 1:
+                # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
+                layer.set_force_sum_reduction_for_comms(True)
             continue
-        for p in layer.parameters():
+        for name, p in layer.named_parameters():
+            if isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or not layer.place.distributed):
+                expected = "whole, or sharded by a fully_shard() of the layer's own"
+                raise ArgumentError(name, "sharded by a module around the layer", expected)
             if p.requires_grad:
                 p.register_hook(lambda grad: grad / num_ranks)
+
+
+def _copies(layer: MegaMoE) -> int:
+    """Return the ranks that FSDP2 shards one rank's experts over."""
+    ranks: int = layer.w13.device_mesh.size()
+    return ranks // layer.problem.ep_size if layer.place.distributed else ranks
 
 
 def _by_fqn(model: nn.Module) -> dict[str, tuple[MegaMoE, str]]:

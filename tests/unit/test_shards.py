@@ -302,6 +302,34 @@ def under_ddp(experts_average):
     return names, errors
 
 
+def under_fsdp(mesh, distribute):
+    """Do the same under FSDP2; every rank its own tokens, on meshes (copies, ranks of a group)."""
+    net = Net(4, mesh["ep"], bias=False)
+    if distribute:
+        net.moe.distribute(mesh["ep"])
+    fully_shard(net.moe, mesh=mesh["copies"])
+    fully_shard(net.router)
+    fully_shard(net.out)
+    megamoe.average_expert_gradients(net, 4)
+    expected = Net(4, None, bias=False)
+    for seed in range(4):
+        (expected(tokens(seed)).float().square().sum() / 4).backward()
+    net(tokens(dist.get_rank())).float().square().sum().backward()
+    errors = []
+    for name in ("w13", "w2"):
+        rows, begin = net.moe.place.rows(net.moe.get_parameter(name).grad)
+        wanted = expected.moe.get_parameter(name).grad
+        errors.append(relative(rows, wanted[begin : begin + rows.shape[0]]))
+    errors.append(relative(net.out.weight.grad.full_tensor(), expected.out.weight.grad))
+    return max(errors)
+
+
+def hooks_of_an_outer_fsdp(mesh):
+    net = nn.Sequential(Net(4, mesh["ep"], bias=False).moe)
+    fully_shard(net, mesh=mesh["copies"])
+    return refused(lambda: megamoe.average_expert_gradients(net, 4))
+
+
 def relative(found, expected):
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -416,6 +444,9 @@ def on_four_ranks(rank, folder):
     out["uneven"] = uneven_traps(world)
     out["norms"] = norms(pair, mesh)
     out["ddp"] = [under_ddp(average) for average in (True, False)]
+    wide = init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "ep"))
+    out["fsdp"] = [under_fsdp(m, d) for m in (mesh, wide) for d in (False, True)]
+    out["outer"] = hooks_of_an_outer_fsdp(mesh)
     out["torch"] = torchs_own_helpers(pair, folder)
     out["meshes"] = meshes_as_groups(mesh)
     out["overwritten"] = overwritten()
@@ -486,6 +517,13 @@ def test_ddp_with_experts_ignored(results):
             assert names == ["moe.w13", "moe.w2", "moe.b13", "moe.b2"]
             assert max(errors.values()) < 2e-2
             assert len(errors) == 7
+
+
+def test_gradients_under_fsdp2_are_means(results):
+    for result in results:
+        assert len(result["fsdp"]) == 4
+        assert max(result["fsdp"]) < 2e-2
+        assert result["outer"].startswith("ArgumentError: w13 is sharded by a module around the")
 
 
 def test_device_mesh_as_group(results):
