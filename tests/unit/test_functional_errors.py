@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import ArgumentError, ConfigError, Problem, moe_forward
+from megamoe import ArgumentError, CompileError, ConfigError, Problem, moe_forward
 from megamoe.frontend import functional
 from megamoe.frontend import moe_forward as function_file
 from megamoe.frontend.functional import choose, make_backend, why_not_mega
 from megamoe.frontend.moe_forward import close_backends
+from megamoe.jit import paths
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)
@@ -93,8 +94,30 @@ def test_backend_names(monkeypatch):
         make_backend("emulate", PROBLEM, device="cpu")
 
 
+def test_auto_says_what_is_missing_to_compile(caplog, monkeypatch):
+    """A GPU machine without the CUTLASS headers trains through staged, and a line says what to install."""
+    monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    device = torch.device("cuda", 0)
+    assert why_not_mega(PROBLEM, None, device) is None
+
+    def nothing_there():
+        raise CompileError("the CUTLASS headers are missing: pip install nvidia-cutlass==4.2.0.0")
+
+    monkeypatch.setattr(paths, "cutlass_include", nothing_there)
+    functional._say_why.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="megamoe"):
+        for _ in range(3):  # three layers, one line
+            assert choose("auto", PROBLEM, None, device) == "staged"
+    assert len(caplog.records) == 1
+    assert "not mega: kernels cannot be compiled: the CUTLASS headers are missing" in caplog.text
+
+
 def test_auto_says_why_not(caplog, monkeypatch):
     monkeypatch.delenv("MEGAMOE_BACKEND", raising=False)
+    functional._say_why.cache_clear()
     with caplog.at_level(logging.WARNING, logger="megamoe"):
         assert choose("auto", PROBLEM, None, torch.device("cpu")) == "staged"
     assert len(caplog.records) == 1
