@@ -48,9 +48,9 @@ if command -v compute-sanitizer >/dev/null; then
 fi
 # shellcheck disable=SC2086
 step soak 200 "$python" tools/soak.py $scenarios --bound 60
-step demo_one_rank 150 make --no-print-directory demo
+step demo_one_rank 240 make --no-print-directory demo
 step demo_staged 120 make --no-print-directory demo ARGS="--steps 200 --compare staged"
-if [ -e tools/host_cost.py ]; then step host_cost 120 "$python" tools/host_cost.py; fi
+step host_cost 120 "$python" tools/host_cost.py --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
     --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
 exit $code

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,8 @@ class Machine:
         self.python = python / "bin" / "python"
         self.packages = next(python.glob("lib/python*/site-packages"))
         add_package(self.packages, "torch", torch, TORCH.format(version=torch))
+        pip = Path(find_spec("pip").origin).parent
+        (self.packages / "pip").symlink_to(pip, target_is_directory=True)
         commands = folder / "commands"
         commands.mkdir()
         (commands / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: a fake\n")
@@ -87,6 +90,8 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path):
+    if find_spec("pip") is None:
+        pytest.skip("no pip")
     return Machine(tmp_path, "2.11.0+cu130")
 
 
