@@ -40,10 +40,6 @@ class Kernel:
         which = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         return int(check(driver.cuFuncGetAttribute(which, self.function)))
 
-    def registers(self) -> int:
-        """Return the registers of a thread at launch."""
-        return self._attribute("NUM_REGS")
-
     def check_resident(self, grid: int) -> None:
         """Raise NotCoResident unless `grid` CTAs, in the kernel's clusters, fit an otherwise idle device at once."""
         cluster = max(1, self._attribute("REQUIRED_CLUSTER_WIDTH"))

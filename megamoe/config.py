@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megamoe.errors import ConfigError
+from megamoe.errors import MAX_RANKS, ConfigError
 from megamoe.formats.table import PRECISIONS, Precision
 
-MAX_RANKS = 8
 MAX_TOP_K = 32  # a lane each: max_top_k in csrc/megamoe/cta/smem.h
 MAX_WIDTH = 16384  # of hidden and intermediate
 MAX_LOCAL_EXPERTS = 1024

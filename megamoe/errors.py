@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-MAX_RANKS = 8  # FaultRecord.peer holds this when the waited-for party is local
+MAX_RANKS = 8  # of a group; FaultRecord.peer holds this when the waited-for party is local
 
 
 class MegaMoEError(RuntimeError):
@@ -67,11 +67,11 @@ class WorkspaceTooSmall(MegaMoEError):
     """The given workspace cannot hold even one pass."""
 
 
-# edge name -> (producer, consumer, what `index` counts, crosses ranks)
+# edge name -> (producer, consumer, what `index` counts ("": nothing), crosses ranks)
 _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "routes_ready": ("route on the home rank", "route on the expert rank", "rank", True),
     "x_ready": ("stage x on the home rank", "dispatch", "rank", True),
-    "grid_barrier": ("all CTAs", "all CTAs", "generation", False),
+    "grid_barrier": ("all CTAs", "all CTAs", "", False),
     "rows_ready": ("dispatch", "load_a", "block", False),
     "h_ready": ("gemm1", "load_a", "block", False),
     "y_rows_ready": ("gemm2", "reduce", "block", False),
@@ -96,10 +96,8 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
     own_rank: the rank that asks. A record of another rank becomes a PeerFault.
     """
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
-    epoch = int(record.get("epoch", 0))
-    launch = f"launch {epoch}, " if epoch else ""
     role = "prologue" if edge in _PROLOGUE else role_name(int(record.get("role", 0)))
-    where = f"({launch}role {role})"
+    where = f"(role {role})"
     if edge == "none":
         return MegaMoEError("no fault is recorded")
     if edge == "peer_abort":
@@ -116,12 +114,12 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
         )
     seconds = int(record["waited_ns"]) / 1e9
     producer, consumer, counted, crosses = _EDGES.get(edge, ("?", "?", "index", False))
-    for_whom = f"{counted} {int(record['index'])}"
+    for_whom = f" for {counted} {int(record['index'])}" if counted else ""
     if crosses and peer < MAX_RANKS:
-        for_whom = f"rank {peer}" if counted == "rank" else f"{for_whom} from rank {peer}"
+        for_whom = f" for rank {peer}" if counted == "rank" else f"{for_whom} from rank {peer}"
     message = (
-        f"rank {rank} waited {seconds:.1f} s at edge {edge} ({producer} -> {consumer}) "
-        f"for {for_whom}: expected {expected}, saw {seen} {where}"
+        f"rank {rank} waited {seconds:.1f} s at edge {edge} ({producer} -> {consumer})"
+        f"{for_whom}: expected {expected}, saw {seen} {where}"
     )
     if crosses and peer < MAX_RANKS:
         message += f". Look at rank {peer}: it has died, is late, or never made this call"

@@ -24,7 +24,7 @@ from megamoe.errors import (
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
 RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "expected": 128,
-          "seen": 96, "epoch": 5, "waited_ns": 10_000_000_000}  # fmt: skip
+          "seen": 96, "waited_ns": 10_000_000_000}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,9 @@ def test_local_fault_message():
     assert isinstance(error, ProtocolTimeout)
     text = "rank 3 waited 10.0 s at edge rows_ready (dispatch -> load_a) for block 17: expected 128, saw 96"
     assert str(error).startswith(text)
-    assert "launch 5, role load_a" in str(error)
+    assert "(role load_a)" in str(error)
+    barrier = str(fault_to_error({**RECORD, "edge": "grid_barrier", "index": 0}))
+    assert "grid_barrier (all CTAs -> all CTAs): expected 128" in barrier
 
 
 def test_cross_rank_faults_name_the_peer():
