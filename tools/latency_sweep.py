@@ -5,9 +5,10 @@
     python tools/latency_sweep.py --shape tiny --backend staged --tokens 8 64          on a CPU, to try the tool
 
 Method: CUDA events around one call; median of 20; then the maximum over ranks. cool: before every sample the L2 is
-flushed (a 256 MB memset), the device idles until all ranks are there, and the ranks are aligned on the stream by a
-one-element all-reduce. hot: calls back to back for half a second first, then 20 timed ones without flush or gap, as in
-training. Backends take turns inside the same run. The staged baseline is BF16 always: FP8 has no grouped matmul there.
+flushed (a 256 MB memset), the device idles until all ranks are there, spins until every host has queued the call, and
+the ranks are aligned on the stream by a one-element all-reduce: so no rank starts late because its host did. hot: calls
+back to back for half a second first, then 20 timed ones without flush or gap, as in training. Backends take turns
+inside the same run. The staged baseline is BF16 always: FP8 has no grouped matmul there.
 
 TFLOPS = 2 * T * K * 3 * H * I a rank. Utilisation relates it to the tensor cores at the clock that the kernel itself
 measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a PNG into --out.
@@ -39,6 +40,7 @@ HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096}
 FLUSH_BYTES = 256 << 20
+SPIN_CYCLES = 1_500_000  # about 0.8 ms: longer than any rank's host takes to queue what follows
 HOT_SECONDS = 0.5
 
 
@@ -98,6 +100,8 @@ class Timer:
                 self._synchronize()
                 dist.barrier()
                 self.flush.zero_()
+                if self.on_gpu:
+                    torch.cuda._sleep(SPIN_CYCLES)
                 dist.all_reduce(self.flag)
                 read = self._call(call)
                 self._synchronize()
