@@ -201,7 +201,17 @@ torch.library.register_autograd("megamoe::moe_forward", _backward, setup_context
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
-    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros."""
+    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros.
+
+    So for torch.func's reverse mode, which torch refuses in other words. vmap is right, one call after the other.
+    """
+    if not torch.compiler.is_compiling():
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+            raise ArgumentError(
+                "the layer was called inside torch.func.grad, vjp or jacrev, expected torch.autograd: "
+                "its operators have no functional transform"
+            )
     if forward_ad._current_level < 0:
         return
     for tensor in tensors:

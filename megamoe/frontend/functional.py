@@ -79,8 +79,21 @@ def check_call(
     check_tensor("topk_weights", topk_weights, routes, torch.float32, device)
     if out is not None:
         check_tensor("out", out, (tokens, problem.hidden), torch.bfloat16, device)
+        check_overlap(out, x)
     if num_tokens_device is not None:
         check_tensor("num_tokens_device", num_tokens_device, (1,), torch.int32, device)
+
+
+def overlap(out: Tensor, x: Tensor) -> bool:
+    """Whether `out` shares some memory with x but is not x: a row could be overwritten before it was read."""
+    first, second = out.data_ptr(), x.data_ptr()
+    return first != second and first < second + x.nbytes and second < first + out.nbytes
+
+
+def check_overlap(out: Tensor, x: Tensor) -> None:
+    """Raise ArgumentError where they overlap in part. Compiled, y is made first and then copied."""
+    if not torch.compiler.is_compiling() and overlap(out, x):
+        raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")
 
 
 def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
@@ -187,6 +200,11 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     """Raise ConfigError for an unknown option, or a problem of another size than the group."""
     if not isinstance(problem, Problem):
         raise ConfigError("problem", type(problem).__name__, "megamoe.Problem")
+    reserve, window = options.get("reserve_sms"), options.get("window")
+    if reserve is not None and (not isinstance(reserve, int) or reserve < 0):
+        raise ConfigError("reserve_sms", repr(reserve), "None or a number of SMs")
+    if window is not None and not hasattr(window, "admit"):
+        raise ConfigError("window", repr(window), "None or a megamoe.memory.window.Window")
     for option in options.keys() - set(OPTIONS):
         raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
     size = 1 if group is None else dist.get_world_size(group)

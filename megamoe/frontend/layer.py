@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend.agreement import ALONE, process_group, tell
 from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
-from megamoe.frontend.functional import agree, check_call, check_options, open_backend
+from megamoe.frontend.functional import (
+    agree,
+    check_call,
+    check_options,
+    check_overlap,
+    open_backend,
+    overlap,
+)
 
 log = logging.getLogger("megamoe")
 
@@ -49,11 +57,14 @@ class Layer:
 
         def state() -> tuple[Problem, None]:
             check_options(problem, group, options)
+            number = isinstance(routed_scaling_factor, (int, float))
+            if not (number and isfinite(routed_scaling_factor)):
+                raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
             return problem, None
 
         agree(group, backend, state)
         self.problem, self.group, self.backend = problem, group, backend
-        self.routed_scaling_factor = float(routed_scaling_factor)
+        self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
         self._options = options
         self._runtime: Runtime | None = None
         self._masters = replace(problem, precision="bf16")
@@ -109,6 +120,8 @@ class Layer:
         ):
             return False
         try:
+            if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
+                return False
             experts = _tensors(weights)
             if torch.is_grad_enabled() and (
                 x.requires_grad
@@ -139,6 +152,7 @@ class Layer:
             flat_out = None
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+                check_overlap(out, x)
                 flat_out = out.view(-1, out.shape[-1])
             check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
             self._check_weights(weights, x.device)
@@ -198,6 +212,8 @@ class Layer:
         topk_weights = topk_weights.float()
         if self.routed_scaling_factor != 1.0:
             topk_weights = topk_weights * self.routed_scaling_factor
+        if not torch.compiler.is_compiling():
+            x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
         return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:

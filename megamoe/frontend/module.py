@@ -77,6 +77,8 @@ class MegaMoE(nn.Module):
         def state() -> tuple[Problem, None]:
             if dtype != torch.bfloat16:
                 raise ConfigError("dtype", dtype, "torch.bfloat16")
+            if not (init_seed is None or isinstance(init_seed, int)):
+                raise ConfigError("init_seed", repr(init_seed), "an int or None")
             problem = Problem(
                 hidden=hidden,
                 intermediate=intermediate,

@@ -148,6 +148,12 @@ def test_forward_mode_is_refused(backend):
             call(torch.autograd.forward_ad.make_dual(i.x, torch.ones_like(i.x)), i.topk_weights)
         with torch.autograd.forward_ad.dual_level():  # no tangent, nothing to refuse
             assert call(i.x, i.topk_weights).abs().max() > 0
+    layer.prepare()
+    compiled = torch.compile(
+        lambda x: torch.func.jvp(lambda x: call(x, i.topk_weights), (x,), (x,)), backend="eager"
+    )
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        compiled(i.x)
     made = make_backend("emulate", PROBLEM, device="cpu")
     weights = make_weights(PROBLEM)
 
@@ -169,6 +175,7 @@ def test_vmap_is_the_loop_over_calls():
 
 
 def test_fullgraph_says_to_prepare_before():
+    torch._dynamo.reset()
     layer = make()
     i = make_inputs(PROBLEM, 6)
     arguments = i.x, i.topk_ids, i.topk_weights
@@ -280,3 +287,84 @@ def test_checkpoints_that_fit_are_loaded():
         layer.load_state_dict(fp8_state())
         assert torch.equal(layer.w2.float(), fp8_state()["w2"].float())
         assert torch.equal(layer.w2_scale, fp8_state()["w2_scale"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_seed": "a"}, "init_seed is 'a'"),
+        ({"routed_scaling_factor": "x"}, "routed_scaling_factor is x, expected a finite number"),
+        ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
+        ({"reserve_sms": "many"}, "reserve_sms is 'many'"),
+        ({"window": "mine"}, "window is 'mine'"),
+    ],
+    ids=str,
+)
+def test_options_of_other_types_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**options)
+
+
+def test_out_may_be_x_but_not_a_part_of_it():
+    """A row of y that lies on another row of x may be written before that row is read, on another SM."""
+    layer = make()
+    i = make_inputs(PROBLEM, 12)
+    with torch.no_grad():
+        y = layer(i.x, i.topk_ids, i.topk_weights)
+        for _ in range(2):  # a checked call, then one that is known
+            x = i.x.clone()
+            assert torch.equal(layer(x, i.topk_ids, i.topk_weights, out=x), y)
+            memory = torch.cat([i.x, i.x[:1]])
+            for x, out in ((memory[:12], memory[1:]), (memory[1:], memory[:12])):
+                with pytest.raises(ArgumentError, match="out is a part of x"):
+                    layer(x, i.topk_ids, i.topk_weights, out=out)
+                with pytest.raises(ArgumentError, match="out is a part of x"):
+                    moe_forward(
+                        *(x, i.topk_ids, i.topk_weights, layer.expert_weights()),
+                        problem=layer.problem,
+                        backend="staged",
+                        out=out,
+                    )
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
+def test_negative_views_are_read_with_their_sign(backend):
+    """The kernel reads memory, where the sign of such a view is not changed yet."""
+    layer = make(backend=backend)
+    i = make_inputs(PROBLEM, 12)
+    negative = torch.complex(i.topk_weights, i.topk_weights).conj().imag
+    assert negative.is_neg()
+    with torch.no_grad():
+        expected = layer(i.x, i.topk_ids, -i.topk_weights)
+        for _ in range(2):
+            assert torch.equal(layer(i.x, i.topk_ids, negative.contiguous()), expected)
+            assert torch.equal(layer(i.x, i.topk_ids, torch._neg_view(i.topk_weights)), expected)
+        made = make_backend(backend, PROBLEM, device="cpu")
+        arguments = i.x, i.topk_ids, torch._neg_view(i.topk_weights), make_weights(PROBLEM)
+        with pytest.raises(ArgumentError, match="topk_weights is a negative view"):
+            moe_forward(*arguments, problem=PROBLEM, backend=made)
+
+
+def test_functional_reverse_mode_is_refused_by_name():
+    layer = make()
+    i = make_inputs(PROBLEM, 6)
+    with pytest.raises(ArgumentError, match="inside torch.func.grad, vjp or jacrev"):
+        torch.func.grad(lambda x: layer(x, i.topk_ids, i.topk_weights).float().sum())(i.x)
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
+def test_ids_are_compared_in_64_bits_and_counts_clamped(backend):
+    made = make_backend(backend, PROBLEM, device="cpu")
+    i, weights = make_inputs(PROBLEM, 6), make_weights(PROBLEM)
+
+    def call(ids, count=None):
+        count = None if count is None else torch.tensor([count], dtype=torch.int32)
+        arguments = i.x, ids, i.topk_weights, weights
+        return moe_forward(*arguments, problem=PROBLEM, backend=made, num_tokens_device=count)
+
+    y = call(i.topk_ids)
+    assert y.abs().max() > 0
+    for ids in (2**32 + 1, 2**40 + 2, -(2**63), -(2**31), 2**31):
+        assert not call(torch.full_like(i.topk_ids, ids)).any()
+    for count, tokens in ((0, 0), (-1, 0), (-(2**31), 0), (6, 6), (7, 6), (2**31 - 1, 6)):
+        assert torch.equal(call(i.topk_ids, count)[:tokens], y[:tokens])
