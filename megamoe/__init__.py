@@ -12,6 +12,7 @@ if all((_root / name).exists() for name in ("jit/__init__.py", "csrc", "setup.py
     __path__.append(str(_root))
 
 from megamoe import env as _env  # noqa: E402
+from megamoe.backends.statistics import Statistics  # noqa: E402
 from megamoe.config import Activation, Problem, activation_by_name  # noqa: E402
 from megamoe.errors import (  # noqa: E402
     AbiMismatch,
@@ -33,6 +34,7 @@ from megamoe.frontend.functional import make_backend  # noqa: E402
 from megamoe.frontend.layer import Layer  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
 from megamoe.frontend.moe_forward import moe_forward  # noqa: E402
+from megamoe.frontend.report import memory_report  # noqa: E402
 from megamoe.frontend.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,
@@ -59,6 +61,7 @@ __all__ = [
     "Problem",
     "ProtocolTimeout",
     "RankMismatch",
+    "Statistics",
     "UnreachablePeer",
     "WindowBroken",
     "WorkspaceTooSmall",
@@ -71,6 +74,7 @@ __all__ = [
     "ignore_experts_in_ddp",
     "invalidate",
     "make_backend",
+    "memory_report",
     "moe_forward",
     "set_optimizer_state_dict",
 ]

@@ -178,6 +178,7 @@ def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> l
     most = max(args.tokens)
     names = {args.backend: precision} | ({args.baseline: "bf16"} if args.baseline else {})
     contenders = {n: Contender(n, shape, p, most, me, args.clock) for n, p in names.items()}
+    me.print(megamoe.memory_report(contenders[args.backend].problem)["line"])
     timer = Timer(me, args.samples)
     modes = ("cool", "hot") if args.mode == "both" else (args.mode,)
     sms = torch.cuda.get_device_properties(me.device).multi_processor_count if timer.on_gpu else 0

@@ -290,6 +290,12 @@ def main() -> int:
     if not 0 < ranks <= gpus:
         raise SystemExit(f"soak.py needs a GPU for each rank: {gpus} found")
     print(header(), flush=True)
+    first = Rank(0, ranks, torch.device("cuda"))
+    for precision in args.precision:
+        print(
+            f"{precision}: {megamoe.memory_report(problem_of(first, precision))['line']}",
+            flush=True,
+        )
     code = 0
     for name in args.scenario:
         try:

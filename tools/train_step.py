@@ -21,6 +21,7 @@ from demo_checks import FREE_STEPS, REPLAYS, Replay, checks_of_curves, checks_of
 from demo_model import ModelConfig, corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
+import megamoe
 from megamoe.config import PRECISIONS, Problem
 from megamoe.frontend.functional import choose
 
@@ -39,12 +40,15 @@ def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
     return replace(this, group=group) if me.is_first else None
 
 
-def choose_backend(recipe: Recipe, me: Rank, precision: str) -> str:
-    """Ask once, not in every layer, what "auto" is; if it is not the kernel, a line says why. Collective."""
+def problem_of(recipe: Recipe, me: Rank, precision: str) -> Problem:
     m = recipe.model
     sizes = (m.hidden, m.intermediate, m.num_experts, m.top_k, me.size, me.rank)
-    problem = Problem(*sizes, precision=precision)
-    return choose("auto", problem, dist.group.WORLD, me.device)
+    return Problem(*sizes, precision=precision)
+
+
+def choose_backend(recipe: Recipe, me: Rank, precision: str) -> str:
+    """Ask once, not in every layer, what "auto" is; if it is not the kernel, a line says why. Collective."""
+    return choose("auto", problem_of(recipe, me, precision), dist.group.WORLD, me.device)
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
@@ -59,6 +63,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         backend = choose_backend(recipe, me, args.precision) if on_gpu else "staged"
     text = corpus()
     m = recipe.model
+    me.print(megamoe.memory_report(problem_of(recipe, me, args.precision))["line"])
     me.print(
         f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
         f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from megamoe import env
 from megamoe.backends.order import REFUSED, Mark, check_marks
 from megamoe.backends.reference.backend import pack, unpack
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.formats.weights import ExpertWeights
@@ -85,11 +86,10 @@ class _Rank:
         return cls(plan, window, workspace, abi.FaultRecord())
 
     def reset(self) -> None:
-        tables = (
-            (self.plan.window, layout.WINDOW_CONTROL),
-            (self.plan.workspace, layout.WORKSPACE_CONTROL),
-        )
-        for (regions, names), memory in zip(tables, (self.window, self.workspace), strict=True):
+        for regions, names, memory in (
+            (self.plan.window, layout.WINDOW_CONTROL, self.window),
+            (self.plan.workspace, layout.WORKSPACE_CONTROL, self.workspace),
+        ):
             for name in names:
                 regions[name].view(memory).zero_()
         ctypes.memset(ctypes.addressof(self.fault), 0, ctypes.sizeof(self.fault))
@@ -170,12 +170,9 @@ class Emulation:
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
             args = abi.Args.from_address(address + index * size)
-            experts = ExpertWeights(
-                **{
-                    name: in_place(t) if name in ("w13", "w2") else here(t)
-                    for name, t in _tensors(weights[index]).items()
-                }
-            )
+            given = _tensors(weights[index]).items()
+            kept = {n: (in_place if n in ("w13", "w2") else here)(t) for n, t in given}
+            experts = ExpertWeights(**kept)
             ys.append(torch.full(xs[index].shape, float("nan"), dtype=torch.bfloat16, device="cpu"))
             arguments.fill_static(
                 args,
@@ -225,6 +222,11 @@ class Emulation:
             return r.plan.window[name].view(r.window)
         return r.plan.views(r.workspace)[name]
 
+    def statistics(self, rank: int) -> Statistics:
+        """Return what the last launch did on a rank."""
+        tables = (self.region(rank, n) for n in ("window_routes", "chunk_prefix", "epoch"))
+        return Statistics.of_tables(*tables, self.ranks[rank].plan.pool_rows, layout.BLOCK_ROWS)
+
 
 _libraries: dict[str, Any] = {}
 
@@ -261,7 +263,8 @@ class EmulateBackend:
     ) -> None:
         self.problem, self.group = problem, as_group(group)
         self.mark = Mark.make(problem, group)
-        self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._statistics: Statistics | None = None
         self._emulation: Emulation | None = None
 
     @property
@@ -289,18 +292,20 @@ class EmulateBackend:
         tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
         experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
         everyone = self._gather(0, *tensors, pack(experts))
-        xs, ids, scores, counts, all_experts, _ = (
-            list(column) for column in zip(*everyone, strict=True)
-        )
+        xs, ids, scores, counts, all_experts, _ = map(list, zip(*everyone, strict=True))
 
-        def run() -> list[Tensor]:
+        def run() -> list[tuple[Tensor, Statistics]]:
             all_weights = [unpack(e) for e in all_experts]
-            return self.emulation.forward_all(
-                xs, ids, scores, all_weights, num_tokens_device=counts
-            )
+            ys = self.emulation.forward_all(xs, ids, scores, all_weights, num_tokens_device=counts)
+            return [(y, self.emulation.statistics(rank)) for rank, y in enumerate(ys)]
 
-        y: Tensor = _on_rank_0(self.group, run)[self.problem.rank].to(x.device)
-        return y if out is None else out.copy_(y)
+        y, found = _on_rank_0(self.group, run)[self.problem.rank]
+        self._statistics = Statistics(*(t.to(x.device) for t in vars(found).values()))
+        return y.to(x.device) if out is None else out.copy_(y)
+
+    def statistics(self) -> Statistics:
+        """Return those of the last forward."""
+        return Statistics.of_last(self._statistics)
 
     def refuse(self) -> None:
         """Tell the ranks that gather for a call that this one makes none. Collective."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.config import CHUNK_TOKENS, Problem
+from megamoe.backends.statistics import Statistics
+from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi, compiler
@@ -192,17 +193,10 @@ class MegaBackend:
 
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
-        weights = weights.with_flat_bias()
-        tensors = (
-            weights.w13,
-            weights.w2,
-            weights.w13_scale,
-            weights.w2_scale,
-            weights.b13,
-            weights.b2,
-        )
+        w = weights = weights.with_flat_bias()
+        tensors = (w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2)
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        key = (*addresses, weights.w13.stride(), weights.w2.stride())
+        key = (*addresses, w.w13.stride(), w.w2.stride())
         if key == self._weights_key:
             return
         self._bias = weights.b13
@@ -250,6 +244,7 @@ class MegaBackend:
         handle = order.before_launch()
         fill_call(self._args, *call)
         self._launcher.launch(handle)
+        self.window.last_layer = self._layer
         return order.stream if handle else None
 
     def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -293,6 +288,19 @@ class MegaBackend:
         """Make the window usable again after a fault. Collective; affects all its layers."""
         self.window.reset()
 
+    def statistics(self) -> Statistics:
+        """Return what the last launch did, in stream order; the host waits for nothing. Call it before the next one."""
+        if self._launcher is None or self.window.last_layer != self._layer:
+            raise MegaMoEError(
+                "statistics() are those of the last call of a window, and that was another layer's, or there was none"
+            )
+        tables = (
+            self.plan.window["window_routes"].view(self.window.memory),
+            self.plan.views(self._workspace)["chunk_prefix"],
+            self.window.epoch_cell,
+        )
+        return Statistics.of_tables(*tables, self.plan.pool_rows, layout.BLOCK_ROWS)
+
     def intermediates(self) -> dict[str, Tensor]:
         """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
 
@@ -313,10 +321,7 @@ class MegaBackend:
         if "window_x_scale" in window:
             found["x_q"] = window["window_x"][: tokens[p.rank]]
             found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]
-        chunks = max(-(-n // CHUNK_TOKENS) for n in tokens) * p.ep_size
-        counts = workspace["chunk_prefix"][:, chunks]
-        rows = int((-(-counts // layout.BLOCK_ROWS) * layout.BLOCK_ROWS).sum())
-        if rows <= plan.pool_rows:
+        if int(self.statistics().passes) == 1:
             for name in ("x_pool", "h", "y_rows", "row_route"):
                 found[name] = workspace[name]
             for name in ("x_pool_scale", "h_scale"):

@@ -21,6 +21,7 @@ from megamoe.backends.order import (
     Mark,
     check_marks,
 )
+from megamoe.backends.statistics import Statistics
 from megamoe.config import MAX_LOCAL_EXPERTS, Problem
 from megamoe.formats.planes import rows_of
 from megamoe.formats.quantization import Codec, codec
@@ -70,6 +71,7 @@ class StagedBackend:
         self.problem, self.group = problem, group
         self.mark = Mark.make(problem, group)
         self._device = torch.device("cpu")
+        self._statistics: Statistics | None = None
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Nothing to prepare but for refuse()."""
@@ -83,6 +85,10 @@ class StagedBackend:
 
     def check(self) -> None:
         """Nothing can be pending: torch.distributed raises where it fails."""
+
+    def statistics(self) -> Statistics:
+        """Return those of the last forward."""
+        return Statistics.of_last(self._statistics)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -101,7 +107,9 @@ class StagedBackend:
         if num_tokens_device is not None:
             topk_ids = without_rows_behind(topk_ids, num_tokens_device)
         dense = weights.dense(self.problem, compute_dtype(x.device))
-        y = moe(self.problem, self.group, x, topk_ids, topk_weights, dense, self.mark.ints())
+        call = x, topk_ids, topk_weights, dense, self.mark.ints()
+        y, counts = moe_and_counts(self.problem, self.group, *call)
+        self._statistics = Statistics.without_pool(counts)
         return y if out is None else out.copy_(y)
 
 
@@ -130,6 +138,19 @@ def moe(
     mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and `dense` need
     gradients, since the backward pass is collective too: RankMismatch otherwise.
     """
+    return moe_and_counts(problem, group, x, topk_ids, topk_weights, dense, mark)[0]
+
+
+def moe_and_counts(
+    problem: Problem,
+    group: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    dense: ExpertWeights,
+    mark: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Do what moe() does; return y, and the rows of each local expert, [L] int64."""
     with torch.autocast(x.device.type, enabled=False):
         return _moe(problem, group, x, topk_ids, topk_weights, dense, mark)
 
@@ -142,7 +163,7 @@ def _moe(
     topk_weights: Tensor,
     dense: ExpertWeights,
     mark: list[int],
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
     x_codec = codec(problem.formats.x)
@@ -181,7 +202,7 @@ def _moe(
     y = torch.zeros(tokens, problem.hidden, dtype=torch.float32, device=x.device)
     for k, y_k in enumerate(y_routes.view(tokens, top_k, problem.hidden).unbind(1)):
         y = torch.addcmul(y, scores[:, k : k + 1], y_k.float())
-    return y.to(x.dtype)
+    return y.to(x.dtype), sizes
 
 
 def _gradients(rows: Tensor, dense: ExpertWeights) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe import env
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
 from megamoe.formats.weights import ExpertWeights, check_tensor
@@ -50,6 +51,9 @@ class Backend(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] bf16."""
+
+    def statistics(self) -> Statistics:
+        """Return what the last forward did, without waiting for it."""
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile, allocate, map: everything that a first forward would otherwise do."""

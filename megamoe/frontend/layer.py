@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
@@ -267,6 +268,19 @@ class Layer:
         pending = getattr(self._runtime and self._runtime.backend, "check", None)
         if pending is not None:
             pending()
+
+    def statistics(self) -> Statistics:
+        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
+
+        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
+        """
+        return Statistics.of_last(self._runtime and self._runtime.backend.statistics())
+
+    @property
+    def pool_rows(self) -> int | None:
+        """M of the backend if it has a pool, or as the options have it; None: the default."""
+        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
+        return self._options.get("pool_rows") if plan is None else plan.pool_rows
 
     @property
     def needs_close(self) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ConfigError, MegaMoEError
 from megamoe.formats.quantization import E4M3
@@ -268,6 +269,10 @@ class MegaMoE(nn.Module):
         megamoe.invalidate() does so for all layers and lists such writes.
         """
         self._layer.invalidate()
+
+    def statistics(self) -> Statistics:
+        """Return what the last forward did, see Layer.statistics()."""
+        return self._layer.statistics()
 
     def check(self) -> None:
         """Raise the fault that a finished launch left behind, if there is one."""

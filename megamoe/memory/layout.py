@@ -192,7 +192,7 @@ def default_pool_rows(problem: Problem) -> int:
 
 
 def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, Any]:
-    """Return the bytes of one rank's buffers; "text" holds the same as a table.
+    """Return the bytes of one rank's buffers; "text" holds the same as a table, "line" the sums.
 
     A window may be shared by many layers, a workspace belongs to one. Weights are not counted.
     """
@@ -217,4 +217,9 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     largest = sorted(parts.items(), key=lambda item: -item[1])
     lines += [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]
     report["text"] = "\n".join(lines)
+    report["line"] = (
+        f"memory of rank {problem.rank}: window {report['window_bytes'] / 2**20:.1f} MiB, workspace "
+        f"{report['workspace_bytes'] / 2**20:.1f} MiB, {rows} pool rows (worst case {report['worst_pool_rows']}), "
+        f"state of a call {report['state_bytes'] / 2**20:.1f} MiB"
+    )
     return report

@@ -89,6 +89,7 @@ class Window:
         self.broken: MegaMoEError | None = None
         self._workspaces: dict[tuple[Problem, int], Tensor] = {}
         self._layers = 0
+        self.last_layer: int | None = None  # to be launched
         self.agree(problem)
         name = transport or env.transport()
         chosen = choose(name, self.group) if isinstance(name, str) else name
@@ -109,6 +110,11 @@ class Window:
     def epoch_address(self) -> int:
         """Device address of the count of completed launches."""
         return int(self._epoch.data_ptr())
+
+    @property
+    def epoch_cell(self) -> Tensor:
+        """The count of completed launches, [1] int32 on the device."""
+        return self._epoch[:1]
 
     def epoch(self) -> int:
         """Return the count of completed launches. Waits for the device."""

@@ -304,6 +304,41 @@ print(json.dumps(log))
     assert seen == [one, one, [2, "waits for", 1], two, two, [1, "waits for", 2], one]
 
 
+def test_statistics_come_from_the_tables_of_the_last_launch(run):
+    seen = run("""
+with on_cpu():
+    window_ = Window(problem, device="cpu")
+    layer, other = [mega.MegaBackend(problem, window=window_, pool_rows=2048) for _ in range(2)]
+    messages, found = [], []
+    def ask(backend):
+        try:
+            s = backend.statistics()
+            found.append([s.tokens_per_expert.tolist(), s.passes.tolist()])
+        except MegaMoEError as error:
+            messages.append(str(error))
+    ask(layer)
+    call(layer)
+    routes = layer.plan.window["window_routes"].view(window_.memory)
+    prefix = layer.plan.views(layer._workspace)["chunk_prefix"]
+    prefix[:] = 99
+    prefix[:, :3] = torch.tensor([[0, 1000, 1990]] + [[0, 0, 32]] * 6)
+    window_.epoch_cell[0] = 7
+    routes[0, :, 0], routes[1, :, 0] = 70, 64  # of launch 6, of launch 7
+    ask(layer)
+    prefix[0, :3] = torch.tensor([0, 900, 1024])
+    ask(layer)
+    call(other)
+    ask(layer)
+    window_.close()
+print(json.dumps([found, messages]))
+""")
+    (two, one), messages = seen
+    assert two == [[1990] + [32] * 6, [2]]  # 2048 + 6 * 128 rows
+    assert one == [[1024] + [32] * 6, [1]]
+    assert len(messages) == 2
+    assert all("another layer's, or there was none" in text for text in messages)
+
+
 def test_layers_share_a_window(run):
     seen = run("""
 from dataclasses import replace

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megamoe.backends.order import REFUSED, Mark, check_marks
 from megamoe.backends.reference.layer import forward
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 
 
@@ -23,12 +24,17 @@ class ReferenceBackend:
     def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
         self.problem, self.group, self.rounding = problem, group, rounding
         self.mark = Mark.make(problem, group)
+        self._statistics: Statistics | None = None
 
     def prepare(self, weights: Any) -> None:
         """Nothing to prepare."""
 
     def check(self) -> None:
         """Nothing can be pending."""
+
+    def statistics(self) -> Statistics:
+        """Return those of the last forward."""
+        return Statistics.of_last(self._statistics)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -56,6 +62,8 @@ class ReferenceBackend:
         xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
         experts = [_to(e, x.device) for e in experts]
         result = forward(self.problem, xs, ids, scores, experts, rounding=self.rounding)
+        counts = result["counts"][self.problem.rank].sum(0)
+        self._statistics = Statistics.without_pool(counts)
         y = result["y"][self.problem.rank].to(x.dtype)
         return y if out is None else out.copy_(y)
 

@@ -1,0 +1,72 @@
+"""What a call did, as tensors on the device: nothing here waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config import CHUNK_TOKENS
+from megamoe.errors import MegaMoEError
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of one call on this rank. A route that names an expert twice counts twice, a dropped one not at all."""
+
+    tokens_per_expert: Tensor  # [L] int32, routes from all ranks to each local expert
+    passes: Tensor  # [1] int32, how often the pool was filled; 1 where there is no pool
+
+    @staticmethod
+    def of_last(found: Statistics | None) -> Statistics:
+        """Return those of the last call, if there was one."""
+        if found is None:
+            raise MegaMoEError("statistics() are those of the last call, and there was none")
+        return found
+
+    @classmethod
+    def without_pool(cls, counts: Tensor) -> Statistics:
+        """counts: [L], of any integer type."""
+        counts = counts.detach().to(torch.int32)
+        return cls(counts, torch.ones(1, dtype=torch.int32, device=counts.device))
+
+    @classmethod
+    def of_tables(
+        cls, routes: Tensor, chunk_prefix: Tensor, epoch: Tensor, pool_rows: int, block_rows: int
+    ) -> Statistics:
+        """Read what a launch of the kernel left in its tables, by operations on the device.
+
+        routes: [2, R, 4], chunk_prefix: [L, C + 1], as in memory/layout.py. epoch: [1], of the launch.
+        """
+        cells = routes.index_select(0, (epoch & 1).long())[0]  # [R, 4]
+        longest = cells[:, :1].amax(0)  # [1] tokens
+        used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * routes.shape[1]
+        # Behind the chunks of this launch lies what others left: as if those chunks were empty.
+        position = torch.arange(chunk_prefix.shape[1], device=chunk_prefix.device)
+        column = torch.minimum(position, used).expand(chunk_prefix.shape[0], -1)
+        prefix = chunk_prefix.gather(1, column)
+        return cls(prefix[:, -1].clone(), _num_passes(prefix, pool_rows, block_rows))
+
+
+def _num_passes(prefix: Tensor, pool_rows: int, block_rows: int) -> Tensor:
+    """prefix: [L, C + 1] routes before each chunk -> [1] int32; pass_end() of csrc/megamoe/roles/plan.cuh.
+
+    Where the pass that begins at a chunk ends is found for all chunks at once; then the ends are followed from
+    chunk 0 on, in doubling strides.
+    """
+    local, chunks = prefix.shape[0], prefix.shape[1] - 1
+    begin = torch.arange(chunks, device=prefix.device)
+    fits, most = begin, torch.full_like(begin, chunks)
+    for _ in range(chunks.bit_length()):  # the largest end that fits, by bisection
+        middle = (fits + most + 1) // 2
+        rows = prefix.gather(1, middle.expand(local, -1)) - prefix[:, :-1]
+        padded = (rows + (block_rows - 1)) // block_rows * block_rows
+        fit = padded.sum(0) <= pool_rows
+        fits, most = torch.where(fit, middle, fits), torch.where(fit, most, middle - 1)
+    end = torch.cat([torch.maximum(fits, begin + 1), most.new_full((1,), chunks)])
+    passes = torch.ones_like(end)
+    passes[-1] = 0
+    for _ in range(chunks.bit_length()):
+        passes, end = passes + passes[end], end[end]
+    return passes[:1].to(torch.int32)

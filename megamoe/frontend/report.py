@@ -1,0 +1,25 @@
+"""What a layer takes of a GPU's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megamoe.config import Problem
+from megamoe.frontend.layer import Layer
+from megamoe.frontend.module import MegaMoE
+from megamoe.memory import layout
+
+
+def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -> dict[str, Any]:
+    """Return the bytes that "mega" allocates on this rank beside weights; `print(report["text"])` shows them.
+
+    of: a layer, or the problem of one that is still to be made. pool_rows: as the option of that name; None: what the
+        layer has, or the default.
+    Returns window_bytes (symmetric memory; layers may share one window), workspace_bytes (layers of equal sizes that
+    share a window share that too), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes), and the
+    same as "text" and in one "line".
+    """
+    if isinstance(of, Problem):
+        return layout.memory_report(of, pool_rows)
+    layer = of if isinstance(of, Layer) else of._layer
+    return layout.memory_report(layer.problem, layer.pool_rows if pool_rows is None else pool_rows)
