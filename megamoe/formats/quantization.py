@@ -1,6 +1,6 @@
 """Block quantization to FP8: activations in groups of 1x128, weights in blocks of 128x128.
 
-The formula is docs/architecture.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
+The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
 q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly these two divisions.
 """
 

@@ -17,7 +17,7 @@ from megamoe.formats.quantization import codec
 
 @dataclass
 class ExpertWeights:
-    """The experts of one rank. L local experts, P planes; contract in docs/architecture.md.
+    """The experts of one rank. L local experts, P planes.
 
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only

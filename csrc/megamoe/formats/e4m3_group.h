@@ -1,4 +1,4 @@
-// One group of values that share a scale, in e4m3: the formula of docs/architecture.md, "Quantization".
+// One group of values that share a scale, in e4m3: the formula of docs/numerics.md, "Quantization".
 #pragma once
 #include "megamoe/formats/format.h"
 

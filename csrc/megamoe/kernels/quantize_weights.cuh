@@ -1,6 +1,6 @@
 // bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, in one pass over memory.
 // [L, P * I, H]; blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA
-// a block. Same formula as everywhere (docs/architecture.md), so the bits equal those of
+// a block. Same formula as everywhere (docs/numerics.md), so the bits equal those of
 // megamoe/formats/weights.py.
 #pragma once
 #include "megamoe/formats/e4m3_group.h"
