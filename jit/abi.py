@@ -1,4 +1,4 @@
-"""csrc/megamoe/layout/args.h as ctypes: Args, Gemm, FaultRecord, RouteCell, TensorMap, Edge.
+"""csrc/megamoe/layout/args.h as ctypes: Args, Gemm, FaultRecord, RouteCell, TensorMap, Edge; and the tile shapes.
 
 The header is the only definition. It is read line by line, one field a line; tests/unit/test_abi.py compares every
 offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
@@ -10,7 +10,7 @@ import ctypes
 import enum
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamoe.errors import AbiMismatch
 from megamoe.jit import paths
@@ -26,13 +26,14 @@ _STRUCT = re.compile(
     r"^struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};", re.MULTILINE | re.DOTALL
 )
 _FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s+(\w+)(?:\[(\w+)\])?;$")
+_TILE = re.compile(r"^using (\w+) = TileShape<(\d+), (\d+), (\d+), (\d+)>;", re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr\s+\w+\s+(\w+)\s*=\s*(\d+);", re.MULTILINE)
 _ENUM = re.compile(r"^enum class Edge[^{]*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 
 
-def read_text() -> str:
-    """Return the header."""
-    return (paths.CSRC / "megamoe" / "layout" / "args.h").read_text()
+def read_text(header: str = "layout/args.h") -> str:
+    """Return a header of csrc/megamoe."""
+    return (paths.CSRC / "megamoe" / header).read_text()
 
 
 def parse(text: str) -> tuple[dict[str, Any], dict[str, int]]:
@@ -111,6 +112,23 @@ def parse_edges(text: str) -> dict[str, int]:
     }
 
 
+class TileShape(NamedTuple):
+    """A shape of csrc/megamoe/schedule/tile_shape.h."""
+
+    rows: int  # of a block
+    half_columns: int
+    num_slots: int
+    num_output_slots: int
+
+
+def parse_tiles(text: str) -> tuple[dict[str, TileShape], dict[str, int]]:
+    """Return the tile shapes of the header by name, and its integer constants."""
+    tiles = {name: TileShape(*map(int, numbers)) for name, *numbers in _TILE.findall(text)}
+    if not tiles:
+        raise AbiMismatch("schedule/tile_shape.h: no tile shape found")
+    return tiles, {name: int(value) for name, value in _CONSTANT.findall(text)}
+
+
 _structures, CONSTANTS = parse(read_text())
 Args: Any = _structures["Args"]
 Gemm: Any = _structures["Gemm"]
@@ -119,6 +137,8 @@ RouteCell: Any = _structures["RouteCell"]
 TensorMap: Any = _structures["TensorMap"]
 Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
 MAX_RANKS = CONSTANTS["max_ranks"]
+TILES, _tile_constants = parse_tiles(read_text("schedule/tile_shape.h"))
+GROUP_ROWS, SLOT_K_BYTES = _tile_constants["group_rows"], _tile_constants["slot_k_bytes"]
 
 
 def field_names(structure: Any) -> list[str]:

@@ -17,6 +17,9 @@ ACTIVATIONS = {
 }
 
 
+TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compiled forward kernel. `activation` is Activation.kind."""
@@ -47,7 +50,8 @@ class Variant:
 #include "megamoe/kernels/forward.cuh"
 
 namespace megamoe {{
-struct Traits : ForwardLayer<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}> {{
+struct Traits
+    : ForwardLayer<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}, {TILE}> {{
     static constexpr bool profile = {str(self.profile).lower()};
 }};
 }}  // namespace megamoe

@@ -17,6 +17,7 @@ from megamoe.formats.planes import by_plane, map_strides
 from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
+from megamoe.jit.source import TILE
 from megamoe.memory import layout
 from megamoe.memory.layout import Region
 
@@ -24,7 +25,6 @@ from megamoe.memory.layout import Region
 # dims and box are innermost first.
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 
-SWIZZLE_BYTES = 128  # innermost extent of every box
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
 # Regions of the workspace that the GEMM table points to: (index, field) of each place.
 GEMM_POINTERS = {
@@ -135,7 +135,7 @@ def fill_static(
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
     def pool_map(name: str, columns: int, size: int) -> bytes:
-        box = (SWIZZLE_BYTES // size, 64)
+        box = (abi.SLOT_K_BYTES // size, abi.GROUP_ROWS)
         return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
 
     x_pool = pool_map("x_pool", p.hidden, p.formats.x.bytes)
@@ -165,7 +165,7 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     """
     p = plan.problem
     size = p.formats.w.bytes
-    inner = SWIZZLE_BYTES // size
+    box = (abi.SLOT_K_BYTES // size, abi.TILES[TILE].half_columns, 1, 1)
     local, planes = p.num_local_experts(p.rank), p.activation.planes
     for gemm, w, w_planes, scale, bias in (
         (args.gemm[0], weights.w13, planes, weights.w13_scale, weights.b13),
@@ -178,7 +178,7 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
         if base % 16:
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
-        _set_map(gemm.b, encoder(base, dims, strides, (inner, 128, 1, 1), size))
+        _set_map(gemm.b, encoder(base, dims, strides, box, size))
         gemm.b_scale = scale.data_ptr() if scale is not None else None
         gemm.bias = bias.data_ptr() if bias is not None else None
 

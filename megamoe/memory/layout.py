@@ -18,9 +18,11 @@ import torch
 
 from megamoe.config import CHUNK_TOKENS, Problem
 from megamoe.errors import ConfigError, WorkspaceTooSmall
+from megamoe.jit import abi
+from megamoe.jit.source import TILE
 
 ALIGNMENT = 256
-BLOCK_ROWS = 128  # tile height; csrc/megamoe/schedule/order.h
+BLOCK_ROWS = abi.TILES[TILE].rows
 SLACK = 1.25  # of the default pool over an even load
 
 _Spec = tuple[str, tuple[int, ...], torch.dtype]

@@ -5,7 +5,6 @@ using namespace megamoe;
 
 extern "C" {
 
-int abi_block_rows() { return block_rows; }
 int abi_chunk_tokens() { return chunk_tokens; }
 int abi_max_group() { return max_group; }
 int abi_expert_begin_of(int e, int r, int rank) { return expert_begin_of(e, r, rank); }
@@ -14,7 +13,7 @@ int abi_home_of(int ordered, int r) { return home_of(ordered, r); }
 int abi_token_of(int ordered, int r) { return token_of(ordered, r); }
 int abi_ordered_of(int home, int token, int r) { return ordered_of(home, token, r); }
 int abi_num_chunks_of(int tokens, int r) { return num_chunks_of(tokens, r); }
-int abi_padded_rows(int rows) { return padded_rows(rows); }
+int abi_padded_rows(int rows, int block_rows) { return padded_rows(rows, block_rows); }
 void abi_group_of(int first_block, int blocks, int block, int* out) {
     Group g = group_of(first_block, blocks, block);
     out[0] = g.first, out[1] = g.size;
@@ -34,18 +33,18 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
                           num_ctas / pair_ctas);
         while (!stream.done()) {
             Position p = stream.pop();
-            int first = 0, e = 0;                       // the expert that holds block p.slot
-            while (e < num_experts && first + expert_blocks[e] <= p.slot) first += expert_blocks[e++];
-            if (e == num_experts) return -1;  // a slot past the last block
+            int first = 0, e = 0;                       // the expert that holds block p.portion
+            while (e < num_experts && first + expert_blocks[e] <= p.portion) first += expert_blocks[e++];
+            if (e == num_experts) return -1;  // a portion past the last block
             bool is1 = p.stage == Stage::gemm1;
             int tiles = is1 ? tiles1 : tiles2;
-            Group group = group_of(first, expert_blocks[e], p.slot);
+            Group group = group_of(first, expert_blocks[e], p.portion);
             UnitTile unit;
             if (!unit_in_group(group, p, tiles, cta % pair_ctas, &unit)) continue;
             if (written++ >= capacity) return written;  // one too many: the test says so
             int* tile = out + 7 * (written - 1);
-            tile[0] = cta, tile[1] = p.slot / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
-            tile[3] = p.slot * units_of(tiles) + p.part, tile[4] = unit.block;
+            tile[0] = cta, tile[1] = p.portion / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
+            tile[3] = p.portion * units_of(tiles) + p.part, tile[4] = unit.block;
             tile[5] = unit.n < tiles ? unit.n : -1, tile[6] = static_cast<int>(unit.shared);
         }
     }

@@ -271,12 +271,15 @@ def test_chunks_interleave_homes(order):
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.lists(st.integers(0, 1000), min_size=1, max_size=32))
-def test_blocks_cover_rows_once(order, rows):
+@given(
+    rows=st.lists(st.integers(0, 1000), min_size=1, max_size=32),
+    height=st.sampled_from([16, 64, 128]),
+)
+def test_blocks_cover_rows_once(order, rows, height):
     """Experts stacked at padded sizes: each row lies in one block of its expert, and only a last block is short."""
-    height, row0 = order.abi_block_rows(), 0
+    row0 = 0
     for count in rows:
-        padded = order.abi_padded_rows(count)
+        padded = order.abi_padded_rows(count, height)
         assert padded % height == 0
         assert 0 <= padded - count < height
         blocks = [min(height, count - first) for first in range(0, padded, height)]

@@ -13,6 +13,7 @@ from megamoe.errors import ArgumentError, WorkspaceTooSmall
 from megamoe.formats import table
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import abi, paths
+from megamoe.jit.source import TILE
 from megamoe.memory import arguments, layout
 
 
@@ -141,14 +142,15 @@ def test_default_pool_of_deepseek():
 
 
 def test_constants_equal_the_kernels():
-    files = ("schedule/order.h", "cta/smem.h", "roles/routes.cuh")
+    files = ("schedule/order.h", "cta/smem.h", "roles/routes.cuh", "formats/format.h")
     text = "\n".join((paths.CSRC / "megamoe" / name).read_text() for name in files)
     constants = {
         name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)
     }
-    assert constants["block_rows"] == layout.BLOCK_ROWS
+    tile = abi.TILES[TILE]
+    assert (tile.rows, abi.GROUP_ROWS, abi.SLOT_K_BYTES) == (layout.BLOCK_ROWS, 64, 128)
     assert constants["chunk_tokens"] == layout.CHUNK_TOKENS
-    assert constants["half_columns"] == table.SCALE_GROUP
+    assert tile.half_columns == constants["scale_group"] == table.SCALE_GROUP
     assert constants["max_local_experts"] == MAX_LOCAL_EXPERTS
     assert constants["max_top_k"] == MAX_TOP_K <= 1 << constants["route_k_bits"]
     assert 1 << (32 - 2 - constants["route_k_bits"]) >= MAX_GROUP_TOKENS  # two mark bits

@@ -15,6 +15,7 @@ namespace megamoe {
 struct Context {
     const Args& args;
     Smem& smem;
+    RoutingSmem& routing;
     Memory mem;
 
     template <class V>
@@ -24,6 +25,15 @@ struct Context {
     MEGAMOE_DEVICE uint32_t epoch() const { return smem.epoch; }
     MEGAMOE_DEVICE int parity() const { return static_cast<int>(smem.epoch & 1); }
 };
+
+template <class T>
+MEGAMOE_DEVICE CtaSmem<typename T::Tiling>& cta_smem() {
+    return *reinterpret_cast<CtaSmem<typename T::Tiling>*>(arch::dynamic_smem());
+}
+template <class T>
+MEGAMOE_DEVICE TileSmem<typename T::Tiling>& tile_smem() {
+    return cta_smem<T>().tiles;
+}
 
 MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
     return args.gemm[static_cast<int>(stage)];
@@ -35,7 +45,7 @@ struct GemmOf {
     using A = Rows;
     using B = Weights;
     using Epilogue = Epilogue_;
-    static constexpr int stage_k = stage_k_bytes / A::element_bytes;  // values of K in a pipeline stage
+    static constexpr int slot_k = slot_k_bytes / A::element_bytes;  // values of K in a pipeline slot
 };
 
 // Compile-time facts of a layer's GEMMs, asked by stage, and the run-time sizes that follow from them.
@@ -50,12 +60,10 @@ class Shape {
     static MEGAMOE_DEVICE int tiles(const Args& args, Stage stage) {  // of a block
         return ceil_div(gemm_of(args, stage).n, stage == Stage::gemm1 ? E1::columns : E2::columns);
     }
-    static MEGAMOE_DEVICE int stages_of(const Args& args, Stage stage) {  // pipeline stages along K
-        return ceil_div(gemm_of(args, stage).k, stage_k(stage));
+    static MEGAMOE_DEVICE int slots_of(const Args& args, Stage stage) {  // pipeline slots that a tile fills
+        return ceil_div(gemm_of(args, stage).k, slot_k(stage));
     }
-    static MEGAMOE_DEVICE int stage_k(Stage stage) {
-        return stage == Stage::gemm1 ? G1::stage_k : G2::stage_k;
-    }
+    static MEGAMOE_DEVICE int slot_k(Stage stage) { return stage == Stage::gemm1 ? G1::slot_k : G2::slot_k; }
     static MEGAMOE_DEVICE bool a_scaled(Stage stage) {
         return stage == Stage::gemm1 ? G1::A::scaled : G2::A::scaled;
     }
@@ -67,17 +75,19 @@ class Shape {
 
 // What the two halves of a tile are: gate and up of the same columns (in planes of w13), or neighbouring
 // columns.
+template <class S>
 struct Halves {
     bool planes;
     int column0;  // of the first half, in its plane
     MEGAMOE_DEVICE int num_planes() const { return planes ? 2 : 1; }
     MEGAMOE_DEVICE int plane(int half) const { return planes ? half : 0; }
-    MEGAMOE_DEVICE int column(int half) const { return column0 + (planes ? 0 : half * half_columns); }
+    MEGAMOE_DEVICE int column(int half) const { return column0 + (planes ? 0 : half * S::half_columns); }
 };
 template <class T>
-MEGAMOE_DEVICE Halves halves_of(Stage stage, int n) {
+MEGAMOE_DEVICE Halves<typename T::Tiling> halves_of(Stage stage, int n) {
+    using S = typename T::Tiling;
     bool planes = Shape<T>::planes(stage) == 2;
-    return {planes, n * (planes ? half_columns : tile_columns)};
+    return {planes, n * (planes ? S::half_columns : S::columns)};
 }
 
 MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
@@ -105,7 +115,7 @@ class Tiles {
             Position p = stream_.pop();
             int tiles = Shape<T>::tiles(args_, p.stage);
             UnitTile unit;
-            if (!unit_in_group(block_group(args_, p.slot), p, tiles, pair_member(), &unit)) continue;
+            if (!unit_in_group(block_group(args_, p.portion), p, tiles, pair_member(), &unit)) continue;
             return {p.stage, unit.shared, unit.block, unit.n < tiles ? unit.n : -1,
                     block_entry(args_, unit.block)};
         }
@@ -125,7 +135,19 @@ class Tiles {
     UnitStream stream_;
 };
 
-using StageRing = Ring<num_stages>;
-using OutputRing = Ring<num_output_slots>;
+template <class T>
+using PipelineRing = Ring<T::Tiling::num_slots>;
+template <class T>
+using OutputRing = Ring<T::Tiling::num_output_slots>;
+
+// A thread's sums of a tile, by half.
+template <class T>
+using Sums = float[2][T::Tiling::sums];
+
+// The first row of a tile's block in the pool.
+template <class T>
+MEGAMOE_DEVICE int row0(const Tile& tile) {
+    return tile.block * T::Tiling::rows;
+}
 
 }  // namespace megamoe

@@ -18,7 +18,7 @@ enum class Mark : int {
     combined,
     rows_wait,
     h_wait,
-    stage_wait,
+    slot_wait,
     staged
 };
 

@@ -1,19 +1,15 @@
-// Shared memory of a CTA. sizeof(Smem) is what the launch asks for; nothing is summed by hand.
+// Shared memory of a CTA. sizeof(CtaSmem) is what the launch asks for; nothing is summed by hand.
 #pragma once
 #include "megamoe/cta/warps.h"
 #include "megamoe/layout/args.h"
 #include "megamoe/protocol/ring.h"
 #include "megamoe/schedule/tile.h"
+#include "megamoe/schedule/tile_shape.h"
 
 namespace megamoe {
 
-constexpr int stage_k_bytes = 128;  // of a pipeline stage along K: one 128-byte swizzle row
-constexpr int num_stages = 3;
-constexpr int group_rows = 64;  // rows of one math warpgroup
 constexpr int max_local_experts = 1024;
-constexpr int num_wait_marks = 3;                        // cta/profile.h
-constexpr int chunk_bytes = group_rows * stage_k_bytes;  // one swizzled output box: 64 rows x 128 bytes
-constexpr int num_output_slots = 4;                      // chunks of one warpgroup in flight to memory
+constexpr int num_wait_marks = 3;  // cta/profile.h
 
 // What one pass over the pool does. Read by every role after a cluster barrier: both CTAs of a pair must walk
 // the same tiles, since each loads half of what they share.
@@ -47,34 +43,37 @@ struct SumJob {
     uint32_t sources;
 };
 
-struct alignas(1024) Smem {
-    struct alignas(1024) PipelineStage {
-        uint8_t a[block_rows * stage_k_bytes];
-        uint8_t b[2][half_columns * stage_k_bytes];
+// What the GEMM roles share, for tiles of shape S.
+template <class S>
+struct alignas(1024) TileSmem {
+    struct alignas(1024) PipelineSlot {
+        uint8_t a[S::rows * slot_k_bytes];
+        uint8_t b[2][S::half_columns * slot_k_bytes];
     };
-    union {
-        PipelineStage stages[num_stages];
-        // Between passes nothing is in flight, and routing and the plan count rows of each expert here, one
-        // row of counters a warp. The cluster barrier behind the plan, after a proxy fence of each writer,
-        // separates the two lives.
-        int32_t expert_counters[num_warps / 2][max_local_experts];
-    };
-    union alignas(1024) {
-        uint8_t output[num_math_groups][num_output_slots][chunk_bytes];
-        int32_t
-            expert_start[max_local_experts + 1];  // first block of each expert in this pass (routing only)
-    };
+    PipelineSlot slots[S::num_slots];
+    alignas(1024) uint8_t output[num_math_groups][S::num_output_slots][box_bytes];
+    alignas(16) float a_scale[S::num_slots][S::rows];  // destination of bulk copies
+    float b_scale[S::num_slots][2];                    // of either half
+    Tile tile[S::num_slots];                           // that begins in a slot: load_b tells the math warps
+    Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
+    Slots<S::num_slots, PairBarrier> pipeline;
+    Slots<S::num_output_slots, uint64_t> outputs[num_math_groups];
+};
+
+// What routing and the plan count in the bytes of the pipeline's slots, while nothing is in flight there:
+// rows of each expert, one row of counters a warp, and the first block of each expert in this pass. The
+// cluster barrier behind the plan, after a proxy fence of each writer, separates the two lives.
+struct RoutingSmem {
+    int32_t expert_counters[num_warps / 2][max_local_experts];
+    int32_t expert_start[max_local_experts + 1];
+};
+
+struct Smem {
     ReducerState reducer[num_movers * 32];
     CombinerState combiner[num_movers * 32];
     SumJob job[num_movers];
-    int32_t row_shares_taken, token_shares_taken;       // by the movers of this CTA, in this pass
-    alignas(16) float a_scale[num_stages][block_rows];  // destination of bulk copies
-    float b_scale[num_stages][2];                       // of either half
-    Tile tile[num_stages];                // whose first stage a slot holds: load_b tells the math warps
-    Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
-    Slots<num_stages, PairBarrier> stage_slots;
-    Slots<num_output_slots, uint64_t> output_slots[num_math_groups];
-    PassPlan draft;  // this CTA's own; of a pair, CTA 0's is what both run
+    int32_t row_shares_taken, token_shares_taken;  // by the movers of this CTA, in this pass
+    PassPlan draft;                                // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
     uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below
@@ -83,6 +82,16 @@ struct alignas(1024) Smem {
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };
-static_assert(sizeof(Smem) <= 232448, "a Hopper CTA has 227 KB of shared memory");
+
+// All of it.
+template <class S>
+struct CtaSmem {
+    union {
+        TileSmem<S> tiles;
+        RoutingSmem routing;
+    };
+    Smem common;
+    static_assert(sizeof(RoutingSmem) <= sizeof(tiles.slots), "barriers and tiles outlive the plan");
+};
 
 }  // namespace megamoe

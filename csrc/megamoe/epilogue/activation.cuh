@@ -5,13 +5,14 @@
 
 namespace megamoe {
 
-template <class Activation, class Rows>
-struct ActivationEpilogue : Elementwise<Rows, Activation::gated ? 1 : 2> {
+template <class S, class Activation, class Rows>
+struct ActivationEpilogue : Elementwise<S, Rows, Activation::gated ? 1 : 2> {
     static constexpr int planes = Activation::gated ? 2 : 1;
 
-    static MEGAMOE_DEVICE void transform(const Args& args, float (&sum)[2][64]) {
+    template <int n>
+    static MEGAMOE_DEVICE void transform(const Args& args, float (&sum)[2][n]) {
         MEGAMOE_UNROLL
-        for (int i = 0; i < 64; ++i) {
+        for (int i = 0; i < n; ++i) {
             sum[0][i] = Activation::apply(args, sum[0][i], sum[1][i]);
             if (!Activation::gated) sum[1][i] = Activation::apply(args, sum[1][i], 0.0f);
         }

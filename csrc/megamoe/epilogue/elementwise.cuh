@@ -6,7 +6,7 @@
 //   slots                  output slots that a warpgroup fills for a tile, in order
 //   output(gemm, n, slot)  where the store warp puts one of them: several outputs are several maps
 //   columns                columns of its output that a tile makes
-//   run(ctx, tile, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
+//   run<T>(ctx, tile, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
 //
 // Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
 // Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
@@ -23,15 +23,15 @@ struct Destination {
     int column, width;  // of the output; columns at or past its width are not stored
 };
 
-// `halves` halves of 128 columns, as rows of a format.
-template <class Rows, int halves_>
+// `halves` halves of a tile, as rows of a format.
+template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
     static constexpr bool elementwise = true;
     static constexpr int halves = halves_;
-    static constexpr int columns = halves * half_columns;
-    static constexpr int slots = halves * Out::half_slots;
-    static constexpr int slot_columns = half_columns / Out::half_slots;
+    static constexpr int columns = halves * S::half_columns;
+    static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
+    static constexpr int slots = columns / slot_columns;
 
     static MEGAMOE_DEVICE Destination output(const Gemm& gemm, int n, int slot) {
         return {&gemm.out, n * columns + slot * slot_columns, gemm.n};
@@ -39,9 +39,10 @@ struct Elementwise {
 };
 
 // bias[column], with columns at or past `width` left alone.
-MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int width, Fragment f) {
+template <int n>
+MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int width, Fragment f) {
     MEGAMOE_UNROLL
-    for (int g = 0; g < 16; ++g) {
+    for (int g = 0; g < n / 4; ++g) {
         int column = column0 + f.column(g);
         float b0 = column < width ? bias[column] : 0.0f, b1 = column < width ? bias[column + 1] : 0.0f;
         v[4 * g] += b0;
@@ -51,17 +52,17 @@ MEGAMOE_DEVICE void add_bias(float (&v)[64], const float* bias, int column0, int
     }
 }
 
-template <class Out, class Output>
-MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, const Halves& halves, int count,
-                                 Output& output, float (&sum)[2][64], Fragment f) {
+template <class Out, class T, class Output>
+MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count, Output& output,
+                                 Sums<T>& sum, Fragment f) {
     MEGAMOE_UNROLL
     for (int half = 0; half < 2; ++half) {
         if (half >= count) break;
         float* scales = nullptr;
         if constexpr (Out::scaled) {  // a half is one group; it has scales if it exists
             const Gemm& gemm = gemm_of(ctx.args, tile.stage);
-            int group = halves.column0 / scale_group + half;
-            scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + tile.row0() +
+            int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
+            scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) +
                      math_group() * group_rows;
             if (group >= ceil_div(gemm.n, scale_group)) scales = nullptr;
         }
@@ -69,12 +70,12 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, const Hal
     }
 }
 
-template <class E1, class E2, class Output>
-MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, const Halves& halves,
-                                    Output& output, float (&sum)[2][64]) {
+template <class E1, class E2, class T, class Output>
+MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     const Args& args = ctx.args;
     Fragment f;
     bool first = tile.stage == Stage::gemm1;
+    Halves<typename T::Tiling> halves = halves_of<T>(tile.stage, tile.n);
     const Gemm& gemm = gemm_of(args, tile.stage);
     if (const float* bias = gemm.bias; bias != nullptr) {
         bias += int64_t{tile.expert()} * gemm.n * halves.num_planes();
@@ -91,24 +92,24 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, const 
     using Out2 = typename E2::Out;
     if constexpr (!same<Out1, Out2>) {
         if (first) {
-            write_halves<Out1>(ctx, tile, halves, E1::halves, output, sum, f);
+            write_halves<Out1, T>(ctx, tile, E1::halves, output, sum, f);
             return;
         }
     }
-    write_halves<Out2>(ctx, tile, halves, first ? E1::halves : E2::halves, output, sum, f);
+    write_halves<Out2, T>(ctx, tile, first ? E1::halves : E2::halves, output, sum, f);
 }
 
 // The epilogue of the tile's stage.
 template <class T, class Output>
-MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, Output& output, float (&sum)[2][64]) {
+MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     using E1 = typename T::Gemm1::Epilogue;
     using E2 = typename T::Gemm2::Epilogue;
     if constexpr (E1::elementwise && E2::elementwise) {
-        run_elementwise<E1, E2>(ctx, tile, halves_of<T>(tile.stage, tile.n), output, sum);
+        run_elementwise<E1, E2, T>(ctx, tile, output, sum);
     } else if (tile.stage == Stage::gemm1) {
-        E1::run(ctx, tile, output, sum);
+        E1::template run<T>(ctx, tile, output, sum);
     } else {
-        E2::run(ctx, tile, output, sum);
+        E2::template run<T>(ctx, tile, output, sum);
     }
 }
 

@@ -4,11 +4,12 @@
 
 namespace megamoe {
 
-template <class Rows>
-struct PlainEpilogue : Elementwise<Rows, 2> {
+template <class S, class Rows>
+struct PlainEpilogue : Elementwise<S, Rows, 2> {
     static constexpr int planes = 1;
 
-    static MEGAMOE_DEVICE void transform(const Args&, float (&)[2][64]) {}
+    template <int n>
+    static MEGAMOE_DEVICE void transform(const Args&, float (&)[2][n]) {}
 };
 
 }  // namespace megamoe

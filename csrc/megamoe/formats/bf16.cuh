@@ -9,7 +9,6 @@ struct Bf16Rows {
     using Element = bf16_t;
     static constexpr int element_bytes = 2;
     static constexpr bool scaled = false;
-    static constexpr int half_slots = 2;
 
     // A copy, 16 bytes a thread.
     static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
@@ -34,10 +33,10 @@ struct Bf16Rows {
     }
 
     // One half as bf16: two chunks of 64 columns.
-    template <class Output>
-    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[64], float*, Fragment f) {
+    template <class Output, int n>
+    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[n], float*, Fragment f) {
         MEGAMOE_UNROLL
-        for (int c = 0; c < half_slots; ++c) {
+        for (int c = 0; c < n / 32; ++c) {
             uint8_t* chunk = output.claim();
             MEGAMOE_UNROLL
             for (int g = 8 * c; g < 8 * c + 8; ++g) {
@@ -57,6 +56,7 @@ struct Bf16Weights {
     static constexpr int element_bytes = 2;
 
     struct Scales {
+        template <class Halves>
         MEGAMOE_DEVICE Scales(const Gemm&, const Tile&, const Halves&) {}
         MEGAMOE_DEVICE void fetch() {}
         MEGAMOE_DEVICE void put(float (&)[2]) const {}

@@ -38,7 +38,6 @@ struct E4m3Rows {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1;
     static constexpr bool scaled = true;
-    static constexpr int half_slots = 1;
 
     // 8 columns a lane, so 16 lanes hold one group of 128 (docs/numerics.md).
     static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
@@ -86,19 +85,18 @@ struct E4m3Rows {
 
     // One half as e4m3: one chunk, quantized per row (a half is exactly one group of 128), and its scales if
     // the half exists.
-    template <class Output>
-    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[64], float* row_scale,
-                                          Fragment f) {
+    template <class Output, int n>
+    static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[n], float* row_scale, Fragment f) {
         uint8_t* chunk = output.claim();
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
             E4m3Group group;
             MEGAMOE_UNROLL
-            for (int g = 0; g < 16; ++g) group.include(v[4 * g + 2 * i], v[4 * g + 2 * i + 1]);
+            for (int g = 0; g < n / 4; ++g) group.include(v[4 * g + 2 * i], v[4 * g + 2 * i + 1]);
             group.join_lanes<4>();  // a quad holds one row
             float inverse = group.inverse();
             MEGAMOE_UNROLL
-            for (int g = 0; g < 16; ++g) {
+            for (int g = 0; g < n / 4; ++g) {
                 *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
                     arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
             }
@@ -112,10 +110,11 @@ struct E4m3Weights {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1;
 
-    // One float a pipeline stage and half. A half past the last column has no scales of its own and takes the
+    // One float a pipeline slot and half. A half past the last column has no scales of its own and takes the
     // first half's: its products are zero.
     class Scales {
       public:
+        template <class Halves>
         MEGAMOE_DEVICE Scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
             int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
             int row0 = halves.column(0) / scale_group;

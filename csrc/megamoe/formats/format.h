@@ -3,9 +3,9 @@
 //
 //   rows (x and h)   Element, element_bytes; scaled: one fp32 scale a row and 128 columns stands beside them;
 //                    stage(ctx, tokens): x -> window; write_half(output, sums, row_scale, f): a half of a
-//                    tile -> output slots, half_slots of them
+//                    tile -> output slots of 128 bytes a row
 //   weights          Element, element_bytes; Scales(gemm, tile, halves): fetch() reads what the next pipeline
-//                    stage needs, put(slot) hands it to the math warps
+//                    slot needs, put(slot) hands it to the math warps
 //
 // How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
 #pragma once
@@ -13,7 +13,7 @@
 
 namespace megamoe {
 
-constexpr int scale_group = 128;  // values along K that share a scale: one FP8 pipeline stage, a half of h
+constexpr int scale_group = 128;  // values along K that share a scale: one FP8 pipeline slot, a half of h
 
 template <class Rows, class Weights, class HiddenRows>
 struct Precision {

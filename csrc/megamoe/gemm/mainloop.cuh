@@ -7,46 +7,47 @@
 
 namespace megamoe {
 
-// Descriptors of a warpgroup's operands in stage 0. Other stages are a fixed distance away, so that little
-// arithmetic stands between a stage's barrier and its first MMA.
+// Descriptors of a warpgroup's operands in slot 0. Other slots are a fixed distance away, so that little
+// arithmetic stands between a slot's barrier and its first MMA.
 struct Operands {
     arch::Desc a, b;
-    MEGAMOE_DEVICE Operands(Smem& smem, int group)
-        : a(arch::make_desc(smem.stages[0].a + group * chunk_bytes)),
-          b(arch::make_desc(smem.stages[0].b[0])) {}
+    template <class TileSmem>
+    MEGAMOE_DEVICE Operands(TileSmem& smem, int group)
+        : a(arch::make_desc(smem.slots[0].a + group * box_bytes)), b(arch::make_desc(smem.slots[0].b[0])) {}
 };
 
 template <class T>
-MEGAMOE_DEVICE void await_stage(Context& ctx, StageRing ring) {
+MEGAMOE_DEVICE void await_slot(Context& ctx, PipelineRing<T> ring) {
     Profile<T>::timed(
-        ctx.smem, Mark::stage_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
-        [&] { ring.await(ctx.mem, ctx.smem.stage_slots); });
+        ctx.smem, Mark::slot_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
+        [&] { ring.await(ctx.mem, tile_smem<T>().pipeline); });
 }
 
-// How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline stages,
+// How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline slots,
 // with so many registers of a thread.
 template <class Rows, class Weights>
 struct Multiply;
 
-// BF16: both halves accumulate in place. A stage goes back to the loaders as soon as its own MMAs are done.
-// Issuing the next stage's before that wait keeps one of three stages from being filled: 6 % slower.
+// BF16: both halves accumulate in place. A slot goes back to the loaders as soon as its own MMAs are done.
+// Issuing the next slot's before that wait keeps one of three slots from being filled: 6 % slower.
 template <>
 struct Multiply<Bf16Rows, Bf16Weights> {
     static constexpr int registers = 184;  // 128 sums
     template <class T>
-    static MEGAMOE_DEVICE void run(float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
-        Smem& smem = ctx.smem;
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+        using S = typename T::Tiling;
+        TileSmem<S>& smem = tile_smem<T>();
         Operands operands(smem, math_group());
-        for (int i = 0; i < stages; ++i) {
-            int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
+        for (int i = 0; i < slots; ++i) {
+            int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
-            arch::Desc b1 = arch::desc_advance(b0, half_columns * stage_k_bytes);
-            await_stage<T>(ctx, ring);
+            arch::Desc b1 = arch::desc_advance(b0, S::half_columns * slot_k_bytes);
+            await_slot<T>(ctx, ring);
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
             arch::wgmma_fence();
             MEGAMOE_UNROLL
-            for (int k = 0; k < stage_k_bytes; k += mma_k_bytes) {
+            for (int k = 0; k < slot_k_bytes; k += mma_k_bytes) {
                 arch::wgmma<bf16_t>(sum[0], arch::desc_advance(a, k), arch::desc_advance(b0, k),
                                     (i | k) != 0);
                 arch::wgmma<bf16_t>(sum[1], arch::desc_advance(a, k), arch::desc_advance(b1, k),
@@ -56,35 +57,36 @@ struct Multiply<Bf16Rows, Bf16Weights> {
             arch::wgmma_wait<0>();
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
-            ring.release(ctx.mem, smem.stage_slots);
+            ring.release(ctx.mem, smem.pipeline);
             ring.advance();
         }
     }
 };
 
-// FP8: each half of each stage is multiplied into a fresh accumulator and promoted, times its scales, into
+// FP8: each half of each slot is multiplied into a fresh accumulator and promoted, times its scales, into
 // fp32 sums.
 template <>
 struct Multiply<E4m3Rows, E4m3Weights> {
     static constexpr int registers = 208;  // 128 sums and 64 of one promotion
     template <class T>
-    static MEGAMOE_DEVICE void run(float (&sum)[2][64], Context& ctx, StageRing& ring, int stages) {
-        Smem& smem = ctx.smem;
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+        using S = typename T::Tiling;
+        TileSmem<S>& smem = tile_smem<T>();
         Operands operands(smem, math_group());
         MEGAMOE_UNROLL
-        for (int i = 0; i < 64; ++i) sum[0][i] = sum[1][i] = 0.0f;
-        for (; stages > 0; --stages) {
-            int at = ring.slot() * static_cast<int>(sizeof(Smem::PipelineStage));
+        for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
+        for (; slots > 0; --slots) {
+            int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
-            await_stage<T>(ctx, ring);
+            await_slot<T>(ctx, ring);
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half) {
-                arch::Desc b = arch::desc_advance(b0, half * half_columns * stage_k_bytes);
-                float acc[64];
+                arch::Desc b = arch::desc_advance(b0, half * S::half_columns * slot_k_bytes);
+                float acc[S::sums];
                 arch::fence_accumulator(acc);
                 arch::wgmma_fence();
                 MEGAMOE_UNROLL
-                for (int k = 0; k < stage_k_bytes; k += mma_k_bytes) {
+                for (int k = 0; k < slot_k_bytes; k += mma_k_bytes) {
                     arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
                 }
                 arch::wgmma_commit();
@@ -99,10 +101,10 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                 arch::fence_accumulator(acc);
                 if (half == 1) {
                     arch::warp_sync();  // all lanes have read the scales
-                    ring.release(ctx.mem, smem.stage_slots);
+                    ring.release(ctx.mem, smem.pipeline);
                 }
                 MEGAMOE_UNROLL
-                for (int j = 0; j < 64; j += 4) {
+                for (int j = 0; j < S::sums; j += 4) {
                     sum[half][j] += s0 * acc[j];
                     sum[half][j + 1] += s0 * acc[j + 1];
                     sum[half][j + 2] += s1 * acc[j + 2];
@@ -122,22 +124,23 @@ template <class T>
 constexpr int math_registers = max_of(Multiply1<T>::registers, Multiply2<T>::registers);
 
 template <class T>
-MEGAMOE_DEVICE void multiply(float (&sum)[2][64], Context& ctx, StageRing& ring, Stage stage) {
-    int stages = Shape<T>::stages_of(ctx.args, stage);
+MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, Stage stage) {
+    int slots = Shape<T>::slots_of(ctx.args, stage);
     if (same<Multiply1<T>, Multiply2<T>> || stage == Stage::gemm1) {
-        Multiply1<T>::template run<T>(sum, ctx, ring, stages);
+        Multiply1<T>::template run<T>(sum, ctx, ring, slots);
     } else {
-        Multiply2<T>::template run<T>(sum, ctx, ring, stages);
+        Multiply2<T>::template run<T>(sum, ctx, ring, slots);
     }
 }
 
 // A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
-MEGAMOE_DEVICE void skip_stages(Context& ctx, StageRing& ring, int stages) {
+template <class T>
+MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
     MEGAMOE_UNROLL_BY(1)
-    for (int i = 0; i < stages; ++i) {
-        ring.await(ctx.mem, ctx.smem.stage_slots);
+    for (int i = 0; i < slots; ++i) {
+        ring.await(ctx.mem, tile_smem<T>().pipeline);
         arch::warp_sync();
-        ring.release(ctx.mem, ctx.smem.stage_slots);
+        ring.release(ctx.mem, tile_smem<T>().pipeline);
         ring.advance();
     }
 }

@@ -14,10 +14,11 @@
 namespace megamoe {
 
 // The layer that a user calls: h = activation(x w13), y_rows = h w2.
-template <class P, class Activation>
+template <class P, class Activation, class S>
 struct ForwardLayer {
-    using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<Activation, typename P::H>>;
-    using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<Bf16Rows>>;
+    using Tiling = S;
+    using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<S, Activation, typename P::H>>;
+    using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<S, Bf16Rows>>;
 };
 
 // 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
@@ -26,17 +27,20 @@ constexpr int load_registers = 32;
 template <class T>
 constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
 
-MEGAMOE_DEVICE void init_barriers(Smem& smem) {
+template <class T>
+MEGAMOE_DEVICE void init_barriers() {
+    using S = typename T::Tiling;
+    auto& smem = tile_smem<T>();
     if (arch::thread_idx() == 0) {
-        for (int s = 0; s < num_stages; ++s) {
-            arch::mbar_init(&smem.stage_slots.full[s], 2);  // load_a and load_b
-            arch::mbar_init(&smem.stage_slots.empty[s].bits,
+        for (int s = 0; s < S::num_slots; ++s) {
+            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
+            arch::mbar_init(&smem.pipeline.empty[s].bits,
                             pair_ctas * num_math_groups * 4);  // every math warp of the pair
         }
         for (int g = 0; g < num_math_groups; ++g) {
-            for (int s = 0; s < num_output_slots; ++s) {
-                arch::mbar_init(&smem.output_slots[g].full[s], 128);  // the warpgroup's threads
-                arch::mbar_init(&smem.output_slots[g].empty[s], 1);   // the store thread
+            for (int s = 0; s < S::num_output_slots; ++s) {
+                arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
+                arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
             }
         }
         arch::mbar_fence_init();
@@ -62,8 +66,8 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
 template <class T>
 MEGAMOE_DEVICE void math_passes(Context& ctx) {
     arch::registers_grow<math_registers<T>>();
-    StageRing ring;
-    OutputRing output;
+    PipelineRing<T> ring;
+    OutputRing<T> output;
     each_pass(ctx, [&] { math<T>(ctx, ring, output); });
     arch::registers_shrink<transport_registers<T>>();
     Profile<T>::mark(ctx.args, Mark::math_done);
@@ -77,7 +81,7 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int begin = 0;;) {  // the first chunk of the pass
         if (is_transport) {
-            plan_pass(ctx, begin);
+            plan_pass<T>(ctx, begin);
             arch::warp_sync();
             arch::cluster_sync();
             dispatch<T>(ctx);
@@ -109,11 +113,12 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
 
 template <class T>
 MEGAMOE_DEVICE void forward(const Args& args) {
-    Smem& smem = *reinterpret_cast<Smem*>(arch::dynamic_smem());
-    Context ctx{args, smem, Memory(args)};
+    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
+    Smem& smem = cta_smem<T>().common;
+    Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
-    init_barriers(smem);
+    init_barriers<T>();
     Profile<T>::begin(args, smem);
     int warp = arch::warp_idx();
     if (warp >= first_math_warp) {
@@ -134,17 +139,17 @@ MEGAMOE_DEVICE void forward(const Args& args) {
     } else {
         arch::registers_shrink<load_registers>();
         if (warp == 0) {
-            StageRing ring;
+            PipelineRing<T> ring;
             each_pass(ctx, [&] {
                 if (arch::lane_idx() == 0) load_a<T>(ctx, ring);
             });
         } else if (warp == 1) {
-            StageRing ring;
+            PipelineRing<T> ring;
             each_pass(ctx, [&] {
                 if (arch::lane_idx() == 0) load_b<T>(ctx, ring);
             });
         } else if (warp == 2) {
-            OutputRing output;
+            OutputRing<T> output;
             each_pass(ctx, [&] {
                 if (arch::lane_idx() == 0) store<T>(ctx, output);
             });
@@ -160,14 +165,15 @@ MEGAMOE_DEVICE void forward(const Args& args) {
 
 #if defined(MEGAMOE_EMULATE)
 #include "megamoe/arch/host/entry.h"
-#define MEGAMOE_FORWARD_KERNEL(name, traits) \
-    MEGAMOE_HOST_ENTRY(name, megamoe::forward<traits>, sizeof(megamoe::Smem), megamoe::num_threads);
+#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                     \
+    MEGAMOE_HOST_ENTRY(name, megamoe::forward<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
+                       megamoe::num_threads);
 #else
-#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                          \
-    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                  \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::Smem);                  \
-    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                             \
-        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) { \
-        megamoe::forward<traits>(args);                                                               \
+#define MEGAMOE_FORWARD_KERNEL(name, traits)                                                            \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                    \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>); \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                               \
+        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) {   \
+        megamoe::forward<traits>(args);                                                                 \
     }
 #endif

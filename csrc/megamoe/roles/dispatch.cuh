@@ -53,15 +53,16 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
         }
     }
     arch::warp_sync();  // all lanes' stores happen before the release of each target's lane
-    if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / block_rows, 1);
+    if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / T::Tiling::rows, 1);
 }
 
 template <class T>
 MEGAMOE_DEVICE void dispatch(Context& ctx) {
+    constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     uint32_t staged = 0;  // home ranks known to have staged x
-    int rows = rows_per_share(ctx.smem.plan.num_blocks);
+    int rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
     int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
     for (int i = transport_index(); i < shares; i += num_transports()) {
         int row = i * rows + lane;

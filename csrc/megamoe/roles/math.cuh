@@ -1,5 +1,5 @@
 // math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
-// stage into the swizzled output chunks; the store warp takes it from there.
+// stage into the output slots; the store warp takes it from there.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 #include "megamoe/gemm/mainloop.cuh"
@@ -8,55 +8,60 @@ namespace megamoe {
 
 // This warpgroup's side of the output ring: claim a slot, fill it, hand it to the store warp. All 128 threads
 // call both.
+template <class T>
 struct OutputSlots {
     Context& ctx;
-    OutputRing& ring;
+    OutputRing<T>& ring;
 
     MEGAMOE_DEVICE uint8_t* claim() {
-        ring.acquire(ctx.mem, ctx.smem.output_slots[math_group()]);
-        return ctx.smem.output[math_group()][ring.slot()];
+        ring.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
+        return tile_smem<T>().output[math_group()][ring.slot()];
     }
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        ring.commit(ctx.mem, ctx.smem.output_slots[math_group()]);
+        ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
         ring.advance();
     }
 };
 
 // The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.
-MEGAMOE_DEVICE Tile& current_tile(Smem& smem) { return smem.math_tile[arch::warp_idx() - first_math_warp]; }
-MEGAMOE_DEVICE void begin_tile(Smem& smem, int slot) {
-    Tile& tile = current_tile(smem);
+template <class T>
+MEGAMOE_DEVICE Tile& current_tile() {
+    return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
+}
+template <class T>
+MEGAMOE_DEVICE void begin_tile(int slot) {
+    Tile& tile = current_tile<T>();
     arch::warp_sync();  // no lane reads the last tile any more
-    if (arch::lane_idx() == 0) tile = smem.tile[slot];
+    if (arch::lane_idx() == 0) tile = tile_smem<T>().tile[slot];
     arch::warp_sync();
 }
 
 template <class T>
-MEGAMOE_DEVICE void math(Context& ctx, StageRing& ring, OutputRing& output_ring) {
-    OutputSlots output{ctx, output_ring};
+MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& output_ring) {
+    OutputSlots<T> output{ctx, output_ring};
     for (;;) {
-        await_stage<T>(ctx, ring);
-        begin_tile(ctx.smem, ring.slot());
-        Tile tile = current_tile(ctx.smem);
+        await_slot<T>(ctx, ring);
+        begin_tile<T>(ring.slot());
+        Tile tile = current_tile<T>();
         if (!tile.valid()) break;
-        int stages = Shape<T>::stages_of(ctx.args, tile.stage);
+        int slots = Shape<T>::slots_of(ctx.args, tile.stage);
         if (tile.absent()) {
-            skip_stages(ctx, ring, stages);
+            skip_slots<T>(ctx, ring, slots);
         } else if (tile.rows() <= math_group() * group_rows) {
-            skip_stages(ctx, ring, stages);
+            skip_slots<T>(ctx, ring, slots);
             for (int c = 0; c < Shape<T>::output_slots(tile.stage); ++c) {
                 output.claim();
                 output.hand_over();
             }
         } else {
-            float sum[2][64];
+            Sums<T> sum;
             multiply<T>(sum, ctx, ring, tile.stage);
-            tile = current_tile(ctx.smem);
+            tile = current_tile<T>();
             finish<T>(ctx, tile, output, sum);
         }
     }
-    skip_stages(ctx, ring, 1);
+    skip_slots<T>(ctx, ring, 1);
 }
 
 }  // namespace megamoe

@@ -11,7 +11,7 @@ namespace megamoe {
 // combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
-    Reducer reducer(ctx);
+    Reducer<T::Tiling::rows> reducer(ctx);
     Combiner combiner(ctx);
     uint32_t idle_since = 0;  // set before it is read
     MEGAMOE_UNROLL_BY(1)

@@ -13,23 +13,26 @@ MEGAMOE_DEVICE int routes_between(const Args& args, int expert, int chunk_begin,
 
 // Pool rows (experts padded to whole blocks) that the chunks [begin, end) need; one warp, same result in all
 // lanes.
+template <int block_rows>
 MEGAMOE_DEVICE int rows_needed(const Args& args, int begin, int end) {
     int rows = 0;
     MEGAMOE_UNROLL_BY(1)
     for (int e = arch::lane_idx(); e < args.num_local_experts; e += 32)
-        rows += padded_rows(routes_between(args, e, begin, end));
+        rows += padded_rows(routes_between(args, e, begin, end), block_rows);
     MEGAMOE_UNROLL_BY(1)
     for (int mask = 16; mask > 0; mask >>= 1) rows += arch::shfl_xor(rows, mask);
     return rows;
 }
 
 // The longest range of chunks from `begin` that fits: binary search, since rows_needed grows with the range.
+template <int block_rows>
 MEGAMOE_DEVICE int pass_end(const Context& ctx, int begin) {
     int fits = begin, too_far = ctx.smem.num_chunks + 1;
-    if (rows_needed(ctx.args, begin, ctx.smem.num_chunks) <= ctx.args.pool_rows) return ctx.smem.num_chunks;
+    if (rows_needed<block_rows>(ctx.args, begin, ctx.smem.num_chunks) <= ctx.args.pool_rows)
+        return ctx.smem.num_chunks;
     while (too_far - fits > 1) {
         int middle = (fits + too_far) / 2;
-        if (rows_needed(ctx.args, begin, middle) <= ctx.args.pool_rows) {
+        if (rows_needed<block_rows>(ctx.args, begin, middle) <= ctx.args.pool_rows) {
             fits = middle;
         } else {
             too_far = middle;
@@ -39,33 +42,36 @@ MEGAMOE_DEVICE int pass_end(const Context& ctx, int begin) {
 }
 
 // First block of each expert, for one warp: expert_start[e], and the total behind the last.
+template <int block_rows>
 MEGAMOE_DEVICE int place_experts(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), running = 0;
     MEGAMOE_UNROLL_BY(1)
     for (int e0 = 0; e0 < args.num_local_experts; e0 += 32) {
         int e = e0 + lane;
-        int own =
-            e < args.num_local_experts ? padded_rows(routes_between(args, e, begin, end)) / block_rows : 0;
+        int own = e < args.num_local_experts
+                      ? padded_rows(routes_between(args, e, begin, end), block_rows) / block_rows
+                      : 0;
         int inclusive = own;
         MEGAMOE_UNROLL_BY(1)
         for (int step = 1; step < 32; step <<= 1) {
             int left = arch::shfl(inclusive, max_of(lane - step, 0));
             if (lane >= step) inclusive += left;
         }
-        if (e < args.num_local_experts) ctx.smem.expert_start[e] = running + inclusive - own;
+        if (e < args.num_local_experts) ctx.routing.expert_start[e] = running + inclusive - own;
         running += arch::shfl(inclusive, 31);
     }
-    if (lane == 0) ctx.smem.expert_start[args.num_local_experts] = running;
+    if (lane == 0) ctx.routing.expert_start[args.num_local_experts] = running;
     return running;
 }
 
 // One row of block_table, and zeroed counters, for each block. Experts are spread over all transport threads.
+template <int block_rows>
 MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
     for (int e = transport_index(); e < args.num_local_experts; e += num_transports()) {
         int rows = routes_between(args, e, begin, end);
-        int first = ctx.smem.expert_start[e], blocks = ctx.smem.expert_start[e + 1] - first;
+        int first = ctx.routing.expert_start[e], blocks = ctx.routing.expert_start[e + 1] - first;
         MEGAMOE_UNROLL_BY(1)
         for (int i = arch::lane_idx(); i < blocks; i += 32) {
             Group group = group_of(first, blocks, first + i);
@@ -81,14 +87,15 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
 
 // Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k,
 // token) order.
+template <int block_rows>
 MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
-    int32_t* counters = ctx.smem.expert_counters[transport_warp()];
+    int32_t* counters = ctx.routing.expert_counters[transport_warp()];
     for (int chunk = begin + transport_index(); chunk < end; chunk += num_transports()) {
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
-            counters[e] = ctx.smem.expert_start[e] * block_rows + routes_between(args, e, begin, chunk);
+            counters[e] = ctx.routing.expert_start[e] * block_rows + routes_between(args, e, begin, chunk);
         }
         arch::warp_sync();
         int ordered = chunk * chunk_tokens + lane;
@@ -148,21 +155,23 @@ MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
 // CTAs agree on, because a CTA whose waits failed raised (or saw) the abort before it arrived at the grid
 // barrier that ordered the counts. Invariant: both CTAs of a pair run one plan, CTA 0's, so that neither
 // waits for a half tile that the other does not load.
+template <class T>
 MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
+    constexpr int block_rows = T::Tiling::rows;
     PassPlan& plan = ctx.smem.draft;
     bool leads = transport_warp() == 0 && arch::lane_idx() == 0;
     if (begin != 0) wait_for_grid(ctx, leads);  // the last pass's tables and pool are not read any more
     if (transport_warp() == 0) {
         bool poisoned = arch::ballot(ctx.mem.aborted()) != 0;
-        int end = poisoned ? begin : pass_end(ctx, begin);
-        int blocks = poisoned ? 0 : place_experts(ctx, begin, end);
+        int end = poisoned ? begin : pass_end<block_rows>(ctx, begin);
+        int blocks = poisoned ? 0 : place_experts<block_rows>(ctx, begin, end);
         if (leads) plan = {begin, end, blocks, poisoned || end == ctx.smem.num_chunks ? 1 : 0};
     }
     if (leads) ctx.smem.row_shares_taken = ctx.smem.token_shares_taken = 0;
     transport_sync();
     if (plan.num_blocks != 0) {
-        write_block_table(ctx, begin, plan.chunk_end);
-        assign_rows(ctx, begin, plan.chunk_end);
+        write_block_table<block_rows>(ctx, begin, plan.chunk_end);
+        assign_rows<block_rows>(ctx, begin, plan.chunk_end);
     }
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);

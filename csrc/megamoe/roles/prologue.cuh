@@ -92,7 +92,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), warp = crew_warp();
-    int32_t* counters = ctx.smem.expert_counters[warp];
+    int32_t* counters = ctx.routing.expert_counters[warp];
     MEGAMOE_UNROLL_BY(1)
     for (int chunk = arch::block_idx() * crew_warps + warp; chunk < ctx.smem.num_chunks;
          chunk += arch::grid_dim() * crew_warps) {

@@ -8,11 +8,12 @@
 namespace megamoe {
 
 // Walks the pool in shares of rows behind gemm2; remembers up to where blocks are known to be done.
+template <int block_rows>
 class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
-        s.rows = rows_per_share(ctx.smem.plan.num_blocks);
+        s.rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
         s.row = take(ctx);
         s.done = 0;
         s.closers = 0;

@@ -6,7 +6,7 @@ namespace megamoe {
 
 // Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
 // are not many rows, so that every warp has some. Affects timing only.
-MEGAMOE_DEVICE int rows_per_share(int num_blocks) {
+MEGAMOE_DEVICE int rows_per_share(int num_blocks, int block_rows) {
     int rows = 4;
     while (rows > 1 && num_blocks * block_rows < rows * num_transports()) rows /= 2;
     return rows;

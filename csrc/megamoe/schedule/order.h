@@ -5,10 +5,7 @@
 
 namespace megamoe {
 
-constexpr int block_rows = 128;    // tile height
-constexpr int tile_columns = 256;  // tile width: two halves
-constexpr int half_columns = 128;  // one accumulator, one FP8 weight scale, one quantization group of h
-constexpr int chunk_tokens = 32;   // routing unit: one token a lane
+constexpr int chunk_tokens = 32;  // routing unit: one token a lane
 
 enum class Stage : int { gemm1, gemm2 };
 
@@ -35,7 +32,7 @@ MEGAMOE_PURE int num_chunks_of(int max_tokens_any_rank, int num_ranks) {
     return ceil_div(max_tokens_any_rank, chunk_tokens) * num_ranks;
 }
 
-MEGAMOE_PURE int padded_rows(int rows) { return ceil_div(rows, block_rows) * block_rows; }
+MEGAMOE_PURE int padded_rows(int rows, int block_rows) { return ceil_div(rows, block_rows) * block_rows; }
 
 // A group: up to `max_group` consecutive blocks of one expert whose tiles run m-fastest, so that a weight
 // tile is read from memory once for all of them. An expert's blocks are cut into equal groups.
@@ -62,10 +59,11 @@ MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block
 enum class Shared : int { a, b };
 MEGAMOE_PURE int units_of(int tiles) { return ceil_div(tiles, pair_ctas); }
 
-// A place in the launch's order of units: `slot` counts block-sized portions of a stage, `part` units in it.
+// A place in the launch's order of units: `portion` counts block-sized portions of a stage, `part` units in
+// it.
 struct Position {
     Stage stage;
-    int slot, part;
+    int portion, part;
 };
 
 // The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1.
@@ -95,15 +93,15 @@ struct UnitStream {
 
     MEGAMOE_PURE bool done() const { return next1 / units1 >= num_blocks && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE Position pop() {  // not when done()
-        int slot1 = next1 / units1, slot2 = next2 / units2;
-        if (slot1 < num_blocks && (slot2 >= num_blocks || slot1 / span <= slot2 / span + 1)) {
-            int part = next1 - slot1 * units1;
+        int portion1 = next1 / units1, portion2 = next2 / units2;
+        if (portion1 < num_blocks && (portion2 >= num_blocks || portion1 / span <= portion2 / span + 1)) {
+            int part = next1 - portion1 * units1;
             next1 += stride;
-            return {Stage::gemm1, slot1, part};
+            return {Stage::gemm1, portion1, part};
         }
-        int part = next2 - slot2 * units2;
+        int part = next2 - portion2 * units2;
         next2 += stride;
-        return {Stage::gemm2, slot2, part};
+        return {Stage::gemm2, portion2, part};
     }
 };
 
@@ -116,7 +114,7 @@ struct UnitTile {
 // The tile of CTA `member` (0 or 1) in the unit at `p`: within a group, m runs fastest. False for a unit that
 // holds no tile at all: with an odd number of tiles, each pair of blocks leaves one over.
 MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, UnitTile* out) {
-    int i = (p.slot - group.first) * units_of(tiles) + p.part;
+    int i = (p.portion - group.first) * units_of(tiles) + p.part;
     int pairs = group.size / 2;
     if (i < pairs * tiles) {
         *out = {group.first + 2 * (i % pairs) + member, i / pairs, Shared::b};

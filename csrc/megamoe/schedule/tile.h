@@ -22,7 +22,6 @@ struct Tile {
     MEGAMOE_PURE bool absent() const { return n < 0; }
     MEGAMOE_PURE int expert() const { return entry.expert(); }
     MEGAMOE_PURE int rows() const { return entry.rows(); }
-    MEGAMOE_PURE int row0() const { return block * block_rows; }
 };
 
 }  // namespace megamoe

@@ -1,0 +1,25 @@
+// Tile shapes: what a block of rows and a tile of a GEMM measure, and how many of them are in flight. A layer
+// names one (its Tiling); everything that depends on it takes it from there, and megamoe/jit/abi.py reads the
+// numbers here for Python (rows of a block, boxes of TMA).
+#pragma once
+#include "megamoe/base/portable.h"
+
+namespace megamoe {
+
+constexpr int group_rows = 64;     // rows of one math warpgroup
+constexpr int slot_k_bytes = 128;  // of K in a pipeline slot: one row of the 128-byte swizzle
+constexpr int box_bytes = group_rows * slot_k_bytes;  // what TMA moves of A and of outputs at a time
+
+template <int rows_, int half_columns_, int num_slots_, int num_output_slots_>
+struct TileShape {
+    static constexpr int rows = rows_;                  // of a block
+    static constexpr int half_columns = half_columns_;  // one accumulator, one group of scales
+    static constexpr int columns = 2 * half_columns;
+    static constexpr int num_slots = num_slots_;                // of the pipeline
+    static constexpr int num_output_slots = num_output_slots_;  // of a warpgroup, a box each
+    static constexpr int sums = half_columns / 2;               // of a half, in a thread
+};
+
+using Tile128x256 = TileShape<128, 128, 3, 4>;
+
+}  // namespace megamoe
