@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -71,8 +71,8 @@ def _capturing(w: Tensor) -> bool:
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none), optimizer steps
-Version = tuple[int, int, int, int]
+# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none), optimizer steps, strides
+Version = tuple[int, int, int, int, tuple[int, ...]]
 
 
 @dataclass
@@ -96,16 +96,16 @@ class QuantizedCache:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._last: tuple[ExpertWeights, tuple[Version, Version], ExpertWeights] | None = None
 
     def get(self, name: str, w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
         """Return (q, scale) of w; the same storage on every call with the same name and shape."""
-        count = -1 if w.is_inference() else w._version
-        version = (_storage(w), w.storage_offset(), count, _steps[0])
+        version = _version(w)
         captured = w.requires_grad and _capturing(w)
         entry, out, volatile = self._entries.get(name), None, captured
         if entry is not None:
             counted = not (captured or entry.volatile)
-            if counted and entry.version == version and _alike(entry.source, w):
+            if counted and entry.version == version and entry.source.shape == w.shape:
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w), w.device):
                 out = entry.q, entry.scale
@@ -116,21 +116,35 @@ class QuantizedCache:
         return q, scale
 
     def weights(self, problem: Problem, masters: ExpertWeights) -> ExpertWeights:
-        """Return the FP8 weights of bf16 masters; biases are handed through."""
+        """Return the FP8 weights of bf16 masters; biases are handed through. The same object while all is the same."""
+        w13, w2, last = masters.w13, masters.w2, self._last
+        versions = _version(w13), _version(w2)
+        captured = (w13.requires_grad or w2.requires_grad) and _capturing(w13)
+        if last is not None and last[1] == versions and not captured and _same(last[0], masters):
+            return last[2]
         codec(problem.formats.w)  # raises for a format that this cannot make
-        q13, s13 = self.get("w13", masters.w13, problem.activation.planes)
-        q2, s2 = self.get("w2", masters.w2)
-        return ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)
+        q13, s13 = self.get("w13", w13, problem.activation.planes)
+        q2, s2 = self.get("w2", w2)
+        weights = ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)
+        volatile = any(entry.volatile for entry in self._entries.values())
+        self._last = None if volatile else (replace(masters), versions, weights)
+        return weights
 
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
+        self._last = None
         for entry in self._entries.values():
             entry.version = None
 
 
+def _version(w: Tensor) -> Version:
+    count = -1 if w.is_inference() else w._version
+    return w.untyped_storage()._cdata, w.storage_offset(), count, _steps[0], w.stride()
+
+
+def _same(a: ExpertWeights, b: ExpertWeights) -> bool:
+    return a.w13 is b.w13 and a.w2 is b.w2 and a.b13 is b.b13 and a.b2 is b.b2
+
+
 def _storage(w: Tensor) -> int:
     return w.untyped_storage()._cdata
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride()
