@@ -24,6 +24,9 @@ class Format:
         None  # rows x columns that share an fp32 scale; None: no scales
     )
     largest: float = inf  # magnitude of an element, which a scale maps the largest value to
+    cpp: str | None = (
+        None  # its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel
+    )
 
     @property
     def scaled(self) -> bool:
@@ -43,26 +46,33 @@ class Format:
         return -(-rows // height), -(-columns // width)
 
 
-BF16 = Format("bf16", torch.bfloat16)
-E4M3_ROWS = Format("e4m3 1x128", torch.float8_e4m3fn, (1, SCALE_GROUP), 448.0)
-E4M3_BLOCKS = Format("e4m3 128x128", torch.float8_e4m3fn, (SCALE_GROUP, SCALE_GROUP), 448.0)
+_E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
+BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
+E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
+E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of one precision; `cpp` names its policy in csrc/megamoe (None: no kernel)."""
+    """The formats of one precision."""
 
     name: str
     x: Format  # staged x, x_pool
     w: Format  # w13 and w2 as the GEMMs read them
     h: Format
-    cpp: str | None = None
+
+    @property
+    def cpp(self) -> str | None:
+        """Return the kernel's type for it, None where a format has none."""
+        if None in (self.x.cpp, self.w.cpp, self.h.cpp):
+            return None
+        return f"Precision<{self.x.cpp}Rows, {self.w.cpp}Weights, {self.h.cpp}Rows>"
 
 
 PRECISIONS: dict[str, Precision] = {
     p.name: p
     for p in (
-        Precision("bf16", x=BF16, w=BF16, h=BF16, cpp="Bf16"),
-        Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS, cpp="Fp8"),
+        Precision("bf16", x=BF16, w=BF16, h=BF16),
+        Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
     )
 }

@@ -92,7 +92,7 @@ FP16 = table.Format("fp16", torch.float16)
 
 
 def unknown(monkeypatch: pytest.MonkeyPatch, **formats: table.Format) -> Problem:
-    row = replace(table.PRECISIONS["bf16"], name="dummy", cpp=None, **formats)
+    row = replace(table.PRECISIONS["bf16"], name="dummy", **formats)
     monkeypatch.setitem(table.PRECISIONS, "dummy", row)
     return Problem(144, 80, 4, 2, max_tokens=16, precision="dummy")
 

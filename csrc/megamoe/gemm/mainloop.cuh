@@ -3,7 +3,8 @@
 // utilisation; one accumulator of 64 registers is enough because the other warpgroup's MMAs fill the tensor
 // cores meanwhile.
 #pragma once
-#include "megamoe/formats/precisions.cuh"
+#include "megamoe/formats/bf16.cuh"
+#include "megamoe/formats/e4m3.cuh"
 
 namespace megamoe {
 
