@@ -1,4 +1,4 @@
-"""Variant -> shared object of the emulated kernel (csrc/megamoe/arch/host). Needs g++ and no GPU."""
+"""Variant -> shared object of the emulated kernel (csrc/fibers). Needs g++ and no GPU."""
 
 from __future__ import annotations
 

@@ -75,10 +75,10 @@ def include_dirs() -> list[Path]:
 
 
 def headers(root: Path | None = None) -> list[Path]:
-    """Return all source files under csrc/megamoe, in a fixed order."""
+    """Return all source files under csrc (the kernels and the fiber machine), in a fixed order."""
     root = root or CSRC
     endings = {".h", ".cuh", ".inc"}
-    return sorted(p for p in (root / "megamoe").rglob("*") if p.suffix in endings and p.is_file())
+    return sorted(p for p in root.rglob("*") if p.suffix in endings and p.is_file())
 
 
 def find_tool(name: str) -> Path | None:

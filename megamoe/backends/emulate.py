@@ -1,4 +1,4 @@
-"""The kernel's own source on CPU fibers (csrc/megamoe/arch/host): all ranks in one process, no GPU.
+"""The kernel's own source on CPU fibers (csrc/fibers): all ranks in one process, no GPU.
 
 Slow (tiny shapes), but it runs every role, barrier, swizzle and protocol step of the real kernel, and says
 who waits for what when something hangs.
@@ -28,7 +28,7 @@ from megamoe.memory import arguments, layout
 from megamoe.memory.arguments import Plan
 from megamoe.memory.transport.group import Group, as_group
 
-MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/megamoe/arch/host/tma.h
+MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 REPORT_BYTES = 1 << 16
 DEFAULT_CTAS = 2
 

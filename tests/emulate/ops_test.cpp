@@ -1,13 +1,13 @@
 // Small kernels that exercise one operation of the emulated machine each; tests/emulate/test_ops.py fills
 // Args and checks. Numbers travel in args.topk_ids (int32), data in args.x, args.y and the tensor maps.
 #include "megamoe/arch/host/entry.h"
-#include "megamoe/arch/host/memory.h"
+#include "megamoe/protocol/host_memory.h"
 
 using namespace megamoe;
 
 namespace {
 
-void all_threads_meet() { arch::named_sync(0, host::current->cta->threads); }
+void all_threads_meet() { arch::named_sync(0, fibers::current->cta->threads); }
 
 constexpr int smem_bytes = 64 * 1024;
 constexpr size_t tail = 60 * 1024;  // barriers lie here
@@ -317,3 +317,4 @@ MEGAMOE_HOST_ENTRY(test_convert, convert, smem_bytes, 32);
 MEGAMOE_HOST_ENTRY(test_await, await, smem_bytes, 64);
 MEGAMOE_HOST_ENTRY(test_misuse, misuse, smem_bytes, 128);
 MEGAMOE_HOST_ENTRY(test_misuse_512, misuse, smem_bytes, 512);
+MEGAMOE_HOST_EXPORT const char* test_edge_name(uint32_t edge) { return edge_name(Edge(edge)); }

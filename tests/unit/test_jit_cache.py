@@ -22,8 +22,7 @@ extern "C" __global__ void kernel(uint32_t* out) { out[threadIdx.x] = sizeof(meg
 
 
 def copy_of_csrc(folder):
-    shutil.copytree(paths.CSRC / "megamoe", folder / "megamoe")
-    return folder
+    return shutil.copytree(paths.CSRC, folder)
 
 
 def test_key_follows_contents_not_places(tmp_path):
@@ -35,6 +34,10 @@ def test_key_follows_contents_not_places(tmp_path):
     assert cache.content_key("text", csrc=there) != key
     shutil.copyfile(here / "megamoe" / "protocol" / "edges.h", header)
     assert cache.content_key("text", csrc=there) == key
+    machine = there / "fibers" / "machine.h"
+    machine.write_text(machine.read_text() + " ")
+    assert cache.content_key("text", csrc=there) != key
+    shutil.copyfile(here / "fibers" / "machine.h", machine)
     header.rename(header.with_name("renamed.h"))
     assert cache.content_key("text", csrc=there) != key
 

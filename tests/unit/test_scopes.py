@@ -22,7 +22,7 @@ using namespace megamoe;
 extern "C" __global__ void kernel(const Args* args, uint32_t* cell) { Memory mem(*args); %s; }
 """
 EMULATED = """
-#include "megamoe/arch/host/memory.h"
+#include "megamoe/protocol/host_memory.h"
 using namespace megamoe;
 extern "C" void kernel(const Args* args, uint32_t* cell) { Memory mem(*args); %s; }
 """

@@ -5,7 +5,7 @@
 #include "megamoe/protocol/edges.h"
 #include "megamoe/protocol/ring.h"
 #if defined(MEGAMOE_EMULATE)
-#include "megamoe/arch/host/memory.h"
+#include "megamoe/protocol/host_memory.h"
 #else
 #include "megamoe/protocol/ptx_memory.cuh"
 #endif

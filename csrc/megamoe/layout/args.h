@@ -35,7 +35,7 @@ struct FaultRecord {  // in pinned host memory
     uint32_t edge;    // written last; 0 = no fault
     uint32_t peer;    // the rank waited for; max_ranks when local
     uint32_t role;    // warp index in the CTA
-    uint32_t index;   // block, token or CTA waited for
+    uint32_t index;   // block or token waited for
     uint32_t expected;
     uint32_t seen;
 };

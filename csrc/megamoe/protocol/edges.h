@@ -95,8 +95,8 @@ struct PartialsReady {
     }
 };
 
-// All CTAs of this rank. The last to arrive opens the next generation; called by one thread of each CTA,
-// behind a barrier of those whose writes it hands on.
+// All CTAs of this rank. The last to arrive opens it, which `generation` counts; called by one thread of each
+// CTA, behind a barrier of those whose writes it hands on.
 struct GridBarrier {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool arrive_and_wait(Mem& mem, Cell arrivals, Cell generation, uint32_t num_ctas) {

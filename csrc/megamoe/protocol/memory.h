@@ -16,9 +16,9 @@
 //   bool aborted(); void fault(Wait, expected, seen); void raise_abort(int peer)
 //   uint32_t coarse_time(), coarse_timeout()             units of 2^20 ns
 //
-// Implementations: protocol/ptx_memory.cuh (Hopper), arch/host/memory.h (fibers), tests/model/model.h (model
-// checker). protocol/edges.h is written on this and nothing else, so the checker runs the very code that the
-// kernel runs.
+// Implementations: protocol/ptx_memory.cuh (Hopper), protocol/host_memory.h (fibers), tests/model/model.h
+// (model checker). protocol/edges.h is written on this and nothing else, so the checker runs the very code
+// that the kernel runs.
 #pragma once
 #include "megamoe/layout/args.h"
 

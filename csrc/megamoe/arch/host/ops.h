@@ -1,20 +1,34 @@
-// The machine interface (arch/README.md) on a CPU: every GPU thread is a fiber. Everything here is plain C++;
-// the machine itself is machine.h, and the pieces follow in the order of the interface.
+// The machine interface (arch/README.md) on a CPU: the fiber machine of csrc/fibers, with the kernel's types.
 #pragma once
+#include "fibers/launch.h"
+#include "fibers/numeric.h"
 #include "megamoe/arch/arch.h"  // the storage types
-#include "megamoe/arch/host/barriers.h"
-#include "megamoe/arch/host/machine.h"
-#include "megamoe/arch/host/numeric.h"
-#include "megamoe/arch/host/tma.h"
-#include "megamoe/arch/host/warp.h"
-#include "megamoe/arch/host/wgmma.h"
+#include "megamoe/layout/args.h"
 
 namespace megamoe::arch {
 
+using namespace fibers::ops;
+
+static_assert(sizeof(fibers::EmulatedTensorMap) == sizeof(TensorMap));
+
+constexpr fibers::Major of_fibers(Major major) {
+    return major == Major::k ? fibers::Major::k : fibers::Major::mn;
+}
+template <class Element, Major a_major = Major::k, Major b_major = Major::k, int sums>
+inline void wgmma(float (&acc)[sums], Desc a, Desc b, bool accumulate) {
+    check_mma<Element, a_major, b_major, sums>();
+    fibers::ops::wgmma<sizeof(Element) == 1, of_fibers(a_major), of_fibers(b_major)>(acc, a, b, accumulate);
+}
+template <class Element, Major b_major = Major::k, int sums>
+inline void wgmma(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate) {
+    check_mma<Element, Major::k, b_major, sums>();
+    fibers::ops::wgmma<sizeof(Element) == 1, of_fibers(b_major)>(acc, a, b, accumulate);
+}
+
 inline uint4_t load_streaming(const void* pointer) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16)
-        host::machine.fail("load_streaming: %p is not a multiple of 16", pointer);
-    host::machine.data_access();
+        fibers::machine.fail("load_streaming: %p is not a multiple of 16", pointer);
+    fibers::machine.data_access();
     uint4_t v;
     memcpy(&v, pointer, 16);
     return v;
@@ -24,16 +38,16 @@ inline uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
 }
 inline void store_vec(void* pointer, uint4_t v) {
     if (reinterpret_cast<uintptr_t>(pointer) % 16)
-        host::machine.fail("store_vec: %p is not a multiple of 16", pointer);
-    host::machine.data_access();
+        fibers::machine.fail("store_vec: %p is not a multiple of 16", pointer);
+    fibers::machine.data_access();
     memcpy(pointer, &v, 16);
 }
 inline int take_ticket(int32_t* count) {
-    host::machine.preemption_point();
+    fibers::machine.preemption_point();
     return (*count)++;
 }
 inline int look_at_count(const int32_t* count) {
-    host::machine.preemption_point();
+    fibers::machine.preemption_point();
     return *count;
 }
 inline void count_shared(uint32_t* count, uint32_t by) { *count += by; }

@@ -1,9 +1,9 @@
 // Identity of a thread, and what the 32 lanes of a warp do together: the last lane to arrive computes
 // everybody's result.
 #pragma once
-#include "megamoe/arch/host/machine.h"
+#include "fibers/machine.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 inline void finish_warp_operation(Warp& warp) {
     switch (warp.operation) {
@@ -107,32 +107,30 @@ inline void set_registers(int registers) {
     group.registers = registers;
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-namespace megamoe::arch {
+namespace fibers::ops {
 
-inline int thread_idx() { return host::current->thread; }
-inline int lane_idx() { return host::current->lane(); }
-inline int warp_idx() { return host::current->warp(); }
-inline int block_idx() { return host::current->cta->block; }
-inline int grid_dim() { return host::current->cta->num_ctas; }
-inline uint8_t* dynamic_smem() { return host::current->cta->shared; }
+inline int thread_idx() { return current->thread; }
+inline int lane_idx() { return current->lane(); }
+inline int warp_idx() { return current->warp(); }
+inline int block_idx() { return current->cta->block; }
+inline int grid_dim() { return current->cta->num_ctas; }
+inline uint8_t* dynamic_smem() { return current->cta->shared; }
 
 inline void wait_for_previous_grid() {}
 
 inline uint64_t globaltimer_ns() {
-    host::machine.polled();
-    return host::machine.clock_ns;
+    machine.polled();
+    return machine.clock_ns;
 }
 inline uint64_t clock_cycles() { return globaltimer_ns(); }
-inline void sleep_ns(uint32_t) { host::machine.sleep(); }
+inline void sleep_ns(uint32_t) { machine.sleep(); }
 
-inline void warp_sync() { host::warp_rendezvous(host::WarpOperation::sync); }
-inline uint32_t shfl(uint32_t v, int lane) {
-    return host::warp_rendezvous(host::WarpOperation::shuffle, v, lane);
-}
+inline void warp_sync() { warp_rendezvous(WarpOperation::sync); }
+inline uint32_t shfl(uint32_t v, int lane) { return warp_rendezvous(WarpOperation::shuffle, v, lane); }
 inline uint32_t shfl_xor(uint32_t v, int mask) {
-    return host::warp_rendezvous(host::WarpOperation::shuffle_xor, v, mask);
+    return warp_rendezvous(WarpOperation::shuffle_xor, v, mask);
 }
 inline uint64_t shfl(uint64_t v, int lane) {
     uint64_t high = shfl(static_cast<uint32_t>(v >> 32), lane);
@@ -148,10 +146,8 @@ inline float shfl_xor(float v, int mask) {
     uint32_t bits = shfl_xor(__builtin_bit_cast(uint32_t, v), mask);
     return __builtin_bit_cast(float, bits);
 }
-inline uint32_t ballot(bool v) { return host::warp_rendezvous(host::WarpOperation::ballot, v ? 1u : 0u); }
-inline uint32_t match_any(int v) {
-    return host::warp_rendezvous(host::WarpOperation::match, static_cast<uint32_t>(v));
-}
+inline uint32_t ballot(bool v) { return warp_rendezvous(WarpOperation::ballot, v ? 1u : 0u); }
+inline uint32_t match_any(int v) { return warp_rendezvous(WarpOperation::match, static_cast<uint32_t>(v)); }
 inline int popc(uint32_t v) { return __builtin_popcount(v); }
 inline int ffs0(uint32_t v) { return __builtin_ctz(v); }
 inline uint32_t lanes_below() { return (1u << lane_idx()) - 1u; }
@@ -160,11 +156,11 @@ template <int registers>
 inline void registers_grow() {
     static_assert(registers >= 24 && registers <= 256 && registers % 8 == 0,
                   "setmaxnreg takes 24 ... 256 in steps of 8");
-    host::set_registers(registers);
+    set_registers(registers);
 }
 template <int registers>
 inline void registers_shrink() {
     registers_grow<registers>();
 }
 
-}  // namespace megamoe::arch
+}  // namespace fibers::ops

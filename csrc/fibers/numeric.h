@@ -1,11 +1,10 @@
 // Conversions, exact; elementary functions, from the C library.
 #pragma once
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 
-#include "megamoe/base/portable.h"
-
-namespace megamoe::host {
+namespace fibers {
 
 constexpr float bf16_to_float(uint16_t bits) { return __builtin_bit_cast(float, uint32_t(bits) << 16); }
 
@@ -46,20 +45,20 @@ struct E4m3Table {
 };
 inline constexpr E4m3Table e4m3_table;
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-namespace megamoe::arch {
+namespace fibers::ops {
 
 inline uint32_t pack_bf16x2(float lo, float hi) {
-    return host::float_to_bf16(lo) | uint32_t(host::float_to_bf16(hi)) << 16;
+    return float_to_bf16(lo) | uint32_t(float_to_bf16(hi)) << 16;
 }
-inline float bf16_lo(uint32_t v) { return host::bf16_to_float(static_cast<uint16_t>(v)); }
-inline float bf16_hi(uint32_t v) { return host::bf16_to_float(static_cast<uint16_t>(v >> 16)); }
+inline float bf16_lo(uint32_t v) { return bf16_to_float(static_cast<uint16_t>(v)); }
+inline float bf16_hi(uint32_t v) { return bf16_to_float(static_cast<uint16_t>(v >> 16)); }
 inline uint16_t pack_e4m3x2(float lo, float hi) {
-    return static_cast<uint16_t>(host::float_to_e4m3(lo) | host::float_to_e4m3(hi) << 8);
+    return static_cast<uint16_t>(float_to_e4m3(lo) | float_to_e4m3(hi) << 8);
 }
 inline float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 inline float fast_exp(float v) { return expf(v); }
 inline float fast_div(float a, float b) { return a / b; }
 
-}  // namespace megamoe::arch
+}  // namespace fibers::ops

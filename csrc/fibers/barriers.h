@@ -4,10 +4,10 @@
 // this phase, bytes still to come. The phase completes when both are zero. Only the queue of blocked fibers
 // lives in the CTA.
 #pragma once
-#include "megamoe/arch/host/machine.h"
-#include "megamoe/arch/host/warp.h"
+#include "fibers/machine.h"
+#include "fibers/warp.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 struct Mbarrier {
     static constexpr int32_t max_tx_bytes = (1 << 20) - 1;  // PTX ISA, "mbarrier object"
@@ -87,46 +87,45 @@ inline void complete_tx(Cta& cta, uint64_t* pointer, uint32_t bytes) {
     complete_phase(cta, barrier);
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-namespace megamoe::arch {
+namespace fibers::ops {
 
 template <class V>
 inline V* in_member(V* p, int member) {
-    host::Cta& cta = host::member_cta(member, "in_member");
-    size_t offset = host::check_shared(*host::current->cta, p, sizeof(V), alignof(V), "in_member");
+    Cta& cta = member_cta(member, "in_member");
+    size_t offset = check_shared(*current->cta, p, sizeof(V), alignof(V), "in_member");
     return reinterpret_cast<V*>(cta.shared + offset);
 }
 
 inline void mbar_init(uint64_t* bar, uint32_t arrivals) {
-    host::check_shared(*host::current->cta, bar, 8, 8, "mbar_init");
-    if (arrivals == 0 || arrivals > host::Mbarrier::max_arrivals)
-        host::machine.fail("mbar_init: %u arrivals", arrivals);
-    host::Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
+    check_shared(*current->cta, bar, 8, 8, "mbar_init");
+    if (arrivals == 0 || arrivals > Mbarrier::max_arrivals) machine.fail("mbar_init: %u arrivals", arrivals);
+    Mbarrier barrier{0, static_cast<uint16_t>(arrivals), 0};
     barrier.set(arrivals, 0);
     memcpy(bar, &barrier, 8);
 }
 inline void mbar_fence_init() {}
 
-inline void mbar_arrive(uint64_t* bar) { host::arrive(*host::current->cta, bar, 0, "mbar_arrive"); }
+inline void mbar_arrive(uint64_t* bar) { arrive(*current->cta, bar, 0, "mbar_arrive"); }
 inline void mbar_arrive_at(uint64_t* bar, int member) {
-    host::arrive(host::member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
+    arrive(member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
 }
 inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
-    host::machine.preemption_point();
-    host::check_mbarrier(*host::current->cta, bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);
-    ++host::machine.progress;
+    machine.preemption_point();
+    check_mbarrier(*current->cta, bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);
+    ++machine.progress;
 }
 inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
-    host::arrive(*host::current->cta, bar, bytes, "mbar_arrive_expect_tx");
+    arrive(*current->cta, bar, bytes, "mbar_arrive_expect_tx");
 }
 
 inline void mbar_wait(uint64_t* bar, uint32_t parity) {
-    host::machine.preemption_point();
-    host::Mbarrier* barrier = host::check_mbarrier(*host::current->cta, bar, "mbar_wait");
-    if (parity > 1) host::machine.fail("mbar_wait: parity %u", parity);
+    machine.preemption_point();
+    Mbarrier* barrier = check_mbarrier(*current->cta, bar, "mbar_wait");
+    if (parity > 1) machine.fail("mbar_wait: parity %u", parity);
     if (barrier->phase() != parity) return;
-    host::Fiber* self = host::current;
+    Fiber* self = current;
     self->address = bar;
     self->value = parity;
     auto& queues = self->cta->mbarriers;
@@ -134,49 +133,49 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
     while (i < queues.size() && queues[i].barrier != bar) ++i;
     if (i == queues.size()) queues.push_back({bar, {}});
     queues[i].blocked.push(self);
-    host::machine.block(host::Waiting::mbarrier);
+    machine.block(Waiting::mbarrier);
     // On the device a waiter that was overtaken by a whole phase would hang: it only sees the parity.
     if (barrier->phase() == parity)
-        host::machine.fail(
+        machine.fail(
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
 
 // Both barriers are .aligned on the machine: a lane that strays from its warp is an error.
 inline void named_sync(int id, int num_threads) {
-    host::warp_rendezvous(host::WarpOperation::named_sync);
-    host::machine.preemption_point();
-    host::Cta& cta = *host::current->cta;
-    if (id < 0 || id >= host::num_named_barriers) host::machine.fail("named_sync: barrier %d", id);
-    if (num_threads <= 0 || num_threads % host::warp_size || num_threads > cta.threads)
-        host::machine.fail("named_sync(%d): %d threads", id, num_threads);
-    host::NamedBarrier& barrier = cta.named[id];
+    warp_rendezvous(WarpOperation::named_sync);
+    machine.preemption_point();
+    Cta& cta = *current->cta;
+    if (id < 0 || id >= num_named_barriers) machine.fail("named_sync: barrier %d", id);
+    if (num_threads <= 0 || num_threads % warp_size || num_threads > cta.threads)
+        machine.fail("named_sync(%d): %d threads", id, num_threads);
+    NamedBarrier& barrier = cta.named[id];
     if (barrier.arrived == 0) barrier.expected = num_threads;
     if (barrier.expected != num_threads)
-        host::machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads,
-                           barrier.expected);
+        machine.fail("named_sync(%d): %d threads here, %d threads for those who wait", id, num_threads,
+                     barrier.expected);
     if (++barrier.arrived == num_threads) {
         barrier.arrived = 0;
-        ++host::machine.meetings;
-        host::machine.wake(barrier.blocked);
+        ++machine.meetings;
+        machine.wake(barrier.blocked);
         return;
     }
-    host::current->value = static_cast<uint32_t>(id);
-    barrier.blocked.push(host::current);
-    host::machine.block(host::Waiting::named_barrier);
+    current->value = static_cast<uint32_t>(id);
+    barrier.blocked.push(current);
+    machine.block(Waiting::named_barrier);
 }
 inline void cluster_sync() {
-    host::warp_rendezvous(host::WarpOperation::cluster_sync);
-    host::machine.preemption_point();
-    host::Cta& first = host::member_cta(0, "cluster_sync");
-    if (++first.cluster.arrived == host::cluster_ctas * first.threads) {
+    warp_rendezvous(WarpOperation::cluster_sync);
+    machine.preemption_point();
+    Cta& first = member_cta(0, "cluster_sync");
+    if (++first.cluster.arrived == cluster_ctas * first.threads) {
         first.cluster.arrived = 0;
-        ++host::machine.meetings;
-        host::machine.wake(first.cluster.blocked);
+        ++machine.meetings;
+        machine.wake(first.cluster.blocked);
         return;
     }
-    first.cluster.blocked.push(host::current);
-    host::machine.block(host::Waiting::cluster);
+    first.cluster.blocked.push(current);
+    machine.block(Waiting::cluster);
 }
 
-}  // namespace megamoe::arch
+}  // namespace fibers::ops

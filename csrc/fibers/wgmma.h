@@ -4,12 +4,14 @@
 // warpgroup waits for it, the last moment the device may read them. There the last of the 128 threads
 // computes whole tiles and deals the results out to everybody's accumulators.
 #pragma once
-#include "megamoe/arch/host/numeric.h"
-#include "megamoe/arch/host/warp.h"
+#include "fibers/numeric.h"
+#include "fibers/warp.h"
 
-namespace megamoe::host {
+namespace fibers {
 
+enum class Major { k, mn };  // rows of an operand lie along K, or along M or N
 constexpr int tile_m = 64, max_tile_n = 256;
+constexpr int mma_k_bytes = 32, mma_mn_columns = 64;
 constexpr uint32_t max_wgmma_in_flight = 64;
 
 // Decoded operands: a[m][k], and of n columns b[k][n], c[m][n], without gaps. Static: one OS thread.
@@ -18,7 +20,7 @@ struct alignas(64) Panels {
     float b[mma_k_bytes * max_tile_n];
     float c[tile_m * max_tile_n];
 };
-MEGAMOE_HOST_GLOBAL Panels panels;
+FIBERS_GLOBAL Panels panels;
 
 // c += a * b for `depth` columns of a, in blocks of 4 x (16 or 8) held in registers; k is innermost, so the
 // order of each sum is fixed.
@@ -176,21 +178,21 @@ inline void issue_wgmma(float* acc, int n, const Operand& a, const uint32_t* a_r
     op.a_registers[self->thread % warpgroup_size] = a_registers;
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-namespace megamoe::arch {
+namespace fibers::ops {
 
 struct Desc {
-    host::Operand operand;
+    Operand operand;
 };
 
 inline Desc make_desc(const void* s_tile) {
-    host::check_shared(*host::current->cta, s_tile, 1024, 1024, "make_desc");
+    check_shared(*current->cta, s_tile, 1024, 1024, "make_desc");
     return Desc{{static_cast<const uint8_t*>(s_tile), 0, 0}};
 }
 inline Desc make_desc_mn(const void* s_tile, int box_bytes) {
-    host::check_shared(*host::current->cta, s_tile, 1024, 1024, "make_desc_mn");
-    if (box_bytes <= 0 || box_bytes % 1024) host::machine.fail("make_desc_mn: boxes of %d bytes", box_bytes);
+    check_shared(*current->cta, s_tile, 1024, 1024, "make_desc_mn");
+    if (box_bytes <= 0 || box_bytes % 1024) machine.fail("make_desc_mn: boxes of %d bytes", box_bytes);
     return Desc{{static_cast<const uint8_t*>(s_tile), 0, static_cast<uint32_t>(box_bytes)}};
 }
 inline Desc desc_advance(Desc desc, int bytes) {
@@ -198,42 +200,38 @@ inline Desc desc_advance(Desc desc, int bytes) {
     return desc;
 }
 
-template <class Element, Major a_major = Major::k, Major b_major = Major::k, int sums>
+// D[64, 2 * sums] += A * B^T, of bf16 or of e4m3 (`is_e4m3`).
+template <bool is_e4m3, Major a_major, Major b_major, int sums>
 inline void wgmma(float (&acc)[sums], Desc a, Desc b, bool accumulate) {
-    check_mma<Element, a_major, b_major, sums>();
-    host::issue_wgmma(acc, 2 * sums, host::check_operand(a.operand, host::tile_m, a_major, "wgmma, A"),
-                      nullptr, host::check_operand(b.operand, 2 * sums, b_major, "wgmma, B"),
-                      sizeof(Element) == 1, accumulate);
+    issue_wgmma(acc, 2 * sums, check_operand(a.operand, tile_m, a_major, "wgmma, A"), nullptr,
+                check_operand(b.operand, 2 * sums, b_major, "wgmma, B"), is_e4m3, accumulate);
 }
-template <class Element, Major b_major = Major::k, int sums>
+template <bool is_e4m3, Major b_major, int sums>
 inline void wgmma(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate) {
-    check_mma<Element, Major::k, b_major, sums>();
-    host::issue_wgmma(acc, 2 * sums, host::Operand{}, a,
-                      host::check_operand(b.operand, 2 * sums, b_major, "wgmma, B"), sizeof(Element) == 1,
-                      accumulate);
+    issue_wgmma(acc, 2 * sums, Operand{}, a, check_operand(b.operand, 2 * sums, b_major, "wgmma, B"), is_e4m3,
+                accumulate);
 }
 inline void wgmma_fence() {}
-inline void wgmma_commit() { ++host::current->wgmma_committed; }
+inline void wgmma_commit() { ++current->wgmma_committed; }
 
 template <int pending>
 inline void wgmma_wait() {
-    if (!host::meet_at_wgmma_wait(pending)) return;
-    host::Fiber* self = host::current;
-    host::Warpgroup& group = self->cta->warpgroup(self);
-    host::Fiber* first = self - self->thread % host::warpgroup_size;
-    for (int i = 0; i < host::warpgroup_size; ++i)
+    if (!meet_at_wgmma_wait(pending)) return;
+    Fiber* self = current;
+    Warpgroup& group = self->cta->warpgroup(self);
+    Fiber* first = self - self->thread % warpgroup_size;
+    for (int i = 0; i < warpgroup_size; ++i)
         if (first[i].wgmma_issued != self->wgmma_issued || first[i].wgmma_committed != self->wgmma_committed)
-            host::machine.fail(
-                "wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
+            machine.fail("wgmma_wait: the threads of the warpgroup issued different numbers of instructions");
     uint32_t count = 0;
     while (count < group.in_flight.size() &&
            static_cast<int32_t>(self->wgmma_committed - group.in_flight[count].group) > pending)
         ++count;
-    if (count) host::execute_first(group, count);
-    host::release_warpgroup();
+    if (count) execute_first(group, count);
+    release_warpgroup();
 }
 template <int sums>
 inline void fence_accumulator(float (&)[sums]) {}
 inline void fence_operand(uint32_t (&)[4]) {}
 
-}  // namespace megamoe::arch
+}  // namespace fibers::ops

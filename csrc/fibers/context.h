@@ -17,7 +17,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-namespace megamoe::host {
+namespace fibers {
 
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t stack_bytes = 256 * 1024;
@@ -121,4 +121,4 @@ class StackPool {
     std::vector<uint8_t*> slabs_;
 };
 
-}  // namespace megamoe::host
+}  // namespace fibers

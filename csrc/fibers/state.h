@@ -5,15 +5,15 @@
 #include <string>
 #include <vector>
 
-#include "megamoe/arch/host/context.h"
-#include "megamoe/layout/args.h"
+#include "fibers/context.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 constexpr int warp_size = 32;
 constexpr int warpgroup_size = 128;
 constexpr int num_named_barriers = 16;
 constexpr int cluster_ctas = 2;
+constexpr uint32_t no_peer = ~0u;  // of a flag wait: nobody in particular is waited for
 
 enum class Waiting : uint8_t {
     nothing,
@@ -51,11 +51,11 @@ struct Fiber {
     uint32_t value;       // mbarrier: parity; named barrier: id; flag: target
     const void* address;  // mbarrier or flag
     // a flag wait
-    const uint32_t* abort;
+    const uint32_t* abort;  // not 0: the wait is over
     uint64_t deadline;
     bool at_least;
-    Edge edge;
-    uint32_t peer, index;
+    const char* what;     // for reports, with two numbers of the program's
+    uint32_t numbers[2];  // an index, and a peer or no_peer
     // tensor-core instructions issued, and groups committed, since the launch began
     uint32_t wgmma_issued, wgmma_committed;
 
@@ -123,7 +123,7 @@ struct Load {
     Cta* cta;
     uint8_t* destination;
     uint64_t* barrier;
-    const TensorMap* map;  // null: a plain copy from `source`
+    const void* map;  // null: a plain copy from `source`
     const void* source;
     int coordinates[4];
     uint32_t bytes;
@@ -134,7 +134,7 @@ struct Load {
 // An asynchronous copy out of shared memory.
 struct Store {
     Fiber* owner;
-    const TensorMap* map;
+    const void* map;
     uint8_t* source;
     int coordinates[4];
     uint32_t bytes;
@@ -143,7 +143,7 @@ struct Store {
 };
 
 struct Cta {
-    const Args* args = nullptr;
+    const void* arguments = nullptr;  // of its rank, for the kernel
     int rank = 0, block = 0, num_ctas = 0, threads = 0;
     int live = 0;
     uint8_t* shared = nullptr;
@@ -180,4 +180,4 @@ inline std::string text(const char* format, ...) {
     return result;
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers

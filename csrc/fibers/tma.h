@@ -5,9 +5,9 @@
 // destination, at any time between issue and completion; here the seed picks the first or the last moment for
 // each copy. So using data too early, or a buffer too soon, gives wrong results.
 #pragma once
-#include "megamoe/arch/host/barriers.h"
+#include "fibers/barriers.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 // What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes with
 // 128B swizzle.
@@ -22,13 +22,13 @@ struct alignas(64) EmulatedTensorMap {
     uint32_t element_bytes;
     uint32_t unused[5];
 };
-static_assert(sizeof(EmulatedTensorMap) == sizeof(TensorMap) && sizeof(TensorMap) == 128);
+static_assert(sizeof(EmulatedTensorMap) == 128);
 
 constexpr uint32_t row_bytes = 128;  // of a box
 constexpr uint8_t poison = 0xff;     // NaN in e4m3, bf16 and fp32
 
-inline const EmulatedTensorMap& check_map(const TensorMap* pointer, uint32_t rank, const char* what) {
-    const auto& map = *reinterpret_cast<const EmulatedTensorMap*>(pointer);
+inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
+    const auto& map = *static_cast<const EmulatedTensorMap*>(pointer);
     if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
     if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
     if (map.box[0] * map.element_bytes != row_bytes)
@@ -101,7 +101,7 @@ inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, s
 inline void read_source(Load& load) {
     load.data.resize(load.bytes);
     if (load.map)
-        gather_box(*reinterpret_cast<const EmulatedTensorMap*>(load.map), load.coordinates, load.data.data());
+        gather_box(*static_cast<const EmulatedTensorMap*>(load.map), load.coordinates, load.data.data());
     else
         memcpy(load.data.data(), load.source, load.bytes);
 }
@@ -128,7 +128,7 @@ inline void issue(Load&& load, const char* what) {
 }
 
 // Into the shared memory of `cta`, where s_dst and bar lie.
-inline void tensor_load(Cta& cta, void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0,
+inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, int c0,
                         int c1, int c2, int c3) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
@@ -139,12 +139,12 @@ inline void tensor_load(Cta& cta, void* s_dst, const TensorMap* pointer, uint64_
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
           "tma_load");
 }
-inline void tensor_load_both(void* s_dst, const TensorMap* pointer, uint64_t* bar, uint32_t rank, int c0,
-                             int c1, int c2, int c3) {
+inline void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, int c0, int c1,
+                             int c2, int c3) {
     for (int member = 0; member < cluster_ctas; ++member) {
         Cta& cta = member_cta(member, "tma_load_both");
-        tensor_load(cta, arch::in_member(static_cast<uint8_t*>(s_dst), member), pointer,
-                    arch::in_member(bar, member), rank, c0, c1, c2, c3);
+        tensor_load(cta, ops::in_member(static_cast<uint8_t*>(s_dst), member), pointer,
+                    ops::in_member(bar, member), rank, c0, c1, c2, c3);
     }
 }
 
@@ -155,7 +155,7 @@ inline void read_source(Store& store) {
     copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, false);
 }
 inline void write_destination(const Store& store) {
-    scatter_box(*reinterpret_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data());
+    scatter_box(*static_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data());
     ++machine.progress;
 }
 template <class Do>
@@ -172,86 +172,74 @@ inline void linger() {  // completion takes a while
     for (uint32_t rounds = machine.delay(); rounds > 0; --rounds) machine.sleep();
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-namespace megamoe::arch {
+namespace fibers::ops {
 
-inline void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
-    host::tensor_load(*host::current->cta, s_dst, map, bar, 2, c0, c1, 0, 0);
+inline void tma_load_2d(void* s_dst, const void* map, uint64_t* bar, int c0, int c1) {
+    tensor_load(*current->cta, s_dst, map, bar, 2, c0, c1, 0, 0);
 }
-inline void tma_load_2d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
-    host::tensor_load_both(s_dst, map, bar, 2, c0, c1, 0, 0);
+inline void tma_load_2d_both(void* s_dst, const void* map, uint64_t* bar, int c0, int c1) {
+    tensor_load_both(s_dst, map, bar, 2, c0, c1, 0, 0);
 }
-inline void tma_load_4d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
-    host::tensor_load(*host::current->cta, s_dst, map, bar, 4, c0, c1, c2, c3);
+inline void tma_load_4d(void* s_dst, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+    tensor_load(*current->cta, s_dst, map, bar, 4, c0, c1, c2, c3);
 }
-inline void tma_load_4d_both(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1, int c2,
-                             int c3) {
-    host::tensor_load_both(s_dst, map, bar, 4, c0, c1, c2, c3);
+inline void tma_load_4d_both(void* s_dst, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
+    tensor_load_both(s_dst, map, bar, 4, c0, c1, c2, c3);
 }
 
 inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {
-    host::machine.preemption_point();
-    host::Cta& cta = *host::current->cta;
-    host::check_shared(cta, s_dst, bytes, 16, "bulk_load");
+    machine.preemption_point();
+    Cta& cta = *current->cta;
+    check_shared(cta, s_dst, bytes, 16, "bulk_load");
     if (bytes == 0 || bytes % 16 || reinterpret_cast<uintptr_t>(g_src) % 16)
-        host::machine.fail("bulk_load: %u bytes from %p, both must be multiples of 16", bytes, g_src);
-    host::issue(host::Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}},
-                "bulk_load");
+        machine.fail("bulk_load: %u bytes from %p, both must be multiples of 16", bytes, g_src);
+    issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
 }
 
-inline void tma_store_2d(const TensorMap* pointer, const void* s_src, int c0, int c1) {
-    host::machine.preemption_point();
-    const host::EmulatedTensorMap& map = host::check_map(pointer, 2, "tma_store_2d");
-    uint32_t bytes = host::box_bytes(map);
-    host::check_shared(*host::current->cta, s_src, bytes, 1024, "tma_store_2d");
-    if (c0 < 0) host::machine.fail("tma_store_2d: column %d", c0);
+inline void tma_store_2d(const void* pointer, const void* s_src, int c0, int c1) {
+    machine.preemption_point();
+    const EmulatedTensorMap& map = check_map(pointer, 2, "tma_store_2d");
+    uint32_t bytes = box_bytes(map);
+    check_shared(*current->cta, s_src, bytes, 1024, "tma_store_2d");
+    if (c0 < 0) machine.fail("tma_store_2d: column %d", c0);
     auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
-    host::Store store{host::current,
-                      pointer,
-                      source,
-                      {c0, c1, 0, 0},
-                      bytes,
-                      false,
-                      false,
-                      host::machine.random() % 2 == 0,
-                      {}};
-    if (host::machine.random() % 2) host::read_source(store);
-    host::current->cta->stores.push_back(std::move(store));
+    Store store{current, pointer, source, {c0, c1, 0, 0}, bytes, false, false, machine.random() % 2 == 0, {}};
+    if (machine.random() % 2) read_source(store);
+    current->cta->stores.push_back(std::move(store));
 }
 
 inline void bulk_commit() {
-    for (host::Store& store : host::current->cta->stores)
-        if (store.owner == host::current) store.committed = true;
+    for (Store& store : current->cta->stores)
+        if (store.owner == current) store.committed = true;
 }
 
 inline void bulk_wait_read() {
-    if (!host::for_each_store([](host::Store&) {})) return;
-    host::linger();
-    host::for_each_store([](host::Store& store) {
+    if (!for_each_store([](Store&) {})) return;
+    linger();
+    for_each_store([](Store& store) {
         if (store.released) return;
-        host::read_source(store);
-        memset(store.source, host::poison, store.bytes);
+        read_source(store);
+        memset(store.source, poison, store.bytes);
         store.released = true;
-        if (store.early_write) host::write_destination(store);
+        if (store.early_write) write_destination(store);
     });
 }
 
 inline void bulk_wait() {
     bulk_wait_read();
-    if (!host::for_each_store([](host::Store&) {})) return;
-    host::linger();
-    host::for_each_store([](host::Store& store) {
-        if (!store.early_write) host::write_destination(store);
+    if (!for_each_store([](Store&) {})) return;
+    linger();
+    for_each_store([](Store& store) {
+        if (!store.early_write) write_destination(store);
     });
-    auto& stores = host::current->cta->stores;
+    auto& stores = current->cta->stores;
     stores.erase(std::remove_if(stores.begin(), stores.end(),
-                                [](const host::Store& store) {
-                                    return store.owner == host::current && store.committed;
-                                }),
+                                [](const Store& store) { return store.owner == current && store.committed; }),
                  stores.end());
 }
 
 inline void fence_proxy_async_shared() {}
 
-}  // namespace megamoe::arch
+}  // namespace fibers::ops

@@ -1,16 +1,8 @@
 // Who waits for what, in words: the body of every error and deadlock report.
 #pragma once
-#include "megamoe/arch/host/machine.h"
+#include "fibers/machine.h"
 
-namespace megamoe::host {
-
-inline const char* edge_name(Edge edge) {
-    static const char* const names[] = {"none",       "routes_ready", "x_ready",      "grid_barrier",
-                                        "rows_ready", "h_ready",      "y_rows_ready", "partials_ready",
-                                        "config",     "peer_abort"};
-    size_t index = static_cast<size_t>(edge);
-    return index < sizeof(names) / sizeof(names[0]) ? names[index] : "?";
-}
+namespace fibers {
 
 inline const char* name_of(WarpOperation operation) {
     static const char* const names[] = {"warp_sync", "shfl",       "shfl_xor",     "ballot",
@@ -46,8 +38,8 @@ inline std::string Machine::describe(const Fiber* fiber) const {
         case Waiting::warpgroup:
             return text("wgmma_wait: %d of %d threads", cta.warpgroup(fiber).arrived, warpgroup_size);
         case Waiting::flag:
-            return text("edge %s, index %u, peer %s: %s %u, now %u", edge_name(fiber->edge), fiber->index,
-                        fiber->peer < max_ranks ? text("%u", fiber->peer).c_str() : "-",
+            return text("%s, index %u, peer %s: %s %u, now %u", fiber->what, fiber->numbers[0],
+                        fiber->numbers[1] != no_peer ? text("%u", fiber->numbers[1]).c_str() : "-",
                         fiber->at_least ? "at least" : "equal", fiber->value,
                         *static_cast<const uint32_t*>(fiber->address));
     }
@@ -81,4 +73,4 @@ inline std::string Machine::describe_waits() const {
     return result;
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers

@@ -2,10 +2,32 @@
 // consistent: orders and scopes are the model checker's business); await blocks the fiber and the machine
 // tests the flag once a round.
 #pragma once
+#include <string>
+#include <utility>
+
 #include "megamoe/protocol/mbarriers.h"
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {
+
+// "edge " and its enumerator, as the compiler spells it: the enumeration is the only list of names.
+template <Edge edge>
+inline const char* spelled_edge() {
+    static const std::string name = [](std::string signature) {
+        size_t from = signature.find("megamoe::Edge::"), to = signature.find_first_of(";]", from);
+        return from == std::string::npos ? "edge ?" : "edge " + signature.substr(from + 15, to - from - 15);
+    }(__PRETTY_FUNCTION__);
+    return name.c_str();
+}
+template <uint32_t... i>
+inline const char* edge_name(Edge edge, std::integer_sequence<uint32_t, i...>) {
+    const char* name = "edge ?";
+    ((edge == Edge(i) ? void(name = spelled_edge<Edge(i)>()) : void()), ...);
+    return name;
+}
+inline const char* edge_name(Edge edge) {
+    return edge_name(edge, std::make_integer_sequence<uint32_t, 32>());
+}
 
 struct Memory : Mbarriers {
     using Cell = uint32_t*;
@@ -15,23 +37,23 @@ struct Memory : Mbarriers {
     explicit Memory(const Args& args) : args(args) {}
 
     uint32_t load(Cell cell, Order, Scope) const {
-        host::machine.preemption_point();
-        host::machine.polled();
+        fibers::machine.preemption_point();
+        fibers::machine.polled();
         return *static_cast<volatile uint32_t*>(cell);
     }
     void store(Cell cell, uint32_t value, Order, Scope) const {
-        host::machine.preemption_point();
-        if (*cell != value) ++host::machine.progress;
+        fibers::machine.preemption_point();
+        if (*cell != value) ++fibers::machine.progress;
         *static_cast<volatile uint32_t*>(cell) = value;
     }
     void add(Cell cell, uint32_t value, Order) const {
-        host::machine.preemption_point();
-        if (value) ++host::machine.progress;
+        fibers::machine.preemption_point();
+        if (value) ++fibers::machine.progress;
         *static_cast<volatile uint32_t*>(cell) = *cell + value;
     }
     uint32_t fetch_add(Cell cell, uint32_t value) const {
-        host::machine.preemption_point();
-        if (value) ++host::machine.progress;
+        fibers::machine.preemption_point();
+        if (value) ++fibers::machine.progress;
         uint32_t before = *cell;
         *static_cast<volatile uint32_t*>(cell) = before + value;
         return before;
@@ -40,19 +62,19 @@ struct Memory : Mbarriers {
     // timeout_ns counts emulated time; 0 waits for ever, so that the machine reports the deadlock instead of
     // a fault.
     bool await(Cell cell, Until until, uint32_t target, Scope, Wait wait) const {
-        host::machine.preemption_point();
-        host::Fiber* self = host::current;
+        fibers::machine.preemption_point();
+        fibers::Fiber* self = fibers::current;
         self->address = cell;
         self->value = target;
         self->at_least = until == Until::at_least;
         self->abort = args.abort;
-        self->edge = wait.edge;
-        self->peer = wait.peer;
-        self->index = wait.index;
-        if (host::Machine::flag_satisfied(self)) return true;
+        self->what = edge_name(wait.edge);
+        self->numbers[0] = wait.index;
+        self->numbers[1] = wait.peer < max_ranks ? wait.peer : fibers::no_peer;
+        if (fibers::Machine::flag_satisfied(self)) return true;
         if (aborted()) return false;
-        self->deadline = args.timeout_ns ? host::machine.clock_ns + args.timeout_ns : UINT64_MAX;
-        if (host::machine.wait_for_flag(self)) return true;
+        self->deadline = args.timeout_ns ? fibers::machine.clock_ns + args.timeout_ns : UINT64_MAX;
+        if (fibers::machine.wait_for_flag(self)) return true;
         if (!aborted()) fault(wait, target, *cell);
         return false;
     }
@@ -61,7 +83,7 @@ struct Memory : Mbarriers {
     void async_complete() const { arch::bulk_wait(); }
 
     bool aborted() const {
-        host::machine.polled();
+        fibers::machine.polled();
         return *static_cast<volatile uint32_t*>(args.abort) != 0;
     }
 
@@ -76,10 +98,10 @@ struct Memory : Mbarriers {
             record.expected = expected;
             record.seen = seen;
             record.edge = static_cast<uint32_t>(wait.edge);
-            host::machine.note_fault(host::text(
-                "fault of rank %d cta %d warp %d: edge %s, index %u, peer %u, expected %u, seen %u",
-                args.rank, arch::block_idx(), arch::warp_idx(), host::edge_name(wait.edge), wait.index,
-                wait.peer, expected, seen));
+            fibers::machine.note(
+                fibers::text("fault of rank %d cta %d warp %d: %s, index %u, peer %u, expected %u, seen %u",
+                             args.rank, arch::block_idx(), arch::warp_idx(), edge_name(wait.edge), wait.index,
+                             wait.peer, expected, seen));
         }
         store(args.abort, 1, Order::release, Scope::system);
     }

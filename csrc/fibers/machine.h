@@ -10,9 +10,9 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "megamoe/arch/host/state.h"
+#include "fibers/state.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 // Ready fibers, oldest first; a shuffled machine takes them from a random place.
 class ReadyQueue {
@@ -53,9 +53,9 @@ class ReadyQueue {
 
 // Hidden: an inline variable is otherwise unique in the process, shared by all emulated kernels that it has
 // loaded.
-#define MEGAMOE_HOST_GLOBAL __attribute__((visibility("hidden"))) inline
+#define FIBERS_GLOBAL __attribute__((visibility("hidden"))) inline
 
-MEGAMOE_HOST_GLOBAL Fiber* current = nullptr;
+FIBERS_GLOBAL Fiber* current = nullptr;
 
 class Machine {
   public:
@@ -72,7 +72,8 @@ class Machine {
     uint32_t polls = 0;     // loads since the last switch
     bool shuffled = false;
 
-    Status run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed);
+    Status run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed,
+               uint64_t timeout_ns);
     const std::string& report() const { return report_; }
 
     // Blocks the calling fiber; whoever ends the wait calls wake(). Returns then.
@@ -144,8 +145,8 @@ class Machine {
     }
 
     [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 2, 3)));
-    // Keeps who waits for what at the first fault; the launch goes on.
-    void note_fault(const std::string& what) {
+    // Keeps the program's own message, and who waits for what, the first time; the launch goes on.
+    void note(const std::string& what) {
         if (report_.empty()) report_ = what + "\n" + describe_waits();
     }
 
@@ -199,7 +200,8 @@ class Machine {
     ReadyQueue ready_;
     std::vector<Fiber*> sleepers_, flag_waits_;
     Context scheduler_;
-    void (*kernel_)(const Args&) = nullptr;
+    void (*kernel_)(const void*) = nullptr;
+    uint64_t timeout_ns_ = 0;  // of the program's own polling loops, the longest
     size_t live_ = 0, budget_ = 0;
     uint64_t random_ = 1;
     uint64_t progress_seen_ = 0, meetings_seen_ = 0, quiet_rounds_ = 0, quiet_since_ns_ = 0, stride_ns_ = 0;
@@ -212,7 +214,7 @@ class Machine {
     std::string report_;
 };
 
-MEGAMOE_HOST_GLOBAL Machine machine;
+FIBERS_GLOBAL Machine machine;
 
 void land(Load& load);                       // tma.h
 std::string describe_mbarrier(const void*);  // barriers.h
@@ -238,7 +240,7 @@ inline void Machine::entry() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
-    machine.kernel_(*current->cta->args);
+    machine.kernel_(current->cta->arguments);
     check_finished(current);
     ++machine.progress;
     --machine.live_;
@@ -297,11 +299,10 @@ inline Status Machine::watch() {
     bool nobody_polls = ready_.size() == 0 && loads.empty();
     if (!nobody_polls && quiet_rounds_ < (meetings == meetings_seen_ ? patience : patience_with_meetings))
         return Status::ok;
-    uint64_t deadline = UINT64_MAX, timeout = 0;
+    uint64_t deadline = UINT64_MAX;
     for (const Fiber* fiber : flag_waits_) deadline = std::min(deadline, fiber->deadline);
-    for (const Cta& cta : ctas) timeout = std::max(timeout, cta.args->timeout_ns);
     bool hopeless =
-        nobody_polls ? deadline == UINT64_MAX : clock_ns - quiet_since_ns_ > 4 * timeout + 1'000'000'000;
+        nobody_polls ? deadline == UINT64_MAX : clock_ns - quiet_since_ns_ > 4 * timeout_ns_ + 1'000'000'000;
     if (hopeless) {
         report_ += text("deadlock: nothing changed for %llu rounds\n",
                         static_cast<unsigned long long>(quiet_rounds_));
@@ -317,7 +318,9 @@ inline Status Machine::watch() {
     return Status::ok;
 }
 
-inline Status Machine::run(void (*kernel)(const Args&), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed) {
+inline Status Machine::run(void (*kernel)(const void*), std::vector<Cta>&& ctas_of_all_ranks, uint64_t seed,
+                           uint64_t timeout_ns) {
+    timeout_ns_ = timeout_ns;
     ctas = std::move(ctas_of_all_ranks);
     loads.clear();
     sleepers_.clear();
@@ -391,6 +394,6 @@ inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, si
 // 128B swizzle: in each 1024 bytes, the 16-byte chunk number of a row is XORed with the row number.
 constexpr size_t swizzle_128b(size_t offset) { return offset ^ ((offset >> 3) & 0x70); }
 
-}  // namespace megamoe::host
+}  // namespace fibers
 
-#include "megamoe/arch/host/report.h"
+#include "fibers/report.h"

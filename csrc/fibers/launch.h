@@ -3,9 +3,12 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "megamoe/arch/arch.h"
+#include "fibers/barriers.h"
+#include "fibers/tma.h"
+#include "fibers/warp.h"
+#include "fibers/wgmma.h"
 
-namespace megamoe::host {
+namespace fibers {
 
 constexpr size_t red_zone_bytes =
     1024;  // behind each CTA's shared memory; ordinary stores past its end are noticed there
@@ -56,47 +59,48 @@ class SharedPool {
     uint8_t* memory_ = nullptr;
     size_t bytes_ = 0;
 };
-MEGAMOE_HOST_GLOBAL SharedPool shared_pool;
-MEGAMOE_HOST_GLOBAL std::mutex launch_mutex;
+FIBERS_GLOBAL SharedPool shared_pool;
+FIBERS_GLOBAL std::mutex launch_mutex;
 
-// 0: finished (a fault, if any, is in args.fault; `report` then says who waited for what). 1: deadlock, 2:
-// misuse, with a report.
-inline int launch(void (*kernel)(const Args&), const Args* args_per_rank, int num_ranks, int num_ctas,
-                  int threads, size_t smem_bytes, uint64_t seed, char* report, size_t report_bytes) {
+// What a launch needs to know; `arguments` has one address a rank, for kernel().
+struct Launch {
+    void (*kernel)(const void* arguments);
+    std::vector<const void*> arguments;
+    int num_ctas, threads;
+    size_t smem_bytes;
+    uint64_t seed;
+    uint64_t timeout_ns;  // of the longest polling loop in the program
+};
+
+inline Status run(const Launch& launch, std::string* report) {
     std::lock_guard<std::mutex> lock(launch_mutex);
-    size_t pitch = (smem_bytes + red_zone_bytes + 1023) / 1024 * 1024;
-    std::vector<Cta> ctas(static_cast<size_t>(num_ranks) * static_cast<size_t>(num_ctas));
+    int num_ctas = launch.num_ctas, threads = launch.threads;
+    size_t pitch = (launch.smem_bytes + red_zone_bytes + 1023) / 1024 * 1024;
+    std::vector<Cta> ctas(launch.arguments.size() * static_cast<size_t>(num_ctas));
     uint8_t* shared = shared_pool.reserve(pitch * ctas.size());
-    std::string problem;
+    report->clear();
     if (ctas.empty() || threads < warp_size || threads > 1024 || threads % warp_size)
-        problem = "a CTA has 32, 64, ... 1024 threads";
-    if (smem_bytes > 227 * 1024) problem = "more than 227 KB of shared memory";
-    if (!shared) problem = "no memory for the CTAs' shared memory";
-    int status = Status::misuse;
-    if (problem.empty()) {
-        for (size_t i = 0; i < ctas.size(); ++i) {
-            Cta& cta = ctas[i];
-            cta.rank = static_cast<int>(i) / num_ctas;
-            cta.block = static_cast<int>(i) % num_ctas;
-            cta.num_ctas = num_ctas;
-            cta.threads = threads;
-            cta.args = &args_per_rank[cta.rank];
-            cta.shared = shared + i * pitch;
-            cta.shared_bytes = smem_bytes;
-            cta.warps.resize(static_cast<size_t>(threads / warp_size));
-            cta.warpgroups.resize(static_cast<size_t>((threads + warpgroup_size - 1) / warpgroup_size));
-            for (Warpgroup& group : cta.warpgroups)
-                group.registers = std::min(255, registers_per_sm / threads / 8 * 8);
-        }
-        status = machine.run(kernel, std::move(ctas), seed);
-        problem = machine.report();
+        *report = "a CTA has 32, 64, ... 1024 threads";
+    if (launch.smem_bytes > 227 * 1024) *report = "more than 227 KB of shared memory";
+    if (!shared) *report = "no memory for the CTAs' shared memory";
+    if (!report->empty()) return Status::misuse;
+    for (size_t i = 0; i < ctas.size(); ++i) {
+        Cta& cta = ctas[i];
+        cta.rank = static_cast<int>(i) / num_ctas;
+        cta.block = static_cast<int>(i) % num_ctas;
+        cta.num_ctas = num_ctas;
+        cta.threads = threads;
+        cta.arguments = launch.arguments[static_cast<size_t>(cta.rank)];
+        cta.shared = shared + i * pitch;
+        cta.shared_bytes = launch.smem_bytes;
+        cta.warps.resize(static_cast<size_t>(threads / warp_size));
+        cta.warpgroups.resize(static_cast<size_t>((threads + warpgroup_size - 1) / warpgroup_size));
+        for (Warpgroup& group : cta.warpgroups)
+            group.registers = std::min(255, registers_per_sm / threads / 8 * 8);
     }
-    if (report && report_bytes) {
-        size_t length = std::min(problem.size(), report_bytes - 1);
-        memcpy(report, problem.data(), length);
-        report[length] = 0;
-    }
+    Status status = machine.run(launch.kernel, std::move(ctas), launch.seed, launch.timeout_ns);
+    *report = machine.report();
     return status;
 }
 
-}  // namespace megamoe::host
+}  // namespace fibers
