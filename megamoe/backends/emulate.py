@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megamoe import env
-from megamoe.backends.order import REFUSED, Mark, check_marks
+from megamoe.backends.order import REFUSED, Mark, meet
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
@@ -26,7 +26,7 @@ from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
 from megamoe.memory import arguments, layout
 from megamoe.memory.arguments import Plan
-from megamoe.memory.transport.group import Group, as_group
+from megamoe.memory.transport.group import Group, TorchGroup, as_group
 
 MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 REPORT_BYTES = 1 << 16
@@ -291,8 +291,9 @@ class EmulateBackend:
         weights.validate(self.problem, x.device)
         tensors = tuple(_to(t, "cpu") for t in (x, topk_ids, topk_weights, num_tokens_device))
         experts = ExpertWeights(**{name: _to(t, "cpu") for name, t in _tensors(weights).items()})
-        everyone = self._gather(0, *tensors, pack(experts))
-        xs, ids, scores, counts, all_experts, _ = map(list, zip(*everyone, strict=True))
+        self._meet(0)
+        everyone = self.group.all_gather((*tensors, pack(experts)))
+        xs, ids, scores, counts, all_experts = map(list, zip(*everyone, strict=True))
 
         def run() -> list[tuple[Tensor, Statistics]]:
             all_weights = [unpack(e) for e in all_experts]
@@ -308,13 +309,12 @@ class EmulateBackend:
         return Statistics.of_last(self._statistics)
 
     def refuse(self) -> None:
-        """Tell the ranks that gather for a call that this one makes none. Collective."""
-        self._gather(REFUSED)
+        """Tell the ranks that meet for a call that this one makes none. Collective."""
+        self._meet(REFUSED)
 
-    def _gather(self, flags: int, *mine: Any) -> list[Any]:
-        everyone = self.group.all_gather((*mine, self.mark.ints(flags)))
-        check_marks([mark for *_, mark in everyone], self.group.rank)
-        return everyone
+    def _meet(self, flags: int) -> None:
+        if isinstance(self.group, TorchGroup):
+            meet(self.group.process_group, self.mark.ints(flags))
 
     def check(self) -> None:
         """Nothing can be pending: forward raises where it fails."""
@@ -342,7 +342,6 @@ def _on_rank_0(group: Group, function: Any) -> Any:
             error = caught
         except Exception as caught:  # the other ranks wait for an answer, whatever it is
             error = MegaMoEError(f"rank 0 could not emulate: {type(caught).__name__}: {caught}")
-            error.__cause__ = caught
     if group.size > 1:
         result, error = group.all_gather((result, error))[0]
     if error is not None:

@@ -1,7 +1,8 @@
-"""The order of calls: a mark of layer and call travels with every exchange, so that ranks that differ are named.
+"""The order of calls: every collective operation of a group begins with marks, so that ranks that differ are named.
 
 Off the kernel, layers meet in collectives that know nothing of layers: two of them called in opposite order would
-exchange each other's rows. The mark is part of an exchange that is made anyway.
+exchange each other's rows, and a rank that calls while another makes a layer would wait for ever. So all of them
+begin with an exchange of one size. staged has its counts in it, so that it costs nothing there.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megamoe.config import Problem
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.config import MAX_LOCAL_EXPERTS, Problem
 from megamoe.errors import RankMismatch
 
 # What a call does, as bits: the exchanges that its backward pass will make belong to it.
-BACKWARD, GRAD_OF_X, GRAD_OF_ROWS, REFUSED = 1, 2, 4, 8
+BACKWARD, GRAD_OF_X, GRAD_OF_ROWS, REFUSED, MAKING, CLOSING = (1 << bit for bit in range(6))
 _FLAG_BITS = 8
 MARK_INTS = 2
+WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS
 
 _made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> layers made on it
 
@@ -41,6 +47,34 @@ class Mark:
         return [self.number << _FLAG_BITS | flags, self.fingerprint]
 
 
+def meet(group: Any, mark: list[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Exchange WIDTH numbers with each rank: the mark, then what `parts` [R] has for it. Collective.
+
+    group: a process group. mark: Mark.ints(), or [MAKING, 0] and the like. Raises RankMismatch unless all meet for
+    the same. Returns what came [R, WIDTH] int32, and its copy in CPU memory.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if parts:
+        device = parts[0].device
+    else:  # as dist.all_gather_object chooses it
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    label = torch.tensor(mark, dtype=torch.int64, device=device)
+    padding = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+    rows = [
+        (label, part, padding[MARK_INTS + part.numel() :]) for part in parts or [padding[:0]] * size
+    ]
+    sent = torch.cat([piece for row in rows for piece in row]).to(torch.int32).view(size, WIDTH)
+    if dist.get_backend(group) == "fake":  # which exchanges nothing
+        return sent, sent.cpu()
+    table = torch.empty_like(sent)
+    ones = [1] * size
+    # As bytes, like the rows: one kind of collective, whatever the ranks came for.
+    dist.all_to_all_single(table.view(torch.uint8), sent.view(torch.uint8), ones, ones, group=group)
+    found = table.cpu()
+    check_marks(found[:, :MARK_INTS].tolist(), rank)
+    return table, found
+
+
 def check_marks(marks: Sequence[Sequence[int]], rank: int) -> None:
     """Raise RankMismatch unless all ranks make the same call. marks: Mark.ints() by rank; rank: this one.
 
@@ -54,13 +88,15 @@ def check_marks(marks: Sequence[Sequence[int]], rank: int) -> None:
     for other, mark in enumerate(marks):
         if list(mark) != list(marks[rank]):
             raise RankMismatch(
-                f"rank {other} calls {_call(mark)}, rank {rank} {_call(marks[rank])}. Make and call the "
+                f"rank {other} comes for {_call(mark)}, rank {rank} for {_call(marks[rank])}. Make and call the "
                 "layers of a group in the same order on all ranks, with gradients of the same tensors"
             )
 
 
 def _call(mark: Sequence[int]) -> str:
     number, flags = mark[0] >> _FLAG_BITS, mark[0] & ((1 << _FLAG_BITS) - 1)
+    if flags & (MAKING | CLOSING):
+        return "a new layer" if flags & MAKING else "close()"
     what = "backward" if flags & BACKWARD else "forward"
     grads = [n for bit, n in ((GRAD_OF_X, "x"), (GRAD_OF_ROWS, "the experts' rows")) if flags & bit]
     wanted = f", gradients of {' and '.join(grads)}" if grads else ""

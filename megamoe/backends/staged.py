@@ -19,10 +19,10 @@ from megamoe.backends.order import (
     MARK_INTS,
     REFUSED,
     Mark,
-    check_marks,
+    meet,
 )
 from megamoe.backends.statistics import Statistics
-from megamoe.config import MAX_LOCAL_EXPERTS, Problem
+from megamoe.config import Problem
 from megamoe.formats.planes import rows_of
 from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.weights import ExpertWeights
@@ -80,8 +80,8 @@ class StagedBackend:
     def refuse(self) -> None:
         """Take part in the exchange of the others' call and tell them that this rank makes none. Collective."""
         if self.group is not None:
-            counts = torch.zeros(self.problem.num_experts, dtype=torch.int64, device=self._device)
-            _exchange_counts(self.problem, self.group, counts, self.mark.ints(REFUSED))
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            meet(self.group, self.mark.ints(REFUSED), [nothing] * self.problem.ep_size)
 
     def check(self) -> None:
         """Nothing can be pending: torch.distributed raises where it fails."""
@@ -216,25 +216,14 @@ def _gradients(rows: Tensor, dense: ExpertWeights) -> int:
 def _exchange_counts(
     problem: Problem, group: Any, counts: Tensor, mark: list[int]
 ) -> tuple[list[int], list[int], Tensor]:
-    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L].
-
-    Of one size for all layers, so that ranks in different layers meet here, and are told so.
-    """
-    ranks = problem.ep_size
-    per_rank = [problem.num_local_experts(rank) for rank in range(ranks)]
-    local = per_rank[problem.rank]
-    width = MARK_INTS + MAX_LOCAL_EXPERTS
-    label, padding = counts.new_tensor(mark), counts.new_zeros(width)
+    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L]."""
+    per_rank = [problem.num_local_experts(rank) for rank in range(problem.ep_size)]
     parts = counts.split(per_rank)
-    pieces = [(label, part, padding[MARK_INTS + part.numel() :]) for part in parts]
-    table = torch.cat([t for piece in pieces for t in piece]).to(torch.int32).view(ranks, width)
-    table = _exchange(table, [1] * ranks, [1] * ranks, group)
-    found = table.cpu()
-    check_marks(found[:, :MARK_INTS].tolist(), problem.rank)
-    received = table[:, MARK_INTS : MARK_INTS + local].long()
-    receive = found[:, MARK_INTS : MARK_INTS + local].sum(1).tolist()
+    table, found = meet(group, mark, parts)
+    here = slice(MARK_INTS, MARK_INTS + per_rank[problem.rank])
+    receive = found[:, here].sum(1).tolist()
     send = torch.stack([part.sum() for part in parts]).tolist()
-    return send, receive, received.flatten()
+    return send, receive, table[:, here].long().flatten()
 
 
 def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights) -> Tensor:

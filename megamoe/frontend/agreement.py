@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megamoe.backends.order import MAKING, meet
 from megamoe.errors import ConfigError, RankMismatch
 from megamoe.memory.transport.group import mesh_group
 
@@ -58,6 +59,12 @@ def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
     if group is not None:
         found = {dist.get_rank(group): found[0]}
         if dist.get_backend(group) != "fake":  # which exchanges nothing
+            try:
+                meet(group, [MAKING, 0])
+            except RankMismatch:
+                if error is None:
+                    raise
+                raise error from None
             gathered: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(gathered, *found.values(), group=group)
             found = dict(enumerate(gathered))

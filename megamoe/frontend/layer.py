@@ -8,9 +8,9 @@ from math import isfinite
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.order import CLOSING, meet
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
@@ -289,12 +289,13 @@ class Layer:
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
-        runtime, self._runtime = self._runtime, None
-        self._known_calls.clear()
+        runtime = self._runtime
         if runtime is None:
             return
         if self.group is not None:
-            dist.barrier(self.group)
+            meet(self.group, [CLOSING, 0])  # a barrier that says who comes for something else
+        self._runtime = None
+        self._known_calls.clear()
         runtime.backend.close()
 
 

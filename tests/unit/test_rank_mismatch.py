@@ -64,7 +64,7 @@ def test_layers_in_opposite_order_are_named(orders, name, count):
         (kind, text, seconds), alike = results[name, count]
         assert kind == "RankMismatch", text
         numbers = re.findall(r"forward of layer (\d+)", text)
-        assert text.startswith(f"rank {1 - rank} calls forward of layer")
+        assert text.startswith(f"rank {1 - rank} comes for forward of layer")
         assert int(numbers[0]) - int(numbers[1]) == (1 if rank == 0 else -1)
         assert seconds < 5
         assert alike[0] is None, alike
@@ -91,8 +91,8 @@ def test_backward_in_opposite_order_is_named(name):
         opposite, differing, alike = found
         assert opposite[0] == "RankMismatch", opposite
         other = 1 - rank
-        assert f"rank {other} calls backward of layer {other + 1}" in opposite[1]
-        assert f"rank {rank} backward of layer {rank + 1}" in opposite[1]
+        assert f"rank {other} comes for backward of layer {other + 1}" in opposite[1]
+        assert f"rank {rank} for backward of layer {rank + 1}" in opposite[1]
         assert differing[0] == "RankMismatch", differing
         assert "gradients of x and the experts' rows" in differing[1]
         assert alike[0] is None, alike
@@ -299,3 +299,54 @@ def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
             assert seconds < 5
         assert both[0] == "ArgumentError"
         assert alike[0] is None, alike
+
+
+def crossing(rank, name):
+    """Layers exist and work; then rank 1 does something else than rank 0, which calls."""
+    group, problem = dist.group.WORLD, replace(PROBLEM, rank=rank)
+    i, weights = make_inputs(problem, 4), make_weights(problem)
+    layers = [Layer(problem, group, backend=name) for _ in "ab"]
+
+    def function(**options):
+        options = {"problem": problem, "backend": name, **options}
+        return moe_forward(i.x, i.topk_ids, i.topk_weights, weights, group=group, **options)
+
+    def call():
+        return layers[0](i.x, i.topk_ids, i.topk_weights, weights)
+
+    other = "reference" if name == "staged" else "staged"
+    instead = {
+        "another name": lambda: function(backend=other),
+        "another problem": lambda: function(problem=replace(problem, max_tokens=30)),
+        "making": lambda: Layer(problem, group, backend=name),
+        "making wrongly": lambda: MegaMoE(**{**SHAPE, "hidden": 50}, group=group, backend=name),
+        "first call": lambda: layers[1](i.x, i.topk_ids, i.topk_weights, weights),
+        "closing": lambda: layers[0].close(),
+    }
+    found = {}
+    with torch.no_grad():
+        call()
+        function()
+        for what, otherwise in instead.items():
+            first = function if what.startswith("another") else call
+            found[what] = outcome(first if rank == 0 else otherwise), outcome(call)
+        closed = outcome(lambda: [layer.close() for layer in layers])
+    close_backends()
+    return found, closed
+
+
+def all_crossings(rank):
+    return {name: crossing(rank, name) for name in NAMES}
+
+
+def test_ranks_that_do_something_else_are_named():
+    """Red before: both waited for the group's time-out."""
+    for rank, by_name in enumerate(launch(all_crossings, 2, timeout_s=60)):
+        for name, (found, closed) in by_name.items():
+            for what, ((kind, text, seconds), alike) in found.items():
+                wrongly = what == "making wrongly" and rank == 1
+                assert kind == ("ConfigError" if wrongly else "RankMismatch"), (name, what, text)
+                assert wrongly or re.search(r"rank [01] comes for", text), text
+                assert seconds < 5
+                assert alike[0] is None, (name, what, alike)
+            assert closed[0] is None, closed

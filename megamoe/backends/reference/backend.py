@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backends.order import REFUSED, Mark, check_marks
+from megamoe.backends.order import REFUSED, Mark, meet
 from megamoe.backends.reference.layer import forward
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
@@ -56,8 +56,11 @@ class ReferenceBackend:
             topk_ids = topk_ids.masked_fill(behind[:, None], -1)
         parts = [(x, topk_ids, topk_weights, weights)]
         if self.problem.ep_size > 1:
-            parts = self._gather(0, x, topk_ids, topk_weights, pack(weights))
-            parts = [(*tensors, unpack(packed)) for *tensors, packed, _ in parts]
+            meet(self.group, self.mark.ints())
+            parts = [None] * self.problem.ep_size  # type: ignore[list-item]
+            mine = (x, topk_ids, topk_weights, pack(weights))
+            dist.all_gather_object(parts, mine, group=self.group)
+            parts = [(*tensors, unpack(packed)) for *tensors, packed in parts]
         xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
         xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
         experts = [_to(e, x.device) for e in experts]
@@ -68,15 +71,9 @@ class ReferenceBackend:
         return y if out is None else out.copy_(y)
 
     def refuse(self) -> None:
-        """Tell the ranks that gather for a call that this one makes none. Collective."""
+        """Tell the ranks that meet for a call that this one makes none. Collective."""
         if self.problem.ep_size > 1:
-            self._gather(REFUSED)
-
-    def _gather(self, flags: int, *mine: Any) -> list[Any]:
-        parts: list[Any] = [None] * self.problem.ep_size
-        dist.all_gather_object(parts, (*mine, self.mark.ints(flags)), group=self.group)
-        check_marks([mark for *_, mark in parts], self.problem.rank)
-        return parts
+            meet(self.group, self.mark.ints(REFUSED))
 
 
 def pack(weights: Any) -> tuple[type, dict[str, Any]]:
