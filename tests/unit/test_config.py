@@ -21,6 +21,7 @@ from megamoe.errors import (
     RankMismatch,
     fault_to_error,
 )
+from megamoe.testing.shapes import SHAPES
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
 RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "expected": 128,
@@ -61,6 +62,14 @@ def test_limits_are_allowed():
     problem = Problem(16384, 16384, 8 * 1024, 32, ep_size=8, rank=7, max_tokens=(1 << 22) - 1)
     assert problem.problems() == []
     assert problem.num_local_experts(7) == 1024
+
+
+@pytest.mark.parametrize("known", SHAPES.values(), ids=lambda s: s.name)
+def test_every_known_model_is_a_problem(known):
+    sizes = (known.hidden, known.intermediate, known.num_experts, known.top_k)
+    for ranks in (1, 4, 8):
+        problem = Problem(*sizes, ep_size=ranks, activation=known.activation, bias=known.bias)
+        assert problem.problems() == []
 
 
 def test_all_violations_are_reported_at_once():

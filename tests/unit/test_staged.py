@@ -41,6 +41,7 @@ def cases(ranks):
         "many_routes": Case(
             replace(base, num_experts=37, top_k=22, activation="geglu_tanh"), tokens, "dropped"
         ),
+        "most_routes": Case(replace(base, top_k=32, activation="relu2"), tokens, "duplicates"),
         "nothing": Case(base, tokens, "all_dropped"),
         "fp8": Case(replace(base, hidden=144, intermediate=80, precision="fp8"), tokens, "dropped"),
     }

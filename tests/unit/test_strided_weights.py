@@ -67,6 +67,23 @@ def test_gradients_are_equal_and_in_the_callers_layout(layout: str, precision: s
     layer.close()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_operators_state_the_layout_of_gradients(layout: str, precision: str) -> None:
+    """Fake and real outputs of the operators have the same strides."""
+    problem = replace(PROBLEM, precision=precision)
+    inputs, masters = make_inputs(problem, 8), make_weights(problem, quantize=False)
+    e, layer = LAYOUTS[layout](masters), megamoe.Layer(problem, backend="staged")
+    layer.prepare(e)
+    weights = (e.w13, e.w2, e.b13, e.b2, None, None)
+    call = (inputs.x, inputs.topk_ids, inputs.topk_weights, *weights, None, layer.handle)
+    torch.library.opcheck(torch.ops.megamoe.moe_forward.default, call)
+    needs = [True] * 6
+    gradient = (torch.ones_like(inputs.x), *call, needs)
+    torch.library.opcheck(torch.ops.megamoe.moe_backward.default, gradient)
+    layer.close()
+
+
 def test_w1_and_w3_are_joined_without_a_copy() -> None:
     masters = make_weights(PROBLEM)
     w1, w3 = (torch.nn.Parameter(p) for p in apart(masters.w13).unbind(1))
