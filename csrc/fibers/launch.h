@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "fibers/barriers.h"
+#include "fibers/report.h"
 #include "fibers/tma.h"
 #include "fibers/warp.h"
 #include "fibers/wgmma.h"

@@ -395,5 +395,3 @@ inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, si
 constexpr size_t swizzle_128b(size_t offset) { return offset ^ ((offset >> 3) & 0x70); }
 
 }  // namespace fibers
-
-#include "fibers/report.h"

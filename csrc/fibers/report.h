@@ -4,12 +4,6 @@
 
 namespace fibers {
 
-inline const char* name_of(WarpOperation operation) {
-    static const char* const names[] = {"warp_sync", "shfl",       "shfl_xor",     "ballot",
-                                        "match_any", "named_sync", "cluster_sync", "setmaxnreg"};
-    return names[static_cast<int>(operation)];
-}
-
 inline std::string Machine::describe(const Fiber* fiber) const {
     Cta& cta = *fiber->cta;
     switch (fiber->waiting) {

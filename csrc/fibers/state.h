@@ -36,6 +36,12 @@ enum class WarpOperation : uint8_t {
     cluster_sync,
     setmaxnreg
 };
+inline const char* name_of(WarpOperation operation) {
+    static const char* const names[] = {"warp_sync", "shfl",       "shfl_xor",     "ballot",
+                                        "match_any", "named_sync", "cluster_sync", "setmaxnreg"};
+    return names[static_cast<int>(operation)];
+}
+
 enum Status : int { ok = 0, deadlock = 1, misuse = 2 };
 
 struct Cta;

@@ -2,7 +2,7 @@
 #pragma once
 #include "fibers/launch.h"
 #include "fibers/numeric.h"
-#include "megamoe/arch/arch.h"  // the storage types
+#include "megamoe/arch/types.h"
 #include "megamoe/layout/args.h"
 
 namespace megamoe::arch {

@@ -4,6 +4,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
+#include "megamoe/arch/types.h"
+
 namespace megamoe::arch {
 
 // PTX ISA "Matrix descriptor": address >> 4 in bits 0-13, leading byte offset >> 4 in 16-29, stride byte
