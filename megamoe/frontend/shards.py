@@ -7,6 +7,7 @@ number of ranks. `Place.take` is the way back, and refuses what is another rank'
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,13 +36,9 @@ _KEEPING = {
 
 
 class Experts(torch.Tensor):
-    """Rows [begin, begin + shape[0]) of a tensor over `total` experts; a plain tensor in every operation.
-
-    Only size() is that of all experts: DCP compares it with the checkpoint's.
-    """
+    """Rows [begin, begin + shape[0]) of a tensor over `total` experts; a plain tensor in every operation."""
 
     begin: int
-    count: int
     total: int
 
     @staticmethod
@@ -49,7 +46,6 @@ class Experts(torch.Tensor):
         """local: [n, ...], the experts from `begin` on, shared and not copied."""
         experts = local.as_subclass(Experts)
         experts.begin, experts.total = begin, total
-        experts.count = local.shape[0] if local.dim() else 0
         return experts
 
     def local(self) -> Tensor:
@@ -62,8 +58,6 @@ class Experts(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         first, kwargs = args[0] if args else None, kwargs or {}
-        if func is Tensor.copy_ and first.shape != args[1].shape:  # room made by size()
-            raise ArgumentError("copy of experts", list(first.shape), f"{list(args[1].shape)}")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):
@@ -73,19 +67,21 @@ class Experts(torch.Tensor):
             return result
         staged = func is Tensor.new_empty and not result.dim()
         if staged or func in _KEEPING and result.shape == first.shape:
-            result = Experts.of(result, first.begin, first.total)
-            result.count = first.count
+            return Experts.of(result, first.begin, first.total)
         return result
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the sizes over all experts."""
-        sizes = torch.Size((self.total, *self.shape[1:]))
+        """Return the shape; to DCP's planner, which compares it with the checkpoint's, that of all experts."""
+        caller = sys._getframe(1).f_code.co_name
+        if (
+            caller == "tensor_func"
+        ):  # of _create_cpu_state_dict: it would forget which experts these are
+            raise ArgumentError(
+                "stager", "BlockingAsyncStager", "dcp.async_save()'s own, or distribute()"
+            )
+        first = self.total if caller == "create_default_local_load_plan" else self.shape[0]
+        sizes = torch.Size((first, *self.shape[1:])) if self.dim() else self.shape
         return sizes if dim is None else sizes[dim]
-
-    def set_(self, storage: Any, offset: int, sizes: Any, strides: Any) -> Experts:  # type: ignore[override]
-        """Put this rank's rows where DCP's stager puts size(): new_empty([]), then set_() to a copied storage."""
-        super().set_(storage, offset, (self.count, *sizes[1:]), strides)
-        return self
 
     def __repr__(self, **_: Any) -> str:
         end = self.begin + self.shape[0]
@@ -107,7 +103,8 @@ class Experts(torch.Tensor):
         if not self.shape[0]:
             return []
         chunk, properties = self._chunk(), TensorProperties.create_from_tensor(self.local())
-        data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
+        sizes = torch.Size((self.total, *self.shape[1:]))
+        data = TensorWriteData(chunk=chunk, properties=properties, size=sizes)
         index = MetadataIndex(fqn, chunk.offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
@@ -190,6 +187,17 @@ class Place:
             return value
         local, begin = self.rows(value)
         return Experts.of(local, begin, self.problem.num_experts)
+
+    def as_dtensor(self, experts: Experts) -> DTensor:
+        """Return experts of all ranks as Shard(0); raise ArgumentError where that cannot say what this rank holds."""
+        total, begin, count = span(self.problem)
+        if total % self.problem.ep_size or (experts.begin, experts.shape[0]) != (begin, count):
+            expected = (
+                "False where ranks do not divide the experts, or FSDP2 shards them: use dcp.save()"
+            )
+            raise ArgumentError("full_state_dict", True, expected)
+        mesh = DeviceMesh.from_group(self.group, experts.device.type)
+        return DTensor.from_local(experts.local(), mesh, (Shard(0),), run_check=False)
 
     def take(self, name: str, value: Tensor, parameter: Tensor | None, told: list[int]) -> Tensor:
         """Return what load_state_dict may copy into `parameter`; raise ArgumentError if it is not ours.
@@ -280,7 +288,20 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
-            state_dict[prefix + name] = place.mark(value)
+            value = place.mark(value)
+            if isinstance(value, Experts) and _full_is_wanted():
+                value = place.as_dtensor(value)
+            state_dict[prefix + name] = value
+
+
+def _full_is_wanted() -> bool:
+    """Whether torch's get_model_state_dict(full_state_dict=True) asks: it gathers DTensors only, without a word."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_get_model_state_dict":
+            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
+        frame = frame.f_back
+    return False
 
 
 def read(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -351,6 +352,21 @@ def torchs_own_helpers(pair, folder):
     return same, torch.equal(third.moe.w13, whole.moe.w13)
 
 
+def full_state_dicts(experts):
+    """get_model_state_dict(full_state_dict=True) on rank 0, broadcast into other layers."""
+    options = torch_state_dict.StateDictOptions
+    net, other = Net(experts, dist.group.WORLD), Net(experts, dist.group.WORLD, seed=4)
+    full = torch_state_dict.get_model_state_dict(
+        net, options=options(full_state_dict=True, cpu_offload=True)
+    )
+    torch_state_dict.set_model_state_dict(
+        other, full, options=options(full_state_dict=True, broadcast_from_rank0=True)
+    )
+    if dist.get_rank() == 0:
+        Net(experts, None).load_state_dict(full)
+    return torch.equal(other.moe.w13, net.moe.w13) and torch.equal(other.moe.b2, net.moe.b2)
+
+
 def meshes_as_groups(mesh):
     ep = mesh["ep"]
     layer = Net(4, ep).moe
@@ -448,6 +464,8 @@ def on_four_ranks(rank, folder):
     out["fsdp"] = [under_fsdp(m, d) for m in (mesh, wide) for d in (False, True)]
     out["outer"] = hooks_of_an_outer_fsdp(mesh)
     out["torch"] = torchs_own_helpers(pair, folder)
+    out["full"] = full_state_dicts(8)
+    out["full, uneven"] = refused(lambda: full_state_dicts(6))
     out["meshes"] = meshes_as_groups(mesh)
     out["overwritten"] = overwritten()
     out["views"] = views(pair, mesh)
@@ -470,6 +488,13 @@ def test_dcp_with_dtensors_and_fsdp2(results):
 
 def test_dcp_through_torchs_helpers_and_async_save(results):
     assert [r["torch"] for r in results] == [(True, True)] * 4
+
+
+def test_full_state_dicts_hold_all_experts(results):
+    for result in results:
+        assert result["full"]
+        error = "ArgumentError: full_state_dict is True, expected False where ranks do not divide"
+        assert result["full, uneven"].startswith(error)
 
 
 def test_reset_parameters_of_dtensors(results):
@@ -568,8 +593,8 @@ def test_experts_behave_as_plain_tensors():
     local = torch.randn(2, 3)
     experts = Experts.of(local, 2, 5)
     assert experts.shape == (2, 3)
-    assert experts.size() == (5, 3)
-    assert experts.size(0) == 5
+    assert experts.size() == (2, 3)
+    assert experts.size(0) == 2
     assert type(experts + 1) is torch.Tensor
     assert "[2, 4) of 5" in repr(experts)
     for same in (experts.clone(), experts.detach(), experts.cpu(), copy.deepcopy(experts)):
@@ -581,8 +606,8 @@ def test_experts_behave_as_plain_tensors():
     read = torch.load(file, weights_only=True)["w"]
     assert type(read) is torch.Tensor
     assert torch.equal(read, local)
-    with pytest.raises(ArgumentError, match=r"copy of experts is \[5, 3\], expected \[1, 3\]"):
-        torch.empty(experts.size()).copy_(Experts.of(local[:1], 0, 5))  # would broadcast
+    with pytest.raises(ArgumentError, match=r"stager is BlockingAsyncStager"):
+        BlockingAsyncStager().stage({"w": experts})
     experts.zero_()
     assert local.abs().max() == 0
 
