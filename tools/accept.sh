@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Everything that a change of the kernel has to pass on GPUs, in one go: about 6 minutes on 4 of them.
 #
-#   tools/accept.sh [OUT]            logs and CSVs to OUT (default out/accept); PYTHON=... to choose the interpreter
+#   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
+#                                        here; PYTHON=... chooses the interpreter
 #
 # Prints one line a step and the last lines of its log; exit code 1 when any step failed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/accept}
+[ $# -eq 0 ] || shift
+wanted=" $* "
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 mkdir -p "$out"
@@ -23,6 +26,7 @@ code=0
 step() { # name, seconds, command ...
     local name=$1 limit=$2 start=$SECONDS
     shift 2
+    [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
     if timeout "$limit" "$@" >"$out/$name.log" 2>&1; then verdict=ok; else verdict=FAIL code=1; fi
     echo "$verdict: $name, $((SECONDS - start)) s: $(tail -n 1 "$out/$name.log" | cut -c1-160)"
 }
