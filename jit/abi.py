@@ -27,6 +27,7 @@ _STRUCT = re.compile(
 )
 _FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s+(\w+)(?:\[(\w+)\])?;$")
 _TILE = re.compile(r"^using (\w+) = TileShape<(\d+), (\d+), (\d+), (\d+)>;", re.MULTILINE)
+_ROLE = re.compile(r'^constexpr Role \w+ = \{"(\w+)", (\d+), (\d+)\};', re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr\s+\w+\s+(\w+)\s*=\s*(\d+);", re.MULTILINE)
 _ENUM = re.compile(r"^enum class Edge[^{]*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 
@@ -137,6 +138,8 @@ RouteCell: Any = _structures["RouteCell"]
 TensorMap: Any = _structures["TensorMap"]
 Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
 MAX_RANKS = CONSTANTS["max_ranks"]
+# (name, first warp, warps) of each role
+ROLES = [(n, int(a), int(b)) for n, a, b in _ROLE.findall(read_text("cta/warps.h"))]
 TILES, _tile_constants = parse_tiles(read_text("schedule/tile_shape.h"))
 GROUP_ROWS, SLOT_K_BYTES = _tile_constants["group_rows"], _tile_constants["slot_k_bytes"]
 
@@ -154,7 +157,16 @@ def aligned(structure: Any) -> Any:
 
 
 def fault_fields(record: Any) -> dict[str, Any]:
-    """Return a FaultRecord as a dict, its edge by name; what errors.fault_to_error takes."""
+    """Return a FaultRecord as a dict, edge and role by name; what errors.fault_to_error takes."""
     fields = {name: int(getattr(record, name)) for name in field_names(FaultRecord)}
     edges = {int(edge): edge.name for edge in Edge}
-    return {**fields, "edge": edges.get(fields["edge"], f"edge {fields['edge']}")}
+    edge = edges.get(fields["edge"], f"edge {fields['edge']}")
+    return {**fields, "edge": edge, "role": role_name(fields["role"])}
+
+
+def role_name(warp: int) -> str:
+    """Name the role of a warp of the kernel."""
+    for name, first, count in ROLES:
+        if first <= warp < first + count:
+            return f"{name} {(warp - first) // 4}" if count > 4 else name  # by warpgroup
+    return f"warp {warp}"

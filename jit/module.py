@@ -128,8 +128,8 @@ def check_abi(cubin: bytes, what: str) -> int:
     return smem_bytes
 
 
-def load_forward(variant: Variant, device: int) -> Kernel:
-    """Return the forward kernel of a variant on a device, compiling it if no cache has it."""
+def load_kernel(variant: Variant, device: int) -> Kernel:
+    """Return the kernel of a variant on a device, compiling it if no cache has it."""
     with _loading:
         kernel = _loaded.get((variant, device))
         if kernel is None:

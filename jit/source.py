@@ -17,20 +17,24 @@ ACTIVATIONS = {
 }
 
 
+KERNELS = {"forward": "ForwardLayer"}  # -> its layer type: precision, activation, tile
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled forward kernel. `activation` is Activation.kind."""
+    """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels."""
 
     precision: str
     activation: str
     profile: bool = False
+    kernel: str = "forward"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
+        if self.kernel not in KERNELS:
+            raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
@@ -39,24 +43,25 @@ class Variant:
     @property
     def entry(self) -> str:
         """Name of the kernel in the cubin."""
-        return "megamoe_forward"
+        return f"megamoe_{self.kernel}"
 
     def __str__(self) -> str:
-        return f"{self.precision}-{self.activation}" + ("-profile" if self.profile else "")
+        prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
+        return f"{prefix}{self.precision}-{self.activation}" + ("-profile" if self.profile else "")
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
         return f"""\
-#include "megamoe/kernels/forward.cuh"
+#include "megamoe/kernels/{self.kernel}.cuh"
 
 namespace megamoe {{
 struct Traits
-    : ForwardLayer<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}, {TILE}> {{
+    : {KERNELS[self.kernel]}<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}, {TILE}> {{
     static constexpr bool profile = {str(self.profile).lower()};
 }};
 }}  // namespace megamoe
 
-MEGAMOE_FORWARD_KERNEL({self.entry}, megamoe::Traits)
+MEGAMOE_KERNEL({self.entry}, megamoe::Traits)
 """
 
 

@@ -80,23 +80,13 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
 _PROLOGUE = ("routes_ready", "config")  # before the roles part
 
 
-def role_name(warp: int) -> str:
-    """Name the role of a warp of the kernel (docs/architecture.md, "role by role")."""
-    fixed = {0: "load_a", 1: "load_b", 2: "store"}
-    if warp in fixed:
-        return fixed[warp]
-    if 4 <= warp <= 7:
-        return "transport"
-    return f"math {(warp - 8) // 4}" if 8 <= warp <= 15 else f"warp {warp}"
-
-
 def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> MegaMoEError:
-    """Turn a FaultRecord (csrc/megamoe/layout/args.h, edge as its name) into an exception.
+    """Turn a FaultRecord (csrc/megamoe/layout/args.h, edge and role as their names) into an exception.
 
     own_rank: the rank that asks. A record of another rank becomes a PeerFault.
     """
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
-    role = "prologue" if edge in _PROLOGUE else role_name(int(record.get("role", 0)))
+    role = "prologue" if edge in _PROLOGUE else str(record["role"])
     where = f"(role {role})"
     if edge == "none":
         return MegaMoEError("no fault is recorded")

@@ -122,7 +122,8 @@ class Emulation:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
         self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
-        self.library = _load(Variant(problem.precision, problem.activation.kind), flags)
+        variant = Variant(problem.precision, problem.activation.kind)
+        self.kernel = getattr(_load(variant, flags), variant.entry)
         self.ranks = [
             _Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
         ]
@@ -195,9 +196,7 @@ class Emulation:
 
     def _launch(self, address: int, seed: int) -> None:
         report = ctypes.create_string_buffer(REPORT_BYTES)
-        status = self.library.megamoe_forward(
-            address, len(self.ranks), self.num_ctas, seed, report, REPORT_BYTES
-        )
+        status = self.kernel(address, len(self.ranks), self.num_ctas, seed, report, REPORT_BYTES)
         self.report = report.value.decode(errors="replace")
         if status:
             self.broken = EmulationError(self.report)
@@ -235,12 +234,13 @@ def _load(variant: Variant, flags: tuple[str, ...]) -> Any:
     path = str(host.build_host(variant, flags))
     if path not in _libraries:
         library = ctypes.CDLL(path)
-        library.megamoe_forward.argtypes = [
+        getattr(library, variant.entry).argtypes = [
             *(ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_uint64),
             *(ctypes.c_char_p, ctypes.c_size_t),
         ]
-        library.megamoe_forward_args_bytes.restype = ctypes.c_uint64
-        found, expected = library.megamoe_forward_args_bytes(), ctypes.sizeof(abi.Args)
+        args_bytes = getattr(library, f"{variant.entry}_args_bytes")
+        args_bytes.restype = ctypes.c_uint64
+        found, expected = args_bytes(), ctypes.sizeof(abi.Args)
         if found != expected:
             raise AbiMismatch(f"Args has {found} bytes in {path}, {expected} here")
         _libraries[path] = library

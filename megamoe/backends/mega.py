@@ -168,10 +168,10 @@ class MegaBackend:
             raise MegaMoEError("call prepare(weights) before CUDA graph capture")
 
     def _load(self) -> None:
-        from megamoe.jit.module import Launcher, load_forward
+        from megamoe.jit.module import Launcher, load_kernel
         from megamoe.jit.tensormap import encode
 
-        kernel = load_forward(self.variant, self._ordinal)
+        kernel = load_kernel(self.variant, self._ordinal)
         kernel.check_resident(self.grid)
         self._encode = encode
         self._workspace = self.window.workspace(self.plan)

@@ -370,7 +370,7 @@ def test_await_gives_up(library: Any, seed: int) -> None:
     for rank in (1, 2):
         fault = abi.fault_fields(faults[rank])
         assert (fault["edge"], fault["peer"], fault["index"]) == ("x_ready", 0, 3)
-        assert (fault["expected"], fault["seen"], fault["role"]) == (5, 0, 0)
+        assert (fault["expected"], fault["seen"], fault["role"]) == (5, 0, "load_a")
         assert windows[rank][1] == 1
     assert faults[0].edge == 0
     assert windows[0][1] == 1  # raised by the peers

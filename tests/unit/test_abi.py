@@ -99,6 +99,23 @@ def test_aligned_instances():
         assert bytes(args) == bytes(ctypes.sizeof(abi.Args))
 
 
+def test_roles_are_the_warps_of_a_cta():
+    warps = [warp for _, first, count in abi.ROLES for warp in range(first, first + count)]
+    assert warps == list(range(16))
+    names = [abi.role_name(warp) for warp in (0, 1, 2, 3, 4, 7, 8, 11, 12, 15, 16)]
+    assert names == [
+        *("load_a", "load_b", "store", "idle", "transport", "transport"),
+        *("math 0", "math 0", "math 1", "math 1", "warp 16"),
+    ]
+
+
+def test_tiles_are_read():
+    text = "using A = TileShape<16, 128, 5, 2>;\nconstexpr int group_rows = 64;\n"
+    assert abi.parse_tiles(text) == ({"A": (16, 128, 5, 2)}, {"group_rows": 64})
+    with pytest.raises(AbiMismatch, match="no tile shape"):
+        abi.parse_tiles("struct A {};\n")
+
+
 def test_fault_fields_name_the_edge():
     record = abi.FaultRecord(edge=int(abi.Edge.rows_ready), peer=3, expected=128)
     fields = abi.fault_fields(record)

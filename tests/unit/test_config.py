@@ -24,7 +24,7 @@ from megamoe.errors import (
 from megamoe.testing.shapes import SHAPES
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
-RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": 0, "index": 17, "expected": 128,
+RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": "load_a", "index": 17, "expected": 128,
           "seen": 96, "waited_ns": 10_000_000_000}  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_local_fault_message():
 
 
 def test_cross_rank_faults_name_the_peer():
-    record = {**RECORD, "edge": "partials_ready", "peer": 1, "index": 40, "role": 5}
+    record = {**RECORD, "edge": "partials_ready", "peer": 1, "index": 40, "role": "transport"}
     assert "combine) for token 40 from rank 1" in str(fault_to_error(record))
     assert "Look at rank 1" in str(fault_to_error(record))
     assert isinstance(fault_to_error(record, own_rank=2), PeerFault)

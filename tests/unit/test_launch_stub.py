@@ -59,7 +59,7 @@ from megamoe.backends import mega
 from megamoe.memory import window
 from megamoe.memory.window import Window
 from megamoe.formats.weights import ExpertWeights, expected_weights
-module.load_forward = lambda variant, device: KERNEL
+module.load_kernel = lambda variant, device: KERNEL
 problem = Problem(272, 144, 7, 3, max_tokens=70, precision="fp8")
 weights = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()})
 def call(backend, tokens=5, weights=weights, **options):

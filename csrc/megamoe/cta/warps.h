@@ -5,12 +5,26 @@
 
 namespace megamoe {
 
-constexpr int num_threads = 512;
-constexpr int num_warps = num_threads / 32;
-constexpr int first_transport_warp = 4;  // a warpgroup of its own, for its register budget; warp 3 idles
-constexpr int num_transport_warps = 4;
-constexpr int first_math_warp = 8;
-constexpr int num_math_groups = 2;
+// The roles. Registers belong to a warpgroup of four warps, hence the order. What each does in a pass is in
+// kernels/two_gemm.cuh; megamoe/jit/abi.py reads the names for messages.
+struct Role {
+    const char* name;
+    int first_warp, num_warps;
+};
+constexpr Role load_a_role = {"load_a", 0, 1};
+constexpr Role load_b_role = {"load_b", 1, 1};
+constexpr Role store_role = {"store", 2, 1};
+constexpr Role idle_role = {"idle", 3, 1};  // meets the barriers of the CTA and the pair
+constexpr Role transport_role = {"transport", 4, 4};
+constexpr Role math_role = {"math", 8, 8};  // in groups of four warps
+constexpr int load_registers = 32;          // of a thread of warps 0 to 3; math's are gemm/mainloop.cuh's
+
+constexpr int num_warps = math_role.first_warp + math_role.num_warps;
+constexpr int num_threads = num_warps * 32;
+constexpr int first_transport_warp = transport_role.first_warp;
+constexpr int num_transport_warps = transport_role.num_warps;
+constexpr int first_math_warp = math_role.first_warp;
+constexpr int num_math_groups = math_role.num_warps / 4;
 constexpr int num_movers = num_warps - first_transport_warp;
 
 // The prologue's two crews: crew 0 routes, crew 1, math later, stages x.

@@ -1,0 +1,178 @@
+// Two GEMMs with rows moved before, between and behind them: one persistent CTA an SM, 16 warps, roles side
+// by side. docs/architecture.md has the picture. A layer is a type with
+//
+//   Tiling         shape of its tiles (schedule/tile_shape.h)
+//   Gemm1, Gemm2   GemmOf<rows, weights, epilogue>
+//   profile        with timestamps?
+#pragma once
+#include "megamoe/roles/dispatch.cuh"
+#include "megamoe/roles/load.cuh"
+#include "megamoe/roles/math.cuh"
+#include "megamoe/roles/movers.cuh"
+#include "megamoe/roles/plan.cuh"
+#include "megamoe/roles/prologue.cuh"
+#include "megamoe/roles/store.cuh"
+
+namespace megamoe {
+
+// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
+// warps leave is the transport warps'.
+template <class T>
+constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
+
+template <class T>
+MEGAMOE_DEVICE void init_barriers() {
+    using S = typename T::Tiling;
+    auto& smem = tile_smem<T>();
+    if (arch::thread_idx() == 0) {
+        for (int s = 0; s < S::num_slots; ++s) {
+            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
+            arch::mbar_init(&smem.pipeline.empty[s].bits,
+                            pair_ctas * num_math_groups * 4);  // every math warp of the pair
+        }
+        for (int g = 0; g < num_math_groups; ++g) {
+            for (int s = 0; s < S::num_output_slots; ++s) {
+                arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
+                arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
+            }
+        }
+        arch::mbar_fence_init();
+    }
+    arch::warp_sync();
+    arch::cluster_sync();
+}
+
+// Runs `body` once a pass, between the cluster barriers that frame it, which mover_passes() meets too. Called
+// by converged warps.
+template <class Body>
+MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
+    for (;;) {
+        arch::cluster_sync();  // the plan is made
+        body();
+        arch::warp_sync();
+        if (ctx.smem.plan.is_last != 0) break;
+        arch::cluster_sync();  // no role touches the pool any more
+    }
+}
+
+// The math warps' passes. Then they are movers of the last pass, with the registers of transport.
+template <class T>
+MEGAMOE_DEVICE void math_passes(Context& ctx) {
+    arch::registers_grow<math_registers<T>>();
+    PipelineRing<T> ring;
+    OutputRing<T> output;
+    each_pass(ctx, [&] { math<T>(ctx, ring, output); });
+    arch::registers_shrink<transport_registers<T>>();
+    Profile<T>::mark(ctx.args, Mark::math_done);
+}
+
+// The movers' passes: of the transport warps, which also make the plans, all of them; of the math warps the
+// last.
+template <class T>
+MEGAMOE_DEVICE void mover_passes(Context& ctx) {
+    bool is_transport = arch::warp_idx() < first_math_warp;
+    MEGAMOE_UNROLL_BY(1)
+    for (int begin = 0;;) {  // the first chunk of the pass
+        if (is_transport) {
+            plan_pass<T>(ctx, begin);
+            arch::warp_sync();
+            arch::cluster_sync();
+            dispatch<T>(ctx);
+            Profile<T>::mark(ctx.args, Mark::dispatched);
+        }
+        reduce_and_combine<T>(ctx);
+        arch::warp_sync();
+        if (ctx.smem.plan.is_last != 0) break;
+        begin = ctx.smem.plan.chunk_end;  // read before the barrier: behind it, in a poisoned launch, the
+                                          // partner may already write the next plan here
+        arch::cluster_sync();
+    }
+    Profile<T>::mark(ctx.args, Mark::combined);
+}
+
+// The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
+// has sent it the last arrival on its barriers.
+MEGAMOE_DEVICE void leave(Context& ctx) {
+    arch::cluster_sync();
+    if (arch::thread_idx() == 0 && LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
+        if (ctx.mem.aborted()) {
+            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0,
+                          0);  // no record yet: a peer's fault ended this launch
+            for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+        }
+        ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
+    }
+}
+
+// One thread of a warp, whose ring lives across the passes.
+template <class Ring, class Body>
+MEGAMOE_DEVICE void thread_passes(Context& ctx, Body body) {
+    Ring ring;
+    each_pass(ctx, [&] {
+        if (arch::lane_idx() == 0) body(ring);
+    });
+}
+
+// Who does what: every warp is here once, in the order of cta/warps.h.
+template <class T>
+MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
+    if (warp >= first_transport_warp) {
+        if (warp >= first_math_warp) {
+            math_passes<T>(ctx);
+        } else {
+            arch::registers_shrink<transport_registers<T>>();
+        }
+        mover_passes<T>(ctx);
+        return;
+    }
+    arch::registers_shrink<load_registers>();
+    if (warp == load_a_role.first_warp) {
+        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring) { load_a<T>(ctx, ring); });
+    } else if (warp == load_b_role.first_warp) {
+        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring) { load_b<T>(ctx, ring); });
+    } else if (warp == store_role.first_warp) {
+        thread_passes<OutputRing<T>>(ctx, [&](auto& ring) { store<T>(ctx, ring); });
+    } else {
+        each_pass(ctx, [] {});
+    }
+}
+
+template <class T>
+MEGAMOE_DEVICE void two_gemm(const Args& args) {
+    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
+    Smem& smem = cta_smem<T>().common;
+    Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
+    arch::wait_for_previous_grid();
+    if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+    init_barriers<T>();
+    Profile<T>::begin(args, smem);
+    int warp = arch::warp_idx();
+    if (warp >= first_math_warp) {
+        stage<T>(ctx);
+        Profile<T>::mark(args, Mark::staged);
+    } else {
+        route(ctx);
+        Profile<T>::mark(args, Mark::routed);
+    }
+    arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
+    run_role<T>(ctx, warp);
+    leave(ctx);
+    Profile<T>::end(args, smem);
+}
+
+}  // namespace megamoe
+
+#if defined(MEGAMOE_EMULATE)
+#include "megamoe/arch/host/entry.h"
+#define MEGAMOE_KERNEL(name, traits)                                                              \
+    MEGAMOE_HOST_ENTRY(name, megamoe::two_gemm<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
+                       megamoe::num_threads);
+#else
+#define MEGAMOE_KERNEL(name, traits)                                                                    \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                    \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>); \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                               \
+        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) {   \
+        megamoe::two_gemm<traits>(args);                                                                \
+    }
+#endif
