@@ -30,11 +30,13 @@ def _primary_context(device: int) -> Any:
     return check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(device))))
 
 
-def use_device(device: int) -> None:
-    """Make the context that torch uses current in this thread, if none is."""
+def use_device(device: int) -> bool:
+    """Make the context that torch uses current in this thread, if none is; return whether that was needed."""
     status, current = driver.cuCtxGetCurrent()
     if int(status) != 0 or int(current) == 0:  # not initialized, or none in this thread
         check(driver.cuCtxSetCurrent(_primary_context(device)))
+        return True
+    return False
 
 
 @lru_cache(maxsize=64)

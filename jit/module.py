@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import partial
 from typing import Any
 
 from cuda.bindings import driver
@@ -14,6 +15,8 @@ from megamoe.jit.compiler import compile_variant
 from megamoe.jit.cubin import read_u32
 from megamoe.jit.driver import check, device_attribute, use_device
 from megamoe.jit.source import Variant
+
+_SUCCESS = driver.CUresult.CUDA_SUCCESS
 
 
 class Kernel:
@@ -101,14 +104,19 @@ class Launcher:
             attributes.append(attribute)
         self._config = kernel.launch_config(grid, attributes)
         self._stream = -1
+        launch = driver.cuLaunchKernelEx
+        self._launch = partial(launch, self._config, kernel.function, self._pointer_block, 0)
 
     def launch(self, stream: int) -> None:
         """Launch on a CUDA stream, given as its handle."""
-        use_device(self.kernel.device)
         if stream != self._stream:
             self._config.hStream = driver.CUstream(stream)
             self._stream = stream
-        check(driver.cuLaunchKernelEx(self._config, self.kernel.function, self._pointer_block, 0))
+        result = self._launch()
+        if result[0] is not _SUCCESS:
+            if use_device(self.kernel.device):  # a new thread: the launch had no context
+                result = self._launch()
+            check(result)
 
 
 _loaded: dict[tuple[Variant, int], Kernel] = {}

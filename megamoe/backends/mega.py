@@ -17,13 +17,12 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi, compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
-from megamoe.memory.arguments import Plan, fill_call, fill_static, fill_weights
+from megamoe.memory.arguments import Plan, fill_pointers, fill_static, fill_weights
 from megamoe.memory.transport.group import as_group, nccl_in_use
-from megamoe.memory.window import Window, is_current, launch_lock, launch_order, on_device
+from megamoe.memory.window import Window, current_device, launch_lock, launch_order, on_device
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
-MAX_FITTING = 1024
 GPCS = 8  # of a Hopper GPU; a pair of CTAs needs two free SMs of one, so other kernels may strand one in each
 PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
@@ -107,6 +106,7 @@ class MegaBackend:
         self._layer = self.window.add_layer()
         self.device = self.window.device
         self._ordinal = self.device.index or 0
+        self._order = launch_order(self._ordinal)
         self._on_gpu = self.device.type == "cuda"
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         self.plan = Plan(problem, rows, self.window.spec.max_tokens)
@@ -126,7 +126,7 @@ class MegaBackend:
         self._launcher: Any = None
         self._weights_key: tuple[Any, ...] | None = None
         self._bias: Tensor | None = None  # kept until other weights are set
-        self._fitting: set[tuple[Any, ...]] = set()  # shapes, types and devices that were checked
+        self._fitting: tuple[Any, ...] = ()  # shapes, types and device that were checked last
         self.profile: Tensor | None = None
         if profile:
             shape = (self.grid, PROFILE_SLOTS)
@@ -193,10 +193,13 @@ class MegaBackend:
 
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
-        w = weights = weights.with_flat_bias()
-        tensors = (w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2)
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
-        key = (*addresses, w.w13.stride(), w.w2.stride())
+        w = weights if weights.b13 is None else weights.with_flat_bias()
+        weights, w13, w2, s13, s2, b13, b2 = w, w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
+        key = (
+            *(w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride()),
+            *(0 if s13 is None else s13.data_ptr(), 0 if s2 is None else s2.data_ptr()),
+            *(0 if b13 is None else b13.data_ptr(), 0 if b2 is None else b2.data_ptr()),
+        )
         if key == self._weights_key:
             return
         self._bias = weights.b13
@@ -219,43 +222,37 @@ class MegaBackend:
         stream. On the default stream tensors that were made on another one need record_stream(), as for any operation
         of torch; on others this does it. Raises the fault of an earlier launch if one has become visible.
         """
+        if self._on_gpu and current_device() != self._ordinal:
+            with on_device(self.device):
+                return self.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
         self.window.poll()
         if self._launcher is None:
             self.prepare(weights)
-        self._check(x, topk_ids, topk_weights)
-        y = torch.empty_like(x) if out is None else out
-        call = (x, topk_ids, topk_weights, y, num_tokens_device)
-        with launch_lock:
-            if not self._on_gpu or is_current(self._ordinal):
-                stream = self._launch(call, weights)
-            else:
-                with on_device(self.device):
-                    stream = self._launch(call, weights)
-        if stream is not None:
-            for tensor in call:
-                if tensor is not None and tensor.is_cuda:
-                    tensor.record_stream(stream)  # nothing to do if it was made on this stream
-        return y
-
-    def _launch(self, call: tuple[Any, ...], weights: ExpertWeights) -> Any:
-        """Launch on the current stream of the current device; return the stream unless it is the default one."""
-        self._set_weights(weights)
-        order = launch_order(self._ordinal)
-        handle = order.before_launch()
-        fill_call(self._args, *call)
-        self._launcher.launch(handle)
-        self.window.last_layer = self._layer
-        return order.stream if handle else None
-
-    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
         key = (
-            *(x.shape, x.dtype, x.device, topk_ids.shape, topk_ids.dtype),
-            *(topk_weights.shape, topk_weights.dtype),
+            *(x.shape, topk_ids.shape, topk_weights.shape, x.device),
+            *(x.dtype, topk_ids.dtype, topk_weights.dtype),
         )
         contiguous = x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous()
-        if key in self._fitting and contiguous:
-            return
+        with launch_lock:
+            if not contiguous or key != self._fitting:
+                self._check(x, topk_ids, topk_weights, contiguous)
+                self._args.num_tokens = x.shape[0]
+                self._args.ids_are_int64 = topk_ids.dtype == torch.int64
+                self._fitting = key
+            y = torch.empty_like(x) if out is None else out
+            self._set_weights(weights)
+            handle = self._order.before_launch()
+            fill_pointers(self._args, x, topk_ids, topk_weights, y, num_tokens_device)
+            self._launcher.launch(handle)
+            self.window.last_layer = self._layer
+        if handle:  # not the default stream
+            for tensor in (x, topk_ids, topk_weights, y, num_tokens_device):
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(self._order.stream)  # nothing if it was made there
+        return y
+
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, contiguous: bool) -> None:
+        """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
         tokens, p = x.shape[0], self.problem
         if (
             x.shape[1] != p.hidden
@@ -274,9 +271,6 @@ class MegaBackend:
                 f"contiguous [T <= {p.max_tokens}, {p.hidden}] bf16, [T, {p.top_k}] int32|int64 and "
                 f"[T, {p.top_k}] fp32 on {self.device}",
             )
-        if len(self._fitting) >= MAX_FITTING:
-            self._fitting.clear()
-        self._fitting.add(key)
 
     # --- looking inside ---
 

@@ -102,6 +102,7 @@ class MegaMoE(nn.Module):
         self.place = Place(self.problem, group)
         self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
         self._loaded = False
+        self._known: ExpertWeights | None = None  # of the last call
         self._layer = Layer(
             self.problem,
             asked,
@@ -183,9 +184,20 @@ class MegaMoE(nn.Module):
             s13, s2 = buffers["w13_scale"], buffers["w2_scale"]
         except KeyError:  # parametrized, or replaced by something else
             return self.expert_weights()
+        if type(w13) is not nn.Parameter or type(w2) is not nn.Parameter:  # a shard, perhaps
+            return self.expert_weights()
         if b13 is not None and b2 is not None:
             b13, b2 = b13.float(), b2.float()
-        return ExpertWeights(w13, w2, b13, b2, s13, s2)
+        if torch.compiler.is_compiling():
+            return ExpertWeights(w13, w2, b13, b2, s13, s2)
+        known = self._known
+        if (
+            known is None
+            or not (known.w13 is w13 and known.w2 is w2 and known.b13 is b13 and known.b2 is b2)
+            or not (known.w13_scale is s13 and known.w2_scale is s2)
+        ):
+            known = self._known = ExpertWeights(w13, w2, b13, b2, s13, s2)
+        return known
 
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.
@@ -268,6 +280,7 @@ class MegaMoE(nn.Module):
 
         megamoe.invalidate() does so for all layers and lists such writes.
         """
+        self._known = None
         self._layer.invalidate()
 
     def statistics(self) -> Statistics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,6 +34,13 @@ GEMM_POINTERS = {
     "gemm1_done": ((0, "done"),),
     "gemm2_done": ((1, "done"),),
 }
+# The pointers of a call, one after the other in Args: written at once, since a field costs 0.1 us.
+_CALL, _CALL_FIELDS = (
+    struct.Struct("<5Q"),
+    ("x", "topk_ids", "topk_weights", "num_tokens_device", "y"),
+)
+_CALL_OFFSET = abi.Args.x.offset
+assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 
 
@@ -192,14 +200,25 @@ def fill_call(
     num_tokens_device: Tensor | None = None,
 ) -> None:
     """Fill what changes with every call: the tensors."""
+    args.num_tokens, args.ids_are_int64 = x.shape[0], topk_ids.dtype == torch.int64
+    fill_pointers(args, x, topk_ids, topk_weights, y, num_tokens_device)
+
+
+def fill_pointers(
+    args: Any,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    y: Tensor,
+    num_tokens_device: Tensor | None,
+) -> None:
+    """Fill what changes from call to call when shapes and types do not."""
     source, target = x.data_ptr(), y.data_ptr()
-    if source % 16 or target % 16:
+    if (source | target) % 16:
         raise ArgumentError("x or out", hex(source), "16-byte aligned storage")
-    args.x, args.y = source, target
-    args.topk_ids, args.topk_weights = topk_ids.data_ptr(), topk_weights.data_ptr()
-    args.ids_are_int64 = int(topk_ids.dtype == torch.int64)
-    args.num_tokens = x.shape[0]
-    args.num_tokens_device = num_tokens_device.data_ptr() if num_tokens_device is not None else None
+    count = 0 if num_tokens_device is None else num_tokens_device.data_ptr()
+    ids, scores = topk_ids.data_ptr(), topk_weights.data_ptr()
+    _CALL.pack_into(args, _CALL_OFFSET, source, ids, scores, count, target)
 
 
 def _set_map(field: Any, data: bytes) -> None:

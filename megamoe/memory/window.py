@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -261,29 +262,29 @@ class _LaunchOrder:
 
     def __init__(self, ordinal: int) -> None:
         self._ordinal = ordinal
-        self._last: tuple[int, int] | None = None  # capture (0: none), handle of the stream
-        self.stream: Any = None  # of the last launch
+        # of the last launch: its stream, with the handle (-1: there was none), and the capture (0: none)
+        self.stream: Any = None
+        self._handle, self._capture = -1, 0
 
     def before_launch(self) -> int:
         """Return the handle of the current stream, once it waits for our last launch if that was on another one."""
         handle = current_stream_handle(self._ordinal)
-        capture = _capture_id(handle)
-        if self._last == (capture, handle):
+        capture = _capture_id(handle) if handle else 0  # nobody captures the default stream
+        if handle == self._handle and capture == self._capture:
             return handle
         stream = torch.cuda.current_stream(self._ordinal)
-        if self._last is not None and self._last[0] == capture and self._last[1] != handle:
+        if self.stream is not None and capture == self._capture:
             # Recorded now and not at the launch: the common case, one stream, costs nothing.
             event = torch.cuda.Event()
             event.record(self.stream)
             stream.wait_event(event)
-        self._last, self.stream = (capture, handle), stream
+        self._handle, self._capture, self.stream = handle, capture, stream
         return handle
 
 
-def current_stream_handle(ordinal: int) -> int:
-    """Return the current stream of a device; a tenth of what torch.cuda.current_stream() costs."""
-    handle: int = torch._C._cuda_getCurrentRawStream(ordinal)
-    return handle
+# ordinal -> handle of its current stream; a tenth of what torch.cuda.current_stream() costs
+current_stream_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 def _capture_id(stream: int) -> int:
@@ -306,12 +307,6 @@ def launch_order(device: int) -> _LaunchOrder:
     if order is None:
         order = _orders[device] = _LaunchOrder(device)
     return order
-
-
-def is_current(ordinal: int) -> bool:
-    """Whether this GPU is the current one, so that on_device() would change nothing."""
-    current: int = torch._C._cuda_getDevice()
-    return current == ordinal
 
 
 def on_device(device: torch.device) -> Any:

@@ -15,14 +15,15 @@ uint8_t stub_argument[8192];
 Map stub_maps[64];
 int stub_num_maps;
 
-enum { ok = 0, invalid_value = 1 };
+enum { ok = 0, invalid_value = 1, invalid_context = 201 };
 int cuInit(unsigned flags) { return ok; }
 int cuDriverGetVersion(int* v) { *v = 13000; return ok; }
 int cuDeviceGet(int* device, int i) { *device = i; return ok; }
 int cuDeviceGetAttribute(int* v, int which, int device) { *v = which == 16 ? 132 : which == 97 ? 232448 : 1; return ok; }
 int cuDevicePrimaryCtxRetain(void** context, int device) { *context = (void*)0x3000; return ok; }
-int cuCtxGetCurrent(void** context) { *context = (void*)0x3000; return ok; }
-int cuCtxSetCurrent(void* context) { return ok; }
+int stub_no_context;  // this thread has none yet
+int cuCtxGetCurrent(void** context) { *context = stub_no_context ? 0 : (void*)0x3000; return ok; }
+int cuCtxSetCurrent(void* context) { stub_no_context = 0; return ok; }
 int cuModuleLoadData(void** module, const void* image) { ++stub_loads; *module = (void*)0x1000; return ok; }
 int cuModuleGetFunction(void** function, void* module, const char* name) { *function = (void*)0x2000; return ok; }
 int cuFuncLoad(void* function) { return ok; }
@@ -39,6 +40,7 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* co
 int cuGetErrorString(int error, const char** text) { *text = "the stub refuses"; return ok; }
 
 int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void** extra) {
+    if (stub_no_context) return invalid_context;
     if (config->smem > (unsigned)stub_max_smem) return invalid_value;
     ++stub_launches;
     stub_config = *config;

@@ -153,6 +153,25 @@ print(json.dumps({"configs": out, "args": [got.num_tokens, got.act_alpha, got.wi
     assert seen["launches"] == 6
 
 
+def test_a_thread_without_a_context_launches_once(run):
+    seen = run("""
+kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
+launcher = module.Launcher(kernel, 130, abi.aligned(abi.Args))
+number("stub_no_context").value = 1
+launcher.launch(0x7000)
+counts = [number("stub_launches").value]
+number("stub_max_smem").value = 0
+try:
+    launcher.launch(0x7000)
+except MegaMoEError as error:
+    counts.append(str(error))
+number("stub_max_smem").value = 200000
+print(json.dumps(counts))
+""")
+    assert seen[0] == 1
+    assert "INVALID_VALUE" in seen[1]
+
+
 def test_too_large_grids_are_refused(run):
     seen = run("""
 kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
@@ -288,9 +307,9 @@ class Side:
 class Event:
     def record(self, stream): self.stream = stream
 with on_cpu():
+    window._orders.clear()
     backend = mega.MegaBackend(problem, device="cpu")
     backend.prepare(weights)
-    window._orders.clear()
     with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handles[0])):
         window.current_stream_handle = lambda ordinal: handles[0]
         while handles:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from megamoe import ExpertWeights, Layer, MegaMoE, Problem
+from megamoe import ExpertWeights, Layer, MegaMoE, Problem, invalidate
 from megamoe.backends.staged import StagedBackend
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.frontend import layer as layer_file
@@ -245,6 +245,31 @@ def test_known_calls_are_checked_again_when_anything_changes(monkeypatch):
     weights.w2.data = weights.w2.data.view(-1)[: 7 * 48 * 16].view(7, 48, 16)  # the same address
     with pytest.raises(ArgumentError, match=r"weights.w2.shape is \[7, 48, 16\]"):
         layer(**good, **options)
+
+
+def test_fp8_copies_are_found_by_identity_and_never_stale():
+    layer = MegaMoE(144, 80, 7, 3, precision="fp8", backend="staged", init_seed=1)
+    inputs = make_inputs(layer.problem, 24)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    inner = layer._layer
+    with torch.no_grad():
+        first = layer(*call)
+        made = inner._runtime.weights(layer._experts())
+        assert inner._runtime.weights(layer._experts()) is made
+        changes = (
+            lambda: layer.w13.mul_(2),
+            lambda: setattr(layer.w13, "data", layer.w13.data * 2),
+            lambda: setattr(layer, "w13", torch.nn.Parameter(layer.w13 * 2)),
+            lambda: (layer.w13.data.mul_(2), layer.invalidate()),
+            lambda: (layer.w13.data.mul_(2), invalidate()),
+        )
+        for number, change in enumerate(changes):
+            change()
+            fresh = Layer(layer.problem, backend="staged")
+            expected = fresh(*call, layer.expert_weights())
+            assert same_bits(layer(*call), expected), number
+            assert not same_bits(expected, first)
+            first = expected
 
 
 def test_close_and_reopen_without_gradients():
