@@ -35,10 +35,11 @@ struct CombinerState {    // of one (token, expert rank)
 };
 
 // What a mover sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
-// weight[i] * the bf16 row at address[i].
+// weight[i] * the bf16 row number row[i] of those at `from`.
 constexpr int max_top_k = 32;  // a lane for each
 struct SumJob {
-    uint64_t out, address[max_top_k];
+    uint64_t out, from;
+    int32_t row[max_top_k];
     float weight[max_top_k];
     uint32_t sources;
 };

@@ -32,10 +32,9 @@ class Combiner {
         int chosen = arch::ffs0(ready), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
-        int64_t slot = int64_t{lane} * ctx.args.max_tokens + token;
-        uint64_t address =
-            ctx.args.window[ctx.args.rank] + ctx.args.window_partials + slot * row_bytes;  // of rank `lane`
-        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes, address, 1.0f,
+        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes,
+                ctx.args.window[ctx.args.rank] + ctx.args.window_partials, lane * ctx.args.max_tokens + token,
+                1.0f,  // the partial of rank `lane`
                 lanes_of_token(owed, chosen));
         if (lane / max_ranks == chosen / max_ranks) s.token = -1;
         return true;

@@ -104,8 +104,8 @@ class Reducer {
         int64_t row_bytes = int64_t{args.hidden} * 2;
         int64_t slot = int64_t{args.rank} * args.max_tokens + token_of(ordered, ranks);
         set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows) + row * row_bytes,
-                row >= 0 ? args.route_weights[route] : 0.0f, arch::ballot(row >= 0));
+                reinterpret_cast<uint64_t>(args.y_rows), row, row >= 0 ? args.route_weights[route] : 0.0f,
+                arch::ballot(row >= 0));
     }
 
     // Found anew at every use, for no register holds it over a sum.

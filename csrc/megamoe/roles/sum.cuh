@@ -19,16 +19,17 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
 
 MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[mover_warp()]; }
 
-// All lanes together; lane i brings address and weight of source i.
-MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t address, float weight,
+// All lanes together; lane i brings row and weight of source i.
+MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t from, int row, float weight,
                             uint32_t sources) {
     SumJob& job = current_job(ctx);
     int lane = arch::lane_idx();
     arch::warp_sync();  // no lane reads the last job any more
-    job.address[lane] = address;
+    job.row[lane] = row;
     job.weight[lane] = weight;
     if (lane == 0) {
         job.out = out;
+        job.from = from;
         job.sources = sources;
     }
     arch::warp_sync();
@@ -51,7 +52,7 @@ MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
             MEGAMOE_UNROLL
             for (int s = 0; s < width; ++s) {
                 int source = left != 0 ? arch::ffs0(left) : 0, limit = left != 0 ? vectors : 0;
-                auto* from = reinterpret_cast<const uint4_t*>(job.address[source]);
+                auto* from = reinterpret_cast<const uint4_t*>(job.from) + int64_t{job.row[source]} * vectors;
                 weight[s] = left != 0 ? job.weight[source] : 0.0f;
                 MEGAMOE_UNROLL
                 for (int p = 0; p < positions; ++p)
