@@ -207,9 +207,10 @@ def _moe(
 
 def _gradients(rows: Tensor, dense: ExpertWeights) -> int:
     """Return which exchanges will have a backward pass, as bits of the mark."""
-    # [:0] tells recorded gradients from flags that nobody looks at, as inside an operator.
+    if not torch.is_grad_enabled():  # also inside the forward operator, whose backward recomputes
+        return 0
     of_x = rows.requires_grad
-    of_rows = of_x or any(t.requires_grad and t[:0].requires_grad for t in dense.named().values())
+    of_rows = of_x or any(t.requires_grad for t in dense.named().values())
     return GRAD_OF_X * of_x | GRAD_OF_ROWS * of_rows
 
 

@@ -15,7 +15,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.frontend.agreement import ALONE, process_group, tell
+from megamoe.frontend.agreement import ALONE, check_equal, process_group, tell
 from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
 from megamoe.frontend.functional import (
     agree,
@@ -56,14 +56,15 @@ class Layer:
     ) -> None:
         group = process_group(group)
 
-        def state() -> tuple[Problem, None]:
+        def state() -> tuple[Problem, float]:
             check_options(problem, group, options)
             number = isinstance(routed_scaling_factor, (int, float))
             if not (number and isfinite(routed_scaling_factor)):
                 raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
-            return problem, None
+            return problem, float(routed_scaling_factor)
 
-        agree(group, backend, state)
+        _, factors = agree(group, backend, state)
+        check_equal("routed_scaling_factor", factors)
         self.problem, self.group, self.backend = problem, group, backend
         self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
         self._options = options

@@ -100,7 +100,7 @@ def test_leading_sizes_are_compared(which, shape):
 
 
 @pytest.mark.parametrize("which", ["x", "topk_ids", "topk_weights"])
-@pytest.mark.parametrize("value", [None, [[1.0] * 48], 3, "x"], ids=str)
+@pytest.mark.parametrize("value", [None, [[1.0] * 48], 3, "x"], ids=lambda v: type(v).__name__)
 def test_what_is_no_tensor_is_named(which, value):
     i = make_inputs(PROBLEM, 1)
     given = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights, which: value}

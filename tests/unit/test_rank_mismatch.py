@@ -110,6 +110,11 @@ def staged_gradients(rank):
 
     found = outcome(call)
     x.requires_grad_()
+    with torch.no_grad():  # nobody will go back: nothing to agree on
+        weights.w13.requires_grad_(rank == 0)
+        free = outcome(call)
+        weights.w13.requires_grad_(False)
+    assert free[0] is None, free
     return found, outcome(lambda: call().float().sum().backward())
 
 
@@ -158,6 +163,7 @@ def differing_options(rank, how):
         "option": lambda: function(**({"reserve": 1} if other else {})),
         "rank": lambda: function(problem=replace(problem, rank=0)),
         "mega": lambda: function("mega" if other else "staged"),
+        "factor": lambda: module(routed_scaling_factor=2.5),
         "layer": lambda: Layer(problem, group, backend="emulate" if other else "staged"),
     }
     found = outcome(calls[how])
@@ -186,6 +192,7 @@ DIFFERING = {
     + ("ConfigError", "option is 'reserve'"),
     "rank": ("RankMismatch", "rank 1 of the group was given Problem.rank = 0") * 2,
     "mega": ("RankMismatch", "backend is 'mega' on rank 1, 'staged' on rank 0") * 2,
+    "factor": ("RankMismatch", "routed_scaling_factor is 2.5 on rank 1, 1.0 on rank 0") * 2,
     "layer": ("RankMismatch", "backend is 'emulate' on rank 1, 'staged' on rank 0") * 2,
 }
 
