@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
-from megamoe.errors import ConfigError, MegaMoEError
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantization import E4M3
 from megamoe.formats.weights import (
     ExpertWeights,
@@ -102,6 +102,9 @@ class MegaMoE(nn.Module):
         self.place = Place(self.problem, group)
         self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
         self._loaded = False
+        self.averaged: type | None = (
+            None  # what the layer was when average_expert_gradients() took it
+        )
         self._known: ExpertWeights | None = None  # of the last call
         self._layer = Layer(
             self.problem,
@@ -210,6 +213,9 @@ class MegaMoE(nn.Module):
 
     def _check_experts(self) -> bool:
         """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
+        if self.averaged not in (None, type(self)):
+            called = "called before fully_shard(), which took its hooks away"
+            raise ArgumentError("average_expert_gradients", called, "called after it")
         w13 = self.expert_weights().w13
         if w13.is_meta or torch._C._len_torch_dispatch_stack():
             return False

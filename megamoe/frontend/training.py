@@ -119,9 +119,14 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     Every rank differentiates its own loss L_r. DDP and FSDP2 give a dense parameter sum_r dL_r / R; the backward pass
     of a layer gives an expert sum_r dL_r over the ranks of its group. R = num_ranks: the ranks that dense gradients are
     averaged over. Where those are more than the group has, add up the experts' gradients over the copies as well
-    (FSDP2 on a mesh of the copies does). Call it once, after fully_shard() if that is used on the layer.
+    (FSDP2 on a mesh of the copies does). Call it once, after fully_shard() if that is used on the layer: ArgumentError
+    otherwise.
     """
+    for name, layer in _layers(model):
+        if layer.averaged is not None:
+            raise ArgumentError(name or "model", "averaged already", "one call")
     for _, layer in _layers(model):
+        layer.averaged = type(layer)
         if isinstance(layer, FSDPModule):
             layer.set_gradient_divide_factor(float(num_ranks))
             if not layer.w13.is_cuda and _copies(layer) > 1:

@@ -331,6 +331,17 @@ def hooks_of_an_outer_fsdp(mesh):
     return refused(lambda: megamoe.average_expert_gradients(net, 4))
 
 
+def averaged_wrongly(mesh):
+    twice, early = (Net(4, mesh["ep"], bias=False) for _ in range(2))
+    for net in (twice, early):
+        megamoe.average_expert_gradients(net, 4)
+    fully_shard(early.moe, mesh=mesh["copies"])
+    return [
+        refused(lambda: megamoe.average_expert_gradients(twice, 4)),
+        refused(lambda: early(tokens(0))),
+    ]
+
+
 def relative(found, expected):
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
@@ -462,6 +473,7 @@ def on_four_ranks(rank, folder):
     out["ddp"] = [under_ddp(average) for average in (True, False)]
     wide = init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "ep"))
     out["fsdp"] = [under_fsdp(m, d) for m in (mesh, wide) for d in (False, True)]
+    out["averaged wrongly"] = averaged_wrongly(mesh)
     out["outer"] = hooks_of_an_outer_fsdp(mesh)
     out["torch"] = torchs_own_helpers(pair, folder)
     out["full"] = full_state_dicts(8)
@@ -548,6 +560,9 @@ def test_gradients_under_fsdp2_are_means(results):
     for result in results:
         assert len(result["fsdp"]) == 4
         assert max(result["fsdp"]) < 2e-2
+        twice, early = result["averaged wrongly"]
+        assert twice == "ArgumentError: moe is averaged already, expected one call"
+        assert early.startswith("ArgumentError: average_expert_gradients is called before fully_")
         assert result["outer"].startswith("ArgumentError: w13 is sharded by a module around the")
 
 
