@@ -19,7 +19,14 @@ from megamoe.jit.source import Variant
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan, fill_pointers, fill_static, fill_weights
 from megamoe.memory.transport.group import as_group, nccl_in_use
-from megamoe.memory.window import Window, current_device, launch_lock, launch_order, on_device
+from megamoe.memory.window import (
+    Window,
+    allocator,
+    current_device,
+    launch_lock,
+    launch_order,
+    on_device,
+)
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
@@ -94,6 +101,8 @@ class MegaBackend:
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        from megamoe.jit.driver import device_attribute
+
         if step_blocks and step_blocks < MAX_GROUP:
             raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_GROUP}")
         wrapped = as_group(group)
@@ -118,7 +127,7 @@ class MegaBackend:
         self._pdl = env.pdl() if pdl is None else pdl
         self._step_blocks = step_blocks
         reserve = _default_reserve(wrapped) if reserve_sms is None else reserve_sms
-        sms = self._num_sms()
+        sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
@@ -126,6 +135,8 @@ class MegaBackend:
         self._launcher: Any = None
         self._weights_key: tuple[Any, ...] | None = None
         self._bias: Tensor | None = None  # kept until other weights are set
+        self._empty = allocator(self._on_gpu)
+        self._y: tuple[tuple[int, ...], tuple[int, int]] = ((), (0, 1))  # shape and strides
         self._fitting: tuple[Any, ...] = ()  # shapes, types and device that were checked last
         self.profile: Tensor | None = None
         if profile:
@@ -136,11 +147,6 @@ class MegaBackend:
     def needs_close(self) -> bool:
         """Whether close() still has something to free together with other ranks."""
         return self._owns_window and not self.window.closed and self.window.group.size > 1
-
-    def _num_sms(self) -> int:
-        from megamoe.jit.driver import device_attribute
-
-        return device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile or load the kernel, allocate the workspace, encode the maps. Collective.
@@ -194,17 +200,17 @@ class MegaBackend:
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
         w = weights if weights.b13 is None else weights.with_flat_bias()
-        weights, w13, w2, s13, s2, b13, b2 = w, w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
+        w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
         key = (
-            *(w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride()),
-            *(0 if s13 is None else s13.data_ptr(), 0 if s2 is None else s2.data_ptr()),
-            *(0 if b13 is None else b13.data_ptr(), 0 if b2 is None else b2.data_ptr()),
-        )
+            w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride(),
+            s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
+            b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
+        )  # fmt: skip
         if key == self._weights_key:
             return
-        self._bias = weights.b13
-        weights.validate(self.problem, self.device)
-        fill_weights(self._args, self.plan, weights, self._encode)
+        self._bias = b13
+        w.validate(self.problem, self.device)
+        fill_weights(self._args, self.plan, w, self._encode)
         self._weights_key = key
 
     def forward(
@@ -229,17 +235,17 @@ class MegaBackend:
         if self._launcher is None:
             self.prepare(weights)
         key = (
-            *(x.shape, topk_ids.shape, topk_weights.shape, x.device),
-            *(x.dtype, topk_ids.dtype, topk_weights.dtype),
-        )
+            x.shape, topk_ids.shape, topk_weights.shape, x.device,
+            x.dtype, topk_ids.dtype, topk_weights.dtype,
+        )  # fmt: skip
         contiguous = x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous()
         with launch_lock:
             if not contiguous or key != self._fitting:
                 self._check(x, topk_ids, topk_weights, contiguous)
                 self._args.num_tokens = x.shape[0]
                 self._args.ids_are_int64 = topk_ids.dtype == torch.int64
-                self._fitting = key
-            y = torch.empty_like(x) if out is None else out
+                self._fitting, self._y = key, (tuple(x.shape), (x.shape[1], 1))
+            y = self._empty(*self._y, torch.bfloat16) if out is None else out
             self._set_weights(weights)
             handle = self._order.before_launch()
             fill_pointers(self._args, x, topk_ids, topk_weights, y, num_tokens_device)

@@ -184,7 +184,8 @@ class Window:
             raise self.broken
         if self.broken is not None:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
-        self._check_open()
+        if self.closed:
+            self._check_open()
 
     def check(self) -> None:
         """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
@@ -285,6 +286,18 @@ class _LaunchOrder:
 # ordinal -> handle of its current stream; a tenth of what torch.cuda.current_stream() costs
 current_stream_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def allocator(on_gpu: bool) -> Callable[..., Tensor]:
+    """Return (shape, strides, dtype) -> uninitialized tensor on the current device.
+
+    By what inductor's code calls, past the dispatcher: half of torch.empty_like's time.
+    """
+    name = "cuda" if on_gpu else "cpu"
+    fast = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{name}", None)
+    return fast or (
+        lambda s, stride, dtype: torch.empty_strided(s, stride, dtype=dtype, device=name)
+    )
 
 
 def _capture_id(stream: int) -> int:
