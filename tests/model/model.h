@@ -194,6 +194,9 @@ class MutantMemory : public Memory {
 
     // Cells are named family[index]: a mutation changes code, so it hits a family.
     bool mutate(const char* what, int cell) {
+        if (world_.sites ? !world_.is_new_site(what, cell < 0 ? -1 - thread_ : cell)
+                         : world_.mutation.what != what)
+            return false;
         std::string where = cell < 0 ? world_.thread_name(thread_) : world_.cell_name(cell);
         where = where.substr(0, where.find_first_of("[@"));
         if (world_.sites) world_.sites->insert({what, where});

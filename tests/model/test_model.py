@@ -43,6 +43,12 @@ def test_scenarios_hold_and_mutants_are_caught(tmp_path):
     # The program cannot pass by running nothing.
     assert sum(line.startswith("ok") and " / " not in line for line in lines) >= 20
     assert sum("mutant: " in line for line in lines) >= 300
+    # The kernel's ring runs here, so its operations have mutants, and lanes that read alone are seen.
+    ring = [line for line in lines if "two loaders of a stage / " in line]
+    assert sum("mutant: " in line for line in ring) >= 10
+    assert any(
+        "no warp_sync before the release" in line and "race on scales" in line for line in ring
+    )
     # Caught for the right reason: a partner that stops early is waited for.
     fewer = [line for line in lines if "walks one unit fewer" in line]
     assert fewer

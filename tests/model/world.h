@@ -21,6 +21,8 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "megamoe/protocol/edges.h"
@@ -90,6 +92,10 @@ class World {
     bool full = false;  // no reduction; for the self test
     Mutation mutation;
     std::set<Mutation>* sites = nullptr;                  // where the mutations that apply are collected
+    bool is_new_site(std::string_view what, int where) {  // seen in this exploration for the first time
+        return sites_seen_.insert(std::hash<std::string_view>()(what) * 131 + static_cast<size_t>(where))
+            .second;
+    }
     std::set<std::vector<uint32_t>>* outcomes = nullptr;  // what each complete execution read
 
     long executions = 0, pruned = 0;
@@ -303,6 +309,7 @@ class World {
     static constexpr int gave_up = max_choices - 1, stack_bytes = 96 << 10;
     static int thread_of(int transition) { return transition / max_choices; }
 
+    std::unordered_set<size_t> sites_seen_;
     std::vector<Thread> threads_;
     std::vector<Cell> cells_;
     std::vector<Payload> payloads_;

@@ -12,7 +12,7 @@ namespace megamoe {
 
 constexpr int max_ranks = 8;
 
-// 128 opaque bytes: a CUtensorMap on the GPU, arch/host's EmulatedTensorMap in emulation.
+// 128 opaque bytes: a CUtensorMap on the GPU, the fibers' EmulatedTensorMap in emulation.
 struct alignas(64) TensorMap {
     uint64_t words[16];
 };
