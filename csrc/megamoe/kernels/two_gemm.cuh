@@ -27,8 +27,8 @@ MEGAMOE_DEVICE void init_barriers() {
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < S::num_slots; ++s) {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
-            arch::mbar_init(&smem.pipeline.empty[s].bits,
-                            pair_ctas * num_math_groups * 4);  // every math warp of the pair
+            // every math warp of the pair
+            arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
         }
         for (int g = 0; g < num_math_groups; ++g) {
             for (int s = 0; s < S::num_output_slots; ++s) {
@@ -83,8 +83,9 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
         reduce_and_combine<T>(ctx);
         arch::warp_sync();
         if (ctx.smem.plan.is_last != 0) break;
-        begin = ctx.smem.plan.chunk_end;  // read before the barrier: behind it, in a poisoned launch, the
-                                          // partner may already write the next plan here
+        // Read before the barrier: behind it, in a poisoned launch, the partner may already write the next
+        // plan here.
+        begin = ctx.smem.plan.chunk_end;
         arch::cluster_sync();
     }
     Profile<T>::mark(ctx.args, Mark::combined);
@@ -96,8 +97,8 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     arch::cluster_sync();
     if (arch::thread_idx() == 0 && LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
         if (ctx.mem.aborted()) {
-            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0,
-                          0);  // no record yet: a peer's fault ended this launch
+            // Where there is no record yet, a peer's fault ended this launch.
+            ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
         }
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);

@@ -74,8 +74,8 @@ MEGAMOE_DEVICE void dispatch(Context& ctx) {
             if ((staged >> home & 1) == 0) {
                 bool ok = XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + home,
                                         ctx.epoch(), home);
-                if (arch::ballot(ok) != ~0u)
-                    return;  // poisoned: pull nothing more; waits for rows return by themselves
+                // Poisoned: pull nothing more; waits for rows return by themselves.
+                if (arch::ballot(ok) != ~0u) return;
                 arch::warp_sync();
                 staged |= 1u << home;
             }

@@ -106,8 +106,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
         for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
             load_routes(expert, ids, k0, args.top_k, -1);
             MEGAMOE_UNROLL
-            for (int j = 0; j < routes_ahead;
-                 ++j) {  // of equal experts, the first k leads, the last k closes
+            for (int j = 0; j < routes_ahead; ++j) {  // of equal experts the first k leads, the last closes
                 int e = expert[j];
                 if (e >= 0 && e < lowest) {
                     lowest = e;

@@ -178,8 +178,8 @@ MEGAMOE_DEVICE void route(Context& ctx) {
         }
         grid_sync(ctx);
     }
-    arch::fence_proxy_async_shared();  // the counters' memory becomes pipeline stages behind the plan's
-                                       // cluster barrier
+    // The counters' memory becomes pipeline slots behind the plan's cluster barrier.
+    arch::fence_proxy_async_shared();
 }
 
 }  // namespace megamoe

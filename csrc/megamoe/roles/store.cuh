@@ -12,8 +12,8 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
     using E2 = typename T::Gemm2::Epilogue;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
-    ctx.mem.fence_proxy_async();  // after the plan's barriers: the last pass's reads of h and y_rows by other
-                                  // CTAs are over
+    // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
+    ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         if (tile.absent()) continue;
