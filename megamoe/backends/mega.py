@@ -18,7 +18,7 @@ from megamoe.jit import abi, compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan, fill_pointers, fill_static, fill_weights
-from megamoe.memory.transport.group import as_group, nccl_in_use
+from megamoe.memory.transport.group import all_or_none, as_group, nccl_in_use
 from megamoe.memory.window import (
     Window,
     allocator,
@@ -155,18 +155,12 @@ class MegaBackend:
         """
         if self._launcher is None:
             self._check_not_capturing()
-            failure: Exception | None = None
-            try:
+
+            def load() -> None:
                 with on_device(self.device):
                     self._load()
-            except Exception as error:
-                failure = error
-            texts = self.window.group.all_gather(failure and f"{type(failure).__name__}: {failure}")
-            if failure is not None:
-                raise failure
-            for rank, text in enumerate(texts):
-                if text is not None:
-                    raise MegaMoEError(f"rank {rank} could not prepare the kernel: {text}")
+
+            all_or_none(self.window.group, load, "prepare the kernel")
         self._set_weights(weights)
 
     def _check_not_capturing(self) -> None:

@@ -33,7 +33,7 @@ from megamoe.jit import abi, cache
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
 from megamoe.memory.transport import Transport, choose
-from megamoe.memory.transport.group import Group, as_group, host_name, spans_hosts
+from megamoe.memory.transport.group import Group, all_or_none, as_group, host_name, spans_hosts
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,14 @@ class Window:
         self._layers = 0
         self.last_layer: int | None = None  # to be launched
         self.agree(problem)
-        name = transport or env.transport()
-        chosen = choose(name, self.group) if isinstance(name, str) else name
         self.regions = layout.window_regions(problem)
+        self.closed = True  # until all have theirs; nobody launches before all are zero
+        made = transport or env.transport()
+        all_or_none(self.group, lambda: self._allocate(made), "make its window")
+        self.closed = False
+
+    def _allocate(self, transport: str | Transport) -> None:
+        chosen = choose(transport, self.group) if isinstance(transport, str) else transport
         with on_device(self.device):
             self._allocation = chosen.allocate(
                 layout.total_bytes(self.regions), self.device, self.group
@@ -105,7 +110,6 @@ class Window:
             self._fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
             self.fault = abi.FaultRecord.from_address(self._fault_memory.data_ptr())
             self._synchronize()
-        self.group.barrier()  # nobody launches before every window is zero
 
     @property
     def epoch_address(self) -> int:

@@ -154,3 +154,22 @@ def test_groups_and_transports_by_name():
         choose("pigeon", remote)
     with pytest.raises(UnreachablePeer, match="process group"):
         choose("symm_mem", remote).allocate(256, torch.device("cpu"), remote)
+
+
+def test_a_rank_without_memory_is_named_on_all():
+    """Red before: the others waited for it in the barrier behind the allocation."""
+
+    class Failing:
+        def allocate(self, nbytes, device, group):
+            if group.rank == 1:
+                raise torch.OutOfMemoryError("no memory left")
+            return choose("single_process", Alone()).allocate(nbytes, device, Alone())
+
+    def body(member):
+        return Window(replace(PROBLEM, rank=member.rank), member, device="cpu", transport=Failing())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        first, second = on_threads(body)
+    assert "rank 1 could not make its window: OutOfMemoryError: no memory left" in str(first)
+    assert isinstance(second, torch.OutOfMemoryError)

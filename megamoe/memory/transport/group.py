@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe import env
-from megamoe.errors import ConfigError
+from megamoe.errors import ConfigError, MegaMoEError
 
 
 class Group(Protocol):
@@ -154,6 +154,21 @@ def as_group(group: Any) -> Group:
     if dist.get_world_size(group) == 1:
         return Alone()
     return TorchGroup(group)
+
+
+def all_or_none(group: Group, attempt: Callable[[], None], what: str) -> None:
+    """Call attempt(); raise its error, or one that names the first other rank that could not do `what`. Collective."""
+    failure: Exception | None = None
+    try:
+        attempt()
+    except Exception as error:
+        failure = error
+    texts = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise MegaMoEError(f"rank {rank} could not {what}: {text}")
 
 
 def nccl_in_use(group: Group) -> bool:
