@@ -47,6 +47,16 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray("\n\n".join(texts).encode()), dtype=torch.uint8)
 
 
+def shared_corpus() -> Tensor:
+    """Return the corpus, read by rank 0 alone: it takes seconds. Collective; of a group with a CPU backend."""
+    text = corpus() if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0)
+    text = text if len(text) else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, src=0)
+    return text
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 

@@ -89,13 +89,13 @@ def generated(text: str) -> tuple[str, list[str]]:
     return text, stale
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
     parser.add_argument("--file", type=Path, default=ROOT / "README.md")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     text, stale = generated(args.file.read_text())
     if args.check:
         for name in stale:

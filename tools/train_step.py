@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from common import Rank, add_launch_arguments, launch
 from demo_checks import FREE_STEPS, REPLAYS, Replay, checks_of_curves, checks_of_replay, report
-from demo_model import ModelConfig, corpus
+from demo_model import ModelConfig, shared_corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
 import megamoe
@@ -61,7 +61,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     backend = args.backend
     if backend == "auto":
         backend = choose_backend(recipe, me, args.precision) if on_gpu else "staged"
-    text = corpus()
+    text = shared_corpus()
     m = recipe.model
     me.print(megamoe.memory_report(problem_of(recipe, me, args.precision))["line"])
     me.print(

@@ -1,17 +1,23 @@
 """The command-line tools on two CPU ranks: they run, they pass on good code, they fail on bad code."""
 
 import csv
+import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
 from megamoe.config import Problem
+from megamoe.jit.compiler import parse_log
 from megamoe.testing.stages import StageChecker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +42,12 @@ def run(tool: str, *arguments: object, path: Path = ROOT) -> subprocess.Complete
     return subprocess.run(
         [str(c) for c in command], env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Let a test import from tools/: a process of its own costs seconds."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def run_code(code: str) -> str:
@@ -215,98 +227,92 @@ staged._AllToAll.backward = staticmethod(bad)
 def test_train_step_finds_planted_faults(fault, found, tmp_path):
     """The checks from equal parameters do, which are those that count on GPUs."""
     (tmp_path / "sitecustomize.py").write_text(fault)
-    done = run("train_step.py", "--ranks", 2, "--steps", 12, "--batch", 4, "--target", 6,
+    done = run("train_step.py", "--ranks", 2, "--steps", 8, "--batch", 4, "--target", 1,
                "--compare-steps", 1, path=tmp_path)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL: loss fell" in done.stdout  # and the target is missed
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
     assert any(line.startswith(f"FAIL: {found}") for line in failed), done.stdout
 
 
-def test_runs_that_part_are_compared_where_they_are_equal():
+@pytest.mark.parametrize(("loss", "good"), [(5.501, True), (5.6, False)])
+def test_runs_that_part_are_compared_where_they_are_equal(tools, loss, good):
     """On GPUs runs part after the first step, by chance; a wrong first step is seen."""
-    printed = run_code("""
-from argparse import Namespace
-from demo_checks import FREE_STEPS, checks_of_curves
-from demo_training import Curves
-args = Namespace(loss_tolerance=5e-3, norm_tolerance=0.05)
-def verdicts(loss):
+    from demo_checks import FREE_STEPS, checks_of_curves
+    from demo_training import Curves
+
+    args = Namespace(loss_tolerance=5e-3, norm_tolerance=0.05)
     mine, other = Curves([5.5, 4.0], [[1.0, 1.0], [2.0, 2.0]]), Curves([loss], [[1.0, 1.02]])
-    return [apart <= tolerance for _, apart, tolerance, _ in checks_of_curves(mine, other, args)]
-print(FREE_STEPS["cuda"], verdicts(5.501), verdicts(5.6))
-""")
-    assert printed.strip() == "1 [True, True, True] [False, True, True]"
+    found = [apart <= limit for _, apart, limit, _ in checks_of_curves(mine, other, args)]
+    assert found == [good, True, True]
+    assert FREE_STEPS["cuda"] == 1
 
 
-def test_compile_report_refuses_a_log_without_figures():
+def compiled(log):
+    return jit.CompileResult(cubin=b"123", log=log, seconds=0, **parse_log(log))
+
+
+def test_compile_report_refuses_a_log_without_figures(tools):
     """As it is when a compiler takes the cubin from a cache of its own: 0 registers are no measurement."""
-    printed = run_code("""
-from compile_report import check
-from megamoe import jit
-from megamoe.jit.compiler import parse_log
-logs = ["", "ptxas info : Used 128 registers", "ptxas info : Used 128 registers\\n 8 bytes spill stores"]
-results = [jit.CompileResult(cubin=b"", log=log, seconds=0, **parse_log(log)) for log in logs]
-print([check(jit.Variant("bf16", "swiglu"), result, None) for result in results])
-""")
-    assert printed.startswith("[['no figures")
-    assert printed.strip().endswith("[], ['8 bytes spilled']]")
+    from compile_report import check
+
+    variant, used = jit.Variant("bf16", "swiglu"), "ptxas info : Used 128 registers"
+    (fault,) = check(variant, compiled(""), None)
+    assert fault.startswith("no figures")
+    assert check(variant, compiled(used), None) == []
+    assert check(variant, compiled(used + "\n 8 bytes spill stores"), None) == ["8 bytes spilled"]
 
 
-def test_compile_report_shows_what_moved(tmp_path):
-    printed = run_code("""
-from collections import Counter
-from compile_report import figures, show_changes
-from megamoe import jit
-from megamoe.jit.compiler import parse_log
-result = jit.CompileResult(cubin=b"123", log="", seconds=0, **parse_log("Used 128 registers"))
-old, new = (figures(result, Counter(HGMMA=n, MOV=5, NOP=9)) for n in (24, 23))
-show_changes({"a": old, "b": old, "gone": old}, {"a": new, "b": old, "new": new})
-""")
-    lines = [line.split(maxsplit=1) for line in printed.splitlines()[2:]]
+def test_compile_report_shows_what_moved(tools, tmp_path, capsys, monkeypatch):
+    import compile_report
+
+    result = compiled("Used 128 registers")
+    old, new = (compile_report.figures(result, Counter(HGMMA=n, MOV=5, NOP=9)) for n in (24, 23))
+    compile_report.show_changes({"a": old, "b": old, "gone": old}, {"a": new, "b": old, "new": new})
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
     assert lines == [
         ["a", "instr 29 -> 28, HGMMA 24 -> 23"],
         ["b", "equal"],
         ["gone", "only before"],
         ["new", "only after"],
     ]
-    done = run("compile_report.py", "--against", tmp_path / "nothing")
-    assert done.returncode == 2
-    assert "made by --sass" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["compile_report.py", "--against", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as left:
+        compile_report.main()
+    assert left.value.code == 2
+    assert "made by --sass" in capsys.readouterr().err
 
 
-def test_a_nan_is_the_largest_difference():
-    printed = run_code("""
-from demo_checks import largest
-print(largest((0.0, float("nan"), 1.0)), largest((1.0, 3.0, 2.0)))
-""")
-    assert printed.split() == ["nan", "3.0"]
+def test_a_nan_is_the_largest_difference(tools):
+    from demo_checks import largest
+
+    assert math.isnan(largest((0.0, float("nan"), 1.0)))
+    assert largest((1.0, 3.0, 2.0)) == 3
 
 
-@pytest.mark.parametrize(("precision", "equal"), [("bf16", True), ("fp8", False)])
-def test_replay_sees_other_arithmetic(precision, equal):
+def test_replay_sees_other_arithmetic(tools):
     """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
-    printed = run_code(f"""
-import torch, torch.distributed as dist
-from demo_checks import Replay
-from demo_model import ModelConfig, corpus
-from demo_training import Recipe, Setup, train
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-recipe = Recipe(ModelConfig(), batch=2, steps=2)
-here = (recipe, corpus(), torch.device("cpu"), dist.group.WORLD)
-setups = [Setup(*here, dict(backend="staged", precision=p)) for p in ("bf16", {precision!r})]
-replay = Replay(setups[1], recipe.steps)
-train(setups[0], "bf16", inspect=replay.inspect)
-print(*replay.apart.values())
-""")
-    loss, dense, experts = map(float, printed.split()[-3:])
-    assert loss < 5e-3
-    if equal:
-        assert max(dense, experts) < 1e-5
-    else:
-        assert 0.02 < experts < 0.5
-        assert dense > 1e-3
+    from demo_checks import Replay
+    from demo_model import ModelConfig
+    from demo_training import Recipe, Setup, train
 
+    recipe = Recipe(ModelConfig(), batch=2, steps=2)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here = (recipe, text, torch.device("cpu"), dist.group.WORLD)
+        run, fp8 = (Setup(*here, {"backend": "staged", "precision": p}) for p in ("bf16", "fp8"))
+        same, other = Replay(run, recipe.steps), Replay(fp8, recipe.steps)
 
-def test_train_step_misses_its_target():
-    done = run("train_step.py", "--ranks", 1, "--backend", "staged", "--steps", 1, "--batch", 2,
-               "--compare", "none", "--target", 1)  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
+        def inspect(*step):
+            same.inspect(*step)
+            other.inspect(*step)
+
+        train(run, "bf16", inspect=inspect)
+    finally:
+        dist.destroy_process_group()
+    assert same.apart["loss"] < 5e-3
+    assert max(same.apart["dense"], same.apart["experts"]) < 1e-5
+    assert other.apart["loss"] < 5e-3
+    assert 0.02 < other.apart["experts"] < 0.5
+    assert other.apart["dense"] > 1e-3
