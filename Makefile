@@ -31,9 +31,10 @@ demo: $(READY)
 	$(PY) tools/train_step.py $(ARGS)
 
 ## test     every test this machine can run (GPU tests too where there are GPUs); SLOW=1 for the slow ones
+# Tests without a GPU see none: torch takes a visible one as the default device of meshes and groups.
 test: $(READY)
 	@if [ $(GPUS) -gt 0 ]; then \
-	    $(PY) -m pytest -q $(XDIST) -m "not gpu and not ep" tests && $(MAKE) --no-print-directory gpu; \
+	    CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(XDIST) -m "not gpu and not ep" tests && $(MAKE) --no-print-directory gpu; \
 	else \
 	    $(PY) -m pytest -q $(XDIST) tests; \
 	fi

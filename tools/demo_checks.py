@@ -12,8 +12,10 @@ from torch import Tensor
 
 # Two runs of one recipe differ by the order of sums alone, which training then amplifies, in every run differently: a
 # check on whole curves fails by chance. What is compared:
-# - single steps from equal parameters, all along the run: nothing is amplified. Measured on 4x H200, mega against one
-#   rank, 2026-11-21: losses 9.1e-5 nats apart, of 5e-3.
+# - single steps from equal parameters and with equal choices of experts, all along the run: nothing is amplified. When
+#   the other model's router chose by itself, experts' gradients were 1.4e-2 to 5.1e-2 apart on 2x H200, over 8 seeds
+#   (2026-11-22), and that by tipped choices: with noise of 4e-3 on y, on a CPU, 2.8e-2 to 3.2e-2 with them, 3.2e-3 to
+#   4.1e-3 without (3 seeds). A wrong scale by a tenth is 1e-1.
 # - the first steps of two runs, before rounding matters. On 2 CPU ranks, several seeds: 5e-7 nats at step 1, up to 5e-4
 #   by step 25, of 5e-3; but 2e-2 from step 40 on. On GPUs runs part at once (bf16 products round differently in batches
 #   of other shapes, backward sums with atomics: 1.9e-2 nats by step 25, gradient norms 26 %), so one step: that both
@@ -30,8 +32,10 @@ def largest(values: Iterable[float]) -> float:
 class Replay:
     """Another model that repeats steps of a run from the run's parameters.
 
-    Whatever differs is one step's arithmetic; no training amplifies it. The other model lives on the whole world, or on
-    rank 0 alone, which then holds all experts. `setup`: None on a rank that has no part in it.
+    Whatever differs is one step's arithmetic; no training amplifies it. Nor does the router: the other model takes the
+    experts that the run's chose, since a rounding that tips a choice over moves a token's whole gradient. The other
+    model lives on the whole world, or on rank 0 alone, which then holds all experts. `setup`: None on a rank that has
+    no part in it.
     """
 
     def __init__(self, setup: Setup | None, num_steps: int, replays: int = REPLAYS["cpu"]) -> None:
@@ -53,8 +57,11 @@ class Replay:
                 for p in model.expert_parameters()
             ],
         }
+        chosen = [self._routes(block.moe.chosen) for block in model.blocks]
         if self.setup is None or self.model is None:
             return
+        for block, ids in zip(self.model.blocks, chosen, strict=True):
+            block.moe.given = ids
         ours = {"dense": self.model.dense_parameters(), "experts": self.model.expert_parameters()}
         with torch.no_grad():
             for name, values in parts.items():
@@ -77,6 +84,14 @@ class Replay:
 
     def _note(self, name: str, apart: float) -> None:
         self.apart[name] = largest((self.apart[name], apart))
+
+    def _routes(self, ids: Tensor) -> Tensor:
+        """Return expert ids [T, K] of this rank's tokens, or of all ranks' in order. Collective over the world."""
+        if self.same_experts:
+            return ids
+        parts = [torch.empty_like(ids) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, ids.contiguous())
+        return torch.cat(parts)
 
     def _gathered(self, tensor: Tensor, model: ByteLM) -> Tensor:
         """Return a tensor of experts as the other model's ranks hold it. Collective over the world."""

@@ -97,12 +97,18 @@ class RoutedExperts(nn.Module):
             group=group,
             **moe_options,
         )
+        self.chosen: Tensor | None = None  # expert ids of the last forward
+        self.given: Tensor | None = None  # ids to take instead of the router's choice
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (y, this rank's share of the balancing loss); the shares' mean over ranks is the loss."""
         flat = x.reshape(-1, x.shape[-1])
         probabilities = self.router(flat.float()).softmax(-1)
-        weights, ids = probabilities.topk(self.config.top_k, dim=-1)
+        ids = probabilities.topk(self.config.top_k, dim=-1).indices
+        if self.given is not None:
+            ids = self.given
+        self.chosen = ids
+        weights = probabilities.gather(-1, ids)
         weights = weights / weights.sum(-1, keepdim=True)
 
         # The load is counted over the whole group's batch, so that the loss does not depend on how
