@@ -108,7 +108,7 @@ class StagedBackend:
             topk_ids = without_rows_behind(topk_ids, num_tokens_device)
         dense = weights.dense(self.problem, compute_dtype(x.device))
         call = x, topk_ids, topk_weights, dense, self.mark.ints()
-        y, counts = moe_and_counts(self.problem, self.group, *call)
+        y, counts = moe(self.problem, self.group, *call)
         self._statistics = Statistics.without_pool(counts)
         return y if out is None else out.copy_(y)
 
@@ -132,25 +132,13 @@ def moe(
     topk_weights: Tensor,
     dense: ExpertWeights,
     mark: list[int],
-) -> Tensor:
-    """Compute y [T, H] in x's dtype, differentiable in x, topk_weights and all tensors of `dense`.
+) -> tuple[Tensor, Tensor]:
+    """Return y [T, H] in x's dtype, and the rows of each local expert, [L] int64.
 
+    y is differentiable in x, topk_weights and all tensors of `dense`.
     mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and `dense` need
     gradients, since the backward pass is collective too: RankMismatch otherwise.
     """
-    return moe_and_counts(problem, group, x, topk_ids, topk_weights, dense, mark)[0]
-
-
-def moe_and_counts(
-    problem: Problem,
-    group: Any,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    dense: ExpertWeights,
-    mark: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Do what moe() does; return y, and the rows of each local expert, [L] int64."""
     with torch.autocast(x.device.type, enabled=False):
         return _moe(problem, group, x, topk_ids, topk_weights, dense, mark)
 

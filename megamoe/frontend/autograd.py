@@ -153,7 +153,7 @@ def moe_backward_op(
     with _recording_gradients():
         weights = ExpertWeights(*leaves[2:])
         mark = runtime.mark.ints(BACKWARD)
-        y = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)
+        y, _ = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)
         found = iter(torch.autograd.grad(y, wanted, _flat(dy), materialize_grads=True))
     masters = (x, topk_weights, w13, w2, b13, b2)
     grads = []
