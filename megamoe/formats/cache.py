@@ -87,7 +87,7 @@ class _Entry:
 class QuantizedCache:
     """FP8 copies of bf16 parameters, made once per parameter version and refreshed in place.
 
-    A version is (storage, offset, tensor._version, optimizer steps of the process): at most one
+    A version is (storage, offset, tensor._version, optimizer steps of the process, strides): at most one
     quantization per parameter and optimizer step, plus one per write that torch counts. What is
     not counted needs invalidate(). While a CUDA graph is captured, a parameter that requires a
     gradient is quantized at every use, so that replays follow it; from then on it is quantized at

@@ -16,17 +16,18 @@ SCALE_GROUP = 128  # values along K that share a scale, in every format that has
 
 @dataclass(frozen=True)
 class Format:
-    """How one operand's numbers are stored."""
+    """How one operand's numbers are stored.
+
+    dtype: of an element in memory. scale_block: rows x columns that share an fp32 scale; None: no scales.
+    largest: magnitude of an element, which a scale maps the largest value to.
+    cpp: its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel.
+    """
 
     name: str
-    dtype: torch.dtype  # of an element in memory
-    scale_block: tuple[int, int] | None = (
-        None  # rows x columns that share an fp32 scale; None: no scales
-    )
-    largest: float = inf  # magnitude of an element, which a scale maps the largest value to
-    cpp: str | None = (
-        None  # its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel
-    )
+    dtype: torch.dtype
+    scale_block: tuple[int, int] | None = None
+    largest: float = inf
+    cpp: str | None = None
 
     @property
     def scaled(self) -> bool:

@@ -102,9 +102,8 @@ class MegaMoE(nn.Module):
         self.place = Place(self.problem, group)
         self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
         self._loaded = False
-        self.averaged: type | None = (
-            None  # what the layer was when average_expert_gradients() took it
-        )
+        # what the layer was when average_expert_gradients() took it
+        self.averaged: type | None = None
         self._known: ExpertWeights | None = None  # of the last call
         self._layer = Layer(
             self.problem,
