@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -35,7 +36,8 @@ MAX_KNOWN_CALLS = 1024
 class Layer:
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
-    problem: sizes, precision, activation; ep_size and rank are those of `group`.
+    problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
+        process group (None: alone), called where the ranks agree, so that its error on one rank is raised on all.
     group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
@@ -47,7 +49,7 @@ class Layer:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Problem | Callable[[Any], Problem],
         group: Any = None,
         *,
         backend: str = "auto",
@@ -57,19 +59,20 @@ class Layer:
         group = process_group(group)
 
         def state() -> tuple[Problem, float]:
-            check_options(problem, group, options)
+            made = problem(group) if callable(problem) else problem
+            check_options(made, group, options)
             number = isinstance(routed_scaling_factor, (int, float))
             if not (number and isfinite(routed_scaling_factor)):
                 raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
-            return problem, float(routed_scaling_factor)
+            return made, float(routed_scaling_factor)
 
-        _, factors = agree(group, backend, state)
+        self.problem, factors = agree(group, backend, state)
         check_equal("routed_scaling_factor", factors)
-        self.problem, self.group, self.backend = problem, group, backend
+        self.group, self.backend = group, backend
         self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
         self._options = options
         self._runtime: Runtime | None = None
-        self._masters = replace(problem, precision="bf16")
+        self._masters = replace(self.problem, precision="bf16")
         self._known_calls: set[tuple[Any, ...]] = set()
         self._known_weights: list[Any] | None = None
 

@@ -21,8 +21,7 @@ from megamoe.formats.weights import (
     check_tensor,
     expected_weights,
 )
-from megamoe.frontend.agreement import process_group
-from megamoe.frontend.functional import agree, check_device
+from megamoe.frontend.functional import check_device
 from megamoe.frontend.layer import Layer
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
@@ -73,46 +72,43 @@ class MegaMoE(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        asked, group = group, process_group(group)
 
-        def state() -> tuple[Problem, None]:
+        def problem(ranks: Any) -> Problem:
             if dtype != torch.bfloat16:
                 raise ConfigError("dtype", dtype, "torch.bfloat16")
             if not (init_seed is None or isinstance(init_seed, int)):
                 raise ConfigError("init_seed", repr(init_seed), "an int or None")
-            problem = Problem(
+            made = Problem(
                 hidden=hidden,
                 intermediate=intermediate,
                 num_experts=num_experts,
                 top_k=top_k,
-                ep_size=1 if group is None else dist.get_world_size(group),
-                rank=0 if group is None else dist.get_rank(group),
+                ep_size=1 if ranks is None else dist.get_world_size(ranks),
+                rank=0 if ranks is None else dist.get_rank(ranks),
                 max_tokens=max_tokens,
                 precision=precision,
                 activation=activation_by_name(activation),
                 bias=bias,
             )
-            check_device(backend, problem, group, device)
-            return problem, None
+            check_device(backend, made, ranks, device)
+            return made
 
-        self.problem, _ = agree(group, backend, state)
-        self.group = group
-        self.backend = backend
-        self._init_seed = init_seed
-        self.place = Place(self.problem, group)
-        self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
-        self._loaded = False
-        # what the layer was when average_expert_gradients() took it
-        self.averaged: type | None = None
-        self._known: ExpertWeights | None = None  # of the last call
         self._layer = Layer(
-            self.problem,
-            asked,
+            problem,
+            group,
             backend=backend,
             routed_scaling_factor=routed_scaling_factor,
             reserve_sms=reserve_sms,
             window=window,
         )
+        self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
+        self._init_seed = init_seed
+        self.place = Place(self.problem, self.group)
+        self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
+        self._loaded = False
+        # what the layer was when average_expert_gradients() took it
+        self.averaged: type | None = None
+        self._known: ExpertWeights | None = None  # of the last call
         shape = {name: entry[0] for name, entry in expected_weights(self.problem).items()}
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
