@@ -1,4 +1,4 @@
-"""csrc/megamoe/layout/args.h as ctypes: Args, Gemm, FaultRecord, RouteCell, TensorMap, Edge; and the tile shapes.
+"""csrc/megamoe/layout/args.h as ctypes: Args, its parts, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
 
 The header is the only definition. It is read line by line, one field a line; tests/unit/test_abi.py compares every
 offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
@@ -135,6 +135,8 @@ Args: Any = _structures["Args"]
 Gemm: Any = _structures["Gemm"]
 FaultRecord: Any = _structures["FaultRecord"]
 RouteCell: Any = _structures["RouteCell"]
+Training: Any = _structures["Training"]
+StateHeader: Any = _structures["StateHeader"]
 TensorMap: Any = _structures["TensorMap"]
 Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
 MAX_RANKS = CONSTANTS["max_ranks"]

@@ -76,8 +76,9 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "h_ready": ("gemm1", "load_a", "block", False),
     "y_rows_ready": ("gemm2", "reduce", "block", False),
     "partials_ready": ("reduce on the expert rank", "combine", "token", True),
+    "grads_ready": ("gemm1 and restore of the backward pass", "load_a and load_b", "expert", False),
 }
-_PROLOGUE = ("routes_ready", "config")  # before the roles part
+_PROLOGUE = ("routes_ready", "config", "state")  # before the roles part
 
 
 def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> MegaMoEError:
@@ -101,6 +102,11 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
             f"rank {peer} runs another configuration than rank {rank}: config hash {seen:#010x}, "
             f"expected {expected:#010x} {where}. Create the layer with equal arguments on all "
             "ranks and call the layers in the same order everywhere"
+        )
+    if edge == "state":
+        return RankMismatch(
+            f"the backward pass of rank {rank} was given a state that no forward of this layer completed: made by "
+            f"launch {seen}, expected {expected} {where}. Did that forward fail, or was reset() called since?"
         )
     seconds = int(record["waited_ns"]) / 1e9
     producer, consumer, counted, crosses = _EDGES.get(edge, ("?", "?", "index", False))

@@ -9,7 +9,7 @@ import pytest
 from megamoe.errors import AbiMismatch
 from megamoe.jit import abi, paths
 
-STRUCTURES = ("Args", "Gemm", "FaultRecord", "RouteCell", "TensorMap")
+STRUCTURES = ("Args", "Gemm", "FaultRecord", "RouteCell", "TensorMap", "Training", "StateHeader")
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ enum class Edge : uint32_t {
     partials_ready = 7,  // reduce (expert rank) -> combine (home rank)
     config = 8,          // a peer runs another configuration
     peer_abort = 9,      // no wait of this rank failed: another rank gave up
+    grads_ready = 10,    // backward's gemm1 and restore -> weight tiles
+    state = 11,          // backward was given a state that no forward completed, or another layer's
 };
 
 struct FaultRecord {  // in pinned host memory
@@ -38,6 +40,15 @@ struct FaultRecord {  // in pinned host memory
     uint32_t index;   // block or token waited for
     uint32_t expected;
     uint32_t seen;
+};
+
+// What a training forward says of itself at the head of its state.
+struct StateHeader {
+    uint32_t begun;      // epoch of the launch that makes the state
+    uint32_t complete;   // the same, once all of it is written; 0 until then
+    uint32_t pool_rows;  // M
+    uint32_t config_hash;
+    int32_t tokens_of_rank[max_ranks];
 };
 
 // clang-format off: one field a line, read by jit/abi.py
@@ -54,6 +65,41 @@ struct Gemm {
     uint32_t* done;        // [M/128] finished tiles
     int32_t n;
     int32_t k;
+};
+
+// What a launch that trains has besides: `train`, which saves, and `backward`. There gemm1 is dy w2, its A dy_rows and
+// its outputs dgu and hs; gemm2 is dgu w13, its out dx_rows. B of both is MN-major, with boxes of 64 rows x 128 bytes.
+// All maps but dw's are of bf16 and have boxes of 64 rows x 128 bytes.
+struct Training {
+    TensorMap gu[2];    // by plane: pre-activations, state's gu; [M, I] each
+    TensorMap dgu[2];   // by plane: [M, I] each
+    TensorMap hs;       // [M, I]
+    TensorMap x_rows_map;  // [M, H]
+    TensorMap b[2];     // of the weight tiles: x_rows [1, 1, M, H], hs [1, 1, M, I]
+    TensorMap dw[2];    // dw13 [L, P, I, H], dw2 [L, 1, H, I]; bf16 or fp32
+    TensorMap w13;      // as forward's gemm1 has it, bf16, for passes whose gu was not saved
+    // state
+    StateHeader* header;
+    void* tokens;           // [S, max_tokens, H] in x's format; S = R - 1 without the own rank, or R if x has scales
+    float* tokens_scale;    // scaled x: [S, max_tokens, ceil(H/128)]
+    // backward's part of the workspace
+    void* x_rows;           // [M, H] bf16, written by restore
+    float* row_weight;      // [M] routing weights
+    float* d_s;             // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
+    int32_t* expert_rows;   // [L, 2] first block and rows in this pass
+    uint32_t* grads_ready;  // [1] arrivals: of each CTA the store warp and the four transport warps
+    // the call
+    const void* x;          // [T, H] bf16 as forward had it; Args::x is dy then
+    float* d_topk_weights;  // [T, K]
+    float* db13;            // [L, P * I] or null
+    float* db2;             // [L, H] or null
+    const float* b13;       // [L, P * I] or null, for recompute
+    const float* b2;        // [L, H] or null
+    int64_t window_d_weights;  // [max_tokens, K] float, of the home's own tokens
+    int32_t recompute_all;     // the state has no gu
+    int32_t weights_wanted;    // bit 0: dw13, bit 1: dw2
+    int32_t dw_bytes;          // of an element of dw: 2 or 4
+    int32_t accumulate;        // add to what dw13, dw2, db13 and db2 hold
 };
 
 struct Args {
@@ -117,6 +163,7 @@ struct Args {
     float act_alpha;
     float act_limit;
     float act_up_offset;
+    Training training;
 };
 
 // clang-format on
