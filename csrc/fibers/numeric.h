@@ -45,6 +45,8 @@ struct E4m3Table {
 };
 inline constexpr E4m3Table e4m3_table;
 
+inline float flushed(float v) { return fabsf(v) < 0x1p-126f ? copysignf(0.0f, v) : v; }  // subnormals
+
 }  // namespace fibers
 
 namespace fibers::ops {
@@ -60,5 +62,7 @@ inline uint16_t pack_e4m3x2(float lo, float hi) {
 inline float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 inline float fast_exp(float v) { return expf(v); }
 inline float fast_div(float a, float b) { return a / b; }
+inline float ex2(float v) { return flushed(exp2f(v)); }
+inline float rcp(float v) { return flushed(1.0f / flushed(v)); }
 
 }  // namespace fibers::ops

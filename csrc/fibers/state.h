@@ -145,6 +145,7 @@ struct Store {
     int coordinates[4];
     uint32_t bytes;
     bool committed, released, early_write;  // released: bulk_wait_read has returned
+    bool adds;                              // to what is there, instead of writing over it
     std::vector<uint8_t> data;              // empty until the source was read
 };
 

@@ -6,6 +6,7 @@
 // each copy. So using data too early, or a buffer too soon, gives wrong results.
 #pragma once
 #include "fibers/barriers.h"
+#include "fibers/numeric.h"
 
 namespace fibers {
 
@@ -83,9 +84,31 @@ inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t
         memset(out + row * row_bytes + bytes, 0, row_bytes - bytes);
     });
 }
-inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in) {
+// What a reduction does to elements of 2 bytes (bf16, rounded to nearest even) and 4 (fp32, subnormals
+// flushed).
+inline void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t element_bytes) {
+    for (uint32_t i = 0; i < bytes; i += element_bytes) {
+        if (element_bytes == 2) {
+            uint16_t a, b;
+            memcpy(&a, to + i, 2);
+            memcpy(&b, from + i, 2);
+            a = float_to_bf16(bf16_to_float(a) + bf16_to_float(b));
+            memcpy(to + i, &a, 2);
+        } else {
+            float a, b;
+            memcpy(&a, to + i, 4);
+            memcpy(&b, from + i, 4);
+            a = flushed(flushed(a) + flushed(b));
+            memcpy(to + i, &a, 4);
+        }
+    }
+}
+inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
     for_each_row(map, at, [&](uint32_t row, uint8_t* address, uint32_t bytes) {
-        if (bytes) memcpy(address, in + row * row_bytes, bytes);
+        if (bytes && adds)
+            add_elements(address, in + row * row_bytes, bytes, map.element_bytes);
+        else if (bytes)
+            memcpy(address, in + row * row_bytes, bytes);
     });
 }
 inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, bool to_shared) {
@@ -155,8 +178,25 @@ inline void read_source(Store& store) {
     copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, false);
 }
 inline void write_destination(const Store& store) {
-    scatter_box(*static_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data());
+    scatter_box(*static_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data(),
+                store.adds);
     ++machine.progress;
+}
+inline void tensor_store(const void* s_src, const void* pointer, uint32_t rank, const int (&at)[4], bool adds,
+                         const char* what) {
+    machine.preemption_point();
+    const EmulatedTensorMap& map = check_map(pointer, rank, what);
+    uint32_t bytes = box_bytes(map);
+    check_shared(*current->cta, s_src, bytes, 1024, what);
+    if (at[0] < 0) machine.fail("%s: column %d", what, at[0]);
+    if (adds && map.element_bytes != 2 && map.element_bytes != 4)
+        machine.fail("%s: elements of %u bytes", what, map.element_bytes);
+    auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
+    Store store{current, pointer, source, {at[0], at[1], at[2], at[3]},
+                bytes,   false,   false,  machine.random() % 2 == 0,
+                adds,    {}};
+    if (machine.random() % 2) read_source(store);
+    current->cta->stores.push_back(std::move(store));
 }
 template <class Do>
 inline bool for_each_store(Do act) {  // of the calling thread, committed
@@ -198,16 +238,14 @@ inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* 
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
 }
 
-inline void tma_store_2d(const void* pointer, const void* s_src, int c0, int c1) {
-    machine.preemption_point();
-    const EmulatedTensorMap& map = check_map(pointer, 2, "tma_store_2d");
-    uint32_t bytes = box_bytes(map);
-    check_shared(*current->cta, s_src, bytes, 1024, "tma_store_2d");
-    if (c0 < 0) machine.fail("tma_store_2d: column %d", c0);
-    auto* source = const_cast<uint8_t*>(static_cast<const uint8_t*>(s_src));
-    Store store{current, pointer, source, {c0, c1, 0, 0}, bytes, false, false, machine.random() % 2 == 0, {}};
-    if (machine.random() % 2) read_source(store);
-    current->cta->stores.push_back(std::move(store));
+inline void tma_store_2d(const void* map, const void* s_src, int c0, int c1) {
+    tensor_store(s_src, map, 2, {c0, c1, 0, 0}, false, "tma_store_2d");
+}
+inline void tma_store_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
+    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, false, "tma_store_4d");
+}
+inline void tma_reduce_add_4d(const void* map, const void* s_src, int c0, int c1, int c2, int c3) {
+    tensor_store(s_src, map, 4, {c0, c1, c2, c3}, true, "tma_reduce_add_4d");
 }
 
 inline void bulk_commit() {

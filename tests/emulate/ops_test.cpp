@@ -76,22 +76,36 @@ void load(const Args& args) {
     arch::mbar_wait(barriers(), 0);
 }
 
-// x: an image of shared memory, stored to gemm[1].out at numbers 0, 1. numbers[2]: 1 overwrites the source
-// before bulk_wait_read. numbers[3]: 1 publishes (copies the tensor to `x_pool`) before bulk_wait.
+// x: an image of shared memory, stored to gemm[1].out at numbers 0 ... 3. numbers[4]: 1 overwrites the source
+// before bulk_wait_read. numbers[5]: 1 publishes (copies the tensor to `x_pool`) before bulk_wait.
+// numbers[8]: 2 and 4 store so many dimensions, 5 adds in four.
 void store(const Args& args) {
     const int32_t* at = numbers(args);
-    for (int i = arch::thread_idx(); i < at[4]; i += 128)
-        arch::dynamic_smem()[i] = static_cast<const uint8_t*>(args.x)[i];
+    const TensorMap* map = &args.gemm[1].out;
+    uint8_t* source = arch::dynamic_smem();
+    for (int i = arch::thread_idx(); i < at[6]; i += 128) source[i] = static_cast<const uint8_t*>(args.x)[i];
     arch::fence_proxy_async_shared();
     all_threads_meet();
     if (arch::thread_idx() == 0) {
-        arch::tma_store_2d(&args.gemm[1].out, arch::dynamic_smem(), at[0], at[1]);
+        if (at[8] == 2) arch::tma_store_2d(map, source, at[0], at[1]);
+        if (at[8] == 4) arch::tma_store_4d(map, source, at[0], at[1], at[2], at[3]);
+        if (at[8] == 5) arch::tma_reduce_add_4d(map, source, at[0], at[1], at[2], at[3]);
         arch::bulk_commit();
-        if (at[2]) memset(arch::dynamic_smem(), 0x11, static_cast<size_t>(at[4]));
+        if (at[4]) memset(source, 0x11, static_cast<size_t>(at[6]));
         arch::bulk_wait_read();
-        if (!at[3]) arch::bulk_wait();
-        memcpy(args.x_pool, args.y_rows, static_cast<size_t>(at[5]));
+        if (!at[5]) arch::bulk_wait();
+        memcpy(args.x_pool, args.y_rows, static_cast<size_t>(at[7]));
         arch::bulk_wait();
+    }
+}
+
+// x: floats. y[2, count]: ex2 and rcp of them.
+void elementary(const Args& args) {
+    const auto* in = static_cast<const float*>(args.x);
+    int count = numbers(args)[0];
+    for (int i = arch::thread_idx(); i < count; i += 32) {
+        output<float>(args)[i] = arch::ex2(in[i]);
+        output<float>(args)[count + i] = arch::rcp(in[i]);
     }
 }
 
@@ -135,7 +149,8 @@ void gemm(const Args& args) {
                 for (int half = 0; half < 2; ++half)
                     arch::tma_load_2d(stage.a + half * 8192, &args.gemm[0].a, full + slot,
                                       step * columns_a_stage, row0 + 64 * half);
-                arch::tma_load_4d(stage.b, &args.gemm[0].b, full + slot, step * columns_a_stage, column0, 0, 0);
+                arch::tma_load_4d(stage.b, &args.gemm[0].b, full + slot, step * columns_a_stage, column0, 0,
+                                  0);
             } else if (group >= 0) {
                 arch::mbar_wait(full + slot, parity);
                 arch::Desc a = arch::make_desc(stage.a + group * 8192), b = arch::make_desc(stage.b);
@@ -294,6 +309,12 @@ void misuse(const Args& args) {
             if (arch::lane_idx() == 5) arch::warp_sync();
             arch::named_sync(3, 32);
             break;
+        case 17:  // a store of two dimensions through a map of another number
+            if (first) arch::tma_store_4d(&args.gemm[0].a, smem, 0, 0, 0, 0);
+            break;
+        case 18:  // adding what is not added
+            if (first) arch::tma_reduce_add_4d(&args.gemm[0].b, smem, 0, 0, 0, 0);
+            break;
         case 16:  // two budgets in a warpgroup
             if (arch::warp_idx() == 0) {
                 arch::registers_shrink<40>();
@@ -314,6 +335,7 @@ MEGAMOE_HOST_ENTRY(test_gemm_e4m3, gemm<e4m3_t>, 128 * 1024, 384);
 MEGAMOE_HOST_ENTRY(test_named, named, smem_bytes, 128);
 MEGAMOE_HOST_ENTRY(test_warp, warp, smem_bytes, 32);
 MEGAMOE_HOST_ENTRY(test_convert, convert, smem_bytes, 32);
+MEGAMOE_HOST_ENTRY(test_elementary, elementary, smem_bytes, 32);
 MEGAMOE_HOST_ENTRY(test_await, await, smem_bytes, 64);
 MEGAMOE_HOST_ENTRY(test_misuse, misuse, smem_bytes, 128);
 MEGAMOE_HOST_ENTRY(test_misuse_512, misuse, smem_bytes, 512);

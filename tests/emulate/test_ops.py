@@ -201,7 +201,7 @@ def store(
     tensor = memory.view(np.uint16).reshape(100, 160)
     seen = np.zeros_like(tensor)
     args = make_args(
-        [*at, overwrite, early, image.nbytes, tensor.nbytes],
+        [*at, 0, 0, overwrite, early, image.nbytes, tensor.nbytes, 2],
         x=swizzled(image),
         y_rows=memory,
         x_pool=seen,
@@ -231,6 +231,94 @@ def test_lifetime_mistakes_of_a_store_show(library: Any) -> None:
         unseen += not (seen == expected).all()
     assert overwritten > 0
     assert unseen > 0
+
+
+class Store4d:
+    """A [3, 2, 100, columns] tensor of bf16 (as bits) or fp32, a box of 64 rows x 128 bytes, and both's sum."""
+
+    def __init__(self, dtype: Any, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.dtype, self.width = dtype, 128 // dtype().itemsize
+        self.columns = self.width + 24
+        self.before = self.numbers(rng, (3, 2, 100, self.columns + 40))
+        self.image = self.numbers(rng, (64, self.width))
+
+    def numbers(self, rng: Any, shape: tuple[int, ...]) -> np.ndarray:
+        values = torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+        return (
+            values.bfloat16().view(torch.uint16).numpy()
+            if self.dtype is np.uint16
+            else values.numpy()
+        )
+
+    def stored(self, library: Any, at: tuple[int, ...], kind: int, seed: int = 0) -> np.ndarray:
+        memory = aligned(self.before.nbytes)
+        tensor = memory.view(self.dtype).reshape(self.before.shape)
+        tensor[:] = self.before
+        dims = (self.columns, 100, 2, 3)  # what lies right of it in memory must not change
+        strides = tuple(reversed(tensor.strides[:3]))
+        args = make_args(
+            [*at, 0, 0, self.image.nbytes, memory.nbytes, kind],
+            x=swizzled(self.image.view(np.uint8)),
+            y_rows=memory,
+            x_pool=np.zeros_like(memory),
+            map_out=encode_emulated(
+                memory.ctypes.data, dims, strides, (self.width, 64, 1, 1), self.dtype().itemsize
+            ),
+        )
+        launch(library.test_store, args, seed=seed)
+        return tensor
+
+    def sum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        if self.dtype is not np.uint16:
+            return a + b
+        values = [torch.from_numpy(v.copy()).view(torch.bfloat16).float() for v in (a, b)]
+        return (values[0] + values[1]).bfloat16().view(torch.uint16).numpy()
+
+    def expected(self, at: tuple[int, ...], kind: int, *, clips: bool = True) -> np.ndarray:
+        out, (c0, c1, c2, c3) = self.before.copy(), at
+        columns = self.columns if clips else out.shape[3]
+        rows, width = max(0, min(64, 100 - c1)), max(0, min(self.width, columns - c0))
+        if c2 < 2 and c3 < 3 and rows and width:
+            place, image = (
+                (c3, c2, slice(c1, c1 + rows), slice(c0, c0 + width)),
+                self.image[:rows, :width],
+            )
+            out[place] = self.sum(out[place], image) if kind == 5 else image
+        return out
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [4, 5])
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+def test_store_and_add_4d(library: Any, dtype: Any, kind: int, seed: int) -> None:
+    """Equal bits with numpy, wherever the box lies; each element is added once, whenever the write happens."""
+    case = Store4d(dtype, seed)
+    outside = [(case.width, 100, 0, 0), (2 * case.width, 0, 0, 0), (0, 0, 2, 0), (0, 0, 0, 3)]
+    for at in [(0, 0, 0, 0), (case.width, 40, 1, 2), (0, 64, 0, 1), *outside]:
+        found = case.stored(library, at, kind, seed)
+        assert (found == case.expected(at, kind)).all(), at
+        assert (at in outside) == (found == case.before).all()
+    # what must not pass: the coordinates in another order, no clip, writing for adding
+    found = case.stored(library, (case.width, 40, 1, 2), kind, seed)
+    assert (found != case.expected((case.width, 40, 1, 2), kind, clips=False)).any()
+    assert (found != case.expected((case.width, 40, 1, 2), 9 - kind)).any()
+    found = case.stored(library, (0, 1, 1, 2), kind, seed)
+    assert all(
+        (found != case.expected(at, kind)).any()
+        for at in [(1, 0, 1, 2), (0, 2, 1, 1), (0, 1, 2, 1)]
+    )
+
+
+def test_adding_fp32_flushes_subnormals(library: Any) -> None:
+    case = Store4d(np.float32, 0)
+    case.before[:], case.image[:] = 2.0**-127, -(2.0**-140)
+    case.image[0], case.image[1] = 1.0, 2.0**-126
+    found = case.stored(library, (0, 0, 0, 0), 5)[0, 0]
+    assert (found[0, : case.width] == 1.0).all()
+    assert (found[1, : case.width] == np.float32(2.0**-126)).all()
+    assert (found[2:64, : case.width] == 0).all()
+    assert (found[64:] == np.float32(2.0**-127)).all()
 
 
 # --- tensor cores ---
@@ -324,6 +412,23 @@ def test_conversions(library: Any) -> None:
     assert (e4m3[nan] == 0x7F).all()
 
 
+def test_elementary_functions_flush_subnormals(library: Any) -> None:
+    edges = [0.0, -0.0, 1e-40, -1e-40, 2.0**-126, 2.0**127, -126.0, -126.5, -150.0, 127.9, 128.0]
+    random = np.random.default_rng(0).uniform(-126, 127, 1000)
+    x = np.array([*edges, np.inf, -np.inf, np.nan, *random], np.float32)
+    y = np.zeros((2, len(x)), np.float32)
+    launch(library.test_elementary, make_args([len(x)], x=x, y=y))
+    with np.errstate(divide="ignore", over="ignore"):
+        reals = np.where(np.abs(x) < 2.0**-126, np.copysign(0, x), x).astype(np.float64)
+        for found, expected in zip(y, (np.exp2(reals), 1 / reals), strict=True):
+            normal = (np.abs(expected) >= 2.0**-126) | np.isnan(expected)
+            np.testing.assert_allclose(
+                found[normal], expected[normal].astype(np.float32), rtol=2.0**-22
+            )
+            assert (found[~normal] == 0).all()
+            assert (~normal).sum() >= 2
+
+
 # --- waiting in vain ---
 
 
@@ -415,11 +520,15 @@ def test_missing_arrival_is_a_deadlock(library: Any, seed: int) -> None:
         (14, "before its bulk stores have read"),
         (15, "the lanes of a warp differ: "),
         (16, "the warps of a warpgroup differ: setmaxnreg"),
+        (17, "tma_store_4d: the tensor map has 2 dimensions"),
+        (18, "tma_reduce_add_4d: elements of 1 bytes"),
     ],
 )
 def test_mistakes_are_named(library: Any, mistake: int, message: str) -> None:
     tensor = aligned(64 * 128).reshape(64, 128)
-    args = make_args([mistake], map_a=matrix_map(tensor, 64), x=tensor)
+    strides = (128, 128 * 64, 128 * 64)
+    bytes_map = encode_emulated(tensor.ctypes.data, (128, 64, 1, 1), strides, (128, 64, 1, 1), 1)
+    args = make_args([mistake], map_a=matrix_map(tensor, 64), map_b=bytes_map, x=tensor)
     status, report = run(library.test_misuse, args)
     assert status != 0
     assert message in report

@@ -179,6 +179,21 @@ MEGAMOE_DEVICE void tma_store_2d(const TensorMap* map, const void* s_src, int c0
                  "r"(smem_address(s_src)), "r"(c0), "r"(c1)
                  : "memory");
 }
+MEGAMOE_DEVICE void tma_store_4d(const TensorMap* map, const void* s_src, int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(smem_address(s_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+// The map's element type says what is added: bf16 rounded to nearest even, fp32 with subnormals flushed.
+MEGAMOE_DEVICE void tma_reduce_add_4d(const TensorMap* map, const void* s_src, int c0, int c1, int c2,
+                                      int c3) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+        "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(smem_address(s_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
 MEGAMOE_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 MEGAMOE_DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 MEGAMOE_DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
@@ -241,5 +256,16 @@ MEGAMOE_DEVICE uint16_t pack_e4m3x2(float lo, float hi) {
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }
+// One instruction each: subnormal operands and results are zeros.
+MEGAMOE_DEVICE float ex2(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+MEGAMOE_DEVICE float rcp(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
 
 }  // namespace megamoe::arch
