@@ -2,10 +2,11 @@
 
 route -> dispatch -> gemm1 -> act (+ quantize) -> gemm2 -> reduce -> combine; `layer.forward` reads
 as that list. It shares no arithmetic with the backends (its quantizer is its own), and every
-intermediate has the name that it has in the kernel.
+intermediate has the name that it has in the kernel. `backward.backward` is the same for the gradients.
 """
 
 from megamoe.backends.reference.backend import ReferenceBackend
+from megamoe.backends.reference.backward import activation_gradient, backward
 from megamoe.backends.reference.layer import forward
 
-__all__ = ["ReferenceBackend", "forward"]
+__all__ = ["ReferenceBackend", "activation_gradient", "backward", "forward"]

@@ -1,4 +1,4 @@
-"""Grouped GEMM: each row times the matrix of its expert, fp32."""
+"""Grouped GEMMs: each row times the matrix of its expert, and products over the rows of an expert."""
 
 from __future__ import annotations
 
@@ -24,11 +24,22 @@ def full_fp32(device: torch.device) -> Iterator[None]:
 def grouped_gemm(
     rows: Tensor, expert: Tensor, matrix: Callable[[int], Tensor], bias: Tensor | None, width: int
 ) -> Tensor:
-    """rows: [M, K] fp32 sorted by expert [M]; matrix(e): [N, K] fp32; bias: [L, N] -> [M, N]."""
+    """rows: [M, K] fp32 or fp64, sorted by expert [M]; matrix(e): [N, K] alike; bias: [L, N] -> [M, N]."""
     experts, lengths = torch.unique_consecutive(expert, return_counts=True)
     parts, first = [], 0
     for e, length in zip(experts.tolist(), lengths.tolist(), strict=True):
         part = rows[first : first + length] @ matrix(e).T
-        parts.append(part if bias is None else part + bias[e].reshape(-1).float())
+        parts.append(part if bias is None else part + bias[e].reshape(-1).to(part.dtype))
         first += length
     return torch.cat(parts) if parts else rows.new_zeros(0, width)
+
+
+def grouped_outer(left: Tensor, right: Tensor, expert: Tensor, num: int) -> Tensor:
+    """left: [M, N], right: [M, K], sorted by expert [M] -> [L, N, K]: left^T right over each expert's rows."""
+    out = left.new_zeros(num, left.shape[1], right.shape[1])
+    experts, lengths = torch.unique_consecutive(expert, return_counts=True)
+    first = 0
+    for e, length in zip(experts.tolist(), lengths.tolist(), strict=True):
+        out[e] = left[first : first + length].T @ right[first : first + length]
+        first += length
+    return out

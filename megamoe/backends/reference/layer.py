@@ -51,15 +51,11 @@ def forward(
         return value
 
     all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
-    kept = _kept_tokens(x, check_tokens)
+    kept = kept_tokens(x, check_tokens)
     x = [x_T[tokens] for x_T, tokens in zip(x, kept, strict=True)]
     weight_NK = torch.cat([w[tokens] for w, tokens in zip(topk_weights, kept, strict=True)])
     if check_tokens is not None:
-        starts = (
-            torch.tensor([0] + [ids.shape[0] for ids in topk_ids], device="cpu").cumsum(0).tolist()
-        )
-        tokens = torch.cat([t + start for t, start in zip(kept, starts, strict=False)])
-        all_rows = [rows.keep(tokens) for rows in all_rows]
+        all_rows = keep_rows(all_rows, topk_ids, kept)
     if x_codec is not None:
         for x_T in x:
             q, scale = x_codec[0](x_T)
@@ -80,13 +76,22 @@ def forward(
     return out
 
 
-def _kept_tokens(x: list[Tensor], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
+def kept_tokens(x: list[Tensor], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
     """Return the tokens to compute of each home rank."""
     if check_tokens is None:
         return [torch.arange(x_T.shape[0], device=x_T.device) for x_T in x]
     if isinstance(check_tokens, Tensor):
         check_tokens = [check_tokens] * len(x)
     return [t.to(x_T.device, torch.int64) for t, x_T in zip(check_tokens, x, strict=True)]
+
+
+def keep_rows(all_rows: list[Rows], topk_ids: list[Tensor], kept: list[Tensor]) -> list[Rows]:
+    """Return the rows of the kept tokens, of each expert rank."""
+    tokens, start = [], 0
+    for ids, of_home in zip(topk_ids, kept, strict=True):
+        tokens.append(of_home + start)
+        start += ids.shape[0]
+    return [rows.keep(torch.cat(tokens)) for rows in all_rows]
 
 
 def _dispatch(

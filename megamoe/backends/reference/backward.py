@@ -1,0 +1,221 @@
+"""The backward pass on all ranks, stage by stage, each formula written out. Names are those of docs/backward.md."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.reference.combine import combine, reduce
+from megamoe.backends.reference.gemm import full_fp32, grouped_gemm, grouped_outer
+from megamoe.backends.reference.layer import keep_rows, kept_tokens
+from megamoe.backends.reference.quant import ROWS, formulas
+from megamoe.backends.reference.route import Rows, route
+from megamoe.config import Activation, Problem
+
+
+def backward(
+    problem: Problem,
+    dy: list[Tensor],
+    x: list[Tensor],
+    topk_ids: list[Tensor],
+    topk_weights: list[Tensor],
+    weights: list[Any],
+    *,
+    rounding: str = "kernel",
+    gate_up: list[Tensor] | None = None,
+    check_tokens: Tensor | list[Tensor] | None = None,
+    dw_dtype: torch.dtype | None = None,
+) -> dict[str, list[Any]]:
+    """Compute every intermediate of every rank; the lists have one entry per rank.
+
+    dy, x: [T, H], topk_ids, topk_weights: [T, K] of each home rank, all on one device; T may differ.
+    weights: ExpertWeights of each expert rank without scales, also in FP8: the masters. problem.rank is not used.
+    rounding: "kernel" rounds to bf16 what the kernel does: gate_up, dgu, hs, dx_rows, partials, dx, and dw13 and dw2
+        at their end; FP8's x is quantized, x_rows is its value in bf16. "none" rounds nothing but FP8's x. All sums
+        are in fp64 where x is float64, else in fp32.
+    gate_up: [M, P*I] (or [M, P, I]) of each expert rank, in the order of its rows: the pre-activations that another
+        forward saved. None: from x and `weights`, as the kernel recomputes them. A clamp can flip between the two.
+    check_tokens: as in layer.forward. dw13, dw2, db13 and db2 need all tokens; with it they are lists of None.
+    dw_dtype: of dw13 and dw2 instead, as when they are added to fp32 main_grad.
+    Returns, by home rank: dx [T, H], d_topk_weights [T, K]. By expert rank: rows (Rows), dy_rows, x_rows [M, H],
+    row_weight [M], gate_up [M, P*I], dh, h [M, I], d_s [M], dgu [M, P*I], hs [M, I], dx_rows [M, H], partials
+    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). Raises ValueError for an unknown rounding, quantized
+    weights, and lists or a gate_up of another size.
+    """
+    if rounding not in ("kernel", "none"):
+        raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
+    _check(problem, gate_up, dy=dy, x=x, ids=topk_ids, scores=topk_weights, weights=weights)
+    wide = torch.float64 if x[0].dtype == torch.float64 else torch.float32
+    stored = torch.bfloat16 if rounding == "kernel" else wide
+    out: dict[str, list[Any]] = {}
+
+    def note(name: str, value: Any) -> Any:
+        out.setdefault(name, []).append(value)
+        return value
+
+    all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
+    kept = kept_tokens(x, check_tokens)
+    if check_tokens is not None:
+        all_rows = keep_rows(all_rows, topk_ids, kept)
+    x_NH = torch.cat([_x_values(problem, t[of], wide) for t, of in zip(x, kept, strict=True)])
+    dy_NH, score_NK = (
+        torch.cat([t[of] for t, of in zip(per_rank, kept, strict=True)])
+        for per_rank in (dy, topk_weights)
+    )
+    d_scores = torch.zeros(score_NK.shape, dtype=wide, device=score_NK.device)
+
+    with full_fp32(x_NH.device):
+        for rank, (rows, experts) in enumerate(zip(all_rows, weights, strict=True)):
+            note("rows", rows)
+            dy_rows = note("dy_rows", dy_NH[rows.token]).to(wide)
+            x_rows = note("x_rows", x_NH[rows.token].to(stored)).to(wide)
+            s = note("row_weight", score_NK[rows.token, rows.k]).to(wide)[:, None]
+            given = None if gate_up is None else gate_up[rank]
+            gu = _gate_up(problem, rows, x_rows, experts, given)
+            gu = note("gate_up", gu.to(stored)).to(wide)
+
+            dh = note("dh", _times_w2(problem, rows, dy_rows, experts))
+            unscaled, h = activation_gradient(problem.activation, gu, dh)
+            note("h", h)
+            d_s = (dh * h).sum(1)
+            if experts.b2 is not None:
+                d_s = d_s + (dy_rows * experts.b2.to(wide)[rows.expert]).sum(1)
+            d_scores[rows.token, rows.k] = note("d_s", d_s)  # a (token, k) has one expert
+            dgu = note("dgu", (s * unscaled).to(stored)).to(wide)
+            hs = note("hs", (s * h).to(stored)).to(wide)
+
+            dx_rows = note("dx_rows", _times_w13(problem, rows, dgu, experts).to(stored))
+            note("partials", reduce(rows, dx_rows, torch.ones_like(score_NK), stored))
+            found = dict.fromkeys(("dw13", "dw2", "db13", "db2"))
+            if check_tokens is None:
+                operands = x_rows, dy_rows, s, dgu, hs
+                found = weight_gradients(rows, operands, experts, dw_dtype or stored)
+            for name, gradient in found.items():
+                note(name, gradient)
+        dx = combine(out["partials"], stored)
+    sizes = [tokens.numel() for tokens in kept]
+    out["dx"], out["d_topk_weights"] = list(dx.split(sizes)), list(d_scores.split(sizes))
+    return out
+
+
+def activation_gradient(
+    activation: Activation, gate_up: Tensor, dh: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of <dh, h> in gate_up, and h itself.
+
+    gate_up: [..., P*I] and dh: [..., I], fp32 or fp64 -> [..., P*I] and [..., I] of that type. Clamps pass the gradient
+    at equality, and NaN, which stays NaN (torch.clamp's gradient there is 0).
+    """
+    if activation.kind == "relu2":
+        r = gate_up.clamp(min=0)
+        return dh * 2 * r, r * r
+    gate, up = gate_up.chunk(2, dim=-1)
+    g, u, passes_g, passes_u = gate, up, 1, 1
+    if activation.kind == "swiglu":
+        s = torch.sigmoid(g)
+        value, slope = g * s, s * (1 + g * (1 - s))
+    elif activation.kind == "clamped_swiglu":
+        limit, alpha = activation.limit, activation.alpha
+        passes_g, passes_u = ~(gate > limit), ~(up.abs() > limit)
+        g = gate.clamp(max=limit)
+        u = up.clamp(min=-limit, max=limit) + activation.up_offset
+        s = torch.sigmoid(alpha * g)
+        value, slope = g * s, s * (1 + alpha * g * (1 - s))
+    elif activation.kind == "geglu":
+        phi = 0.5 * torch.erfc(-g / math.sqrt(2))
+        density = torch.exp(-0.5 * g * g) / math.sqrt(2 * math.pi)
+        value, slope = g * phi, phi + g * density
+    elif activation.kind == "geglu_tanh":
+        c, a = math.sqrt(2 / math.pi), 0.044715
+        s = torch.sigmoid(2 * c * (g + a * g**3))  # 0.5 (1 + tanh(v)) = sigmoid(2 v)
+        value, slope = g * s, s + g * s * (1 - s) * 2 * c * (1 + 3 * a * g * g)
+    else:
+        raise ValueError(f"activation.kind is {activation.kind!r}: no gradient is known here")
+    d_gate, d_up = dh * u * slope * passes_g, dh * value * passes_u
+    return torch.cat((d_gate, d_up), dim=-1), value * u
+
+
+def weight_gradients(
+    rows: Rows,
+    operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    experts: Any,
+    dtype: torch.dtype,
+) -> dict[str, Tensor | None]:
+    """Return dw13, dw2 in `dtype`, db13, db2 in the operands' type, or None, in the shapes of `experts`.
+
+    operands: x_rows, dy_rows [M, H], row_weight [M, 1], dgu [M, P*I], hs [M, I], all fp32 or all fp64.
+    """
+    x_rows, dy_rows, s, dgu, hs = operands
+    num = experts.w13.shape[0]
+    dw13 = grouped_outer(dgu, x_rows, rows.expert, num)
+    dw2 = grouped_outer(dy_rows, hs, rows.expert, num)
+    db13 = db2 = None
+    if experts.b13 is not None:
+        db13 = _sum_by_expert(dgu, rows, num).reshape(experts.b13.shape)
+        db2 = _sum_by_expert(s * dy_rows, rows, num)
+    return {
+        "dw13": dw13.to(dtype).reshape(experts.w13.shape),
+        "dw2": dw2.to(dtype),
+        "db13": db13,
+        "db2": db2,
+    }
+
+
+def _sum_by_expert(values: Tensor, rows: Rows, num: int) -> Tensor:
+    """values: [M, N] -> [L, N]."""
+    return grouped_outer(values.new_ones(values.shape[0], 1), values, rows.expert, num)[:, 0]
+
+
+def _check(problem: Problem, gate_up: list[Tensor] | None, **lists: list[Any]) -> None:
+    if gate_up is not None:
+        lists["gate_up"] = gate_up
+    for name, given in lists.items():
+        if len(given) != problem.ep_size:
+            raise ValueError(f"{name} has {len(given)} entries, expected one for each rank")
+    for rank, experts in enumerate(lists["weights"]):
+        if getattr(experts, "w13_scale", None) is not None:
+            raise ValueError(f"weights[{rank}] are quantized, expected the masters")
+
+
+def _x_values(problem: Problem, x: Tensor, wide: torch.dtype) -> Tensor:
+    """x: [T, H] as given -> as forward multiplied it."""
+    codec = formulas(ROWS, problem.formats.x.name)
+    return x.to(wide) if codec is None else codec[1](*codec[0](x)).to(wide)
+
+
+def _gate_up(
+    problem: Problem, rows: Rows, x_rows: Tensor, experts: Any, given: Tensor | None
+) -> Tensor:
+    """Return pre-activations [M, P*I]: x W13^T + b13 of each row's expert, or the given ones."""
+    width = problem.activation.planes * problem.intermediate
+    if given is not None:
+        if given.numel() != rows.token.numel() * width:
+            expected = f"{rows.token.numel()} rows of {width}"
+            raise ValueError(f"gate_up.shape is {list(given.shape)}, expected {expected}")
+        return given.to(x_rows.device).reshape(-1, width)
+
+    def matrix(e: int) -> Tensor:
+        return experts.w13[e].reshape(width, -1).to(x_rows.dtype)
+
+    return grouped_gemm(x_rows, rows.expert, matrix, experts.b13, width)
+
+
+def _times_w2(problem: Problem, rows: Rows, dy_rows: Tensor, experts: Any) -> Tensor:
+    """Return dh [M, I] = dy W2: W2 is [H, I] as stored, which grouped_gemm takes transposed."""
+
+    def matrix(e: int) -> Tensor:
+        return experts.w2[e].to(dy_rows.dtype).T
+
+    return grouped_gemm(dy_rows, rows.expert, matrix, None, problem.intermediate)
+
+
+def _times_w13(problem: Problem, rows: Rows, dgu: Tensor, experts: Any) -> Tensor:
+    """Return [M, H] = dgu W13."""
+
+    def matrix(e: int) -> Tensor:
+        return experts.w13[e].reshape(dgu.shape[1], -1).to(dgu.dtype).T
+
+    return grouped_gemm(dgu, rows.expert, matrix, None, problem.hidden)
