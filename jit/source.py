@@ -17,7 +17,8 @@ ACTIVATIONS = {
 }
 
 
-KERNELS = {"forward": "ForwardLayer"}  # -> its layer type: precision, activation, tile
+# -> its layer type: precision, activation, tile
+KERNELS = {"forward": "ForwardLayer", "train": "TrainLayer", "backward": "BackwardLayer"}
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from megamoe.jit import abi
 from megamoe.jit.driver import check
 
-_TYPES = {1: "UINT8", 2: "BFLOAT16"}  # e4m3 is moved as bytes
+_TYPES = {1: "UINT8", 2: "BFLOAT16", 4: "FLOAT32"}  # e4m3 is moved as bytes
 
 
 @lru_cache(maxsize=1)

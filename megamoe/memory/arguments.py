@@ -27,6 +27,7 @@ from megamoe.memory.layout import Region
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
+BACKWARD_HASH = 0x85EBCA6B  # a backward launch hashes otherwise than the forward before it
 # Regions of the workspace that the GEMM table points to: (index, field) of each place.
 GEMM_POINTERS = {
     "x_pool_scale": ((0, "a_scale"),),
@@ -86,6 +87,26 @@ class Plan:
         """Bytes of the workspace, with the state behind it."""
         return self.state_offset + layout.total_bytes(self.state)
 
+    @cached_property
+    def train_state(self) -> dict[str, Region]:
+        """Regions of the state of a call that trains."""
+        return layout.train_state_regions(self.strided, self.pool_rows)
+
+    @cached_property
+    def train_state_bytes(self) -> int:
+        """Bytes of the state of a call that trains."""
+        return layout.total_bytes(self.train_state)
+
+    @cached_property
+    def backward(self) -> dict[str, Region]:
+        """Regions of backward's part of the workspace, which is memory of its own."""
+        return layout.backward_regions(self.strided, self.pool_rows)
+
+    @cached_property
+    def backward_bytes(self) -> int:
+        """Bytes of backward's part of the workspace."""
+        return layout.total_bytes(self.backward)
+
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """memory: [workspace_bytes] uint8 -> every region of the workspace and of the state in it."""
         own = {name: region.view(memory) for name, region in self.workspace.items()}
@@ -125,7 +146,10 @@ def fill_static(
     for rank, base in enumerate(window_bases):
         args.window[rank] = base
     for name, region in plan.window.items():
-        setattr(args, name, region.offset)
+        if name == "window_d_weights":
+            args.training.window_d_weights = region.offset
+        elif name != "window_dy":  # which is where window_x is
+            setattr(args, name, region.offset)
     args.abort = args.window[p.rank] + args.window_abort
     args.timeout_ns = timeout_ns
     args.max_tokens = p.max_tokens
@@ -151,10 +175,10 @@ def fill_static(
     y_rows = pool_map("y_rows", p.hidden, BF16.bytes)
     gemm1, gemm2 = args.gemm
     gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate
-    _set_map(gemm1.a, x_pool)
-    _set_map(gemm1.out, h)
-    _set_map(gemm2.a, h)
-    _set_map(gemm2.out, y_rows)
+    set_map(gemm1.a, x_pool)
+    set_map(gemm1.out, h)
+    set_map(gemm2.a, h)
+    set_map(gemm2.out, y_rows)
     for name in GEMM_POINTERS.keys() & address.keys():
         for index, field in GEMM_POINTERS[name]:
             setattr(args.gemm[index], field, address[name])
@@ -186,7 +210,7 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
         if base % 16:
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
-        _set_map(gemm.b, encoder(base, dims, strides, box, size))
+        set_map(gemm.b, encoder(base, dims, strides, box, size))
         gemm.b_scale = scale.data_ptr() if scale is not None else None
         gemm.bias = bias.data_ptr() if bias is not None else None
 
@@ -221,7 +245,7 @@ def fill_pointers(
     _CALL.pack_into(args, _CALL_OFFSET, source, ids, scores, count, target)
 
 
-def _set_map(field: Any, data: bytes) -> None:
+def set_map(field: Any, data: bytes) -> None:
     if len(data) != ctypes.sizeof(field):
         raise ValueError(f"a tensor map has {ctypes.sizeof(field)} bytes, not {len(data)}")
     ctypes.memmove(ctypes.addressof(field), data, len(data))

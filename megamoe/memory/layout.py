@@ -1,14 +1,16 @@
 """Where bytes lie: the regions of window, workspace and a call's state. The only place that computes an offset.
 
 The window is symmetric memory, the workspace ordinary memory that outlives no launch, the state what a call leaves
-behind that the workspace's tables can be made from again.
+behind that the workspace's tables can be made from again. A call that trains leaves a larger one, which backward
+reads beside a workspace of its own.
 
-Names are those of the fields of Args (csrc/megamoe/layout/args.h), which also says what each region
+Names are those of the fields of Args and Training (csrc/megamoe/layout/args.h), which also says what each region
 means.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from megamoe.jit.source import TILE
 
 ALIGNMENT = 256
 BLOCK_ROWS = abi.TILES[TILE].rows
+TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
+GROUP_ROWS = abi.GROUP_ROWS  # a launch that trains fills an expert's rows up to a multiple
 SLACK = 1.25  # of the default pool over an even load
 
 _Spec = tuple[str, tuple[int, ...], torch.dtype]
@@ -76,8 +80,16 @@ WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_read
 
 
 def window_regions(problem: Problem) -> dict[str, Region]:
-    """Return the regions of one rank's window. They depend on nothing that differs between ranks."""
-    return _place(_window(problem))
+    """Return the regions of one rank's window. They depend on nothing that differs between ranks.
+
+    Where x has scales, window_x and window_dy are the same memory: a launch stages one of them, once no rank reads
+    what the launch before it staged.
+    """
+    regions = _place(_window(problem))
+    if "window_dy" in regions:
+        shape, x = (problem.max_tokens, problem.hidden), problem.formats.x.dtype
+        regions["window_x"] = Region("window_x", regions["window_dy"].offset, shape, x)
+    return regions
 
 
 def _window(p: Problem) -> Iterator[_Spec]:
@@ -88,8 +100,9 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_ready", (ranks, tokens), torch.int32
     yield "window_ids", (2, tokens, top_k), torch.int32
     yield "window_weights", (2, tokens, top_k), torch.float32
+    yield "window_d_weights", (tokens, top_k), torch.float32
     x = p.formats.x
-    yield "window_x", (tokens, hidden), x.dtype
+    yield "window_dy" if x.scaled else "window_x", (tokens, hidden), torch.bfloat16
     if x.scaled:
         yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
@@ -119,6 +132,11 @@ def max_chunks(problem: Problem) -> int:
 
 def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
     """Return the regions of this rank's workspace for a pool of M = pool_rows rows."""
+    _check_pool(problem, pool_rows)
+    return _place(_workspace(problem, pool_rows))
+
+
+def _check_pool(problem: Problem, pool_rows: int) -> None:
     least = min_pool_rows(problem)
     if pool_rows < least or pool_rows % BLOCK_ROWS:
         raise WorkspaceTooSmall(
@@ -127,7 +145,6 @@ def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
         )
     if pool_rows > MAX_POOL_ROWS:
         raise ConfigError("pool_rows", pool_rows, f"at most {MAX_POOL_ROWS}")
-    return _place(_workspace(problem, pool_rows))
 
 
 def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
@@ -149,6 +166,34 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "y_rows", (rows, p.hidden), torch.bfloat16
 
 
+# Cells of backward's part that must be zero when no launch is in flight; a reset zeroes them.
+BACKWARD_CONTROL = ("grads_ready",)
+
+
+def backward_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions that a backward launch needs beside the workspace, in memory of its own.
+
+    Where x has no scales, dy_rows and hs are the workspace's x_pool and h, which have the same format.
+    """
+    _check_pool(problem, pool_rows)
+    return _place(_backward(problem, pool_rows))
+
+
+def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
+    planes = p.activation.planes
+    for cell in BACKWARD_CONTROL:
+        yield cell, (1,), torch.int32
+    yield "expert_rows", (p.num_local_experts(p.rank), 2), torch.int32
+    yield "row_weight", (rows,), torch.float32
+    yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32
+    yield "dgu", (rows, planes, p.intermediate), torch.bfloat16
+    yield "x_rows", (rows, p.hidden), torch.bfloat16
+    if p.formats.x.scaled:
+        yield "dy_rows", (rows, p.hidden), torch.bfloat16
+    if p.formats.h.scaled:
+        yield "hs", (rows, p.intermediate), torch.bfloat16
+
+
 # --- the state: of one call on one rank ---
 
 
@@ -165,6 +210,41 @@ def _state(p: Problem) -> Iterator[_Spec]:
     yield "route_ids", (chunks * CHUNK_TOKENS, p.top_k), torch.int32
     yield "route_weights", (chunks * CHUNK_TOKENS, p.top_k), torch.float32
     yield "chunk_prefix", (p.num_local_experts(p.rank), chunks + 1), torch.int32
+
+
+def train_state_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions of the state of a call that trains: what backward needs besides x, weights and routes.
+
+    Forward writes all that backward reads of it, so its memory may be anything.
+    """
+    _check_pool(problem, pool_rows)
+    return _place(_train_state(problem, pool_rows))
+
+
+def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
+    x = p.formats.x
+    yield "header", (ctypes.sizeof(abi.StateHeader) // 4,), torch.int32
+    yield from _state(p)
+    yield "gu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
+    # Without scales own tokens are not saved: backward reads them from x.
+    slots = p.ep_size if x.scaled else p.ep_size - 1
+    yield "tokens", (slots, p.max_tokens, p.hidden), x.dtype
+    if x.scaled:
+        yield "tokens_scale", (slots, *x.scale_shape(p.max_tokens, p.hidden)), torch.float32
+
+
+def train_state_used(problem: Problem, pool_rows: int) -> int:
+    """Return the bytes that a full batch writes of the state when every choice of distinct experts is as likely."""
+    p, regions = problem, train_state_regions(problem, pool_rows)
+    local, experts = p.num_local_experts(p.rank), p.num_experts
+    rows_of_expert = _round_up(-(-p.ep_size * p.max_tokens * p.top_k // experts), GROUP_ROWS)
+    filled = min(local * rows_of_expert / pool_rows, 1.0)
+    k = min(p.top_k, experts)
+    named = 1 - math.comb(experts - local, k) / math.comb(
+        experts, k
+    )  # one of our experts, by a token
+    share = {"gu": filled, "tokens": named, "tokens_scale": named}
+    return round(sum(region.bytes * share.get(name, 1.0) for name, region in regions.items()))
 
 
 def min_pool_rows(problem: Problem) -> int:
@@ -199,29 +279,50 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     A window may be shared by many layers, a workspace belongs to one. Weights are not counted.
     """
     rows = default_pool_rows(problem) if pool_rows is None else pool_rows
+    worst = worst_pool_rows(problem)
     window, workspace = window_regions(problem), workspace_regions(problem, rows)
-    state = state_regions(problem)
-    parts = {name: region.bytes for name, region in {**window, **workspace, **state}.items()}
+    state, train_state = state_regions(problem), train_state_regions(problem, rows)
+    backward = backward_regions(problem, rows)
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),
+        "backward_bytes": total_bytes(backward),
+        "train_state_bytes": total_bytes(train_state),
+        "train_state_used_bytes": train_state_used(problem, rows),
+        "train_state_worst_bytes": total_bytes(train_state_regions(problem, max(worst, rows))),
         "pool_rows": rows,
-        "worst_pool_rows": worst_pool_rows(problem),
-        "regions": parts,
+        "worst_pool_rows": worst,
+        "regions": _sizes({**window, **workspace, **state}),
+        "training_regions": _sizes({**train_state, **backward}),
     }
+    mib = {name: f"{size / 2**20:.1f} MiB" for name, size in report.items() if "bytes" in name}
+    used, largest = mib["train_state_used_bytes"], mib["train_state_worst_bytes"]
+    of_call = f"used at even load {used}, in one pass at worst {largest}"
     lines = [
-        f"window (symmetric)  {report['window_bytes'] / 2**20:10.1f} MiB",
-        f"workspace           {report['workspace_bytes'] / 2**20:10.1f} MiB, "
-        f"{rows} pool rows (worst case {report['worst_pool_rows']})",
-        f"state of a call     {report['state_bytes'] / 2**20:10.1f} MiB",
+        f"window (symmetric)  {mib['window_bytes']:>14}",
+        f"workspace           {mib['workspace_bytes']:>14}, {rows} pool rows (worst case {worst})",
+        f"state of a call     {mib['state_bytes']:>14}",
+        *_largest(report["regions"]),
+        "training adds",
+        f"backward's workspace{mib['backward_bytes']:>14}",
+        f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
+        *_largest(report["training_regions"]),
     ]
-    largest = sorted(parts.items(), key=lambda item: -item[1])
-    lines += [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]
     report["text"] = "\n".join(lines)
     report["line"] = (
-        f"memory of rank {problem.rank}: window {report['window_bytes'] / 2**20:.1f} MiB, workspace "
-        f"{report['workspace_bytes'] / 2**20:.1f} MiB, {rows} pool rows (worst case {report['worst_pool_rows']}), "
-        f"state of a call {report['state_bytes'] / 2**20:.1f} MiB"
+        f"memory of rank {problem.rank}: window {mib['window_bytes']}, workspace {mib['workspace_bytes']}, "
+        f"{rows} pool rows (worst case {worst}), state of a call {mib['state_bytes']}; training: "
+        f"backward's workspace {mib['backward_bytes']}, state of a call {mib['train_state_bytes']} ({of_call})"
     )
     return report
+
+
+def _sizes(regions: dict[str, Region]) -> dict[str, int]:
+    return {name: region.bytes for name, region in regions.items()}
+
+
+def _largest(sizes: dict[str, int]) -> list[str]:
+    """Return a line for each region of a MiB or more."""
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    return [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]

@@ -18,7 +18,7 @@ LAYERS = [
     ("formats.weights", "jit"),
     ("formats.cache", "backends.staged", "memory.layout"),
     ("memory.arguments", "memory.transport"),
-    ("memory.window",),
+    ("memory.window", "memory.training"),
     ("backends.mega", "backends.emulate"),
     ("frontend.agreement",),
     ("frontend.functional",),

@@ -14,7 +14,8 @@ from megamoe.formats import table
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import abi, paths
 from megamoe.jit.source import TILE
-from megamoe.memory import arguments, layout
+from megamoe.memory import arguments, layout, training
+from megamoe.testing.shapes import shape
 
 
 def problems(count=60, seed=0):
@@ -36,16 +37,21 @@ def problems(count=60, seed=0):
 
 
 def regions_of(problem):
+    rows = layout.default_pool_rows(problem)
     yield layout.window_regions(problem)
-    yield layout.workspace_regions(problem, layout.default_pool_rows(problem))
+    yield layout.workspace_regions(problem, rows)
     yield layout.state_regions(problem)
+    yield layout.backward_regions(problem, rows)
+    yield layout.train_state_regions(problem, rows)
 
 
 def test_regions_are_aligned_ordered_and_apart():
     for problem in problems():
         for regions in regions_of(problem):
             end = 0
-            for region in regions.values():
+            for name, region in regions.items():
+                if name == "window_x" and "window_dy" in regions:
+                    continue  # the same memory, see test_dy_is_staged_where_x_was
                 assert region.offset % layout.ALIGNMENT == 0
                 assert region.offset >= end
                 end = region.end
@@ -53,17 +59,29 @@ def test_regions_are_aligned_ordered_and_apart():
 
 
 def test_names_are_fields_of_args():
-    fields = abi.field_names(abi.Args)
-    windows = {name for name in fields if name.startswith("window_")}
+    fields, training_fields = abi.field_names(abi.Args), abi.field_names(abi.Training)
+    windows = {name for name in fields + training_fields if name.startswith("window_")}
     seen = set()
     for problem in problems():
-        window, workspace, state = regions_of(problem)
+        window, workspace, state, backward, train_state = regions_of(problem)
         assert not set(window) & set(workspace) | set(workspace) & set(state)
+        assert not (set(window) | set(workspace) | set(train_state)) & set(backward)
         assert set(state) <= set(fields)
-        assert set(window) <= windows
+        assert set(window) <= windows | {"window_dy"}
         assert set(workspace) <= {*fields, *arguments.GEMM_POINTERS, "h"}  # h: in maps only
+        assert set(backward) <= {*training_fields, "dy_rows"}  # x_pool of a backward launch
+        assert set(state) < set(train_state) <= {*fields, *training_fields}
         seen |= set(window)
-    assert seen == windows
+    assert seen == windows | {"window_dy"}
+
+
+def test_dy_is_staged_where_x_was():
+    """A launch stages one of them: dy, in bf16, has twice the bytes of x in FP8."""
+    problem = Problem(272, 144, 7, 3, ep_size=2, max_tokens=70, precision="fp8")
+    window = layout.window_regions(problem)
+    assert window["window_x"].offset == window["window_dy"].offset
+    assert window["window_dy"].bytes == 2 * window["window_x"].bytes == 2 * 70 * 272
+    assert "window_dy" not in layout.window_regions(replace(problem, precision="bf16"))
 
 
 def test_shapes_are_those_of_the_header():
@@ -73,22 +91,25 @@ def test_shapes_are_those_of_the_header():
     tables = {name: region for regions in regions_of(problem) for name, region in regions.items()}
     values = {
         "L": 2, "K": 3, "H": 272, "I": 144, "M": rows, "C": 12, "R": 4, "max_tokens": 70,
+        "P": 2, "S": 4,
     }  # fmt: skip
 
     def number(text):
-        text = re.sub(r"ceil\((\w)/128\)", lambda m: str(-(-values[m[1]] // 128)), text.strip())
+        text = re.sub(
+            r"ceil\((\w)/(\d+)\)", lambda m: str(-(-values[m[1]] // int(m[2]))), text.strip()
+        )
         return eval(text.replace("/", "//"), {}, values)
 
     checked = 0
     for line in abi.read_text().splitlines():
-        found = re.match(r"\s+[\w\s*]+?(\w+);\s*//\s*(?:fp8: )?\[([^\]]+)\]", line)
+        found = re.match(r"\s+[\w\s*]+?(\w+);\s*//\s*(?:fp8: |scaled x: )?\[([^\]]+)\]", line)
         if found and found[1] in tables:
             region = tables[found[1]]
             stated = tuple(number(part) for part in found[2].split(","))
             shape = region.shape[:-1] if found[1] == "window_routes" else region.shape
             assert shape == stated, found[1]
             checked += 1
-    assert checked >= 18
+    assert checked >= 25
 
 
 def test_window_is_the_same_on_every_rank():
@@ -102,6 +123,7 @@ def test_window_is_the_same_on_every_rank():
 def test_views_do_not_overlap():
     problem = Problem(64, 48, 5, 2, ep_size=2, max_tokens=40, precision="fp8")
     regions = layout.window_regions(problem)
+    del regions["window_x"]  # the same memory as window_dy
     memory = torch.zeros(layout.total_bytes(regions), dtype=torch.uint8)
     for i, region in enumerate(regions.values()):
         region.view(memory).view(torch.uint8).fill_(i + 1)
@@ -129,6 +151,8 @@ def test_pool_sizes():
     for rows in (layout.min_pool_rows(problem) - 128, layout.min_pool_rows(problem) + 1):
         with pytest.raises(WorkspaceTooSmall, match="pool_rows"):
             layout.workspace_regions(problem, rows)
+        with pytest.raises(WorkspaceTooSmall, match="pool_rows"):
+            layout.train_state_regions(problem, rows)
 
 
 def test_default_pool_of_deepseek():
@@ -139,6 +163,43 @@ def test_default_pool_of_deepseek():
     assert "y_rows" in report["text"]
     assert report["state_bytes"] == 8192 * 4 * 8 * 8 + -(-64 * 1025 * 4 // 256) * 256
     assert "state of a call            2.3 MiB" in report["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "limit"), [("qwen3-30b", 8192, 0.40e9), ("dsv3", 4096, 0.60e9)]
+)
+def test_what_a_training_call_keeps(name, tokens, limit):
+    """The state of a call at capacity, EP4; of FP8 it is no larger, since tokens take half the bytes."""
+    s = shape(name)
+    problem = Problem(
+        s.hidden, s.intermediate, s.num_experts, s.top_k, ep_size=4, max_tokens=tokens
+    )
+    report = layout.memory_report(problem)
+    rows = report["pool_rows"]
+    gu, tokens_saved = rows * 2 * s.intermediate * 2, 3 * tokens * s.hidden * 2
+    assert gu + tokens_saved < report["train_state_bytes"] <= limit
+    assert report["train_state_bytes"] < (gu + tokens_saved) * 1.01  # tables and header
+    assert report["train_state_used_bytes"] < 0.85 * report["train_state_bytes"]
+    worst = layout.worst_pool_rows(problem)
+    more = (worst - rows) * 2 * s.intermediate * 2
+    assert report["train_state_worst_bytes"] == report["train_state_bytes"] + more
+    fp8 = layout.memory_report(replace(problem, precision="fp8"))
+    assert fp8["train_state_bytes"] < report["train_state_bytes"]
+    for key in ("train_state_bytes", "train_state_used_bytes", "backward_bytes"):
+        assert f"{report[key] / 2**20:.1f} MiB" in report["line"]
+        assert f"{report[key] / 2**20:.1f} MiB" in report["text"]
+
+
+def test_what_an_even_load_uses():
+    """All of 128 tokens of two ranks to both experts of two: everything is used but the slack of the pool."""
+    problem = Problem(64, 48, 2, 2, ep_size=2, max_tokens=128)
+    state = layout.train_state_regions(problem, 512)
+    used = layout.train_state_used(problem, 512)
+    assert used == sum(region.bytes for region in state.values()) - state["gu"].bytes // 2
+    none = replace(problem, num_experts=1, top_k=1, rank=1)  # no experts, so no rows and no tokens
+    state = layout.train_state_regions(none, 256)
+    tables = [r.bytes for n, r in state.items() if n not in ("gu", "tokens")]
+    assert layout.train_state_used(none, 256) == sum(tables)
 
 
 def test_constants_equal_the_kernels():
@@ -220,8 +281,9 @@ def test_every_field_is_filled():
         problem, ids=torch.int64, num_tokens_device=count, profile=0x2000
     )
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
-    # the first region; 0 = the kernel chooses; not in a forward launch
-    assert empty == {"window_abort", "step_blocks", "training"}
+    assert empty == {"window_abort", "step_blocks"}  # the first region; 0 = the kernel chooses
+    of_training = {n for n in abi.field_names(abi.Training) if _value(getattr(args.training, n))}
+    assert of_training == {"window_d_weights"}
     for name, region in plan.workspace.items():
         found = [getattr(args, name)] if hasattr(args, name) else []
         found += [
@@ -311,3 +373,155 @@ def test_misaligned_tensors_are_refused():
     ids, weights = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2)
     with pytest.raises(ArgumentError, match="16-byte"):
         arguments.fill_call(args, storage, ids, weights, torch.zeros(8, 64, dtype=torch.bfloat16))
+
+
+# --- launches that train ---
+
+STATE, BACKWARD = 1 << 44, 1 << 45
+
+
+def filled_backward(problem, dtype=torch.bfloat16, **gradients):
+    """Return (args, plan, maps, weights) of a backward launch."""
+    forward, plan, _, tensors = filled(replace(problem, precision="bf16"))
+    if problem.precision != "bf16":
+        forward, plan, _, _ = filled(problem)
+    recorder, weights = Recorder(), tensors[4]
+    training.fill_backward(forward, plan, BACKWARD, recorder)
+    training.fill_masters(forward, plan, weights, recorder)
+    training.fill_train_state(forward, plan, STATE, recorder)
+    given = {"dw13": torch.empty_like(weights.w13, dtype=dtype), **gradients}
+    given.setdefault("dw2", torch.empty_like(weights.w2, dtype=dtype))
+    training.fill_gradients(forward, plan, recorder, **given)
+    return forward, plan, recorder.maps, (weights, given)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_train_launch_points_into_its_state(precision):
+    problem = Problem(272, 144, 7, 3, ep_size=2, rank=1, max_tokens=70, precision=precision)
+    args, plan, _, _ = filled(problem)
+    recorder = Recorder()
+    training.fill_train_state(args, plan, STATE, recorder)
+    state = plan.train_state
+    for name in ("route_ids", "route_weights", "chunk_prefix"):
+        assert getattr(args, name) == STATE + state[name].offset
+    t = args.training
+    assert t.header == STATE + state["header"].offset
+    assert t.tokens == STATE + state["tokens"].offset
+    assert t.tokens_scale == (STATE + state["tokens_scale"].offset if precision == "fp8" else None)
+    gu, row = STATE + state["gu"].offset, 144 * 2
+    assert recorder.maps == [
+        (gu + p * row, (144, plan.pool_rows), (2 * row,), (64, 64), 2) for p in range(2)
+    ]
+    assert [bytes(m)[0] for m in t.gu] == [1, 2]
+    with pytest.raises(ArgumentError, match="state.*16-byte"):
+        training.fill_train_state(args, plan, STATE + 8, recorder)
+
+
+@pytest.mark.parametrize(("activation", "planes"), [("swiglu", 2), ("relu2", 1)])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
+    problem = Problem(
+        272, 144, 4, 2, max_tokens=64, precision=precision, activation=activation, bias=True
+    )
+    db13 = torch.zeros(4, planes * 144)
+    args, plan, maps, (weights, given) = filled_backward(problem, dtype, db13=db13, accumulate=True)
+    workspace = {n: (1 << 40) + r.offset for n, r in plan.workspace.items()}
+    own = {n: BACKWARD + r.offset for n, r in plan.backward.items()}
+    m, box = plan.pool_rows, (64, 64)
+    dy_rows, hs = own.get("dy_rows", workspace["x_pool"]), own.get("hs", workspace["h"])
+    assert ("hs" in own) == ("dy_rows" in own) == (precision == "fp8")
+
+    def rows(at, columns, rank=2):
+        strides = (columns * 2, m * columns * 2, m * columns * 2)[: rank - 1]
+        return (at, (columns, m, 1, 1)[:rank], strides, (64, 64, 1, 1)[:rank], 2)
+
+    def plane(base, i):
+        return (base + i * 288, (144, m), (planes * 288,), box, 2)
+
+    def matrix(w, inner, outer, w_planes, box, size):
+        strides = (inner * size, outer * inner * size, w_planes * outer * inner * size)
+        return (w.data_ptr(), (inner, outer, w_planes, 4), strides, box, size)
+
+    fields = {
+        "first.a": (args.gemm[0].a, rows(dy_rows, 272)),
+        "first.b": (args.gemm[0].b, matrix(weights.w2, 144, 272, 1, (64, 64, 1, 1), 2)),
+        "second.a": (args.gemm[1].a, plane(own["dgu"], 0)),
+        "second.b": (args.gemm[1].b, matrix(weights.w13, 272, 144, planes, (64, 64, 1, 1), 2)),
+        "second.out": (args.gemm[1].out, rows(workspace["y_rows"], 272)),
+        "hs": (args.training.hs, rows(hs, 144)),
+        "x_rows": (args.training.x_rows_map, rows(own["x_rows"], 272)),
+        "b0": (args.training.b[0], rows(own["x_rows"], 272, 4)),
+        "b1": (args.training.b[1], rows(hs, 144, 4)),
+        "w13": (args.training.w13, matrix(weights.w13, 272, 144, planes, (64, 128, 1, 1), 2)),
+        "dw13": (
+            args.training.dw[0],
+            matrix(given["dw13"], 272, 144, planes, (128 // size, 64, 1, 1), size),
+        ),
+        "dw2": (
+            args.training.dw[1],
+            matrix(given["dw2"], 144, 272, 1, (128 // size, 64, 1, 1), size),
+        ),
+        **{f"dgu{i}": (args.training.dgu[i], plane(own["dgu"], i % planes)) for i in range(2)},
+        **{
+            f"gu{i}": (
+                args.training.gu[i],
+                plane(STATE + plan.train_state["gu"].offset, i % planes),
+            )
+            for i in range(2)
+        },
+    }
+    for name, (field, expected) in fields.items():
+        assert maps[bytes(field)[0] - 1] == expected, name
+    assert [(g.n, g.k, g.bias) for g in args.gemm] == [(144, 272, None), (272, 144, None)]
+    assert [g.done for g in args.gemm] == [workspace["gemm1_done"], workspace["gemm2_done"]]
+    assert args.x_pool == dy_rows
+    t = args.training
+    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
+        assert getattr(t, name) == own[name]
+    assert (t.b13, t.b2) == (weights.b13.data_ptr(), weights.b2.data_ptr())
+    assert (t.db13, t.db2) == (db13.data_ptr(), None)
+    assert (t.weights_wanted, t.dw_bytes, t.accumulate) == (3, size, 1)
+    assert t.window_d_weights == plan.window["window_d_weights"].offset > 0
+    assert args.config_hash == (problem.fingerprint() + arguments.BACKWARD_HASH) & 0xFFFFFFFF
+
+
+def test_tensors_of_a_backward_call():
+    problem = Problem(64, 48, 4, 2, max_tokens=8)
+    args, _, _, _ = filled_backward(problem, dw13=None)
+    assert args.training.weights_wanted == 2
+    dy, x, dx = (torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(3))
+    ids, d_weights = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 2)
+    tensors = {"dy": dy, "x": x, "topk_ids": ids, "dx": dx, "d_topk_weights": d_weights}
+    training.fill_backward_call(args, **tensors)
+    assert (args.x, args.topk_ids, args.y) == (dy.data_ptr(), ids.data_ptr(), dx.data_ptr())
+    assert (args.topk_weights, args.num_tokens, args.ids_are_int64) == (None, 8, 1)
+    assert args.training.x == x.data_ptr()
+    assert args.training.d_topk_weights == d_weights.data_ptr()
+    shifted = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+    with pytest.raises(ArgumentError, match="x is.*16-byte"):
+        training.fill_backward_call(args, **{**tensors, "x": shifted})
+
+
+def test_gradients_that_no_launch_can_write_are_refused():
+    problem = Problem(64, 48, 4, 2, max_tokens=8, bias=True)
+    args, plan, _, (weights, given) = filled_backward(problem)
+    storage = torch.zeros(weights.w2.numel() + 1, dtype=torch.bfloat16)[1:]
+    cases = {
+        "dw13 and dw2": {**given, "dw2": weights.w2.float()},
+        "dw2 is.*16-byte": {**given, "dw2": storage.view_as(weights.w2)},
+        "db2 is.*contiguous fp32": {**given, "db2": weights.b2.bfloat16()},
+    }
+    for message, tensors in cases.items():
+        with pytest.raises(ArgumentError, match=message):
+            training.fill_gradients(args, plan, Recorder(), **tensors)
+    weights.w2 = weights.w2.float()
+    with pytest.raises(ArgumentError, match="weights.w2.dtype"):
+        training.fill_masters(args, plan, weights, Recorder())
+
+
+def test_backward_maps_are_legal_without_experts():
+    problem = Problem(64, 64, 2, 1, ep_size=4, rank=3, max_tokens=8)
+    args, _, maps, _ = filled_backward(problem)
+    assert args.num_local_experts == 0
+    assert all(dims[-1] == 1 for _, dims, _, _, _ in maps if len(dims) == 4)
