@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +15,21 @@ from megamoe import env
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, SealedWeights
 from megamoe.jit import abi, compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan, fill_pointers, fill_static, fill_weights
-from megamoe.memory.transport.group import all_or_none, as_group, nccl_in_use
-from megamoe.memory.window import (
-    Window,
+from megamoe.memory.launches import (
+    alike,
     allocator,
     current_device,
     launch_lock,
     launch_order,
     on_device,
 )
+from megamoe.memory.transport.group import all_or_none, as_group, nccl_in_use
+from megamoe.memory.window import Window
 
 NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
 PROFILE_SLOTS = 16
@@ -135,9 +138,10 @@ class MegaBackend:
         self._launcher: Any = None
         self._weights_key: tuple[Any, ...] | None = None
         self._bias: Tensor | None = None  # kept until other weights are set
-        self._empty = allocator(self._on_gpu)
-        self._y: tuple[tuple[int, ...], tuple[int, int]] = ((), (0, 1))  # shape and strides
-        self._fitting: tuple[Any, ...] = ()  # shapes, types and device that were checked last
+        self._make_y: Callable[[], Tensor]
+        # says whether x, ids and weights are like those that were checked last
+        self._checked: Callable[..., bool] = lambda *_: False
+        self._sealed: ExpertWeights | None = None  # whose addresses the launch has
         self.profile: Tensor | None = None
         if profile:
             shape = (self.grid, PROFILE_SLOTS)
@@ -193,6 +197,7 @@ class MegaBackend:
 
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
+        self._sealed = None
         w = weights if weights.b13 is None else weights.with_flat_bias()
         w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
         key = (
@@ -200,12 +205,13 @@ class MegaBackend:
             s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
             b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
         )  # fmt: skip
-        if key == self._weights_key:
-            return
-        self._bias = b13
-        w.validate(self.problem, self.device)
-        fill_weights(self._args, self.plan, w, self._encode)
-        self._weights_key = key
+        if key != self._weights_key:
+            self._bias = b13
+            w.validate(self.problem, self.device)
+            fill_weights(self._args, self.plan, w, self._encode)
+            self._weights_key = key
+        if type(weights) is SealedWeights:
+            self._sealed = weights
 
     def forward(
         self,
@@ -228,19 +234,17 @@ class MegaBackend:
         self.window.poll()
         if self._launcher is None:
             self.prepare(weights)
-        key = (
-            x.shape, topk_ids.shape, topk_weights.shape, x.device,
-            x.dtype, topk_ids.dtype, topk_weights.dtype,
-        )  # fmt: skip
-        contiguous = x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous()
         with launch_lock:
-            if not contiguous or key != self._fitting:
-                self._check(x, topk_ids, topk_weights, contiguous)
+            if not self._checked(x, topk_ids, topk_weights):
+                self._check(x, topk_ids, topk_weights)
                 self._args.num_tokens = x.shape[0]
                 self._args.ids_are_int64 = topk_ids.dtype == torch.int64
-                self._fitting, self._y = key, (tuple(x.shape), (x.shape[1], 1))
-            y = self._empty(*self._y, torch.bfloat16) if out is None else out
-            self._set_weights(weights)
+                shape, strides = tuple(x.shape), (x.shape[1], 1)
+                self._make_y = partial(allocator(self._on_gpu), shape, strides, torch.bfloat16)
+                self._checked = alike(x, topk_ids, topk_weights)
+            y = self._make_y() if out is None else out
+            if weights is not self._sealed:
+                self._set_weights(weights)
             handle = self._order.before_launch()
             fill_pointers(self._args, x, topk_ids, topk_weights, y, num_tokens_device)
             self._launcher.launch(handle)
@@ -251,7 +255,7 @@ class MegaBackend:
                     tensor.record_stream(self._order.stream)  # nothing if it was made there
         return y
 
-    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, contiguous: bool) -> None:
+    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
         tokens, p = x.shape[0], self.problem
         if (
@@ -262,7 +266,7 @@ class MegaBackend:
             or topk_ids.dtype not in (torch.int32, torch.int64)
             or topk_ids.shape != (tokens, p.top_k)
             or topk_weights.shape != (tokens, p.top_k)
-            or not contiguous
+            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
             or x.device != self.device
         ):
             raise ArgumentError(

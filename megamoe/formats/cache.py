@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megamoe.config import Problem
 from megamoe.errors import CompileError
 from megamoe.formats.quantization import codec, quantize_blockwise, stored_shape
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, SealedWeights
 
 log = logging.getLogger("megamoe")
 
@@ -125,7 +125,9 @@ class QuantizedCache:
         codec(problem.formats.w)  # raises for a format that this cannot make
         q13, s13 = self.get("w13", w13, problem.activation.planes)
         q2, s2 = self.get("w2", w2)
-        weights = ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)
+        # Biases are the caller's, who may move them.
+        kind = SealedWeights if masters.b13 is None and masters.b2 is None else ExpertWeights
+        weights = kind(q13, q2, masters.b13, masters.b2, s13, s2)
         volatile = any(entry.volatile for entry in self._entries.values())
         self._last = None if volatile else (replace(masters), versions, weights)
         return weights

@@ -110,6 +110,19 @@ class ExpertWeights:
         return ExpertWeights(w13, w2, self.b13, self.b2)
 
 
+class SealedWeights(ExpertWeights):
+    """FP8 copies without biases: fields cannot be set again and tensors, which nobody else has, keep their memory.
+
+    So who has looked at their addresses need not look again while it is given the same object.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field once."""
+        if name in self.__dict__:
+            raise AttributeError(f"{name} of sealed weights cannot be set: use dataclasses.replace")
+        super().__setattr__(name, value)
+
+
 class _Joined(torch.autograd.Function):
     """w1 and w3 as one view [L, 2, I, H]; the gradient goes back to both."""
 

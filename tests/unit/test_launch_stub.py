@@ -51,12 +51,12 @@ BACKEND = """
 class Stream:
     cuda_stream = 0x5000
 def on_cpu():
-    window.current_stream_handle = lambda ordinal: Stream.cuda_stream
+    launches.current_stream_handle = lambda ordinal: Stream.cuda_stream
     changed = {"current_stream": lambda *a: Stream, "is_current_stream_capturing": lambda: False}
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 from megamoe.backends import mega
-from megamoe.memory import window
+from megamoe.memory import launches
 from megamoe.memory.window import Window
 from megamoe.formats.weights import ExpertWeights, expected_weights
 module.load_kernel = lambda variant, device: KERNEL
@@ -263,6 +263,73 @@ print(json.dumps(facts))
     assert seen["moved"] == [True, 2]
 
 
+def test_weights_that_move_are_followed(run):
+    seen = run("""
+from megamoe.formats.weights import SealedWeights
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu")
+    def launched(w):  # whether the kernel was given these weights, as they are now
+        call(backend, weights=w)
+        one, two = argument().gemm
+        return [one.b.words[0], two.b.words[0], one.b_scale, two.b_scale] == [
+            t.data_ptr() for t in (w.w13, w.w2, w.w13_scale, w.w2_scale)]
+    named = weights.named()
+    sealed, plain = SealedWeights(**named), ExpertWeights(**{n: t.clone() for n, t in named.items()})
+    found = [launched(w) for w in (sealed, sealed, plain, sealed, plain)]
+    plain.w2.data = plain.w2.clone()
+    found.append(launched(plain))
+    plain.w13 = plain.w13.clone()
+    found.append(launched(plain))
+    wide = torch.zeros(7, 272, 160, dtype=plain.w2.dtype)
+    plain.w2.data = wide[:, :, :144]
+    call(backend, weights=plain)
+    plain.w2.data = torch.as_strided(wide, (7, 272, 144), (144 * 272, 144, 1))  # the same address
+    call(backend, weights=plain)
+    strides = [m["strides"][0] for m in maps()[-2:]]
+    try:
+        sealed.w2 = plain.w2
+        found.append(False)
+    except AttributeError:
+        found.append(True)
+print(json.dumps([found, strides]))
+""")
+    assert seen == [[True] * 8, [160, 144]]
+
+
+def test_calls_of_other_shapes_and_types_are_noticed(run):
+    seen = run("""
+def sizes(tokens, dtype):
+    x, scores = torch.zeros(tokens, 272, dtype=torch.bfloat16), torch.zeros(tokens, 3)
+    backend.forward(x, torch.zeros(tokens, 3, dtype=dtype), scores, weights)
+    return [argument().num_tokens, argument().ids_are_int64]
+with on_cpu():
+    found, refused = [], []
+    for guards in (torch._C._dynamo.guards.TensorGuards, None):
+        with mock.patch.object(torch._C._dynamo.guards, "TensorGuards", guards):
+            backend = mega.MegaBackend(problem, device="cpu")
+            for tokens, dtype in ((5, torch.int64), (5, torch.int32), (6, torch.int32), (0, torch.int32)) * 2:
+                found.append(sizes(tokens, dtype) == [tokens, dtype == torch.int64])
+            good = torch.zeros(6, 272, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.int32), torch.zeros(6, 3)
+            backend.forward(*good, weights)
+            for position, bad in (
+                (0, good[0].float()), (0, torch.zeros(272, 6, dtype=torch.bfloat16).t()), (0, good[0][:, :256]),
+                (1, good[1].short()), (1, good[1][:5]), (2, torch.zeros(3, 6).t()), (2, good[2].to("meta")[:, :2]),
+            ):
+                given = list(good)
+                given[position] = bad
+                launches = number("stub_launches").value
+                try:
+                    backend.forward(*given, weights)
+                    refused.append(False)
+                except ArgumentError:
+                    refused.append(number("stub_launches").value == launches)
+            backend.forward(*good, weights)
+            found.append(argument().num_tokens == 6)
+print(json.dumps([found, refused]))
+""")
+    assert seen == [[True] * 18, [True] * 14]
+
+
 def test_faults_are_raised_and_reset(run):
     seen = run("""
 with on_cpu():
@@ -307,16 +374,16 @@ class Side:
 class Event:
     def record(self, stream): self.stream = stream
 with on_cpu():
-    window._orders.clear()
+    launches._orders.clear()
     backend = mega.MegaBackend(problem, device="cpu")
     backend.prepare(weights)
     with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handles[0])):
-        window.current_stream_handle = lambda ordinal: handles[0]
+        launches.current_stream_handle = lambda ordinal: handles[0]
         while handles:
             call(backend)
             log.append([config()["stream"], "launches", 0])
             handles.pop(0)
-    window._orders.clear()
+    launches._orders.clear()
 print(json.dumps(log))
 """)
     one, two = [1, "launches", 0], [2, "launches", 0]

@@ -17,7 +17,7 @@ LAYERS = [
     ("formats.quantization", "backends.reference"),
     ("formats.weights", "jit"),
     ("formats.cache", "backends.staged", "memory.layout"),
-    ("memory.arguments", "memory.transport"),
+    ("memory.arguments", "memory.transport", "memory.launches"),
     ("memory.window", "memory.training"),
     ("backends.mega", "backends.emulate"),
     ("frontend.agreement",),
