@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -9,10 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backends.order import REFUSED, Mark, meet
+from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
+from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
+from megamoe.backends.reference.quant import quantize_experts
+from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
+from megamoe.errors import ArgumentError
+
+# what has a gradient -> its name in backward's results
+RESULTS = {
+    "x": "dx",
+    "topk_weights": "d_topk_weights",
+    "w13": "dw13",
+    "w2": "dw2",
+    "b13": "db13",
+    "b2": "db2",
+}
+_numbers = itertools.count(1)
 
 
 class ReferenceBackend:
@@ -24,6 +41,7 @@ class ReferenceBackend:
     def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
         self.problem, self.group, self.rounding = problem, group, rounding
         self.mark = Mark.make(problem, group)
+        self.number = next(_numbers)  # of the backend in this process: states carry it
         self._statistics: Statistics | None = None
 
     def prepare(self, weights: Any) -> None:
@@ -39,6 +57,11 @@ class ReferenceBackend:
     def close(self) -> None:
         """Nothing is held."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a call's state."""
+        return State.num_bytes(self.problem)
+
     @torch.no_grad()
     def forward(
         self,
@@ -51,29 +74,97 @@ class ReferenceBackend:
     ) -> Tensor:
         """Return y [T, H] of this rank; rows from num_tokens_device on are zero."""
         weights.validate(self.problem, x.device)
-        if num_tokens_device is not None:
-            behind = torch.arange(x.shape[0], device=x.device) >= num_tokens_device
-            topk_ids = topk_ids.masked_fill(behind[:, None], -1)
-        parts = [(x, topk_ids, topk_weights, weights)]
-        if self.problem.ep_size > 1:
-            meet(self.group, self.mark.ints())
-            parts = [None] * self.problem.ep_size  # type: ignore[list-item]
-            mine = (x, topk_ids, topk_weights, pack(weights))
-            dist.all_gather_object(parts, mine, group=self.group)
-            parts = [(*tensors, unpack(packed)) for *tensors, packed in parts]
-        xs, ids, scores, experts = (list(column) for column in zip(*parts, strict=True))
-        xs, ids, scores = ([t.to(x.device) for t in tensors] for tensors in (xs, ids, scores))
-        experts = [_to(e, x.device) for e in experts]
-        result = forward(self.problem, xs, ids, scores, experts, rounding=self.rounding)
+        topk_ids = _without_rows_behind(topk_ids, num_tokens_device)
+        call = self._gather(self.mark.ints(), (x, topk_ids, topk_weights), weights)
+        result = forward(self.problem, *call, rounding=self.rounding)
         counts = result["counts"][self.problem.rank].sum(0)
         self._statistics = Statistics.without_pool(counts)
         y = result["y"][self.problem.rank].to(x.dtype)
         return y if out is None else out.copy_(y)
 
+    def forward_train(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: Any,
+        num_tokens_device: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what forward does, and the state for backward: [state_bytes] uint8 on x's device."""
+        y = self.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
+        routes = _without_rows_behind(topk_ids, num_tokens_device), topk_weights
+        return y, State.pack(self.problem, self.number, *routes)
+
+    @torch.no_grad()
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        weights: Any,
+        state: Tensor,
+        needs: Sequence[bool],
+        *,
+        num_tokens_device: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor | None]:
+        """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
+
+        weights: the bf16 masters, also in FP8. state: forward_train's; routes and the number of tokens are its own.
+        into: tensors by name ("w13", "w2", "b13", "b2") that gradients are added to; the list then holds None.
+        Raises ArgumentError, on the other ranks RankMismatch, for a state that is not of this layer and call.
+        """
+        try:
+            routes = State.unpack(self.problem, self.number, state, topk_ids)
+        except ArgumentError:
+            self.refuse()
+            raise
+        mark = self.mark.ints(BACKWARD)
+        dys, *call, masters = self._gather(mark, (dy, x, *routes), weights)
+        gate_up = None
+        if self.problem.formats.w.scaled:
+            quantized = [quantize_experts(self.problem, experts) for experts in masters]
+            gate_up = forward(self.problem, *call, quantized)["gate_up"]
+        into = into or {}
+        out = backward(
+            *(self.problem, dys, *call, masters),
+            rounding=self.rounding,
+            gate_up=gate_up,
+            dw_dtype=torch.float32 if into else None,
+        )
+        masters_of = {"x": x, "topk_weights": routes[1], **vars(weights)}
+        found: list[Tensor | None] = []
+        for (name, result), need in zip(RESULTS.items(), needs, strict=True):
+            gradient = out[result][self.problem.rank]
+            if need and name in into:
+                into[name].add_(gradient.reshape(into[name].shape))
+            wanted = need and name not in into and gradient is not None
+            found.append(torch.empty_like(masters_of[name]).copy_(gradient) if wanted else None)
+        return found
+
+    def _gather(self, mark: list[int], tensors: tuple[Tensor, ...], weights: Any) -> list[Any]:
+        """Return the tensors and weights of all ranks: a list by rank of each."""
+        device = tensors[0].device
+        parts: list[Any] = [(*tensors, weights)]
+        if self.problem.ep_size > 1:
+            meet(self.group, mark)
+            parts = [None] * self.problem.ep_size
+            dist.all_gather_object(parts, (*tensors, pack(weights)), group=self.group)
+            parts = [(*of_rank, unpack(packed)) for *of_rank, packed in parts]
+        *columns, experts = (list(column) for column in zip(*parts, strict=True))
+        return [*([t.to(device) for t in c] for c in columns), [_to(e, device) for e in experts]]
+
     def refuse(self) -> None:
         """Tell the ranks that meet for a call that this one makes none. Collective."""
         if self.problem.ep_size > 1:
             meet(self.group, self.mark.ints(REFUSED))
+
+
+def _without_rows_behind(topk_ids: Tensor, num_tokens_device: Tensor | None) -> Tensor:
+    if num_tokens_device is None:
+        return topk_ids
+    behind = torch.arange(topk_ids.shape[0], device=topk_ids.device) >= num_tokens_device
+    return topk_ids.masked_fill(behind[:, None], -1)
 
 
 def pack(weights: Any) -> tuple[type, dict[str, Any]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megamoe.config import Problem
 
 GROUP = 128
 
@@ -28,6 +32,32 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     """Invert quantize_rows: -> [M, K] fp32."""
     group = torch.arange(q.shape[1], device=q.device) // GROUP
     return q.float() * scale[:, group]
+
+
+def quantize_blocks(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """w: [L, P*I, K] -> (q e4m3, scale [L, P*ceil(I/128), S]); blocks restart at a plane."""
+    num, height, width = w.shape
+    rows = height // planes
+    tops = [p * rows + r for p in range(planes) for r in range(0, rows, GROUP)]
+    q = torch.empty(w.shape, dtype=torch.float8_e4m3fn, device=w.device)
+    scale = torch.empty(num, len(tops), -(-width // GROUP), dtype=torch.float32, device=w.device)
+    for e, b, s in itertools.product(*map(range, scale.shape)):
+        end = min(tops[b] + GROUP, (tops[b] // rows + 1) * rows)
+        block = e, slice(tops[b], end), slice(s * GROUP, (s + 1) * GROUP)
+        v = w[block].float()
+        amax = v.abs().max().clamp(min=1e-10)
+        limit = torch.full_like(amax, 448.0)
+        scale[e, b, s] = amax / limit
+        q[block] = (v * (limit / amax)).clamp(-448.0, 448.0).to(q.dtype)
+    return q, scale
+
+
+def quantize_experts(problem: Problem, experts: Any) -> Any:
+    """Return FP8 ExpertWeights made from the masters; w13 becomes [L, P*I, H]."""
+    w13 = experts.w13.flatten(1, -2)
+    q13, s13 = quantize_blocks(w13, problem.activation.planes)
+    q2, s2 = quantize_blocks(experts.w2, 1)
+    return replace(experts, w13=q13, w13_scale=s13, w2=q2, w2_scale=s2)
 
 
 def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:

@@ -1,0 +1,239 @@
+"""Gradients of `reference` and `staged` on one and two gloo ranks, at every edge, against the oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_reference_backward import EDGES, NAMES, make_call
+
+from megamoe.backends import reference
+from megamoe.backends.reference import ReferenceBackend
+from megamoe.backends.reference.quant import quantize_experts
+from megamoe.backends.staged import StagedBackend
+from megamoe.config import ACTIVATIONS, Problem
+from megamoe.errors import ArgumentError, RankMismatch
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.autograd import Runtime, apply
+from megamoe.testing import assert_close, launch, make_inputs, make_weights
+
+EDGES_BY_NAME = {edge.__name__: edge for edge in EDGES}
+TOKENS = {1: (6,), 2: (6, 3)}
+
+
+def behind_the_count(call):
+    """num_tokens_device says 4 and 1; what lies behind is garbage."""
+    for t, count in zip((*call.x, *call.dy), (4, 1)[: len(call.x)] * 2, strict=True):
+        t[count:] = float("nan")
+
+
+def edges(ranks):
+    found = {**EDGES_BY_NAME, "behind_the_count": behind_the_count}
+    return [name for name in found if ranks == 2 or name != "empty_rank"]
+
+
+def make(name, ranks):
+    """Return the call "edge-activation-precision" as the backends take it, and the counts of tokens or None."""
+    edge, activation, precision = name.split("-")
+    call = make_call(activation, precision == "bf16", TOKENS[ranks])
+    {**EDGES_BY_NAME, "behind_the_count": behind_the_count}[edge](call)
+    weights = [
+        ExpertWeights(
+            w.w13.bfloat16(), w.w2.bfloat16(), *(b.float() for b in (w.b13, w.b2) if b is not None)
+        )
+        for w in call.weights
+    ]
+    x, dy = ([t.bfloat16() for t in ts] for ts in (call.x, call.dy))
+    problem = replace(call.problem, precision=precision)
+    scores = [t.float() for t in call.scores]
+    call = replace(call, problem=problem, x=x, dy=dy, scores=scores, weights=weights)
+    counts = None
+    if edge == "behind_the_count":
+        counts = [torch.tensor([count], dtype=torch.int32) for count in (4, 1)[:ranks]]
+    return call, counts
+
+
+def names(ranks):
+    cases = [f"{edge}-{activation}-bf16" for edge in edges(ranks) for activation in ACTIVATIONS]
+    return cases + [f"{edge}-swiglu_oai-fp8" for edge in edges(ranks)]
+
+
+def by_reference(call, rank, group, count):
+    problem, weights = replace(call.problem, rank=rank), call.weights[rank]
+    backend = ReferenceBackend(problem, group)
+    routes = call.ids[rank], call.scores[rank]
+    forward_weights = weights.quantized(problem)
+    y, state = backend.forward_train(call.x[rank], *routes, forward_weights, count)
+    assert torch.equal(y, backend.forward(call.x[rank], *routes, forward_weights, count))
+    assert tuple(state.shape) == (backend.state_bytes,)
+    needs = [True] * 4 + [problem.bias] * 2
+    call_of_rank = call.dy[rank], call.x[rank], call.ids[rank], weights
+    return backend.backward(*call_of_rank, state, needs)
+
+
+def by_staged(call, rank, group, count):
+    problem = replace(call.problem, rank=rank)
+    leaves = [call.x[rank], call.scores[rank], *call.weights[rank].named().values()]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    runtime = Runtime(problem, group, StagedBackend(problem, group))
+    y = apply(
+        leaves[0], call.ids[rank], leaves[1], ExpertWeights(*leaves[2:]), runtime.handle, count
+    )
+    y.backward(call.dy[rank])
+    return [leaf.grad for leaf in leaves]
+
+
+def run_all(rank, ranks, group=None):
+    found = {}
+    for name in names(ranks):
+        call, counts = make(name, ranks)
+        arguments = (
+            call,
+            rank,
+            group or (dist.group.WORLD if ranks > 1 else None),
+            counts and counts[rank],
+        )
+        found[name] = {"reference": by_reference(*arguments), "staged": by_staged(*arguments)}
+    return found
+
+
+def check(name, ranks, results):
+    call, counts = make(name, ranks)
+    if counts is not None:
+        call.ids = [t.clone() for t in call.ids]
+        for ids, count in zip(call.ids, counts, strict=True):
+            ids[int(count) :] = -1
+    problem, gate_up = call.problem, None
+    arguments = call.x, call.ids, call.scores, call.weights
+    if problem.precision == "fp8":
+        quantized = [w.quantized(replace(problem, rank=r)) for r, w in enumerate(call.weights)]
+        gate_up = reference.forward(problem, *arguments[:3], quantized)["gate_up"]
+    expected = reference.backward(problem, call.dy, *arguments, rounding="none", gate_up=gate_up)
+    for rank, result in enumerate(results):
+        for way, gradients in result[name].items():
+            for of, gradient in zip(NAMES, gradients, strict=False):
+                if gradient is None:
+                    assert expected[of][rank] is None
+                    continue
+                tolerance = 0.12 if problem.precision == "fp8" and way == "staged" else 0.01
+                what = f"{name}, rank {rank}, {way}: {of}"
+                assert_close(gradient, expected[of][rank], relative=tolerance, name=what)
+
+
+def test_one_rank():
+    results = [run_all(0, 1)]
+    for name in names(1):
+        check(name, 1, results)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return launch(run_all, 2, 2, timeout_s=100)
+
+
+@pytest.mark.parametrize("edge", edges(2))
+def test_two_ranks(two_ranks, edge):
+    for name in names(2):
+        if name.startswith(f"{edge}-"):
+            check(name, 2, two_ranks)
+
+
+@pytest.mark.parametrize("of", range(len(NAMES)))
+@pytest.mark.parametrize("way", ["reference", "staged"])
+def test_a_wrong_gradient_is_seen(two_ranks, way, of):
+    """Of rank 1, with one row of it doubled."""
+    name = "repeated-swiglu_oai-bf16"
+    gradients = list(two_ranks[1][name][way])
+    gradients[of] = gradients[of].clone()
+    gradients[of][0] *= 2
+    wrong = {name: {**two_ranks[1][name], way: gradients}}
+    with pytest.raises(AssertionError, match=f"rank 1, {way}: {NAMES[of]}"):
+        check(name, 2, [two_ranks[0], wrong])
+
+
+PROBLEM = Problem(48, 32, 5, 3, max_tokens=16, activation="swiglu_oai", bias=True)
+
+
+def a_call(problem=PROBLEM, tokens=9):
+    """Return a backend, what its backward takes before the state, and the state."""
+    backend = ReferenceBackend(problem)
+    inputs, weights = make_inputs(problem, tokens), make_weights(problem, quantize=False)
+    _, state = backend.forward_train(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
+    return backend, (inputs.x, inputs.x, inputs.topk_ids, weights), state
+
+
+def test_gradients_are_added_where_asked_and_laid_out_as_the_masters():
+    backend, call, state = a_call()
+    plain = backend.backward(*call, state, [True] * 6)
+    assert all(g.dtype == torch.bfloat16 for g in (plain[0], plain[2], plain[3]))
+    some = backend.backward(*call, state, [False, True, False, True, False, True])
+    assert [g is None for g in some] == [True, False] * 3
+    main = {"w13": torch.ones(5, 64, 48), "b2": torch.ones(5, 48)}
+    added = backend.backward(*call, state, [True] * 6, into=main)
+    assert added[2] is added[5] is None
+    assert torch.equal(added[4], plain[4])
+    torch.testing.assert_close(main["w13"].sub(1).bfloat16(), plain[2], rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(main["b2"].sub(1), plain[5], rtol=1e-4, atol=1e-5)
+    assert added[3].dtype == torch.bfloat16
+
+    # gate and up rows interleaved, as GPT-OSS stores them
+    weights = call[3]
+    mixed = torch.empty(5, 32, 2, 48, dtype=torch.bfloat16).transpose(1, 2)
+    mixed.copy_(weights.w13.unflatten(1, (2, 32)))
+    strided = backend.backward(*call[:3], replace(weights, w13=mixed), state, [True] * 6)
+    assert strided[2].stride() == mixed.stride()
+    assert torch.equal(strided[2].flatten(1, 2), plain[2])
+
+
+def test_a_foreign_state_is_named():
+    backend, call, state = a_call()
+    other, _, others_state = a_call()
+    wrong = {
+        "one that no forward completed": torch.zeros_like(state),
+        rf"that of layer {other.number}, expected that of .* \({backend.number}\)": others_state,
+        r"torch.uint8 \[5\], expected uint8 \[\d+\]": state[:5],
+        "torch.float32": state.float(),
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ArgumentError, match=f"state is {message}"):
+            backend.backward(*call, given, [True] * 6)
+    dy, x, ids, weights = call
+    with pytest.raises(ArgumentError, match="state is that of other topk_ids"):
+        backend.backward(dy, x, ids.flip(0), weights, state, [True] * 6)
+    with pytest.raises(ArgumentError, match="state is that of 9 tokens, expected one of 8"):
+        backend.backward(dy[:8], x[:8], ids[:8], weights, state, [True] * 6)
+    moved = torch.cat([state.new_zeros(1), state])[1:]  # offloaded and back: anywhere
+    assert backend.backward(dy, x, ids, weights, moved, [True] * 6)[0].any()
+
+
+def refuse_on_rank_0(rank):
+    call, _ = make("dropped-swiglu-bf16", 2)
+    problem, weights = replace(call.problem, rank=rank), call.weights[rank]
+    backend = ReferenceBackend(problem, dist.group.WORLD)
+    routes = call.ids[rank], call.scores[rank]
+    _, state = backend.forward_train(call.x[rank], *routes, weights)
+    arguments = call.dy[rank], call.x[rank], call.ids[rank], weights
+    given = torch.zeros_like(state) if rank == 0 else state
+    try:
+        backend.backward(*arguments, given, [True] * 6)
+        first = None
+    except (ArgumentError, RankMismatch) as error:
+        first = f"{type(error).__name__}: {error}"
+    return first, backend.backward(*arguments, state, [True] * 4 + [False] * 2)[0]
+
+
+def test_a_foreign_state_on_one_rank_ends_the_call_on_all():
+    (first, dx), (second, _) = launch(refuse_on_rank_0, 2, timeout_s=60)
+    assert first.startswith("ArgumentError: state is one that no forward completed")
+    assert second == "RankMismatch: rank 0 refused its arguments: see that rank's error"
+    assert dx.any()
+
+
+def test_quantization_of_the_oracle_has_the_bits_of_the_layers():
+    for activation in ("swiglu", "relu2"):
+        problem = Problem(144, 208, 3, 2, precision="fp8", activation=activation)
+        masters = make_weights(problem, quantize=False)
+        masters.w2[1] = 0
+        found, expected = quantize_experts(problem, masters), masters.quantized(problem)
+        for name, tensor in expected.named().items():
+            assert torch.equal(found.named()[name].view(torch.uint8), tensor.view(torch.uint8))
