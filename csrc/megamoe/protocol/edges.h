@@ -82,6 +82,24 @@ struct YRowsReady {
     }
 };
 
+// gemm1 and restore -> both loaders of weight tiles, once a pass. Each store thread arrives once, behind the
+// last tile of gemm1 that its CTA has, and each transport warp behind its last row of x. TMA stores (dgu, hs)
+// and ordinary ones (rows of x; rows of dy, which some tile of gemm1 awaited) -> TMA loads.
+struct GradsReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
+        mem.async_complete();  // a transport warp has nothing to complete
+        mem.add(cell, 1, Order::release);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t arrivals, uint32_t expert) {
+        bool ok = mem.await(cell, Until::at_least, arrivals, Scope::gpu,
+                            Wait{Edge::grads_ready, max_ranks, expert});
+        mem.fence_proxy_async();
+        return ok;
+    }
+};
+
 // reduce (expert rank) -> combine (home rank): one partial is in the home's window. Ordinary stores into the
 // peer's memory; ordinary loads by the home.
 struct PartialsReady {
