@@ -4,133 +4,45 @@
     python tools/rank_check.py --backend staged --ranks 2                      small, anywhere
     python tools/rank_check.py --backend mega --shape dsv3 --tokens 8 1024 8192 --precision bf16 fp8
     python tools/rank_check.py --backend mega --random 200 --csv random.csv    random configurations, a row for each
+    python tools/rank_check.py --backend mega --direction backward --shape dsv3    every gradient; step: both
     torchrun --nproc-per-node 4 tools/rank_check.py --backend mega             started by torchrun
 
 Inputs and weights are drawn on the device from (seed, rank), so every rank can draw those of the others and needs no
 communication to compute what it should have got. Large cases check a sample of tokens. Two oracles: one rounds where
 the kernel does and gives the verdict on every stage; the other is fp32 throughout on the bf16 weights, and shows what
-the roundings cost y. Exit code 1 on any failure.
+the roundings cost y, or a gradient. Exit code 1 on any failure.
+
+Backward compares gradients of sampled tokens and experts, starting from the pre-activations that forward saved, where
+the backend has a backward pass of its own; else torch's gradients of the layer, with fp32 alone.
 """
 
 import argparse
 import csv
 import gc
-import itertools
-import random
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, shapes_from
+from common import Rank, add_launch_arguments, add_shape_arguments, header, launch
+from rank_backward import check_backward
+from rank_cases import Case, listed_cases, random_case
 from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
-from megamoe.config import ACTIVATIONS, PRECISIONS
-from megamoe.testing import ROUTINGS, Inputs, make_inputs, make_weights, same_bits
-from megamoe.testing.shapes import Shape
+from megamoe.config import PRECISIONS
+from megamoe.testing import OVERLOADED, ROUTINGS, same_bits
+from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
-MAX_CHECKED_TOKENS = 512  # of a rank
-CSV_FIELDS = ["case", "backend", "ranks", "precision", "verdict", *STAGES, "y_fp32", "seconds"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration, equal on all ranks."""
-
-    shape: Shape
-    precision: str
-    tokens: tuple[int, ...]  # of each rank
-    routing: str = "uniform"
-    ids_dtype: torch.dtype = torch.int32
-    seed: int = 0
-
-    def __str__(self) -> str:
-        s = self.shape
-        tokens = "x".join(map(str, self.tokens if len(set(self.tokens)) > 1 else self.tokens[:1]))
-        bias = "+bias" if s.bias else ""
-        return (
-            f"{s.name} H={s.hidden} I={s.intermediate} E={s.num_experts} K={s.top_k} {s.activation}{bias} "
-            f"{self.precision} T={tokens} {self.routing} {str(self.ids_dtype)[6:]} seed={self.seed}"
-        )
-
-    def problem(self, rank: int) -> megamoe.Problem:
-        s = self.shape
-        return megamoe.Problem(
-            hidden=s.hidden,
-            intermediate=s.intermediate,
-            num_experts=s.num_experts,
-            top_k=s.top_k,
-            ep_size=len(self.tokens),
-            rank=rank,
-            max_tokens=max(1, *self.tokens),
-            precision=self.precision,
-            activation=megamoe.activation_by_name(s.activation),
-            bias=s.bias,
-        )
-
-    def inputs(self, rank: int, device: torch.device) -> Inputs:
-        """Draw what a rank feeds the layer."""
-        return make_inputs(
-            self.problem(rank),
-            self.tokens[rank],
-            seed=self.seed,
-            routing=self.routing,
-            device=device,
-            ids_dtype=self.ids_dtype,
-        )
-
-    def masters(self, rank: int, device: torch.device) -> megamoe.ExpertWeights:
-        """Draw the experts of a rank in bf16, on the device."""
-        return make_weights(self.problem(rank), seed=self.seed, device=device, quantize=False)
-
-
-def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) -> Case:
-    """Return configuration `index` of the seed: odd sizes, uneven and empty ranks, every option."""
-    r = random.Random(args.seed * 1_000_003 + index)
-    num_experts = r.choice((1, 2, 3, 7, 8, 16, 33, 64))
-    shape = Shape(
-        f"random{index}",
-        hidden=16 * r.randint(1, largest // 16),
-        intermediate=16 * r.randint(1, largest // 16),
-        num_experts=num_experts,
-        top_k=r.randint(1, min(8, num_experts)),
-        activation=r.choice(sorted(ACTIVATIONS)),
-        bias=r.random() < 0.3,
-    )
-    most = r.choice((1, 17, 130, 700))
-    return Case(
-        shape,
-        precision=r.choice(args.precision),
-        tokens=tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(ranks)),
-        routing=r.choice(ROUTINGS),
-        ids_dtype=r.choice((torch.int32, torch.int64)),
-        seed=args.seed + index,
-    )
-
-
-def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
-    dtype = torch.int64 if args.int64_ids else torch.int32
-    return [
-        Case(shape, precision, (tokens,) * ranks, routing, dtype, args.seed)
-        for shape, precision, tokens, routing in itertools.product(
-            shapes_from(args), args.precision, args.tokens, args.routing
-        )
-    ]
-
-
-def checked_tokens(case: Case, device: torch.device) -> list[Tensor]:
-    """Return the tokens of each home rank that are compared: all, or an even sample."""
-    return [
-        torch.linspace(0, tokens - 1, min(tokens, MAX_CHECKED_TOKENS), device=device).long()
-        if tokens
-        else torch.zeros(0, dtype=torch.long, device=device)
-        for tokens in case.tokens
-    ]
+FORWARD_COLUMNS = [*STAGES, "y_fp32"]
+BACKWARD_COLUMNS = [*BACKWARD_STAGES, *GRADIENTS, *(f"{name}_fp32" for name in GRADIENTS)]
+COLUMNS = {"forward": FORWARD_COLUMNS, "backward": BACKWARD_COLUMNS}
+COLUMNS["step"] = list(dict.fromkeys(FORWARD_COLUMNS + BACKWARD_COLUMNS))
+SHOWN = {"forward": ("y",), "backward": ("dx", "dw13"), "step": ("y", "dx", "dw13")}
 
 
 class Oracle:
@@ -142,7 +54,7 @@ class Oracle:
         self.inputs = [case.inputs(rank, me.device) for rank in ranks]
         self.masters = [case.masters(rank, me.device) for rank in ranks]
         self.weights = [w.quantized(self.problem) for w in self.masters]
-        self.kept = checked_tokens(case, me.device)
+        self.kept = case.checked_tokens(me.device)
         columns = ("x", "topk_ids", "topk_weights")
         self.columns = [[getattr(i, name) for i in self.inputs] for name in columns]
 
@@ -186,8 +98,15 @@ class Oracle:
         checker.judge("y_fp32", y[own[me]], want["y"][me], limit)
 
 
-def check(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
-    """Run one case on this rank. Collective."""
+def check(case: Case, me: Rank, args: argparse.Namespace) -> list[StageChecker]:
+    """Run one case on this rank in the directions asked for. Collective."""
+    checks = {"forward": (check_forward,), "backward": (check_backward,)}
+    checks["step"] = checks["forward"] + checks["backward"]
+    return [one(case, me, args) for one in checks[args.direction]]
+
+
+def check_forward(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:
+    """Run forward of one case on this rank. Collective."""
     problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
     # before the weights are drawn: a backend that cannot run here says so at once
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device)
@@ -224,8 +143,10 @@ def release_memory(device: torch.device) -> None:
 def worker(me: Rank, args: argparse.Namespace) -> int:
     title = header()
     me.print(title)
+    fields = ["case", "backend", "ranks", "direction", "precision", "verdict"]
+    fields += [*COLUMNS[args.direction], "seconds"]
     if args.csv and me.is_first:
-        args.csv.write_text(title + "\n" + ",".join(CSV_FIELDS) + "\n")
+        args.csv.write_text(title + "\n" + ",".join(fields) + "\n")
     largest = 2048 if me.device.type == "cuda" else 320
     if args.random:
         cases = [random_case(i, me.size, args, largest) for i in range(args.random)]
@@ -235,32 +156,35 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     for case in cases:
         start = time.monotonic()
         with torch.no_grad():
-            checker = check(case, me, args)
+            checkers = check(case, me, args)
+        errors = {name: error for c in checkers for name, error in c.errors.items()}
+        lines = [line for c in checkers for line in c.lines]
         reports: list = [None] * me.size
-        dist.all_gather_object(reports, (checker.good, checker.lines, checker.errors))
+        dist.all_gather_object(reports, (all(c.good for c in checkers), lines, errors))
         bad = [rank for rank, (good, _, _) in enumerate(reports) if not good]
         row = {
             "case": str(case),
             "backend": args.backend,
             "ranks": me.size,
+            "direction": args.direction,
             "precision": case.precision,
             "verdict": f"FAIL on ranks {bad}" if bad else "ok",
             **worst_errors([errors for _, _, errors in reports]),
             "seconds": f"{time.monotonic() - start:.2f}",
         }
         rows.append(row)
-        errors = f"y {row['y']:.1e}, against fp32 {row['y_fp32']:.1e}"
         me.print(
-            "{verdict}: {backend} x{ranks} {case}:".format(**row), f"{errors} ({row['seconds']} s)"
+            "{verdict}: {backend} x{ranks} {case}:".format(**row),
+            f"{figures(row, args.direction)} ({row['seconds']} s)",
         )
         for rank, (_, lines, _) in enumerate(reports):
             for line in lines:
                 me.print(f"  rank {rank}{line}")
         if args.csv and me.is_first:
             with args.csv.open("a", newline="") as file:  # a run that is cut off leaves its rows
-                csv.DictWriter(file, CSV_FIELDS).writerow(row)
+                csv.DictWriter(file, fields).writerow(row)
         release_memory(me.device)
-    return summarize(rows, me)
+    return summarize(rows, me, args.direction)
 
 
 def worst_errors(of_ranks: list[dict[str, float]]) -> dict[str, float]:
@@ -270,17 +194,35 @@ def worst_errors(of_ranks: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{error:.3e}") for name, error in worst.items()}
 
 
-def summarize(rows: list[dict], me: Rank) -> int:
+def figures(row: dict, direction: str) -> str:
+    """Return the errors that a line shows; a backend without a kernel's roundings has those against fp32 only."""
+    parts = []
+    for name in SHOWN[direction]:
+        found = [f"{row[name]:.1e}"] if name in row else []
+        if f"{name}_fp32" in row:
+            found.append(f"against fp32 {row[f'{name}_fp32']:.1e}")
+        parts.append(f"{name} {', '.join(found) or 'none'}")
+    return "; ".join(parts)
+
+
+def summarize(rows: list[dict], me: Rank, direction: str) -> int:
     """Print the verdict on all configurations; return the exit code."""
     good = sum(row["verdict"] == "ok" for row in rows)
     me.print(f"{good} of {len(rows)} configurations are right on all ranks")
     for precision in dict.fromkeys(row["precision"] for row in rows):
         of_it = [row for row in rows if row["precision"] == precision]
-        y, fp32 = (max(row[name] for row in of_it) for name in ("y", "y_fp32"))
-        me.print(
-            f"{precision}: worst relative error of y {y:.2e}, against fp32 on unquantized inputs {fp32:.2e} "
-            f"({len(of_it)} configurations)"
-        )
+        for name in ["y"] * (direction != "backward") + list(GRADIENTS) * (direction != "forward"):
+            worst = [
+                max((row[key] for row in of_it if key in row), default=None)
+                for key in (name, f"{name}_fp32")
+            ]
+            if worst == [None, None]:
+                continue
+            kernel, fp32 = ("not compared" if w is None else f"{w:.2e}" for w in worst)
+            me.print(
+                f"{precision}: worst relative error of {name} {kernel}, against fp32 on unquantized inputs {fp32} "
+                f"({len(of_it)} configurations)"
+            )
     return int(good < len(rows))
 
 
@@ -290,10 +232,11 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
+    add("--direction", default="forward", choices=list(COLUMNS), help="step: both")
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
     add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    add("--routing", nargs="+", default=["uniform"], choices=ROUTINGS)
+    add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED))
     add("--int64-ids", action="store_true")
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")
     add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")

@@ -1,10 +1,18 @@
 """Tools for tests, here and downstream: inputs, comparison, and starting ranks."""
 
 from megamoe.testing.compare import Comparison, assert_close, compare, rounding_step, same_bits
-from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_routing, make_weights
+from megamoe.testing.inputs import (
+    OVERLOADED,
+    ROUTINGS,
+    Inputs,
+    make_inputs,
+    make_routing,
+    make_weights,
+)
 from megamoe.testing.launch import launch
 
 __all__ = [
+    "OVERLOADED",
     "ROUTINGS",
     "Comparison",
     "Inputs",

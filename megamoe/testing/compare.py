@@ -61,8 +61,9 @@ def compare(actual: Tensor, expected: Tensor, tolerance: float | Tensor = 0.0) -
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two bf16 tensors are equal bit by bit: NaN equals itself, -0 is not 0."""
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+    """Return whether two tensors of one type are equal bit by bit: NaN equals itself, -0 is not 0."""
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
 def assert_close(

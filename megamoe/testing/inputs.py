@@ -13,6 +13,7 @@ from megamoe.formats.weights import ExpertWeights
 # Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.
 WEIGHT_SEEDS = 1 << 40
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
+OVERLOADED = "one_expert"  # a routing beside them
 
 
 @dataclass
@@ -36,13 +37,16 @@ def make_routing(
     uniform: different experts of a token, all experts alike. hot: one expert takes a route of each
         token.
     one_rank: all experts on the last rank that has any. dropped: a third of the ids is -1 or >= E.
-    duplicates: a token may choose an expert several times. all_dropped: nothing is valid.
+    duplicates: a token may choose an expert several times. all_dropped: nothing is valid. one_expert: every route of
+        every token names one expert.
     Problems with fewer experts than top_k always get duplicates.
     """
     device, experts, top_k = generator.device, problem.num_experts, problem.top_k
     shape = (num_tokens, top_k)
     if kind == "all_dropped":
         return torch.full(shape, -1, device=device)
+    if kind == "one_expert":
+        return torch.full(shape, experts // 2, device=device)
     if kind == "one_rank":
         rank = problem.rank_of_expert(experts - 1)
         begin = problem.expert_begin(rank)
@@ -59,7 +63,7 @@ def make_routing(
         dice = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
         ids = ids.masked_fill(dice < 0.2, -1).masked_fill(dice > 0.87, experts)
     elif kind not in ("uniform", "hot"):
-        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(ROUTINGS)}")
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join((*ROUTINGS, OVERLOADED))}")
     return ids
 
 

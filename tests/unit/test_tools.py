@@ -101,6 +101,35 @@ def test_rank_check_finds_one_wrong_element(tmp_path):
     assert "first at [3, 7]" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("direction", "cases", "good"),
+    [
+        ("backward", ["--random", 10], 10),
+        ("step", ["--bias", "--tokens", 40, "--routing", "one_expert", "dropped"], 4),
+    ],
+)
+def test_rank_check_of_gradients(direction, cases, good, tmp_path):
+    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, *cases, "--repeat", 2,
+               "--direction", direction, "--csv", tmp_path / "cases.csv")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{good} of {good} configurations are right" in done.stdout
+    rows = csv_rows(tmp_path / "cases.csv")
+    assert [r["direction"] for r in rows] == [direction] * good
+    names = ["dx", "d_topk_weights", "dw13", "dw2"] + ["db13", "db2"] * (direction == "step")
+    for name in names:
+        assert max(float(r[f"{name}_fp32"] or 0) for r in rows) > 0, name
+    assert ("y" in rows[0]) == (direction == "step")
+
+
+def test_rank_check_finds_a_wrong_scale_of_gradients(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SCALED)
+    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, "--tokens", 40, "--precision", "bf16",
+               "--direction", "backward", path=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name in ("dx", "dw13", "dw2"):
+        assert f"FAIL {name}_fp32" in done.stdout
+
+
 def stages(precision: str) -> dict[str, torch.Tensor]:
     """Return h (and h_scale) and y of 64 rows as a right result might be."""
     torch.manual_seed(0)

@@ -1,0 +1,77 @@
+"""Judge gradients, and the backward pass's stages, against the oracle's: megamoe/backends/reference/backward.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.testing.compare import rounding_step
+from megamoe.testing.stages import BF16_STEP, DEVIATIONS, ENOUGH, LARGE_ROW, SUM_NOISE, StageChecker
+
+# The oracle rounds where the kernel does and starts from the pre-activations that the kernel saved. The backward pass
+# computes in BF16 whatever the precision, so one limit serves both: the order of sums and the roundings it tips over.
+KERNEL_LIMIT = 4e-3
+# Against fp32 throughout on bf16 masters and unquantized x, in means over ENOUGH elements. BF16: the pre-activations,
+# dgu, a row, a partial and dx are rounded, sqrt(5) * 1.7e-3 = 3.7e-3. FP8: forward's quantized x and weights move the
+# pre-activations, and x itself in dw13, by 2.6e-2 each; staged computes with quantized weights and h in backward, too.
+FP32_LIMIT = {"bf16": 1e-2, "fp8": 1e-1}
+# Single elements of dgu and hs: the noise of dh, 1e-3 of its root mean square among millions (stages.py), where it
+# meets a large derivative of the activation, up to five times the average.
+PRODUCT_NOISE = 5e-3
+
+GRADIENTS = ("dx", "d_topk_weights", "dw13", "dw2", "db13", "db2")
+COPIED = ("dy_rows", "x_rows", "row_weight")
+BACKWARD_STAGES = ("gate_up", *COPIED, "dgu", "hs", "d_s", "dx_rows", "partials")
+OF_EXPERTS = ("dw13", "dw2", "db13", "db2")  # experts along the first dimension
+
+
+class GradientChecker(StageChecker):
+    """Compares the stages and gradients of one case.
+
+    flips: values lie near a clamp, and a rounding moves some to its other side, where their gradient is another. Seen
+        1.8e-1 of dx, FP8: nothing is asked then of the comparison with fp32, whose values are not rounded.
+    """
+
+    def __init__(self, problem: Problem, verbose: bool = False, flips: bool = False) -> None:
+        super().__init__(problem, verbose)
+        self.flips = flips
+
+    def compare_kernel(self, name: str, got: Tensor, expected: Tensor) -> None:
+        """Compare with the oracle that rounds as the kernel does, from equal pre-activations."""
+        if got.shape != expected.shape:
+            self.errors[name] = float("inf")
+            shapes = f"{list(got.shape)}, expected {list(expected.shape)}"
+            return self.require(False, f"{name}: shape {shapes}")
+        limit = 0.0 if name in COPIED else self._limit(name, expected.numel())
+        tolerance = 0.0 if name in COPIED else self._element(name, got, expected)
+        return self.judge(name, got, expected, limit, tolerance)
+
+    def compare_fp32(self, name: str, got: Tensor, expected: Tensor) -> None:
+        """Compare with the oracle that rounds nothing: the price of all roundings."""
+        strict = expected.numel() >= ENOUGH and not self.flips
+        limit = FP32_LIMIT[self.precision] if strict else float("inf")
+        self.judge(f"{name}_fp32", got, expected, limit)
+
+    def _limit(self, name: str, elements: int) -> float:
+        limit = KERNEL_LIMIT
+        if name == "gate_up" and self.precision == "fp8":
+            limit = 1e-2
+        return limit if elements >= ENOUGH else max(limit, BF16_STEP)
+
+    def _element(self, name: str, got: Tensor, expected: Tensor) -> Tensor:
+        """Return how far apart single elements may be: a step of the stored format, and the noise of their sums."""
+        step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
+        if name == "gate_up":
+            return step + SUM_NOISE[self.precision] * _rms(expected)
+        if name in ("dgu", "hs"):
+            return step + PRODUCT_NOISE * _rms(expected)
+        return step + DEVIATIONS * LARGE_ROW * KERNEL_LIMIT * _rms(expected, name in OF_EXPERTS)
+
+
+def _rms(values: Tensor, by_expert: bool = False) -> Tensor:
+    """Return the root mean square, of each expert by itself: one with few rows has small gradients."""
+    squares = values.double().square()
+    if not by_expert:
+        return squares.mean().sqrt() if values.numel() else squares.new_zeros(())
+    return squares.flatten(1).mean(1).sqrt().view(-1, *[1] * (values.dim() - 1))

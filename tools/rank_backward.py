@@ -1,0 +1,268 @@
+"""rank_check.py's other half: every gradient of a rank, and the backward pass's stages, against the oracle."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Rank
+from rank_cases import Case
+from rank_gradients import Drawn, Oracle
+from torch import Tensor
+
+import megamoe
+from megamoe.backends import reference
+from megamoe.backends.reference.route import Rows
+from megamoe.memory.arguments import Plan
+from megamoe.testing import compare, rounding_step, same_bits
+from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS, GradientChecker
+
+MAX_MAIN_GRAD_BYTES = 8 << 30  # beyond, nothing is added to fp32 gradients
+MAIN_GRAD = 0.5  # what they hold before
+ZERO_ROWS = 64  # an expert's rows are filled up to a multiple with zeros
+KERNEL_NAMES = {"dy_rows": "x_pool", "hs": "h", "dx_rows": "y_rows"}  # where those are bf16
+
+
+Gradients = dict[str, Tensor | None]
+
+
+def through_backend(backend: Any, d: Drawn, into: Any = None, only: int = 6) -> tuple[Any, ...]:
+    """Return y, the gradients by name, and the state, of a forward that saves and a backward. Collective.
+
+    only: how many of the gradients are wanted; dx and d_topk_weights come first.
+    """
+    dy, x, ids, scores = d.own
+    masters = d.masters[d.me.rank]
+    needs = [i < only and (i < 4 or d.problem.bias) for i in range(6)]
+    y, state = backend.forward_train(x, ids, scores, masters.quantized(d.problem), d.live)
+    call = {"num_tokens_device": d.live, "into": into}
+    found = backend.backward(dy, x, ids, masters, state, needs, **call)
+    return y, dict(zip(GRADIENTS, found, strict=True)), state
+
+
+def through_autograd(backend: str, group: Any, d: Drawn) -> tuple[Tensor, Gradients]:
+    """Return y and the gradients that torch has of a layer over this backend. Collective."""
+    dy, x, ids, scores = d.own
+    given = d.masters[d.me.rank]
+    masters = replace(given, **{n: t.clone().requires_grad_() for n, t in given.named().items()})
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    layer = megamoe.Layer(d.problem, d.me.size > 1 and group or "alone", backend=backend)
+    try:
+        with torch.enable_grad():
+            y = layer(x, ids, scores, masters, num_tokens_device=d.live)
+            y.backward(dy)
+        layer.check()
+    finally:
+        layer.close()
+    leaves = (x, scores, masters.w13, masters.w2, masters.b13, masters.b2)
+    found = [None if leaf is None else leaf.grad for leaf in leaves]
+    return y.detach(), dict(zip(GRADIENTS, found, strict=True))
+
+
+def saved_gate_up(backend: Any, problem: megamoe.Problem, state: Tensor | None, options: dict):
+    """Return [M, P*I] bf16 as a forward saved it, by pool row; None where the state has none of all rows."""
+    if state is None or int(backend.statistics().passes) > 1:
+        return None
+    plan = getattr(backend, "plan", None)
+    if plan is None:
+        rows = options.get("pool_rows") or megamoe.memory_report(problem)["pool_rows"]
+        plan = Plan(problem, rows)
+    if state.numel() != plan.train_state_bytes:
+        return None  # another backend's
+    return plan.train_state["gu"].view(state).flatten(1)
+
+
+def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientChecker:
+    """Run forward and backward of one case on this rank, compare every gradient. Collective."""
+    problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
+    options = case.options(me.rank)
+    backend = megamoe.make_backend(args.backend, problem, group, device=me.device, **options)
+    own_backward = getattr(backend, "state_bytes", 0) > 0
+    flips = case.clamp is not None and (own_backward or case.precision == "fp8")
+    checker = GradientChecker(problem, args.verbose, flips)
+    try:
+        d = Drawn(case, me)
+        oracle, saved, stages = Oracle(d), None, {}
+        if own_backward:
+            backend.prepare(d.masters[me.rank].quantized(problem))
+            y, found, state = through_backend(backend, d)
+            saved = saved_gate_up(backend, problem, state, options)
+            if saved is not None:  # the launches that follow overwrite the stages
+                stages = backward_stages(backend)
+            compare_all(checker, oracle, found, stages, saved, both_kernels=True)
+            del state, saved, stages
+            check_again(checker, backend, d, y, found, args.repeat)
+            getattr(backend, "check", lambda: None)()
+        else:
+            y, found = through_autograd(args.backend, group, d)
+            compare_all(checker, oracle, found, {}, None, both_kernels=False)
+            for call in range(1, args.repeat):
+                same_gradients(
+                    checker, found, through_autograd(args.backend, group, d)[1], f"call {call + 1}"
+                )
+    finally:
+        backend.close()
+    check_zeros(checker, d, found)
+    return checker
+
+
+def backward_stages(backend: Any) -> dict[str, Tensor]:
+    """Return copies of what the last launch left, by the oracle's names, where the backend shows it."""
+    found = getattr(backend, "intermediates", dict)()
+    if "dgu" not in found:
+        return {}
+    for name, kernels in KERNEL_NAMES.items():
+        if name not in found:
+            found[name] = found[kernels]
+    shown = {name: found[name].clone() for name in BACKWARD_STAGES if name in found}
+    shown["dgu"] = shown["dgu"].flatten(1)
+    shown["d_s"] = shown["d_s"].sum(1) if shown["d_s"].dim() > 1 else shown["d_s"]
+    return shown
+
+
+def compare_all(
+    checker: GradientChecker,
+    oracle: Oracle,
+    found: Gradients,
+    stages: dict[str, Tensor],
+    saved: Tensor | None,
+    both_kernels: bool,
+) -> None:
+    """Compare with the oracle that rounds as the kernel, where that started from equal pre-activations, and with fp32.
+
+    Without saved ones (several passes) a BF16 kernel rounds its own as the oracle does; in FP8 it recomputes them from
+    the masters, which the oracle does for every row, not for those of a further pass only.
+    """
+    d, rank = oracle.d, oracle.rank
+    all_saved = torch.tensor([saved is not None], dtype=torch.int32, device=d.me.device)
+    if d.me.size > 1:
+        dist.all_reduce(all_saved, op=dist.ReduceOp.MIN)
+    own = oracle.kept[rank]
+    if both_kernels and (bool(all_saved) or d.problem.precision == "bf16"):
+        gate_up = oracle.shared_gate_up(saved) if bool(all_saved) and saved is not None else None
+        want = oracle.of_tokens("kernel", gate_up)
+        for name in ("dx", "d_topk_weights"):
+            checker.compare_kernel(name, found[name][own], want[name][rank])
+        if bool(all_saved):
+            compare_stages(checker, oracle, stages | {"gate_up": saved}, want)
+        del want
+        compare_experts(checker, oracle, found, oracle.of_experts("kernel", saved), "kernel")
+    want = oracle.of_tokens("none")
+    for name in ("dx", "d_topk_weights"):
+        checker.compare_fp32(name, found[name][own], want[name][rank])
+    del want
+    compare_experts(checker, oracle, found, oracle.of_experts("none"), "fp32")
+
+
+def compare_experts(
+    checker: GradientChecker, oracle: Oracle, found: Gradients, want: Gradients, with_: str
+) -> None:
+    for name in OF_EXPERTS:
+        if want[name] is None:
+            continue
+        got = found[name][oracle.experts].reshape(want[name].shape)
+        getattr(checker, f"compare_{with_}")(name, got, want[name])
+
+
+def compare_stages(
+    checker: GradientChecker, oracle: Oracle, stages: dict[str, Tensor], want: dict[str, list[Any]]
+) -> None:
+    """Compare what this rank computed as expert rank, in the rows of the kept tokens, and the partials it was sent."""
+    d, rank = oracle.d, oracle.rank
+    rows = want["rows"][rank]
+    forward = reference.forward(
+        d.problem, d.x, d.valid_ids, d.scores, [m.quantized(d.problem) for m in d.masters],
+        check_tokens=oracle.kept,
+    )  # fmt: skip
+    expected = {name: want[name][rank] for name in BACKWARD_STAGES}
+    expected["gate_up"] = forward["gate_up"][rank].bfloat16()
+    for name in BACKWARD_STAGES:
+        if name in stages and name != "partials":
+            checker.compare_kernel(name, stages[name][rows.pool_row], expected[name])
+    if "partials" in stages:  # a partial exists for a token that has a row on that rank
+        first = sum(t.numel() for t in oracle.kept[:rank])
+        owed = [r.token[r.home == rank].unique() for r in want["rows"]]
+        home = oracle.kept[rank]
+        got = [stages["partials"][r][home[t - first]] for r, t in enumerate(owed)]
+        sent = [want["partials"][r][t] for r, t in enumerate(owed)]
+        checker.compare_kernel("partials", torch.cat(got), torch.cat(sent))
+    for name in ("dy_rows", "x_rows"):
+        if name in stages:
+            behind = stages[name][rows_behind(d.rows[rank])]
+            checker.require(
+                bool((behind == 0).all()), f"{name}: a row behind an expert's last is not zero"
+            )
+
+
+def rows_behind(rows: Rows) -> Tensor:
+    """Return the pool rows behind each expert's last, up to a multiple of 64: their products have to be zeros."""
+    counts = rows.counts.sum(0)
+    padded = -(-counts // 128) * 128
+    first = padded.cumsum(0) - padded
+    ends = zip(first.tolist(), counts.tolist(), strict=True)
+    parts = [torch.arange(a + n, a + -(-n // ZERO_ROWS) * ZERO_ROWS) for a, n in ends]
+    return torch.cat(parts).to(counts.device) if parts else counts[:0]
+
+
+def check_again(
+    checker: GradientChecker, backend: Any, d: Drawn, y: Tensor, found: Gradients, repeat: int
+) -> None:
+    """Compare with further calls, and with y of a forward that saves nothing, bit by bit; then gradients added to fp32.
+
+    Collective.
+    """
+    _, x, ids, scores = d.own
+    masters = d.masters[d.me.rank]
+    plain = backend.forward(x, ids, scores, masters.quantized(d.problem), d.live)
+    tokens = x.shape[0] if d.case.live is None else d.case.live[d.me.rank]
+    checker.require(same_bits(plain[:tokens], y[:tokens]), "y is another one where forward saves")
+    for call in range(1, repeat):
+        same_gradients(checker, found, through_backend(backend, d)[1], f"call {call + 1}")
+    _, alone, _ = through_backend(backend, d, only=2)
+    checker.require(
+        all(alone[name] is None for name in OF_EXPERTS), "gradients that nobody needed came back"
+    )
+    same_gradients(checker, found, alone, "without weight gradients", GRADIENTS[:2])
+    named = {n: t for n, t in masters.named().items() if n in ("w13", "w2", "b13", "b2")}
+    if 4 * sum(t.numel() for t in named.values()) > MAX_MAIN_GRAD_BYTES:
+        return
+    into = {n: torch.full_like(t, MAIN_GRAD, dtype=torch.float32) for n, t in named.items()}
+    _, added, _ = through_backend(backend, d, into)
+    for name, main in into.items():
+        gradient = found[f"d{name}"].float()
+        checker.require(added[f"d{name}"] is None, f"d{name} came back although it was added")
+        # rounded to bf16 in every pass there, to fp32 here
+        passes = int(backend.statistics().passes) if d.case.least_pool else 1
+        tolerance = passes * rounding_step(gradient, torch.bfloat16) + 1e-6 * passes
+        apart = compare(main - MAIN_GRAD, gradient, tolerance)
+        good = apart.differing == 0 and apart.relative <= 4e-3 * passes
+        checker.require(good or not gradient.numel(), f"d{name} added to fp32: {apart}")
+
+
+def same_gradients(
+    checker: GradientChecker,
+    found: Gradients,
+    again: Gradients,
+    what: str,
+    names: tuple = GRADIENTS,
+) -> None:
+    for name in names:
+        if found[name] is not None:
+            good = again[name] is not None and same_bits(found[name], again[name])
+            checker.require(good, f"{what}: other bits of {name}")
+
+
+def check_zeros(checker: GradientChecker, d: Drawn, found: Gradients) -> None:
+    """Exact zeros where nothing was routed, and nothing that is not finite."""
+    ids, rows = d.valid_ids[d.me.rank], d.rows[d.me.rank]
+    dropped = (ids < 0) | (ids >= d.problem.num_experts)
+    empty = rows.counts.sum(0) == 0
+    where = {"dx": dropped.all(-1), "d_topk_weights": dropped} | dict.fromkeys(OF_EXPERTS, empty)
+    for name, gradient in found.items():
+        if gradient is None:
+            continue
+        checker.require(
+            bool((gradient[where[name]] == 0).all()), f"{name} is not zero where nothing was routed"
+        )
+        checker.require(bool(gradient.isfinite().all()), f"{name} has values that are not finite")

@@ -1,0 +1,158 @@
+"""The configurations of tools/rank_check.py, listed or random, and what each rank draws for one."""
+
+import argparse
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import torch
+from common import shapes_from
+from torch import Tensor
+
+import megamoe
+from megamoe.config import ACTIVATIONS
+from megamoe.memory.layout import min_pool_rows
+from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights
+from megamoe.testing.shapes import Shape
+
+MAX_CHECKED_TOKENS = 512  # of a rank
+GRADIENT_SEEDS = 1 << 41  # not those of inputs and weights
+CLAMP = 1.0  # reached by a third of the values; GPT-OSS's 7 by none of those drawn here
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration, equal on all ranks."""
+
+    shape: Shape
+    precision: str
+    tokens: tuple[int, ...]  # of each rank
+    routing: str = "uniform"
+    ids_dtype: torch.dtype = torch.int32
+    seed: int = 0
+    # backward's
+    live: tuple[int, ...] | None = None  # num_tokens_device of each rank
+    least_pool: bool = False  # the fewest pool rows: several passes
+    clamp: float | None = None  # of swiglu_oai
+
+    def __str__(self) -> str:
+        s = self.shape
+        tokens = _joined(self.tokens)
+        further = "+bias" if s.bias else ""
+        further += f" clamp={self.clamp:g}" if self.clamp else ""
+        further += " least pool" if self.least_pool else ""
+        if self.live is not None:
+            tokens += f" live={_joined(self.live)}"
+        return (
+            f"{s.name} H={s.hidden} I={s.intermediate} E={s.num_experts} K={s.top_k} {s.activation}{further} "
+            f"{self.precision} T={tokens} {self.routing} {str(self.ids_dtype)[6:]} seed={self.seed}"
+        )
+
+    def problem(self, rank: int) -> megamoe.Problem:
+        s = self.shape
+        activation = megamoe.activation_by_name(s.activation)
+        if self.clamp is not None:
+            activation = replace(activation, limit=self.clamp)
+        return megamoe.Problem(
+            hidden=s.hidden,
+            intermediate=s.intermediate,
+            num_experts=s.num_experts,
+            top_k=s.top_k,
+            ep_size=len(self.tokens),
+            rank=rank,
+            max_tokens=max(1, *self.tokens),
+            precision=self.precision,
+            activation=activation,
+            bias=s.bias,
+        )
+
+    def options(self, rank: int) -> dict[str, int]:
+        """Return those of the backend on a rank."""
+        return {"pool_rows": min_pool_rows(self.problem(rank))} if self.least_pool else {}
+
+    def inputs(self, rank: int, device: torch.device) -> Inputs:
+        """Draw what a rank feeds the layer."""
+        return make_inputs(
+            self.problem(rank),
+            self.tokens[rank],
+            seed=self.seed,
+            routing=self.routing,
+            device=device,
+            ids_dtype=self.ids_dtype,
+        )
+
+    def dy(self, rank: int, device: torch.device) -> Tensor:
+        """Draw the gradient of y of a rank, [T, H] bf16; NaN behind the live tokens: nobody may look there."""
+        generator = torch.Generator(device=device)
+        generator.manual_seed(GRADIENT_SEEDS + self.seed * 64 + rank)
+        shape = (self.tokens[rank], self.shape.hidden)
+        dy = torch.randn(shape, generator=generator, dtype=torch.float32, device=device).bfloat16()
+        if self.live is not None:
+            dy[self.live[rank] :] = float("nan")
+        return dy
+
+    def masters(self, rank: int, device: torch.device) -> megamoe.ExpertWeights:
+        """Draw the experts of a rank in bf16, on the device."""
+        return make_weights(self.problem(rank), seed=self.seed, device=device, quantize=False)
+
+    def checked_tokens(self, device: torch.device) -> list[Tensor]:
+        """Return the tokens of each home rank that are compared: all, or an even sample."""
+        return [
+            torch.linspace(0, tokens - 1, min(tokens, MAX_CHECKED_TOKENS), device=device).long()
+            if tokens
+            else torch.zeros(0, dtype=torch.long, device=device)
+            for tokens in self.tokens
+        ]
+
+
+def _joined(tokens: tuple[int, ...]) -> str:
+    return "x".join(map(str, tokens if len(set(tokens)) > 1 else tokens[:1]))
+
+
+def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) -> Case:
+    """Return configuration `index` of the seed: odd sizes, uneven and empty ranks, every option."""
+    r = random.Random(args.seed * 1_000_003 + index)
+    num_experts = r.choice((1, 2, 3, 7, 8, 16, 33, 64))
+    shape = Shape(
+        f"random{index}",
+        hidden=16 * r.randint(1, largest // 16),
+        intermediate=16 * r.randint(1, largest // 16),
+        num_experts=num_experts,
+        top_k=r.randint(1, min(8, num_experts)),
+        activation=r.choice(sorted(ACTIVATIONS)),
+        bias=r.random() < 0.3,
+    )
+    most = r.choice((1, 17, 130, 700))
+    case = Case(
+        shape,
+        precision=r.choice(args.precision),
+        tokens=tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(ranks)),
+        routing=r.choice(ROUTINGS),
+        ids_dtype=r.choice((torch.int32, torch.int64)),
+        seed=args.seed + index,
+    )
+    return case if args.direction == "forward" else of_backward(case, r)
+
+
+def of_backward(case: Case, r: random.Random) -> Case:
+    """Return it with what only backward's have: fewer live tokens, several passes, clamps, an overloaded expert."""
+    if r.random() < 0.15:
+        case = replace(case, routing=OVERLOADED)
+    if r.random() < 0.3:
+        case = replace(case, live=tuple(r.randint(0, tokens) for tokens in case.tokens))
+    if r.random() < 0.3:
+        return replace(case, least_pool=True)
+    # a value that a further pass recomputes may fall on a clamp's other side: not where passes are likely
+    if case.shape.activation == "swiglu_oai" and case.routing in ("uniform", "dropped"):
+        return replace(case, clamp=r.choice((CLAMP, None)))
+    return case
+
+
+def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
+    dtype = torch.int64 if args.int64_ids else torch.int32
+    return [
+        Case(shape, precision, (tokens,) * ranks, routing, dtype, args.seed)
+        for shape, precision, tokens, routing in itertools.product(
+            shapes_from(args), args.precision, args.tokens, args.routing
+        )
+    ]

@@ -1,0 +1,128 @@
+"""What rank_check.py's backward is compared with: inputs of every rank, and their gradients by the oracle."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Rank
+from rank_cases import Case
+from torch import Tensor
+
+from megamoe.backends import reference
+from megamoe.backends.reference.route import Rows, route
+from megamoe.backends.staged import without_rows_behind
+from megamoe.testing.gradients import OF_EXPERTS
+
+CHECKED_ELEMENTS = 1 << 27  # of dw13 and dw2: sampled experts of a rank
+
+
+class Drawn:
+    """What every rank feeds the layer and its backward pass, as this rank draws it."""
+
+    def __init__(self, case: Case, me: Rank) -> None:
+        self.case, self.me, self.problem = case, me, case.problem(me.rank)
+        ranks = range(me.size)
+        inputs = [case.inputs(rank, me.device) for rank in ranks]
+        self.x, self.scores = [i.x for i in inputs], [i.topk_weights for i in inputs]
+        self.ids = [i.topk_ids for i in inputs]
+        self.dy = [case.dy(rank, me.device) for rank in ranks]
+        self.masters = [case.masters(rank, me.device) for rank in ranks]
+        self.live: Tensor | None = None
+        self.valid_ids = self.ids  # as the oracle takes them
+        if case.live is not None:
+            counts = [torch.tensor([n], dtype=torch.int32, device=me.device) for n in case.live]
+            self.live = counts[me.rank]
+            pairs = zip(self.ids, counts, strict=True)
+            self.valid_ids = [without_rows_behind(ids, count) for ids, count in pairs]
+        self.rows: list[Rows] = [route(self.problem, rank, self.valid_ids) for rank in ranks]
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dy, x, ids and weights of this rank's tokens."""
+        columns = self.dy, self.x, self.ids, self.scores
+        return tuple(column[self.me.rank] for column in columns)  # type: ignore[return-value]
+
+
+class Oracle:
+    """What the gradients should be: of sampled tokens, and of sampled experts over all their rows."""
+
+    def __init__(self, d: Drawn) -> None:
+        self.d, self.rank = d, d.me.rank
+        self.kept = d.case.checked_tokens(d.me.device)
+        self.experts = self._sampled_experts()
+
+    def _sampled_experts(self) -> Tensor:
+        """Return local experts of this rank, ascending: all, or the busiest and an even sample."""
+        p = self.d.problem
+        of_one = (p.activation.planes + 1) * p.hidden * p.intermediate
+        local, most = p.num_local_experts(), max(CHECKED_ELEMENTS // of_one, 2)
+        if local <= most:
+            return torch.arange(local, device=self.d.me.device)
+        busiest = self.d.rows[self.rank].counts.sum(0).argmax().view(1)
+        even = torch.linspace(0, local - 1, most - 1, device=self.d.me.device).long()
+        return torch.cat([even, busiest]).unique()
+
+    def of_tokens(self, rounding: str, gate_up: list[Tensor] | None = None) -> dict[str, list[Any]]:
+        """Return the oracle's values of the kept tokens; those of its own rank's only without rounding."""
+        d, kept, problem = self.d, self.kept, self.d.problem
+        if rounding == "none":
+            problem = replace(problem, precision="bf16")
+            kept = [t if rank == self.rank else t[:0] for rank, t in enumerate(kept)]
+        call = d.dy, d.x, d.valid_ids, d.scores, d.masters
+        return reference.backward(
+            problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept
+        )
+
+    def of_experts(self, rounding: str, saved: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Return dw13, dw2, db13 and db2 of the sampled experts of this rank.
+
+        As a problem of those experts alone, on one rank that is the home of all tokens. saved: [M, P*I] by pool row.
+        """
+        d, experts = self.d, self.experts
+        p, device, num = d.problem, d.me.device, experts.numel()
+        if num == 0:
+            return dict.fromkeys(OF_EXPERTS)
+        begin, local = p.expert_begin(), p.num_local_experts()
+        position = torch.full((local,), -1, device=device)
+        position[experts] = torch.arange(num, device=device)
+        ids = torch.cat([i.long() for i in d.valid_ids]) - begin
+        inside = (ids >= 0) & (ids < local)
+        ids = torch.where(inside, position[ids.clamp(0, local - 1)], -1)
+        alone = replace(
+            p, num_experts=num, ep_size=1, rank=0, max_tokens=max(1, ids.shape[0]),
+            precision="bf16" if rounding == "none" else p.precision,
+        )  # fmt: skip
+        weights = d.masters[self.rank]
+        weights = replace(weights, **{n: t[experts] for n, t in weights.named().items()})
+        gate_up = None
+        if saved is not None:
+            full, rows = d.rows[self.rank], route(alone, 0, [ids])
+            pool_row = torch.full((ids.numel(),), -1, device=device)
+            pool_row[full.token * p.top_k + full.k] = full.pool_row
+            gate_up = [saved[pool_row[rows.token * p.top_k + rows.k]]]
+        columns = [[torch.cat(t)] for t in (d.dy, d.x)]
+        found = reference.backward(
+            alone, *columns, [ids], [torch.cat(d.scores)], [weights], rounding=rounding, gate_up=gate_up
+        )  # fmt: skip
+        return {name: found[name][0] for name in OF_EXPERTS}
+
+    def shared_gate_up(self, saved: Tensor) -> list[Tensor]:
+        """Return the saved pre-activations of the kept tokens' rows of every rank. Collective.
+
+        saved: [M, P*I] by pool row, of this rank.
+        """
+        d, gathered = self.d, []
+        starts = [0]
+        for ids in d.ids:
+            starts.append(starts[-1] + ids.shape[0])
+        tokens = torch.cat([t + s for t, s in zip(self.kept, starts, strict=False)])
+        for rank, rows in enumerate(d.rows):
+            rows = rows.keep(tokens)
+            part = saved.new_empty(rows.token.numel(), saved.shape[1])
+            if rank == self.rank:
+                part.copy_(saved[rows.pool_row])
+            if d.me.size > 1 and part.numel():
+                dist.broadcast(part.view(torch.uint8), src=rank)
+            gathered.append(part)
+        return gathered
