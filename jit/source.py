@@ -24,7 +24,10 @@ TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels."""
+    """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels.
+
+    Backward computes in bf16 whatever the layer's precision, so it exists in that one only.
+    """
 
     precision: str
     activation: str
@@ -36,6 +39,8 @@ class Variant:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
+        if self.kernel == "backward" and self.precision != "bf16":
+            raise ConfigError("precision", repr(self.precision), "'bf16', for backward")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)

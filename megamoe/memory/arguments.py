@@ -27,7 +27,6 @@ from megamoe.memory.layout import Region
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
-BACKWARD_HASH = 0x85EBCA6B  # a backward launch hashes otherwise than the forward before it
 # Regions of the workspace that the GEMM table points to: (index, field) of each place.
 GEMM_POINTERS = {
     "x_pool_scale": ((0, "a_scale"),),

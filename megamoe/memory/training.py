@@ -18,7 +18,7 @@ from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
-from megamoe.memory.arguments import BACKWARD_HASH, Encoder, Plan, fill_call, set_map
+from megamoe.memory.arguments import Encoder, Plan, fill_call, set_map
 
 _BOX_ROWS = abi.GROUP_ROWS
 _TRAINING_STATE = ("header", "tokens", "tokens_scale")
@@ -69,7 +69,6 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder) -> None:
     dy_rows = address.get("dy_rows", args.x_pool)
     hs = address.get("hs") or _workspace_base(args, plan) + plan.workspace["h"].offset
     args.x_pool = dy_rows
-    args.config_hash = (args.config_hash + BACKWARD_HASH) & 0xFFFFFFFF
     for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
         setattr(training, name, address[name])
 

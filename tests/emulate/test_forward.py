@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamoe.backends.emulate import EmulateBackend, Emulation
+from megamoe.backends.emulate import EmulateBackend
+from megamoe.backends.emulation import Emulation
 from megamoe.backends.reference.layer import forward
 from megamoe.config import ACTIVATIONS, Problem
 from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken

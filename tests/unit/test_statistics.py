@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe import Layer, MegaMoE, MegaMoEError, Problem, memory_report
-from megamoe.backends.emulate import Emulation
+from megamoe.backends.emulation import Emulation
 from megamoe.backends.statistics import _num_passes
 from megamoe.memory import layout
 from megamoe.testing import launch, make_inputs, make_weights

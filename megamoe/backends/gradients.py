@@ -1,0 +1,111 @@
+"""Where a backward launch puts the experts' gradients: one type and one mode a launch, whatever was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megamoe.errors import ArgumentError
+from megamoe.formats.planes import STRIDE_BYTES, check_strides
+from megamoe.formats.weights import ExpertWeights
+
+NAMES = ("w13", "w2", "b13", "b2")
+_MATRICES = ("w13", "w2")
+
+
+@dataclass
+class Targets:
+    """What training.fill_gradients takes, by `arguments`; afterwards `results` has what the caller is given.
+
+    A launch writes or adds, and dw13 and dw2 have one type: a gradient that is wanted otherwise goes through a
+    tensor of its own.
+    """
+
+    accumulate: bool
+    into: dict[str, Tensor]
+    _weights: ExpertWeights
+    _targets: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        weights: ExpertWeights,
+        needs: Sequence[bool],
+        into: Mapping[str, Tensor] | None = None,
+        empty: Callable[..., Tensor] = torch.empty_like,
+    ) -> Targets:
+        """Return the targets of a call.
+
+        weights: the masters. needs: a flag for each of NAMES. into: name -> tensor [of the master's shape] bf16 or
+        fp32 that the gradient is added to. empty: makes tensors that are written, like torch.empty_like.
+        Raises ArgumentError for what cannot be added to.
+        """
+        masters = {name: getattr(weights, name) for name in NAMES}
+        wanted = [
+            n for n, need in zip(NAMES, needs, strict=True) if need and masters[n] is not None
+        ]
+        for name in into or {}:
+            if name not in wanted:
+                expected = "gradients that are needed: " + ", ".join(wanted)
+                raise ArgumentError("into", repr(name), expected)
+            _check(name, (into or {})[name], masters[name])
+        found = cls(bool(into), dict(into or {}), weights)
+        given = {found.into[n].dtype for n in _MATRICES if n in found.into}
+        dtype = torch.bfloat16 if not given else given.pop() if len(given) == 1 else torch.float32
+        make = torch.zeros_like if found.accumulate else empty
+        for name in wanted:
+            of = dtype if name in _MATRICES else torch.float32
+            direct = found.into.get(name)
+            if direct is None or direct.dtype != of or not _is_direct(name, direct):
+                # An `into` elsewhere may be strided; masters that TMA reads have gradients that it writes.
+                direct = make(masters[name], dtype=of)
+                if name not in _MATRICES and not direct.is_contiguous():
+                    direct = make(masters[name].flatten(1), dtype=of)
+            found._targets[name] = direct
+        return found
+
+    @property
+    def arguments(self) -> dict[str, Tensor | bool | None]:
+        """Return the keyword arguments of fill_gradients."""
+        tensors = {f"d{name}": self._targets.get(name) for name in NAMES}
+        return {**tensors, "accumulate": self.accumulate}
+
+    def results(self) -> list[Tensor | None]:
+        """Return the gradients of NAMES, None where not needed or added. After the launch, in stream order."""
+        results: list[Tensor | None] = []
+        for name in NAMES:
+            target, into = self._targets.get(name), self.into.get(name)
+            if into is not None and target is not None:
+                if into is not target:
+                    into.add_(target.reshape(into.shape))
+                target = None
+            if target is not None:
+                target = target.reshape(getattr(self._weights, name).shape)
+                target = target.to(torch.bfloat16) if name in _MATRICES else target
+            results.append(target)
+        return results
+
+
+def _check(name: str, into: Tensor, master: Tensor) -> None:
+    joined = {"w13": -2, "b13": -1}.get(name)  # planes may stand apart or in one dimension
+    shapes = [master.shape, *([] if joined is None else [master.flatten(1, joined).shape])]
+    if into.shape not in shapes:
+        raise ArgumentError(f"into[{name!r}].shape", list(into.shape), str(list(master.shape)))
+    if into.dtype not in (torch.bfloat16, torch.float32):
+        raise ArgumentError(f"into[{name!r}].dtype", into.dtype, "torch.bfloat16 or torch.float32")
+    if into.device != master.device:
+        raise ArgumentError(f"into[{name!r}].device", into.device, f"{master.device}, the master's")
+
+
+def _is_direct(name: str, into: Tensor) -> bool:
+    """Whether the launch can write to it as it lies."""
+    if name not in _MATRICES:
+        return into.is_contiguous()
+    try:
+        check_strides(name, into)
+    except ArgumentError:
+        return False
+    return into.data_ptr() % STRIDE_BYTES == 0
