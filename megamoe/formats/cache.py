@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
-from megamoe.errors import CompileError
+from megamoe.errors import CompileError, MegaMoEError
 from megamoe.formats.quantization import codec, quantize_blockwise, stored_shape
 from megamoe.formats.weights import ExpertWeights, SealedWeights
 
@@ -97,6 +97,7 @@ class QuantizedCache:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._last: tuple[ExpertWeights, tuple[Version, Version], ExpertWeights] | None = None
+        self._dense: tuple[list[Tensor], list[Version], ExpertWeights] | None = None
 
     def get(self, name: str, w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
         """Return (q, scale) of w; the same storage on every call with the same name and shape."""
@@ -132,9 +133,36 @@ class QuantizedCache:
         self._last = None if volatile else (replace(masters), versions, weights)
         return weights
 
+    def dense(self, problem: Problem, given: ExpertWeights) -> ExpertWeights:
+        """Return the bf16 values of FP8 weights, made once per version into the same storage; biases as given.
+
+        Raises MegaMoEError while a graph is captured that would have to make them: nothing runs then, and what other
+        calls found here would be garbage.
+        """
+        sources = [
+            t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
+        ]
+        versions, last = [_version(t) for t in sources], self._dense
+        if last is None or last[1] != versions:
+            if _capturing(given.w13):
+                raise MegaMoEError(
+                    "the bf16 values of FP8 weights are missing or old while a CUDA graph is captured: run a backward "
+                    "pass with these weights before the capture"
+                )
+            with torch.no_grad():
+                made = given.dense(problem, torch.bfloat16)
+                if last is not None and _alike(last[2].w13, made.w13):  # graphs read that storage
+                    last[2].w13.copy_(made.w13), last[2].w2.copy_(made.w2)
+                    made = last[2]
+            self._dense = last = [t.detach() for t in sources], versions, made
+        values = last[2]
+        return ExpertWeights(values.w13, values.w2, given.b13, given.b2)
+
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
         self._last = None
+        if self._dense is not None:
+            self._dense = self._dense[0], [], self._dense[2]
         for entry in self._entries.values():
             entry.version = None
 
@@ -146,6 +174,10 @@ def _version(w: Tensor) -> Version:
 
 def _same(a: ExpertWeights, b: ExpertWeights) -> bool:
     return a.w13 is b.w13 and a.w2 is b.w2 and a.b13 is b.b13 and a.b2 is b.b2
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.device) == (b.shape, b.device)
 
 
 def _storage(w: Tensor) -> int:

@@ -2,72 +2,33 @@
 
     megamoe::moe_forward(x, topk_ids, topk_weights, w13, w2, b13?, b2?, w13_scale?, w2_scale?,
                          num_tokens_device?, handle) -> y
-    megamoe::moe_backward(dy, <the same>, needs) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
+    megamoe::moe_forward_train(<the same>, state_bytes) -> (y, state)
 
 x is [..., H], topk_ids and topk_weights [..., K], all contiguous: flattened inside, so that y is never a view.
 `handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take
 no objects. It is a CPU tensor and not an int, so that equal layers share one compiled graph.
-The backward pass recomputes: it runs the staged mathematics on the saved inputs, with the
-quantized values where the forward used them and straight through the rounding. It is collective, so
-every rank must need the same gradients; a gradient that is not needed comes back empty.
+moe_forward_train is taken where gradients are recorded and the backend saves: `state` [state_bytes] uint8 is what its
+backward pass reads besides the inputs. Behind other backends the backward pass recomputes, see backward.py.
+
+Outside of torch.compile the autograd node is made without the dispatcher: 2026-11-22, CPU, a call with gradients took
+19 us instead of 100 (tools/host_cost.py).
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megamoe.backends.order import BACKWARD, Mark
-from megamoe.backends.staged import compute_dtype, moe, without_rows_behind
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError, MegaMoEError
-from megamoe.formats.cache import QuantizedCache
+from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import Backend
+from megamoe.frontend.backward import DIFFERENTIABLE, gradients, library
+from megamoe.frontend.runtime import Runtime, flat, runtime_of
 
-
-@dataclass(eq=False)
-class Runtime:
-    """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
-
-    problem: Problem
-    group: Any
-    backend: Backend
-    cache: QuantizedCache = field(default_factory=QuantizedCache)
-    mark: Mark = field(init=False)  # of its backward calls
-    handle: Tensor = field(init=False)  # [] int64 on the CPU
-
-    def __post_init__(self) -> None:
-        number = next(_numbers)
-        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-        self.mark = getattr(self.backend, "mark", None) or Mark.make(self.problem, self.group)
-        _runtimes[number] = self
-
-    def weights(self, given: ExpertWeights) -> ExpertWeights:
-        """Return what the backend takes: fp8 masters quantized once per version."""
-        if self.problem.formats.w.scaled and given.w13_scale is None:
-            return self.cache.weights(self.problem, given)
-        return given
-
-
-_numbers = itertools.count(1)
-_runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
-
-
-def runtime_of(handle: Tensor) -> Runtime:
-    """Return the runtime of a handle."""
-    runtime = _runtimes.get(int(handle))
-    if runtime is None:
-        raise MegaMoEError(f"the layer of handle {int(handle)} is closed or was deleted")
-    return runtime
+__all__ = ["Runtime", "apply", "refuse_tangents", "runtime_of", "watched"]
 
 
 def moe_forward_op(
@@ -86,43 +47,11 @@ def moe_forward_op(
     """Run the backend behind `handle`."""
     runtime = runtime_of(handle)
     weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
-    rows = _flat(x), _flat(topk_ids), _flat(topk_weights)
-    y = runtime.backend.forward(*rows, weights, num_tokens_device)
-    return torch.ops.aten._unsafe_view(y, x.shape)  # FSDP2 takes no views
+    rows = flat(x), flat(topk_ids), flat(topk_weights)
+    return _like(runtime.backend.forward(*rows, weights, num_tokens_device), x)
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1, tensor.shape[-1])
-
-
-# By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
-_library = torch.library.Library("megamoe", "FRAGMENT")
-_library.define(
-    "moe_forward" + torch.library.infer_schema(moe_forward_op, mutates_args=()),
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("moe_forward", moe_forward_op, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("megamoe::moe_forward")
-def _(x: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-@contextmanager
-def _recording_gradients() -> Iterator[None]:
-    """Record gradients inside an operator, where torch has switched the autograd keys off."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        yield
-
-
-@torch.library.custom_op("megamoe::moe_backward", mutates_args=())
-def moe_backward_op(
-    dy: Tensor,
+def moe_forward_train_op(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -134,70 +63,104 @@ def moe_backward_op(
     w2_scale: Tensor | None,
     num_tokens_device: Tensor | None,
     handle: Tensor,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Recompute the layer by staged mathematics, differentiate it; `needs`: a flag per output."""
+    state_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """Do the same, and return what backward needs besides the inputs."""
     runtime = runtime_of(handle)
-    problem = runtime.problem
-    given = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
-    dense = given.dense(problem, compute_dtype(x.device))
-    topk_ids = _flat(topk_ids)
-    if num_tokens_device is not None:
-        topk_ids = without_rows_behind(topk_ids, num_tokens_device)
-    sources = (_flat(x), _flat(topk_weights), dense.w13, dense.w2, dense.b13, dense.b2)
-    leaves = [
-        None if source is None else source.detach().requires_grad_(need)
-        for source, need in zip(sources, needs, strict=True)
-    ]
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    with _recording_gradients():
-        weights = ExpertWeights(*leaves[2:])
-        mark = runtime.mark.ints(BACKWARD)
-        y, _ = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)
-        found = iter(torch.autograd.grad(y, wanted, _flat(dy), materialize_grads=True))
-    masters = (x, topk_weights, w13, w2, b13, b2)
-    grads = []
-    for leaf, master in zip(leaves, masters, strict=True):
-        if leaf is not None and leaf.requires_grad:
-            grads.append(_laid_out(next(found), master))
-        else:
-            grads.append(x.new_empty(0))
-    return tuple(grads)  # type: ignore[return-value]
+    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+    rows = flat(x), flat(topk_ids), flat(topk_weights)
+    y, state = runtime.backend.forward_train(*rows, weights, num_tokens_device)
+    return _like(y, x), state
 
 
-def _laid_out(grad: Tensor, master: Tensor) -> Tensor:
-    """Return the gradient in the master's dtype, shape and, where its memory is dense, strides."""
-    grad = grad.to(master.dtype).reshape(master.shape)
-    if grad.stride() == torch.empty_like(master, device="meta").stride():
-        return grad
-    return torch.empty_like(master).copy_(grad)
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """[T, H] -> the shape of x; FSDP2 takes no views."""
+    return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
 
 
-@moe_backward_op.register_fake
-def _(dy: Tensor, x: Tensor, topk_ids: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    topk_weights, w13, w2, b13, b2, *_, needs = args
-    masters = (x, topk_weights, w13, w2, b13, b2)
-    return tuple(
-        torch.empty_like(master) if need and master is not None else x.new_empty(0)
-        for master, need in zip(masters, needs, strict=True)
+# By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
+for _name, _op in (("moe_forward", moe_forward_op), ("moe_forward_train", moe_forward_train_op)):
+    library.define(
+        _name + torch.library.infer_schema(_op, mutates_args=()),
+        tags=(torch.Tag.pt2_compliant_tag,),
     )
+    library.impl(_name, _op, "CompositeExplicitAutograd")
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+@torch.library.register_fake("megamoe::moe_forward")
+def _(x: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(x)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    differentiable = (0, 2, 3, 4, 5, 6)  # x, topk_weights, w13, w2, b13, b2
-    needs = [bool(ctx.needs_input_grad[i]) for i in differentiable]
-    grads = torch.ops.megamoe.moe_backward(dy.contiguous(), *ctx.saved_tensors, needs)
-    result: list[Tensor | None] = [None] * 11
-    for i, need, grad in zip(differentiable, needs, grads, strict=True):
-        result[i] = grad if need else None
-    return tuple(result)
+@torch.library.register_fake("megamoe::moe_forward_train")
+def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(args[-1], dtype=torch.uint8)
 
 
-torch.library.register_autograd("megamoe::moe_forward", _backward, setup_context=_save)
+class _Call(torch.autograd.Function):
+    """One call whose gradients are recorded.
+
+    Arguments: those of moe_forward; state_bytes, 0: recompute; direct: nobody has to see the operators.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        *inputs, state_bytes, ctx.direct = args
+        if not ctx.direct:
+            with torch._C._AutoDispatchBelowAutograd():
+                result = _operator(inputs, state_bytes)
+        elif state_bytes:
+            result = moe_forward_train_op(*inputs, state_bytes)
+        else:
+            result = moe_forward_op(*inputs)
+        ctx.set_materialize_grads(
+            False
+        )  # a zero gradient of the state would be as large as the state
+        if state_bytes:
+            ctx.mark_non_differentiable(result[1])
+            ctx.save_for_backward(*inputs, result[1])
+        else:
+            ctx.save_for_backward(*inputs, None)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        *inputs, handle, state = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
+        if not ctx.direct or watched() or torch.is_grad_enabled():
+            dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
+            made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
+            grads = [grad if need else None for grad, need in zip(made, needs, strict=True)]
+        else:
+            grads = gradients(runtime_of(handle), dy, inputs, state, needs)
+        dx, d_topk_weights, *of_weights = grads
+        return dx, None, d_topk_weights, *of_weights, None, None, None, None, None, None
+
+
+def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
+    if state_bytes:
+        return torch.ops.megamoe.moe_forward_train(*inputs, state_bytes)
+    return torch.ops.megamoe.moe_forward(*inputs)
+
+
+def _autograd(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        return _Call.apply(*inputs, state_bytes, False)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _operator(inputs, state_bytes)
+
+
+library.impl("moe_forward", lambda *args: _autograd(args, 0), "Autograd")
+library.impl("moe_forward_train", lambda *args: _autograd(args[:-1], args[-1]), "Autograd")
+
+
+def watched() -> bool:
+    """Whether a mode or a transform has to see the operators."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
@@ -231,11 +194,22 @@ def apply(
     weights: ExpertWeights,
     handle: Tensor,
     num_tokens_device: Tensor | None = None,
+    state_bytes: int = 0,
+    direct: bool = False,
 ) -> Tensor:
-    """Call the layer's operator; arguments as in Layer.__call__, already checked, contiguous."""
+    """Call the layer; arguments as in Layer.__call__, already checked, contiguous.
+
+    state_bytes: that the backend's training forward saves; 0: the backward pass, if any, recomputes.
+    direct: gradients are recorded, all tensors are plain, and nobody has to see the operators.
+    """
     w = weights
-    optional = w.b13, w.b2, w.w13_scale, w.w2_scale, num_tokens_device
-    y: Tensor = torch.ops.megamoe.moe_forward(
-        x, topk_ids, topk_weights, w.w13, w.w2, *optional, handle
-    )
+    inputs = (
+        x, topk_ids, topk_weights, w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale,
+        num_tokens_device, handle,
+    )  # fmt: skip
+    if direct:
+        result = _Call.apply(*inputs, state_bytes, True)
+    else:
+        result = _operator(inputs, state_bytes)
+    y: Tensor = result[0] if state_bytes else result
     return y

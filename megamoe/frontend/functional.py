@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Protocol
@@ -39,7 +39,12 @@ OPTIONS = (
 
 
 class Backend(Protocol):
-    """What every backend offers. Everything, Backend(problem, group) too, is collective."""
+    """What every backend offers. Everything, Backend(problem, group) too, is collective.
+
+    state_bytes: of what a training forward saves; 0: without one, `staged` recomputes the backward pass.
+    """
+
+    state_bytes: int
 
     def forward(
         self,
@@ -51,6 +56,35 @@ class Backend(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return y [T, H] bf16."""
+
+    def forward_train(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return y, the same bits as forward's, and the call's state [state_bytes] uint8, which may move."""
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        weights: ExpertWeights,
+        state: Tensor,
+        needs: Sequence[bool],
+        *,
+        num_tokens_device: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor | None]:
+        """Return dx [T, H] bf16, d_topk_weights [T, K] fp32, dw13, dw2 bf16 like the masters, db13, db2 fp32.
+
+        dy, x: [T, H] bf16, contiguous. weights: bf16 w13 and w2, whatever the forward pass used. state: unchanged.
+        needs: a flag for each; None in the list where it is False, and for "w13", "w2" of `into`: tensors like the
+        masters, fp32 or bf16, that these gradients are added to. Where both are needed, both are in `into` or none.
+        """
 
     def statistics(self) -> Statistics:
         """Return what the last forward did, without waiting for it."""

@@ -17,7 +17,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend.agreement import ALONE, check_equal, process_group, tell
-from megamoe.frontend.autograd import Runtime, apply, refuse_tangents
+from megamoe.frontend.autograd import apply, refuse_tangents, watched
 from megamoe.frontend.functional import (
     agree,
     check_call,
@@ -26,6 +26,7 @@ from megamoe.frontend.functional import (
     open_backend,
     overlap,
 )
+from megamoe.frontend.runtime import Runtime
 
 log = logging.getLogger("megamoe")
 
@@ -102,8 +103,13 @@ class Layer:
             and not torch.compiler.is_compiling()
             and self._is_known(x, topk_ids, topk_weights, weights, num_tokens_device, out)
         ):
-            given = runtime.weights(weights)
-            return runtime.backend.forward(x, topk_ids, topk_weights, given, num_tokens_device, out)
+            if not _records(x, topk_weights, weights):
+                mine = runtime.weights(weights)
+                call = x, topk_ids, topk_weights, mine, num_tokens_device, out
+                return runtime.backend.forward(*call)
+            if out is None:
+                call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+                return apply(*call, runtime.state_bytes, True)
         return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out)
 
     def _is_known(
@@ -115,27 +121,21 @@ class Layer:
         num_tokens_device: Tensor | None,
         out: Tensor | None,
     ) -> bool:
-        """Whether the backend may be called as it is: nobody watches, and a call like this passed all checks."""
+        """Whether operators need not be called: nobody watches, and a call like this passed all checks."""
         if (
             type(x) is not Tensor
             or type(topk_ids) is not Tensor
             or type(topk_weights) is not Tensor
-            or _somebody_watches()
+            or watched()
             or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
         ):
             return False
         try:
             if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
                 return False
-            experts = _tensors(weights)
-            if torch.is_grad_enabled() and (
-                x.requires_grad
-                or topk_weights.requires_grad
-                or any(t.requires_grad for t in experts)
-            ):
-                return False
             call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
-            return call in self._known_calls and _weights_key(experts) == self._known_weights
+            known = _weights_key(_tensors(weights)) == self._known_weights
+            return known and call in self._known_calls
         except AttributeError:  # something is no tensor: the checks will name it
             return False
 
@@ -164,7 +164,7 @@ class Layer:
             experts = _tensors(weights)
             tensors = (x, topk_weights, *experts)
             refuse_tangents(tensors)
-            recording = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            recording = _records(x, topk_weights, weights)
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
         except ArgumentError as error:
@@ -172,15 +172,19 @@ class Layer:
             raise
         if self._runtime is None:
             self.prepare(weights)
-        assert self._runtime is not None
+        runtime = self._runtime
+        assert runtime is not None
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
-        if plain and not recording and not _somebody_watches():
-            if all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
-                self._know(_key(*flat, num_tokens_device, out), _weights_key(experts))
-            mine = self._runtime.weights(weights)
-            y = self._runtime.backend.forward(*flat, mine, num_tokens_device, flat_out)
+        direct = plain and not watched()
+        if direct and all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
+            self._know(_key(*flat, num_tokens_device, out), _weights_key(experts))
+        if direct and not recording:
+            mine = runtime.weights(weights)
+            y = runtime.backend.forward(*flat, mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
-        y = apply(x, topk_ids, topk_weights, weights, self._runtime.handle, num_tokens_device)
+        state_bytes = runtime.state_bytes if recording else 0
+        call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+        y = apply(*call, state_bytes, direct)
         return y if out is None else out.copy_(y)
 
     def _know(self, call: tuple[Any, ...], weights: list[Any]) -> None:
@@ -197,7 +201,7 @@ class Layer:
         if self._runtime is None:
             tell(self.group, error)  # the others are about to prepare
         else:
-            getattr(self._runtime.backend, "refuse", nothing)()
+            self._runtime.refuse()
 
     def _rows(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, ...]:
         """Return the three as the operator takes them: cast, scaled, contiguous; leading sizes compared."""
@@ -303,16 +307,14 @@ class Layer:
         runtime.backend.close()
 
 
-def nothing() -> None:
-    """What a backend does that bounds its own waits."""
-
-
-def _somebody_watches() -> bool:
-    """Whether a mode or a transform has to see the operator."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+def _records(x: Tensor, topk_weights: Tensor, w: ExpertWeights) -> bool:
+    """Whether the call's gradients are recorded."""
+    return torch.is_grad_enabled() and (
+        x.requires_grad
+        or w.w13.requires_grad
+        or w.w2.requires_grad
+        or topk_weights.requires_grad
+        or any(t.requires_grad for t in _tensors(w))
     )
 
 

@@ -12,7 +12,8 @@ from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import refuse_tangents
 from megamoe.frontend.functional import Backend, check_call
-from megamoe.frontend.layer import Layer, nothing
+from megamoe.frontend.layer import Layer
+from megamoe.frontend.runtime import nothing
 
 _shared: dict[tuple[Any, ...], Layer] = {}
 

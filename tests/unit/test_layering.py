@@ -23,6 +23,8 @@ LAYERS = [
     ("backends.emulate",),
     ("frontend.agreement",),
     ("frontend.functional",),
+    ("frontend.runtime",),
+    ("frontend.backward",),
     ("frontend.autograd",),
     ("frontend.layer", "frontend.shards"),
     ("frontend.moe_forward", "frontend.module"),

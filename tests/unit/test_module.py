@@ -10,8 +10,8 @@ import torch.distributed as dist
 import megamoe
 from megamoe import ConfigError, MegaMoE, Problem
 from megamoe.errors import ArgumentError
-from megamoe.frontend.autograd import _runtimes
 from megamoe.frontend.functional import make_backend
+from megamoe.frontend.runtime import _runtimes
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2}

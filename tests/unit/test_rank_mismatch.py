@@ -93,8 +93,11 @@ def test_backward_in_opposite_order_is_named(name):
         other = 1 - rank
         assert f"rank {other} comes for backward of layer {other + 1}" in opposite[1]
         assert f"rank {rank} for backward of layer {rank + 1}" in opposite[1]
-        assert differing[0] == "RankMismatch", differing
-        assert "gradients of x and the experts' rows" in differing[1]
+        if name == "staged":  # reference computes all of them, wherever one is wanted
+            assert differing[0] == "RankMismatch", differing
+            assert "gradients of x and the experts' rows" in differing[1]
+        else:
+            assert differing[0] is None, differing
         assert alike[0] is None, alike
 
 

@@ -22,8 +22,9 @@ class State:
     @staticmethod
     def pack(problem: Problem, number: int, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Return the state [num_bytes] uint8; ids behind the call's tokens are -1."""
-        header = torch.tensor([COMPLETE, number, problem.fingerprint(), topk_ids.shape[0]])
-        parts = header.to(topk_ids.device), topk_ids.long().flatten(), topk_weights.flatten()
+        numbers = [COMPLETE, number, problem.fingerprint(), topk_ids.shape[0]]
+        header = torch.tensor(numbers, device=topk_ids.device)
+        parts = header, topk_ids.long().flatten(), topk_weights.flatten()
         used = torch.cat([part.view(torch.uint8) for part in parts])
         state = used.new_zeros(State.num_bytes(problem))
         state[: used.numel()] = used

@@ -1,0 +1,73 @@
+"""What stands behind a layer's handle: its backend, and its copies of the weights in other formats."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.order import Mark
+from megamoe.config import Problem
+from megamoe.errors import MegaMoEError
+from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import Backend
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
+
+    problem: Problem
+    group: Any
+    backend: Backend
+    cache: QuantizedCache = field(default_factory=QuantizedCache)
+    mark: Mark = field(init=False)  # of its backward calls
+    handle: Tensor = field(init=False)  # [] int64 on the CPU
+    state_bytes: int = field(init=False)  # that a training forward saves; 0: backward recomputes
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self.mark = getattr(self.backend, "mark", None) or Mark.make(self.problem, self.group)
+        self.state_bytes = getattr(self.backend, "state_bytes", 0)
+        _runtimes[number] = self
+
+    def weights(self, given: ExpertWeights) -> ExpertWeights:
+        """Return what the forward pass takes: fp8 masters quantized once per version."""
+        if self.problem.formats.w.scaled and given.w13_scale is None:
+            return self.cache.weights(self.problem, given)
+        return given
+
+    def masters(self, given: ExpertWeights) -> ExpertWeights:
+        """Return what the backward pass takes: bf16, the values of e4m3 weights made once per version."""
+        return given if given.w13_scale is None else self.cache.dense(self.problem, given)
+
+    def refuse(self) -> None:
+        """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
+        getattr(self.backend, "refuse", nothing)()
+
+
+_numbers = itertools.count(1)
+_runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+
+
+def runtime_of(handle: Tensor) -> Runtime:
+    """Return the runtime of a handle."""
+    runtime = _runtimes.get(int(handle))
+    if runtime is None:
+        raise MegaMoEError(f"the layer of handle {int(handle)} is closed or was deleted")
+    return runtime
+
+
+def nothing() -> None:
+    """What a backend does that bounds its own waits."""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[..., N] -> [T, N]."""
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
