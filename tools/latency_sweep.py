@@ -8,60 +8,42 @@ Method: CUDA events around one call; median of 20; then the maximum over ranks. 
 flushed (a 256 MB memset), the device idles until all ranks are there, spins until every host has queued the call, and
 the ranks are aligned on the stream by a one-element all-reduce: so no rank starts late because its host did. hot: calls
 back to back for half a second first, then 20 timed ones without flush or gap, as in training. Backends take turns
-inside the same run. The staged baseline is BF16 always: FP8 has no grouped matmul there.
+inside the same run. Baselines are BF16 always: FP8 has no grouped matmul there.
 
-TFLOPS = 2 * T * K * 3 * H * I a rank. Utilisation relates it to the tensor cores at the clock that the kernel itself
-measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a PNG into --out.
+--direction backward times the backend's backward launch, all gradients, from a state that a forward has left before,
+outside of what is timed; step times both, and with FP8 the quantization of the weights, which is also timed by itself.
+A backend without a backward pass of its own is differentiated by torch, as a layer.
+
+TFLOPS = 2 * T * K * 3 * H * I a rank, twice that in backward. Utilisation relates forward's to the tensor cores at the
+clock that the kernel itself measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a
+PNG into --out.
 """
 
 import argparse
 import csv
-import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, shapes_from
+from sweep_contenders import DIRECTIONS, Call, Contender, Entry, problem_of
 from sweep_plot import Measurement, plot
 
 import megamoe
 from megamoe.config import PRECISIONS
-from megamoe.testing import make_inputs, make_weights
+from megamoe.testing import make_weights
 from megamoe.testing.shapes import Shape
 
-# Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
-GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0}
-HBM_BYTES_PER_US = 4.3e6
-NVLINK_BYTES_PER_US = 340e3
 FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096}
 FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 1_500_000  # about 0.8 ms: longer than any rank's host takes to queue what follows
 HOT_SECONDS = 0.5
-
-
-def floors(shape: Shape, precision: str, tokens: int, ranks: int) -> tuple[float, float, float]:
-    """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
-    h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
-    stored = PRECISIONS[precision]
-    gemm = shape.flops(tokens) / (GEMM_TFLOPS[precision] * 1e6)
-
-    local = e / ranks
-    rows = tokens * k
-    hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
-    weights = hit * 3 * h * i * stored.w.bytes
-    # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
-    memory = weights + 2 * rows * (h * stored.x.bytes + i * stored.h.bytes + h * 2)
-
-    # A token crosses once for each other rank that holds one of its experts, and its partial comes back.
-    misses = math.prod((e - local - n) / (e - n) for n in range(k)) if e - local >= k else 0.0
-    crossings = tokens * (ranks - 1) * (1 - misses)
-    link = crossings * (h * stored.x.bytes + h * 2)
-    return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
 
 
 class Timer:
@@ -75,16 +57,16 @@ class Timer:
             FLUSH_BYTES if self.on_gpu else 0, dtype=torch.uint8, device=me.device
         )
 
-    def _call(self, call: Callable[[], object]) -> Callable[[], float]:
+    def _call(self, call: Call, before: Any) -> Callable[[], float]:
         """Run once; the result gives the time in us when asked after a synchronisation."""
         if not self.on_gpu:
             start = time.perf_counter()
-            call()
+            call.timed(before)
             taken = (time.perf_counter() - start) * 1e6
             return lambda: taken
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        call()
+        call.timed(before)
         end.record()
         return lambda: begin.elapsed_time(end) * 1e3
 
@@ -92,79 +74,43 @@ class Timer:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def cool(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    def cool(self, calls: dict[Entry, Call]) -> dict[Entry, float]:
         """Return the median of each call in us on this rank; the calls take turns."""
-        taken: dict[str, list[float]] = {name: [] for name in calls}
+        taken: dict[Entry, list[float]] = {entry: [] for entry in calls}
         for _ in range(self.samples):
-            for name, call in calls.items():
+            for entry, call in calls.items():
+                before = call.before()
                 self._synchronize()
                 dist.barrier()
                 self.flush.zero_()
                 if self.on_gpu:
                     torch.cuda._sleep(SPIN_CYCLES)
                 dist.all_reduce(self.flag)
-                read = self._call(call)
+                read = self._call(call, before)
+                del before  # a state, or a graph
                 self._synchronize()
-                taken[name].append(read())
-        return {name: statistics.median(times) for name, times in taken.items()}
+                taken[entry].append(read())
+        return {entry: statistics.median(times) for entry, times in taken.items()}
 
-    def hot(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Return the median of each call in us on this rank, back to back."""
+    def hot(self, calls: dict[Entry, Call]) -> dict[Entry, float]:
+        """Return the median of each call in us on this rank, back to back, with what comes before it in between."""
         medians = {}
-        for name, call in calls.items():
+        for entry, call in calls.items():
             self._synchronize()
             start = time.perf_counter()
-            call()
+            call.timed(call.before())
             self._synchronize()
             # All ranks must make the same number of collective calls: the slowest decides.
             once = torch.tensor([time.perf_counter() - start], device=self.device)
             dist.all_reduce(once, op=dist.ReduceOp.MAX)
             seconds = HOT_SECONDS if self.on_gpu else 0.0
             for _ in range(int(min(seconds / once.item(), 10_000))):
-                call()
+                call.timed(call.before())
             dist.all_reduce(self.flag)
-            reads = [self._call(call) for _ in range(self.samples)]
+            reads = [self._call(call, call.before()) for _ in range(self.samples)]
             self._synchronize()
-            medians[name] = statistics.median(read() for read in reads)
+            medians[entry] = statistics.median(read() for read in reads)
         return medians
-
-
-class Contender:
-    """A backend under test with its own weights."""
-
-    def __init__(
-        self, name: str, shape: Shape, precision: str, most: int, me: Rank, profile: bool
-    ) -> None:
-        self.problem = megamoe.Problem(
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            num_experts=shape.num_experts,
-            top_k=shape.top_k,
-            ep_size=me.size,
-            rank=me.rank,
-            max_tokens=most,
-            precision=precision,
-            activation=megamoe.activation_by_name(shape.activation),
-            bias=shape.bias,
-        )
-        group = dist.group.WORLD if me.size > 1 else None
-        options = {"profile": True} if profile else {}
-        self.backend = megamoe.make_backend(name, self.problem, group, device=me.device, **options)
-        self.weights = make_weights(self.problem, device=me.device)
-        self.backend.prepare(self.weights)
-
-    def call(self, tokens: int, device: torch.device) -> Callable[[], object]:
-        """Return the call to time, after one that pays for first-call work."""
-        x = make_inputs(self.problem, tokens, device=device, ids_dtype=torch.int32)
-        arguments = (x.x, x.topk_ids, x.topk_weights, self.weights)
-        self.backend.forward(*arguments)
-        return lambda: self.backend.forward(*arguments)
-
-    def clock_ghz(self) -> float | None:
-        """Return the SM clock inside the last call, where the backend measures it."""
-        if getattr(self.backend, "profile", None) is None:
-            return None
-        return self.backend.clock_ghz()
 
 
 def worst(value: float, device: torch.device) -> float:
@@ -173,42 +119,62 @@ def worst(value: float, device: torch.device) -> float:
     return tensor.item()
 
 
+def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
+    """Return what takes turns: the backend in every way asked for, then the baselines."""
+    gradients, direction = [None], args.direction
+    if direction != "forward":
+        gradients = ["bf16", "main_grad"] if args.main_grad else ["bf16"]
+    reserves = [None if r == "default" else int(r) for r in args.reserve_sms]
+    found = [
+        Entry(args.backend, precision, direction, g, reserve, args.layer)
+        for g in gradients
+        for reserve in reserves
+    ]
+    if direction == "step" and PRECISIONS[precision].w.scaled:
+        found.append(Entry(args.backend, precision, "quantize"))
+    of_baselines = gradients[0]
+    return found + [Entry(name, "bf16", direction, of_baselines) for name in args.baseline]
+
+
 def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> list[Measurement]:
     """Measure one shape and precision over all token counts. Collective."""
-    most = max(args.tokens)
-    names = {args.backend: precision} | ({args.baseline: "bf16"} if args.baseline else {})
-    contenders = {n: Contender(n, shape, p, most, me, args.clock) for n, p in names.items()}
-    me.print(megamoe.memory_report(contenders[args.backend].problem)["line"])
+    problem = problem_of(shape, max(args.tokens), me)
+    masters = make_weights(problem, device=me.device, quantize=False)
+    wanted = entries(precision, args)
+    contenders = {e: Contender(e, problem, masters, me, args.clock) for e in wanted}
+    del masters
+    me.print(megamoe.memory_report(contenders[wanted[0]].problem)["line"])
     timer = Timer(me, args.samples)
     modes = ("cool", "hot") if args.mode == "both" else (args.mode,)
     sms = torch.cuda.get_device_properties(me.device).multi_processor_count if timer.on_gpu else 0
     found = []
     for tokens in args.tokens:
-        calls = {name: c.call(tokens, me.device) for name, c in contenders.items()}
+        calls = {entry: c.call(tokens) for entry, c in contenders.items()}
         for mode in modes:
             medians = getattr(timer, mode)(calls)
-            for name, contender in contenders.items():
-                us = worst(medians[name], me.device)
-                tflops = shape.flops(tokens) / us / 1e6
+            for entry, contender in contenders.items():
+                us = worst(medians[entry], me.device)
+                tflops = entry.flops(shape, tokens) / us / 1e6
                 clock, used = contender.clock_ghz(), None
-                if clock and sms:
-                    peak = sms * FLOPS_PER_SM_CLOCK[contender.problem.precision] * clock / 1e3
+                if clock and sms and entry.direction == "forward":
+                    peak = sms * FLOPS_PER_SM_CLOCK[entry.precision] * clock / 1e3
                     used = tflops / peak
-                limits = floors(shape, contender.problem.precision, tokens, me.size)
-                entry = Measurement(
-                    shape.name, contender.problem.precision, me.size, tokens, mode, name, us,
-                    tflops, clock, used, *limits,
+                measured = Measurement(
+                    shape.name, entry.precision, me.size, tokens, mode, entry.backend, us,
+                    tflops, clock, used, *entry.floors(shape, tokens, me.size),
+                    entry.direction, entry.gradients, entry.reserve_sms, contender.ctas,
                 )  # fmt: skip
-                found.append(entry)
-                me.print(line(entry))
+                found.append(measured)
+                me.print(line(measured))
+        del calls
     for contender in contenders.values():
-        contender.backend.close()
+        contender.close()
     return found
 
 
 COLUMNS = (
-    f"{'shape':<14}{'prec':<6}{'mode':<6}{'backend':<10}{'T':>6}{'us':>10}{'TFLOPS':>9}{'GHz':>7}{'used':>7}"
-    f"{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}"
+    f"{'shape':<16}{'prec':<6}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
+    f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}"
 )
 
 
@@ -217,10 +183,26 @@ def line(m: Measurement) -> str:
     clock = f"{m.clock_ghz:.2f}" if m.clock_ghz else "-"
     used = f"{m.utilisation:.0%}" if m.utilisation else "-"
     return (
-        f"{m.shape:<14}{m.precision:<6}{m.mode:<6}{m.backend:<10}{m.tokens:>6}{m.us:>10.1f}{m.tflops:>9.1f}"
-        f"{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}{m.nvlink_floor_us:>8.1f}"
-        f"{m.us / floor:>7.2f}"
+        f"{m.shape:<16}{m.precision:<6}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
+        f"{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
+        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}"
     )
+
+
+def local_shapes(args: argparse.Namespace) -> list[Shape]:
+    """Return the shapes, with the experts of one rank of several if that was asked for."""
+    shapes, ranks = shapes_from(args), args.local_experts_of
+    if ranks is None:
+        return shapes
+    for shape in shapes:
+        if shape.num_experts // ranks < max(shape.top_k, 1):
+            raise SystemExit(
+                f"--local-experts-of {ranks}: {shape.name} has {shape.num_experts} experts, of which a token takes "
+                f"{shape.top_k}"
+            )
+    return [
+        replace(s, name=f"{s.name}/ep{ranks}", num_experts=s.num_experts // ranks) for s in shapes
+    ]
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
@@ -229,7 +211,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     me.print(COLUMNS)
     found: list[Measurement] = []
     with torch.no_grad():
-        for shape in shapes_from(args):
+        for shape in local_shapes(args):
             for precision in args.precision:
                 found += sweep(shape, precision, me, args)
                 if me.device.type == "cuda":
@@ -250,13 +232,31 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     return 0
 
 
+def reserve(text: str) -> str:
+    if text != "default" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of SMs nor default")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
-    add("--baseline", choices=("staged",), help="measured in turns with the backend")
+    add("--baseline", nargs="+", default=[], choices=("staged", "autograd"),
+        help="measured in turns with the backend; autograd: staged without its recomputing operator")  # fmt: skip
+    add("--direction", default="forward", choices=DIRECTIONS, help="step: forward and backward")
+    add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")
+    add("--layer", action="store_true", help="time the layer through autograd, not the launches")
+    add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",
+        help="SMs left to others; several take turns. default: as a layer that trains has it")  # fmt: skip
+    add(
+        "--local-experts-of",
+        type=int,
+        metavar="R",
+        help="experts of one of R ranks: for fewer GPUs than R",
+    )
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
     add("--tokens", type=int, nargs="+", default=[8, 64, 128, 256, 1024, 8192], help="per rank")

@@ -32,6 +32,18 @@ class Measurement:
     gemm_floor_us: float
     hbm_floor_us: float
     nvlink_floor_us: float
+    direction: str = "forward"
+    gradients: str | None = None  # of weights: bf16, or main_grad, added to fp32
+    reserve_sms: int | None = None  # None: the default
+    ctas: int | None = None  # of the kernel's grid
+
+    @property
+    def contender(self) -> str:
+        """What took turns with others."""
+        parts = [self.backend, "quantizes" if self.direction == "quantize" else ""]
+        parts += ["+main_grad" if self.gradients == "main_grad" else ""]
+        parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
+        return " ".join(filter(None, parts))
 
 
 def read(path: Path) -> tuple[str, list[Measurement]]:
@@ -45,16 +57,17 @@ def read(path: Path) -> tuple[str, list[Measurement]]:
     with path.open(newline="") as file:
         title = file.readline().strip()
         rows = list(csv.DictReader(file))
-    names = [field.name for field in fields(Measurement)]
+    # a CSV of before 2026-11-22 has fewer columns
+    names = [field.name for field in fields(Measurement) if field.name in (rows or [{}])[0]]
     return title, [Measurement(**{name: value(name, row[name]) for name in names}) for row in rows]
 
 
 def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
     """Draw one shape in one precision: a line for each backend and mode, and the floors of `main`."""
-    colours = {backend: f"C{i}" for i, backend in enumerate(sorted({m.backend for m in here}))}
-    for backend, mode in sorted({(m.backend, m.mode) for m in here}):
+    colours = {backend: f"C{i}" for i, backend in enumerate(sorted({m.contender for m in here}))}
+    for backend, mode in sorted({(m.contender, m.mode) for m in here}):
         points = sorted(
-            {m.tokens: m for m in here if (m.backend, m.mode) == (backend, mode)}.items()
+            {m.tokens: m for m in here if (m.contender, m.mode) == (backend, mode)}.items()
         )
         axis.plot(
             [tokens for tokens, _ in points],
@@ -64,7 +77,7 @@ def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
             linestyle="-" if mode == "cool" else (0, (6, 2)),
             label=f"{backend} {points[0][1].precision}, {mode}",
         )
-    own = sorted({m.tokens: m for m in here if m.backend == main}.items())
+    own = sorted({m.tokens: m for m in here if m.contender == main}.items())
     for name, (label, style) in FLOORS.items():
         values = [getattr(m, f"{name}_floor_us") for _, m in own]
         if not any(values):
@@ -86,7 +99,7 @@ def shorter(title: str, columns: int) -> str:
 
 
 def plot(found: list[Measurement], title: str, path: Path) -> bool:
-    """Draw one panel for each shape and precision of the first backend; return whether matplotlib is there."""
+    """Draw a panel for each shape and direction of the first contender; return whether matplotlib is there."""
     try:
         import matplotlib
     except ImportError:
@@ -95,8 +108,10 @@ def plot(found: list[Measurement], title: str, path: Path) -> bool:
     from matplotlib import pyplot
     from PIL import Image
 
-    main = found[0].backend
-    panels = list(dict.fromkeys((m.shape, m.precision) for m in found if m.backend == main))
+    found = [m for m in found if m.direction != "quantize"]
+    main, backend = found[0].contender, found[0].backend
+    of_main = [m for m in found if m.contender == main]
+    panels = list(dict.fromkeys((m.shape, m.direction, m.precision) for m in of_main))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
@@ -104,12 +119,16 @@ def plot(found: list[Measurement], title: str, path: Path) -> bool:
     )
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    for axis, (shape, precision) in zip(axes.flat, panels, strict=False):
+    for axis, (shape, direction, precision) in zip(axes.flat, panels, strict=False):
         here = [
-            m for m in found if m.shape == shape and (m.precision == precision or m.backend != main)
+            m
+            for m in found
+            if (m.shape, m.direction) == (shape, direction)
+            and (m.precision == precision or m.backend != backend)
         ]
         draw_panel(axis, here, main)
-        axis.set_title(f"{shape}, {precision}, EP{here[0].ranks}")
+        what = "" if direction == "forward" else f" {direction},"
+        axis.set_title(f"{shape},{what} {precision}, EP{here[0].ranks}")
     figure.suptitle(shorter(title, 75 * columns), fontsize="x-small")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)

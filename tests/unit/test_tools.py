@@ -220,6 +220,39 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
 
 
+@pytest.mark.parametrize("direction", ["backward", "step"])
+def test_latency_sweep_of_training(direction, tmp_path):
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
+               "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
+               "default", "--baseline", "staged", "autograd", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = csv_rows(tmp_path / "latency.csv")
+    own = [("reference", "fp8", g, r) for g in ("bf16", "main_grad") for r in ("0", "")]
+    quantizes = [("reference", "fp8", "", "")] * (direction == "step")
+    baselines = [(name, "bf16", "bf16", "") for name in ("staged", "autograd")]
+    columns = ("backend", "precision", "gradients", "reserve_sms")
+    assert [tuple(r[c] for c in columns) for r in rows] == own + quantizes + baselines
+    assert {r["shape"] for r in rows} == {"tiny/ep3"}
+    assert {r["direction"] for r in rows} == {direction, *["quantize"] * (direction == "step")}
+    assert all(float(r["us"]) > 0 for r in rows)
+    flops = {r["direction"]: float(r["tflops"]) * float(r["us"]) for r in rows}
+    rows_of_gemms = 8 * 2 * 3 * 64 * 48  # tokens, top_k, planes, H, I
+    times = {"backward": 2, "step": 3}[direction]
+    assert flops[direction] == pytest.approx(times * 2 * rows_of_gemms / 1e6)
+
+
+def test_a_sweep_of_before_training_is_read(tools, tmp_path):
+    from sweep_plot import read
+
+    table = tmp_path / "old.csv"
+    names = "shape,precision,ranks,tokens,mode,backend,us,tflops,clock_ghz,utilisation"
+    floors = "gemm_floor_us,hbm_floor_us,nvlink_floor_us"
+    table.write_text(f"# title\n{names},{floors}\ndsv3,fp8,4,8,cool,mega,10.5,1.5,,,1,2,3\n")
+    title, (found,) = read(table)
+    assert (title, found.us, found.direction, found.ctas) == ("# title", 10.5, "forward", None)
+    assert found.contender == "mega"
+
+
 def test_train_step_equals_one_rank():
     done = run("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
                "--target", 6)  # fmt: skip

@@ -1,0 +1,243 @@
+"""What tools/latency_sweep.py times: a layer's forward, backward or step, by a backend or through autograd."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import Rank
+from torch import Tensor
+
+import megamoe
+from megamoe.config import PRECISIONS
+from megamoe.formats.cache import QuantizedCache
+from megamoe.testing import Inputs, make_inputs
+from megamoe.testing.shapes import Shape
+
+# Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
+GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0}
+HBM_BYTES_PER_US = 4.3e6
+NVLINK_BYTES_PER_US = 340e3
+DIRECTIONS = ("forward", "backward", "step")
+BF16_BYTES = 2
+
+
+Halves = tuple[Callable[[bool], Any], Callable[[Any], object]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed, and what is made before it each time, outside of the timed region. Both collective."""
+
+    timed: Callable[[Any], object]
+    before: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender: a backend in a precision, and what it is asked for."""
+
+    backend: str
+    precision: str
+    direction: str = "forward"  # or "quantize": of the weights, once a step
+    gradients: str | None = (
+        None  # where those of the weights go: "bf16", or "main_grad", added to fp32
+    )
+    reserve_sms: int | None = None  # None: the default
+    through_layer: bool = False
+
+    def flops(self, shape: Shape, tokens: int) -> float:
+        """Return those of `tokens` tokens: backward has twice forward's."""
+        times = {"forward": 1, "backward": 2, "step": 3, "quantize": 0}
+        return times[self.direction] * shape.flops(tokens)
+
+    def floors(self, shape: Shape, tokens: int, ranks: int) -> tuple[float, float, float]:
+        """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
+        load = Load(shape, tokens, ranks)
+        parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
+        parts["backward"] = [load.backward(self.gradients)]
+        parts["step"] = parts["forward"] + parts["backward"]
+        gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
+        return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
+
+
+class Load:
+    """GEMM time in us, bytes of memory and bytes of links of one rank."""
+
+    def __init__(self, shape: Shape, tokens: int, ranks: int) -> None:
+        self.shape, self.tokens, self.rows = shape, tokens, tokens * shape.top_k
+        h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
+        self.planes = 1 if shape.activation == "relu2" else 2
+        local = e / ranks
+        hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
+        self.hit_weights = hit * (self.planes + 1) * h * i
+        self.weights = local * (self.planes + 1) * h * i
+        # A token crosses once for each other rank that holds one of its experts, and its partial comes back.
+        misses = math.prod((e - local - n) / (e - n) for n in range(k)) if e - local >= k else 0.0
+        self.crossings = tokens * (ranks - 1) * (1 - misses)
+
+    def forward(self, precision: str) -> tuple[float, float, float]:
+        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
+        gemm = self.shape.flops(self.tokens) / (GEMM_TFLOPS[precision] * 1e6)
+        # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
+        row = h * stored.x.bytes + i * stored.h.bytes + h * BF16_BYTES
+        memory = self.hit_weights * stored.w.bytes + 2 * self.rows * row
+        return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
+
+    def backward(self, gradients: str | None) -> tuple[float, float, float]:
+        """BF16 whatever the precision."""
+        h, i = self.shape.hidden, self.shape.intermediate
+        gemm = 2 * self.shape.flops(self.tokens) / (GEMM_TFLOPS["bf16"] * 1e6)
+        # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu.
+        row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
+        memory = self.hit_weights * BF16_BYTES + self.rows * (
+            2 * row + self.planes * i * BF16_BYTES
+        )
+        memory += self.weights * (8 if gradients == "main_grad" else BF16_BYTES)  # fp32: and read
+        return gemm, memory, self.crossings * 2 * h * BF16_BYTES
+
+    def quantize(self) -> tuple[float, float, float]:
+        return 0.0, self.weights * (BF16_BYTES + PRECISIONS["fp8"].w.bytes), 0.0
+
+
+def problem_of(shape: Shape, most: int, me: Rank) -> megamoe.Problem:
+    """Return the layer of a shape over all ranks, in BF16."""
+    return megamoe.Problem(
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        ep_size=me.size,
+        rank=me.rank,
+        max_tokens=most,
+        activation=megamoe.activation_by_name(shape.activation),
+        bias=shape.bias,
+    )
+
+
+class Contender:
+    """A backend under test with its own weights.
+
+    Backward and step are the backend's launches where it trains by itself; otherwise, and with `entry.through_layer`,
+    torch's gradients of a Layer. "autograd": those of staged's own operations, which recompute nothing.
+    """
+
+    def __init__(
+        self, entry: Entry, problem: megamoe.Problem, masters: Any, me: Rank, profile: bool
+    ) -> None:
+        self.entry, self.device = entry, me.device
+        self.problem = replace(problem, precision=entry.precision)
+        self.masters = masters  # shared with the others
+        group = dist.group.WORLD if me.size > 1 else None
+        options = {"profile": True} if profile else {}
+        if entry.reserve_sms is not None:
+            options["reserve_sms"] = entry.reserve_sms
+        training = entry.direction != "forward"
+        self.cache, self.layer = QuantizedCache(), None
+        plain = entry.backend == "autograd"
+        with torch.set_grad_enabled(training):  # SMs are reserved by default where it is on
+            self.backend = megamoe.make_backend(
+                "staged" if plain else entry.backend,
+                self.problem,
+                group,
+                device=me.device,
+                **options,
+            )
+            trains = getattr(self.backend, "state_bytes", 0) > 0 and not entry.through_layer
+            if entry.direction in ("backward", "step") and not (trains or plain):
+                self.backend.close()
+                name = entry.backend
+                self.layer = megamoe.Layer(self.problem, group or "alone", backend=name, **options)
+                self.layer.prepare(self.masters)
+            else:
+                self.backend.prepare(self.weights())
+        self.into: dict[str, Tensor] | None = None
+        if entry.gradients == "main_grad":
+            if self.layer is not None or plain:
+                raise SystemExit(f"--main-grad: {entry.backend} does not add to fp32 gradients")
+            named = self.masters.named()
+            self.into = {n: torch.zeros_like(t, dtype=torch.float32) for n, t in named.items()}
+        if not training and self.problem.formats.w.scaled:
+            fp8 = self.weights()
+            self.masters, self.weights = None, lambda: fp8
+
+    def weights(self) -> megamoe.ExpertWeights:
+        """Return the experts as the backend takes them."""
+        if not self.problem.formats.w.scaled:
+            return self.masters
+        return self.cache.weights(self.problem, self.masters)
+
+    def quantized_again(self) -> megamoe.ExpertWeights:
+        """Do the same as after an optimizer step."""
+        self.cache.invalidate()
+        return self.weights()
+
+    def call(self, tokens: int) -> Call:
+        """Return the call to time, after one that pays for first-call work."""
+        drawn = make_inputs(self.problem, tokens, device=self.device, ids_dtype=torch.int32)
+        if self.entry.direction == "forward":
+            arguments = (drawn.x, drawn.topk_ids, drawn.topk_weights, self.weights())
+            call = Call(lambda _: self.backend.forward(*arguments))
+        elif self.entry.direction == "quantize":
+            call = Call(lambda _: self.quantized_again())
+        else:
+            halves = self._launches(drawn) if self.layer is None else self._autograd(drawn)
+            if self.entry.backend == "autograd":
+                halves = self._autograd(drawn)
+            forward, backward = halves
+            if self.entry.direction == "backward":
+                call = Call(backward, lambda: forward(False))
+            else:
+                call = Call(lambda _: backward(forward(True)))
+        call.timed(call.before())
+        return call
+
+    def _launches(self, drawn: Inputs) -> Halves:
+        """Of the backend; forward quantizes the weights if it is told that they are new."""
+        x, ids, scores = drawn.x, drawn.topk_ids, drawn.topk_weights
+        dy, needs = torch.randn_like(x), [True] * 4 + [self.problem.bias] * 2
+
+        def forward(new_weights: bool) -> Tensor:
+            weights = self.quantized_again() if new_weights else self.weights()
+            return self.backend.forward_train(x, ids, scores, weights)[1]
+
+        def backward(state: Tensor) -> object:
+            return self.backend.backward(dy, x, ids, self.masters, state, needs, into=self.into)
+
+        return forward, backward
+
+    def _autograd(self, drawn: Inputs) -> Halves:
+        """Through torch's graph."""
+        x, scores = drawn.x.requires_grad_(), drawn.topk_weights.requires_grad_()
+        dy = torch.randn_like(drawn.x)
+        named = {n: t.detach().requires_grad_() for n, t in self.masters.named().items()}
+        leaves, weights = named.values(), replace(self.masters, **named)
+        run = self.backend.forward if self.layer is None else self.layer
+
+        def forward(new_weights: bool) -> Tensor:
+            if new_weights and self.layer is not None:
+                self.layer.invalidate()
+            with torch.enable_grad():
+                return run(x, drawn.topk_ids, scores, weights)
+
+        def backward(y: Tensor) -> object:
+            return torch.autograd.grad(y, [x, scores, *leaves], dy)
+
+        return forward, backward
+
+    def clock_ghz(self) -> float | None:
+        """Return the SM clock inside the last call, where the backend measures it."""
+        if getattr(self.backend, "profile", None) is None or self.layer is not None:
+            return None
+        return self.backend.clock_ghz()
+
+    @property
+    def ctas(self) -> int | None:
+        """The kernel's grid."""
+        return None if self.layer is not None else getattr(self.backend, "grid", None)
+
+    def close(self) -> None:
+        """Free what is shared with other ranks. Collective."""
+        (self.backend if self.layer is None else self.layer).close()
