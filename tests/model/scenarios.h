@@ -4,6 +4,7 @@
 
 namespace model {
 
+using megamoe::GradsReady;
 using megamoe::GridBarrier;
 using megamoe::HReady;
 using megamoe::LastArrival;
@@ -32,6 +33,6 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *no_tma = "no TMA here: see rows_ready";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
-    pair_scenarios;
+    pair_scenarios, backward_scenarios, training_scenarios;
 
 }  // namespace model

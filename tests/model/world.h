@@ -204,7 +204,11 @@ class World {
         Knowledge& mine = !async ? generic_[t] : p.shared ? async_shared_[t] : async_[t];
         int agent = 2 * t + (async ? 1 : 0);
         auto ordered = [&](int other, uint16_t stamp) {
-            return other == agent || mine.clock[other] >= stamp;
+            bool same_proxy_and_cta = async && other % 2 == 1 &&
+                                      threads_[other / 2].rank == threads_[t].rank &&
+                                      threads_[other / 2].cta == threads_[t].cta;  // needs no fence (A9)
+            return other == agent || mine.clock[other] >= stamp ||
+                   (same_proxy_and_cta && generic_[t].clock[other] >= stamp);
         };
         if (!poisoned_) {
             if (p.writer >= 0 && !ordered(p.writer, p.stamp)) race(p, agent, write, p.writer, "write");
