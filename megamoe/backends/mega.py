@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,14 +11,18 @@ import torch
 from torch import Tensor
 
 from megamoe import env
+from megamoe.backends import kernels
+from megamoe.backends.kernels import MAX_GROUP, PAIR_CTAS, LayerKernels
+from megamoe.backends.mega_training import Training
+from megamoe.backends.reserve import default_reserve
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights, SealedWeights
-from megamoe.jit import abi, compiler
+from megamoe.jit import compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
-from megamoe.memory.arguments import Plan, fill_pointers, fill_static, fill_weights
+from megamoe.memory.arguments import Plan, fill_pointers, fill_weights
 from megamoe.memory.launches import (
     alike,
     allocator,
@@ -28,14 +31,8 @@ from megamoe.memory.launches import (
     launch_order,
     on_device,
 )
-from megamoe.memory.transport.group import all_or_none, as_group, nccl_in_use
+from megamoe.memory.transport.group import all_or_none, as_group
 from megamoe.memory.window import Window
-
-NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
-PROFILE_SLOTS = 16
-GPCS = 8  # of a Hopper GPU; a pair of CTAs needs two free SMs of one, so other kernels may strand one in each
-PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
-_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
 
 
 def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
@@ -58,21 +55,6 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
             if peer != own and not torch.cuda.can_device_access_peer(own, peer):
                 return f"cuda:{own} has no peer access to cuda:{peer}"
     return None
-
-
-def _default_reserve(group: Any) -> int:
-    """SMs for NCCL, where a step both trains and communicates; decided when the backend is made.
-
-    Cooperative kernels and NCCL's do not yield to each other: without room for both, two ranks that start them in
-    different orders would wait for each other for ever.
-    """
-    stated = env.reserve_sms()
-    if stated is not None:
-        return stated
-    if not (torch.is_grad_enabled() and nccl_in_use(group)):
-        return 0
-    ctas = os.environ.get("NCCL_MAX_CTAS", "")
-    return (int(ctas) if ctas.isdigit() and int(ctas) else NCCL_MAX_CTAS) + GPCS
 
 
 class MegaBackend:
@@ -115,7 +97,6 @@ class MegaBackend:
         if not self._owns_window:
             self.window.admit(problem)
             self.window.agree(problem)
-        self._layer = self.window.add_layer()
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         self._order = launch_order(self._ordinal)
@@ -125,27 +106,36 @@ class MegaBackend:
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
-        self._timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
-        self.window.timeout_ns = self._timeout_ns
-        self._pdl = env.pdl() if pdl is None else pdl
-        self._step_blocks = step_blocks
-        reserve = _default_reserve(wrapped) if reserve_sms is None else reserve_sms
+        timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
+        self.window.timeout_ns = timeout_ns
+        reserve = default_reserve(wrapped) if reserve_sms is None else reserve_sms
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
-        self._args = abi.aligned(abi.Args)
+        self.profile: Tensor | None = None
+        if profile:
+            self.profile = kernels.new_profile(self.grid, self.device)
+        self._kernels = LayerKernels(
+            plan=self.plan,
+            window=self.window,
+            layer=self.window.add_layer(),
+            grid=self.grid,
+            timeout_ns=timeout_ns,
+            pdl=env.pdl() if pdl is None else pdl,
+            step_blocks=step_blocks,
+            profile=self.profile,
+        )
         self._launcher: Any = None
+        self._args: Any = None
+        self._training: Training | None = None
+        self._launched = self._kernels.layer, "forward"
         self._weights_key: tuple[Any, ...] | None = None
         self._bias: Tensor | None = None  # kept until other weights are set
         self._make_y: Callable[[], Tensor]
         # says whether x, ids and weights are like those that were checked last
         self._checked: Callable[..., bool] = lambda *_: False
         self._sealed: ExpertWeights | None = None  # whose addresses the launch has
-        self.profile: Tensor | None = None
-        if profile:
-            shape = (self.grid, PROFILE_SLOTS)
-            self.profile = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     @property
     def needs_close(self) -> bool:
@@ -158,57 +148,27 @@ class MegaBackend:
         The ranks meet at the end, so that no rank's first launch waits while another compiles, or failed to.
         """
         if self._launcher is None:
-            self._check_not_capturing()
-
-            def load() -> None:
-                with on_device(self.device):
-                    self._load()
-
-            all_or_none(self.window.group, load, "prepare the kernel")
+            self._refuse_capture("call prepare(weights) before CUDA graph capture")
+            load = partial(self._kernels.load, self.variant)
+            self._launcher = all_or_none(self.window.group, load, "prepare the kernel")
+            self._args = self._launcher.argument
         self._set_weights(weights)
 
-    def _check_not_capturing(self) -> None:
+    def _refuse_capture(self, instead: str) -> None:
         if torch.cuda.is_current_stream_capturing():
-            raise MegaMoEError("call prepare(weights) before CUDA graph capture")
-
-    def _load(self) -> None:
-        from megamoe.jit.module import Launcher, load_kernel
-        from megamoe.jit.tensormap import encode
-
-        kernel = load_kernel(self.variant, self._ordinal)
-        kernel.check_resident(self.grid)
-        self._encode = encode
-        self._workspace = self.window.workspace(self.plan)
-        options = {} if self._step_blocks is None else {"step_blocks": self._step_blocks}
-        fill_static(
-            self._args,
-            self.plan,
-            window_bases=self.window.bases,
-            workspace_base=self._workspace.data_ptr(),
-            encoder=encode,
-            timeout_ns=self._timeout_ns,
-            fault=self.window.fault_address,
-            profile=0 if self.profile is None else self.profile.data_ptr(),
-            epoch=self.window.epoch_address,
-            layer=self._layer,
-            **options,
-        )
-        self._launcher = Launcher(kernel, self.grid, self._args, cooperative=True, pdl=self._pdl)
+            raise MegaMoEError(instead)
 
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
         self._sealed = None
         w = weights if weights.b13 is None else weights.with_flat_bias()
-        w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
-        key = (
-            w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride(),
-            s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
-            b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
-        )  # fmt: skip
+        key = kernels.weights_key(w)
         if key != self._weights_key:
-            self._bias = b13
+            from megamoe.jit.tensormap import encode
+
+            self._bias, self._weights_key = w.b13, None  # until all is filled
             w.validate(self.problem, self.device)
-            fill_weights(self._args, self.plan, w, self._encode)
+            fill_weights(self._args, self.plan, w, encode)
             self._weights_key = key
         if type(weights) is SealedWeights:
             self._sealed = weights
@@ -236,7 +196,7 @@ class MegaBackend:
             self.prepare(weights)
         with launch_lock:
             if not self._checked(x, topk_ids, topk_weights):
-                self._check(x, topk_ids, topk_weights)
+                kernels.check_rows(self.problem, self.device, x, topk_ids, topk_weights)
                 self._args.num_tokens = x.shape[0]
                 self._args.ids_are_int64 = topk_ids.dtype == torch.int64
                 shape, strides = tuple(x.shape), (x.shape[1], 1)
@@ -248,33 +208,79 @@ class MegaBackend:
             handle = self._order.before_launch()
             fill_pointers(self._args, x, topk_ids, topk_weights, y, num_tokens_device)
             self._launcher.launch(handle)
-            self.window.last_layer = self._layer
+            self.window.last_launch = self._launched
         if handle:  # not the default stream
             for tensor in (x, topk_ids, topk_weights, y, num_tokens_device):
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(self._order.stream)  # nothing if it was made there
         return y
 
-    def _check(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
-        tokens, p = x.shape[0], self.problem
-        if (
-            x.shape[1] != p.hidden
-            or tokens > p.max_tokens
-            or x.dtype != torch.bfloat16
-            or topk_weights.dtype != torch.float32
-            or topk_ids.dtype not in (torch.int32, torch.int64)
-            or topk_ids.shape != (tokens, p.top_k)
-            or topk_weights.shape != (tokens, p.top_k)
-            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
-            or x.device != self.device
-        ):
-            raise ArgumentError(
-                "x, topk_ids, topk_weights",
-                [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, topk_ids, topk_weights)],
-                f"contiguous [T <= {p.max_tokens}, {p.hidden}] bf16, [T, {p.top_k}] int32|int64 and "
-                f"[T, {p.top_k}] fp32 on {self.device}",
-            )
+    # --- training ---
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state that forward_train() returns."""
+        return self.plan.train_state_bytes
+
+    def forward_train(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Launch a forward that saves; return y [T, H] bf16, the same bits, and the call's state [state_bytes] uint8.
+
+        As forward(). The first call makes the kernels and the workspace of training on all ranks together, so it
+        cannot be captured. The state belongs to the caller, who may move its bytes.
+        """
+        if self._on_gpu and current_device() != self._ordinal:
+            with on_device(self.device):
+                return self.forward_train(x, topk_ids, topk_weights, weights, num_tokens_device)
+        self.window.poll()
+        if self._launcher is None:
+            self.prepare(weights)
+        if self._training is None:
+            self._refuse_capture("run one step, forward and backward, before CUDA graph capture")
+            make = partial(Training, self._kernels, self.variant)
+            self._training = all_or_none(self.window.group, make, "prepare the kernels of training")
+        return self._training.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        weights: ExpertWeights,
+        state: Tensor,
+        needs: Sequence[bool],
+        *,
+        num_tokens_device: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> list[Tensor | None]:
+        """Launch the backward of the call that made `state`; return the gradients that are needed, else None.
+
+        dy, x: [T, H] bf16, contiguous; x, topk_ids and num_tokens_device as that call had them.
+        weights: w13 and w2 in bf16, the masters; biases.
+        needs: 6 bools, for dx [T, H] bf16, d_topk_weights [T, K] fp32, and the gradients of w13, w2, b13, b2, each
+            like its master. Ranks may need different ones: the launch is the same.
+        into: name -> tensor like that master, fp32 or bf16, to which its gradient is added; it is not returned.
+        Collective, in the same order of calls on all ranks; the host waits for nothing. Raises as forward() does.
+        """
+        if self._on_gpu and current_device() != self._ordinal:
+            with on_device(self.device):
+                return self.backward(
+                    *(dy, x, topk_ids, weights, state, needs),
+                    num_tokens_device=num_tokens_device,
+                    into=into,
+                )
+        self.window.poll()
+        if self._training is None:
+            raise ArgumentError("state", "given", "one that forward_train() of this layer returned")
+        return self._training.backward(
+            dy, x, topk_ids, weights, state, needs, num_tokens_device, into
+        )
 
     # --- looking inside ---
 
@@ -287,60 +293,57 @@ class MegaBackend:
         self.window.reset()
 
     def statistics(self) -> Statistics:
-        """Return what the last launch did, in stream order; the host waits for nothing. Call it before the next one."""
-        if self._launcher is None or self.window.last_layer != self._layer:
+        """Return what the last call did, in stream order; the host waits for nothing. Call it before the next one.
+
+        A backward leaves what its forward did.
+        """
+        layer, kernel = self.window.last_launch or (None, "")
+        if self._launcher is None or layer != self._kernels.layer:
             raise MegaMoEError(
                 "statistics() are those of the last call of a window, and that was another layer's, or there was none"
             )
         tables = (
             self.plan.window["window_routes"].view(self.window.memory),
-            self.plan.views(self._workspace)["chunk_prefix"],
+            self._tables(kernel)["chunk_prefix"],
             self.window.epoch_cell,
         )
         return Statistics.of_tables(*tables, self.plan.pool_rows, layout.BLOCK_ROWS)
 
+    def _tables(self, kernel: str) -> dict[str, Tensor]:
+        """Return the regions of the workspace, with the state of the last launch, which was of `kernel`."""
+        views = self.plan.views(self.window.workspace(self.plan))
+        if kernel == "train" and self._training is not None:
+            views |= self._training.state_views()
+        return views
+
     def intermediates(self) -> dict[str, Tensor]:
         """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
 
-        Views: the next launch overwrites them. x_pool, h, y_rows (and their scales, as [M, S]) and row_route are by
-        pool row, and only there when the launch was a single pass; partials [R, T, H] of own tokens by expert rank
-        (only written where it has a route) and, for fp8, x_q, x_scale
-        are always there.
+        Views: the next launch overwrites them. Of a forward: x_pool, h, y_rows (and their scales, as [M, S]) and
+        row_route by pool row; partials [R, T, H] of own tokens by expert rank (only written where it has a route) and,
+        for fp8, x_q, x_scale; if it trains, gate_up [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
+        by tile of I (their sum; b2's part last), dx_rows, x_rows, row_weight, row_route, and partials. What is by pool
+        row is only there when the launch was a single pass.
         """
         self.check()
-        if self._launcher is None:
+        layer, kernel = self.window.last_launch or (None, "")
+        if layer != self._kernels.layer:
             return {}
-        plan, p = self.plan, self.problem
-        window = {n: r.view(self.window.memory) for n, r in plan.window.items()}
-        workspace = plan.views(self._workspace)
-        parity = int(self.window.epoch() & 1)
-        tokens = window["window_routes"][parity, :, 0].tolist()
-        found = {"partials": window["window_partials"][:, : tokens[p.rank]]}
-        if "window_x_scale" in window:
-            found["x_q"] = window["window_x"][: tokens[p.rank]]
-            found["x_scale"] = window["window_x_scale"][: tokens[p.rank]]
-        if int(self.statistics().passes) == 1:
-            for name in ("x_pool", "h", "y_rows", "row_route"):
-                found[name] = workspace[name]
-            for name in ("x_pool_scale", "h_scale"):
-                if name in workspace:
-                    found[name] = workspace[name].t()
-        return found
+        single = int(self.statistics().passes) == 1
+        found = kernels.rows_of_forward(self._tables(kernel)) if single else {}
+        if single and kernel == "backward" and self._training is not None:
+            found = self._training.rows()
+        return found | kernels.home_rows(self.plan, self.window, kernel)
 
     def clock_ghz(self) -> float:
         """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""
-        if self.profile is None:
-            raise ConfigError("profile", False, "True, for timestamps")
-        stamps = self.profile.cpu()
-        cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
-        ns = (stamps[:, _END] - stamps[:, _START]).double()
-        return float((cycles / ns).median())
+        return kernels.clock_ghz(self.profile)
 
     def close(self) -> None:
         """Free the window if it is this layer's own, after a barrier. Collective; idempotent."""
         if self.closed:
             return
         self.closed = True
-        self._launcher = None
+        self._launcher = self._training = None
         if self._owns_window:
             self.window.close()

@@ -87,8 +87,9 @@ class Window:
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
         self._workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._backward_workspaces: dict[tuple[Problem, int], Tensor] = {}
         self._layers = 0
-        self.last_layer: int | None = None  # to be launched
+        self.last_launch: tuple[int, str] | None = None  # layer and kernel
         self.agree(problem)
         self.regions = layout.window_regions(problem)
         self.closed = True  # until all have theirs; nobody launches before all are zero
@@ -165,15 +166,23 @@ class Window:
 
     def workspace(self, plan: Plan) -> Tensor:
         """Return the workspace of a layer, zeroed when new, a state behind it. Layers of equal layout share one."""
+        return self._memory_for(self._workspaces, plan, plan.workspace_bytes)
+
+    def backward_workspace(self, plan: Plan) -> Tensor:
+        """Return what backward needs besides, zeroed when new: made when a layer of this layout first trains."""
+        return self._memory_for(self._backward_workspaces, plan, plan.backward_bytes)
+
+    def _memory_for(
+        self, made: dict[tuple[Problem, int], Tensor], plan: Plan, nbytes: int
+    ) -> Tensor:
         key = (plan.strided, plan.pool_rows)
-        if key not in self._workspaces:
-            nbytes = plan.workspace_bytes
+        if key not in made:
             with on_device(self.device):
                 raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
                 start = -raw.data_ptr() % layout.ALIGNMENT
-                self._workspaces[key] = raw[start : start + nbytes]
+                made[key] = raw[start : start + nbytes]
                 self._synchronize()  # launches may come on any stream
-        return self._workspaces[key]
+        return made[key]
 
     # --- faults ---
 
@@ -208,10 +217,14 @@ class Window:
         with on_device(self.device):
             for name in layout.WINDOW_CONTROL:
                 self.regions[name].view(self.memory).zero_()
-            for (problem, rows), memory in self._workspaces.items():
-                table = layout.workspace_regions(problem, rows)
-                for name in layout.WORKSPACE_CONTROL:
-                    table[name].view(memory).zero_()
+            for made, regions, cells in (
+                (self._workspaces, layout.workspace_regions, layout.WORKSPACE_CONTROL),
+                (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
+            ):
+                for (problem, rows), memory in made.items():
+                    table = regions(problem, rows)
+                    for name in cells:
+                        table[name].view(memory).zero_()
             self._epoch.zero_()
             self._fault_memory.zero_()
             self._synchronize()
@@ -230,6 +243,7 @@ class Window:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._allocation.memory = self.memory
         self._workspaces.clear()
+        self._backward_workspaces.clear()
         self._allocation.free()
         self.group.barrier()
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe import env
 from megamoe.errors import ConfigError, MegaMoEError
+
+T = TypeVar("T")
 
 
 class Group(Protocol):
@@ -156,11 +158,12 @@ def as_group(group: Any) -> Group:
     return TorchGroup(group)
 
 
-def all_or_none(group: Group, attempt: Callable[[], None], what: str) -> None:
-    """Call attempt(); raise its error, or one that names the first other rank that could not do `what`. Collective."""
+def all_or_none(group: Group, attempt: Callable[[], T], what: str) -> T:
+    """Return attempt(); raise its error, or name the first other rank that could not do `what`. Collective."""
+    made: list[T] = []
     failure: Exception | None = None
     try:
-        attempt()
+        made.append(attempt())
     except Exception as error:
         failure = error
     texts = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
@@ -169,6 +172,7 @@ def all_or_none(group: Group, attempt: Callable[[], None], what: str) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise MegaMoEError(f"rank {rank} could not {what}: {text}")
+    return made[0]
 
 
 def nccl_in_use(group: Group) -> bool:

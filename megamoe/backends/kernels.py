@@ -1,0 +1,138 @@
+"""The kernels of one layer of backend="mega": what their launches have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import ExpertWeights
+from megamoe.jit import abi
+from megamoe.jit.source import Variant
+from megamoe.memory.arguments import Plan, fill_static
+from megamoe.memory.launches import on_device
+from megamoe.memory.window import Window
+
+PROFILE_SLOTS = 16
+PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
+_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """What is the same for all launches of a layer."""
+
+    plan: Plan
+    window: Window
+    layer: int  # of the window
+    grid: int  # CTAs
+    timeout_ns: int
+    pdl: bool
+    step_blocks: int | None  # None: as arguments.py has it
+    profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
+
+    def load(self, variant: Variant) -> Any:
+        """Compile or load one kernel; return its Launcher, whose argument block is its own and filled so far.
+
+        Not collective. Raises NotCoResident for a grid that does not fit the device at once.
+        """
+        from megamoe.jit.module import Launcher, load_kernel
+        from megamoe.jit.tensormap import encode
+
+        device = self.window.device
+        with on_device(device):
+            kernel = load_kernel(variant, device.index or 0)
+            kernel.check_resident(self.grid)
+            workspace = self.window.workspace(self.plan)
+            options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
+            args = abi.aligned(abi.Args)
+            fill_static(
+                args,
+                self.plan,
+                window_bases=self.window.bases,
+                workspace_base=workspace.data_ptr(),
+                encoder=encode,
+                timeout_ns=self.timeout_ns,
+                fault=self.window.fault_address,
+                profile=0 if self.profile is None else self.profile.data_ptr(),
+                epoch=self.window.epoch_address,
+                layer=self.layer,
+                **options,
+            )
+            return Launcher(kernel, self.grid, args, cooperative=True, pdl=self.pdl)
+
+
+def weights_key(w: ExpertWeights) -> tuple[Any, ...]:
+    """Return what a launch depends on: addresses and strides."""
+    w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
+    return (
+        w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride(),
+        s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
+        b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
+    )  # fmt: skip
+
+
+def check_rows(
+    p: Problem, device: torch.device, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> None:
+    """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
+    tokens = x.shape[0]
+    if (
+        x.shape[1] != p.hidden
+        or tokens > p.max_tokens
+        or x.dtype != torch.bfloat16
+        or topk_weights.dtype != torch.float32
+        or topk_ids.dtype not in (torch.int32, torch.int64)
+        or topk_ids.shape != (tokens, p.top_k)
+        or topk_weights.shape != (tokens, p.top_k)
+        or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
+        or x.device != device
+    ):
+        raise ArgumentError(
+            "x, topk_ids, topk_weights",
+            [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, topk_ids, topk_weights)],
+            f"contiguous [T <= {p.max_tokens}, {p.hidden}] bf16, [T, {p.top_k}] int32|int64 and "
+            f"[T, {p.top_k}] fp32 on {device}",
+        )
+
+
+def new_profile(grid: int, device: torch.device) -> Tensor:
+    """Return memory for the timestamps of a launch."""
+    return torch.zeros((grid, PROFILE_SLOTS), dtype=torch.int64, device=device)
+
+
+def clock_ghz(profile: Tensor | None) -> float:
+    """profile: [grid, PROFILE_SLOTS] of a launch -> its SM clock, the median over CTAs. Waits for the device."""
+    if profile is None:
+        raise ConfigError("profile", False, "True, for timestamps")
+    stamps = profile.cpu()
+    cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
+    ns = (stamps[:, _END] - stamps[:, _START]).double()
+    return float((cycles / ns).median())
+
+
+def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
+    """Return what the last launch, of `kernel`, left of own tokens; see MegaBackend.intermediates. Waits."""
+    regions = {name: region.view(window.memory) for name, region in plan.window.items()}
+    parity, rank = window.epoch() & 1, plan.problem.rank
+    tokens = int(regions["window_routes"][parity, rank, 0])
+    found = {"partials": regions["window_partials"][:, :tokens]}
+    if "window_x_scale" in regions and kernel != "backward":  # which stages dy there
+        found["x_q"] = regions["window_x"][:tokens]
+        found["x_scale"] = regions["window_x_scale"][:tokens]
+    return found
+
+
+def rows_of_forward(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """views: the regions of workspace and state of a single pass -> what it left by pool row."""
+    found = {name: views[name] for name in ("x_pool", "h", "y_rows", "row_route")}
+    for name in ("x_pool_scale", "h_scale"):
+        if name in views:
+            found[name] = views[name].t()
+    if "gu" in views:
+        found["gate_up"] = views["gu"].flatten(1)
+    return found
