@@ -66,6 +66,9 @@ class Emulation:
         ]
         self.report = ""
         self.broken: MegaMoEError | None = None
+        self.written: list[
+            list[Tensor | None]
+        ] = []  # what a launch that failed left of its results, by rank
 
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
@@ -106,6 +109,7 @@ class Emulation:
             tensors = (kept.flat(t[index]) for t in (xs, topk_ids, topk_weights))
             arguments.fill_call(args, *tensors, ys[index], kept.flat(counts[index]))
 
+        self.written = [[y] for y in ys]
         self._launch(kind, fill, seed, layer)
         return [y.to(x.device) for y, x in zip(ys, xs, strict=True)]
 
@@ -175,6 +179,7 @@ class Emulation:
                 num_tokens_device=kept.flat(counts[index]),
             )
 
+        self.written = [[dxs[r], d_weights[r], *targets[r].tensors] for r in ranks]
         self._launch("backward", fill, seed, layer)
         results = []
         for r in ranks:

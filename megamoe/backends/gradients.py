@@ -73,6 +73,11 @@ class Targets:
         tensors = {f"d{name}": self._targets.get(name) for name in NAMES}
         return {**tensors, "accumulate": self.accumulate}
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return what the launch writes or adds to."""
+        return list(self._targets.values())
+
     def results(self) -> list[Tensor | None]:
         """Return the gradients of NAMES, None where not needed or added. After the launch, in stream order."""
         results: list[Tensor | None] = []

@@ -1,0 +1,264 @@
+"""The emulated backward kernel against the oracle: every region that it leaves, and every gradient."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from training_cases import Call, check, has_kernels, judge, least_pool
+
+from megamoe.backends.emulation import Emulation
+from megamoe.config import ACTIVATIONS, Problem
+from megamoe.testing.compare import rounding_step
+from megamoe.testing.gradients import GRADIENTS
+from megamoe.testing.inputs import OVERLOADED, ROUTINGS
+from megamoe.testing.layouts import LAYOUTS
+
+pytestmark = has_kernels
+SMALL = {
+    "hidden": 144,
+    "intermediate": 80,
+    "num_experts": 5,
+    "top_k": 3,
+    "ep_size": 2,
+    "max_tokens": 70,
+}
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_every_activation_through_several_launches(activation: str) -> None:
+    """Bias, ragged sizes, dropped ids, repeated experts, ranks without tokens, experts and ranks without rows."""
+    problem = Problem(272, 144, 5, 3, ep_size=2, max_tokens=70, activation=activation, bias=True)
+    emulation = Emulation(problem)
+    for seed, (routing, tokens) in enumerate(
+        [
+            ("uniform", [70, 33]),
+            ("duplicates", [1, 70]),
+            ("dropped", [0, 64]),
+            ("one_expert", [9, 3]),
+        ]
+    ):
+        call = Call.make(problem, tokens, seed=seed, routing=routing, scale=1 + 3 * (seed == 1))
+        check(emulation, call, seed=seed)
+    grads = check(emulation, Call.make(problem, [0, 0]))
+    assert all(not g.any() for of_rank in grads for g in of_rank)
+
+
+@pytest.mark.parametrize("activation", ["swiglu_oai"])
+def test_fp8(activation: str) -> None:
+    """Saved tokens have scales, all of them are saved; the launch has rows of its own."""
+    problem = Problem(
+        272, 144, 5, 3, ep_size=2, max_tokens=70, precision="fp8", activation=activation, bias=True
+    )
+    emulation = Emulation(problem)
+    for seed, (routing, tokens) in enumerate([("uniform", [70, 33]), ("dropped", [0, 64])]):
+        check(emulation, Call.make(problem, tokens, seed=seed, routing=routing), seed=seed)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    ep_size = draw(st.integers(1, 3))
+    tokens = draw(st.lists(st.integers(0, 80), min_size=ep_size, max_size=ep_size))
+    problem = Problem(
+        hidden=16 * draw(st.integers(1, 24)),
+        intermediate=16 * draw(st.integers(1, 24)),
+        num_experts=draw(st.integers(1, 7)),
+        top_k=draw(st.integers(1, 5)),
+        ep_size=ep_size,
+        max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
+        activation=draw(st.sampled_from(["swiglu", "relu2"])),
+        bias=draw(st.booleans()),
+    )
+    return {
+        "problem": problem,
+        "tokens": tokens,
+        "num_ctas": draw(st.sampled_from((2, 4))),
+        "small_pool": draw(st.booleans()),
+        "routing": draw(st.sampled_from((*ROUTINGS, OVERLOADED))),
+        "ids_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
+        "seed": draw(st.integers(0, 1000)),
+    }
+
+
+EXAMPLES = 200 if os.environ.get("SLOW") == "1" else 15
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_any_shape(case: dict[str, Any]) -> None:
+    problem, seed = case["problem"], case["seed"]
+    pool_rows = least_pool(problem) if case["small_pool"] else None
+    emulation = Emulation(problem, num_ctas=case["num_ctas"], pool_rows=pool_rows)
+    options = {key: case[key] for key in ("routing", "ids_dtype", "seed")}
+    check(emulation, Call.make(problem, case["tokens"], **options), seed=seed)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_several_passes(precision: str) -> None:
+    """gu of later passes is computed again; weight gradients of all passes are added."""
+    problem = Problem(
+        144,
+        80,
+        4,
+        4,
+        ep_size=2,
+        max_tokens=200,
+        precision=precision,
+        activation="swiglu_oai",
+        bias=True,
+    )
+    emulation = Emulation(problem, pool_rows=least_pool(problem))
+    for seed, routing in enumerate(["uniform", "one_rank"]):
+        check(emulation, Call.make(problem, [200, 130], seed=seed, routing=routing), seed=seed)
+        assert max(int(emulation.statistics(r).passes) for r in range(2)) >= 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1, 1)])
+def test_microbatches_in_flight(order: tuple[int, ...]) -> None:
+    """Forward calls of two microbatches, then their backward calls in any order; twice: a graph's replay."""
+    problem = Problem(**SMALL, bias=True)
+    emulation = Emulation(problem)
+    calls = [Call.make(problem, [70, 33], seed=s, routing="dropped") for s in range(2)]
+    states: dict[int, list[Tensor]] = {}
+    found: dict[int, list[list[Tensor | None]]] = {}
+    for step in order:
+        if step not in states:
+            _, states[step] = calls[step].forward(emulation)
+        else:
+            found[step] = calls[step].backward(emulation, states[step])
+            again = calls[step].backward(emulation, states[step])
+            assert_equal(found[step], again)  # the state is not changed: retain_graph
+    for s, grads in found.items():
+        judge(emulation, calls[s], states[s], grads, regions=False)
+    assert len(found) == 2
+
+
+def assert_equal(a: Any, b: Any, what: Any = "") -> None:
+    for r, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+        for name, x, y in zip(GRADIENTS, of_a, of_b, strict=True):
+            assert torch.equal(x, y), (r, name, what)
+
+
+def test_bits_depend_on_nothing_but_the_inputs() -> None:
+    problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, bias=True)
+    call = Call.make(problem, [130, 57])
+    expected, grads = call_forward(problem, call), None
+    for num_ctas, step_blocks, seed in ((2, 0, 0), (4, 16, 1), (6, 17, 2), (2, 40, 3), (4, 0, 4)):
+        emulation = Emulation(problem, num_ctas=num_ctas, step_blocks=step_blocks)
+        ys, states = call.forward(emulation, seed=seed)
+        assert all(
+            torch.equal(a, b) for a, b in zip(ys, expected, strict=True)
+        )  # saving moves none
+        found = call.backward(emulation, states, seed=seed)
+        grads = grads or found
+        assert_equal(found, grads, (num_ctas, step_blocks, seed))
+
+
+def call_forward(problem: Problem, call: Call) -> list[Tensor]:
+    return Emulation(problem).forward_all(*call.routed, call.weights)
+
+
+def test_dx_does_not_depend_on_passes() -> None:
+    """Nor do the gradients of the routing weights; weight gradients are rounded once more a pass."""
+    problem = Problem(144, 80, 4, 2, ep_size=2, max_tokens=130)
+    call, first = Call.make(problem, [130, 57]), None
+    for pool_rows in (None, least_pool(problem), least_pool(problem) + 128):
+        emulation = Emulation(problem, pool_rows=pool_rows)
+        _, states = call.forward(emulation)
+        found = [of_rank[:2] for of_rank in call.backward(emulation, states)]
+        first = first or found
+        for of_a, of_b in zip(first, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(of_a, of_b, strict=True)), pool_rows
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_masters_are_read_and_gradients_written_as_they_lie(name: str) -> None:
+    problem = Problem(272, 144, 5, 3, max_tokens=40, bias=True)
+    call, emulation = Call.make(problem, [40]), Emulation(problem)
+    _, states = call.forward(emulation)
+    dense = call.backward(emulation, states)[0]
+    strided = replace(call, masters=[LAYOUTS[name](w) for w in call.masters])
+    found = strided.backward(emulation, states)[0]
+    for gradient, master in zip(
+        found[2:4], (strided.masters[0].w13, strided.masters[0].w2), strict=True
+    ):
+        assert gradient.shape == master.shape
+        assert gradient.stride() == torch.empty_like(master).stride()
+    for got, expected in zip(found, dense, strict=True):
+        assert torch.equal(got.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize(
+    ("w13", "w2", "bias"),
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, None, None),
+    ],
+)
+def test_accumulation(w13: Any, w2: Any, bias: Any) -> None:
+    """fp32: the sum is that of torch, to a rounding; each type may be another, and some may be new tensors."""
+    problem = Problem(144, 80, 5, 3, ep_size=2, max_tokens=40, bias=True)
+    call, emulation = Call.make(problem, [40, 21]), Emulation(problem)
+    _, states = call.forward(emulation)
+    plain = call.backward(emulation, states)
+    into, before = [], []
+    for masters in call.masters:
+        types = {"w13": w13, "w2": w2, "b13": bias, "b2": bias}
+        given = {n: torch.randn(getattr(masters, n).shape).to(t) for n, t in types.items() if t}
+        into.append(given)
+        before.append({n: t.clone() for n, t in given.items()})
+    found = call.backward(emulation, states, into=into)
+    for r, of_rank in enumerate(found):
+        assert torch.equal(of_rank[0], plain[r][0])
+        for name, got, single in zip(
+            ("w13", "w2", "b13", "b2"), of_rank[2:], plain[r][2:], strict=True
+        ):
+            assert (got is None) == (name in into[r])
+            if got is not None:
+                assert torch.equal(got, single)
+                continue
+            got, old = into[r][name], before[r][name].double()
+            step = rounding_step(torch.maximum(single.abs(), old.abs()) * 2, got.dtype)
+            step = step + rounding_step(single, single.dtype)  # the plain one's own
+            assert bool(((old + single.double() - got.double()).abs() <= step).all()), (r, name)
+            assert bool((got != before[r][name]).any())
+
+
+def test_gradients_that_nobody_needs() -> None:
+    problem = Problem(**SMALL, bias=True)
+    call, emulation = Call.make(problem, [70, 33]), Emulation(problem)
+    _, states = call.forward(emulation)
+    every = call.backward(emulation, states)
+    for needs in (
+        [(True, True, False, False, False, False), (True,) * 6],
+        [(False, False, False, True, True, False), (False, True, True, False, False, True)],
+    ):
+        found = call.backward(emulation, states, needs=needs)
+        for r, of_rank in enumerate(found):
+            for got, expected, need in zip(of_rank, every[r], needs[r], strict=True):
+                assert (got is not None) == need
+                assert got is None or torch.equal(got, expected)
+
+
+def test_fewer_tokens_by_device_count() -> None:
+    """Gradients of what lies behind the count are zero, as that was not used."""
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
+    call = Call.make(problem, [50, 40])
+    counts = [torch.tensor([17], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)]
+    emulation = Emulation(problem)
+    _, states = call.forward(emulation, num_tokens_device=counts)
+    found = call.backward(emulation, states, num_tokens_device=counts)
+    for i, count in zip(call.inputs, counts, strict=True):
+        i.topk_ids[int(count) :] = -1
+    _, states = call.forward(emulation)
+    expected = call.backward(emulation, states)
+    assert_equal(found, expected)
+    assert not found[1][0].any()

@@ -1,0 +1,140 @@
+"""Backward launches that must not give numbers: foreign, mixed-up and unfinished states, ranks that gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from training_cases import Call, check, has_kernels
+
+from megamoe.backends import emulation as emulator
+from megamoe.backends.emulation import Emulation
+from megamoe.config import Problem
+from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
+
+pytestmark = has_kernels
+PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
+FOREIGN = "was given a state|runs another configuration"
+
+
+def two_calls(emulation: Emulation) -> tuple[list[Call], list[list[Tensor]]]:
+    calls = [Call.make(PROBLEM, [20, 9], seed=seed) for seed in range(2)]
+    return calls, [call.forward(emulation)[1] for call in calls]
+
+
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch must write holds numbers before, as a reused buffer would."""
+
+    def ones(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.ones_like(tensor, dtype=dtype)
+
+    monkeypatch.setattr(emulator, "nan_like", ones)
+
+
+def assert_no_numbers(emulation: Emulation) -> None:
+    for rank, tensors in enumerate(emulation.written):
+        for i, tensor in enumerate(tensors):
+            assert bool(tensor.isnan().all()), f"result {i} of rank {rank} has numbers"
+
+
+def spoil_header(state: Tensor, word: int, value: int) -> None:
+    plan = Emulation(PROBLEM).ranks[0].plan
+    plan.train_state["header"].view(state)[word] = value
+
+
+STATES: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "never written": lambda s: [torch.full_like(t, 0xFF) for t in s],
+    "zeros": lambda s: [torch.zeros_like(t) for t in s],
+    "not complete": lambda s: spoil_header(s[0], 1, 0) or s,
+    "of another pool": lambda s: spoil_header(s[0], 2, 128) or s,
+    "of another epoch": lambda s: spoil_header(s[0], 0, 7) or s,
+}
+
+
+@pytest.mark.parametrize("what", list(STATES))
+def test_a_state_that_no_forward_completed(what: str, numbers: None) -> None:
+    emulation = Emulation(PROBLEM)
+    calls, states = two_calls(emulation)
+    given = STATES[what]([t.clone() for t in states[1]])
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        calls[1].backward(emulation, given)
+    assert_no_numbers(emulation)
+    with pytest.raises(WindowBroken):
+        calls[1].backward(emulation, states[1])
+    emulation.reset()
+    check(emulation, calls[0])
+
+
+def test_ranks_at_other_microbatches(numbers: None) -> None:
+    emulation = Emulation(PROBLEM)
+    calls, states = two_calls(emulation)
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        calls[0].backward(emulation, [states[0][0], states[1][1]])
+    assert_no_numbers(emulation)
+
+
+def test_the_state_of_another_layer(numbers: None) -> None:
+    emulation = Emulation(PROBLEM)
+    call = Call.make(PROBLEM, [20, 9])
+    _, states = call.forward(emulation, layer=1)
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        call.backward(emulation, states, layer=2)
+    assert_no_numbers(emulation)
+    emulation.reset()
+    _, states = call.forward(emulation, layer=1)
+    call.backward(emulation, states, layer=1)
+
+
+def test_another_number_of_tokens(numbers: None) -> None:
+    """x and dy of fewer tokens than the forward pass had: their rows would be read out of bounds."""
+    emulation = Emulation(PROBLEM)
+    call = Call.make(PROBLEM, [20, 9])
+    _, states = call.forward(emulation)
+    other = Call.make(PROBLEM, [19, 9])
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        other.backward(emulation, states)
+    assert_no_numbers(emulation)
+
+
+def test_a_forward_that_failed_leaves_no_state(numbers: None) -> None:
+    """Its memory held a good state before: a poisoned launch must not leave that as its own."""
+    emulation = Emulation(PROBLEM, timeout_s=60)
+    call = Call.make(PROBLEM, [20, 9])
+    _, states = call.forward(emulation)
+    emulation.region(1, "epoch")[0] = 5
+    with pytest.raises(ProtocolTimeout, match="routes_ready"):
+        call.forward(emulation, states=states)
+    assert_no_numbers(emulation)
+    emulation.reset()
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        call.backward(emulation, states)
+    assert_no_numbers(emulation)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_absent_rank_is_a_timeout_and_poisons_gradients(seed: int, numbers: None) -> None:
+    emulation = Emulation(PROBLEM, timeout_s=60)
+    call = Call.make(PROBLEM, [20, 9])
+    _, states = call.forward(emulation)
+    emulation.region(1, "epoch")[0] = 5
+    with pytest.raises(ProtocolTimeout, match="routes_ready"):
+        call.backward(emulation, states, seed=seed)
+    assert_no_numbers(emulation)
+    emulation.reset()
+    check(emulation, call)
+
+
+def test_sums_of_a_poisoned_launch_are_nan(numbers: None) -> None:
+    """main_grad too: a sum that lacks a launch is a wrong number."""
+    emulation = Emulation(PROBLEM, timeout_s=60)
+    call = Call.make(PROBLEM, [20, 9])
+    _, states = call.forward(emulation)
+    emulation.region(1, "epoch")[0] = 5
+    into = [{"w13": torch.ones_like(w.w13, dtype=torch.float32)} for w in call.masters]
+    needs = [(True, True, True, False, False, False)] * 2
+    with pytest.raises(ProtocolTimeout):
+        call.backward(emulation, states, into=into, needs=needs)
+    assert all(bool(tensors["w13"].isnan().all()) for tensors in into)
