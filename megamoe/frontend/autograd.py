@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend import main_grad
 from megamoe.frontend.backward import DIFFERENTIABLE, gradients, library
 from megamoe.frontend.runtime import Runtime, flat, runtime_of
 
@@ -100,12 +101,13 @@ def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 class _Call(torch.autograd.Function):
     """One call whose gradients are recorded.
 
-    Arguments: those of moe_forward; state_bytes, 0: recompute; direct: nobody has to see the operators.
+    Arguments: those of moe_forward; state_bytes, 0: recompute; direct: nobody has to see the operators; ExpertWeights
+    whose gradients are added to their main_grad, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        *inputs, state_bytes, ctx.direct = args
+        *inputs, state_bytes, ctx.direct, ctx.adding = args
         if not ctx.direct:
             with torch._C._AutoDispatchBelowAutograd():
                 result = _operator(inputs, state_bytes)
@@ -127,14 +129,40 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         *inputs, handle, state = ctx.saved_tensors
         needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
-        if not ctx.direct or watched() or torch.is_grad_enabled():
+        if ctx.adding is not None:
+            grads = _added(ctx.adding, dy, inputs, handle, state, needs)
+        elif not ctx.direct or watched() or torch.is_grad_enabled():
             dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
             made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
             grads = [grad if need else None for grad, need in zip(made, needs, strict=True)]
         else:
             grads = gradients(runtime_of(handle), dy, inputs, state, needs)
         dx, d_topk_weights, *of_weights = grads
-        return dx, None, d_topk_weights, *of_weights, None, None, None, None, None, None
+        return dx, None, d_topk_weights, *of_weights, *[None] * 7
+
+
+def _added(
+    weights: ExpertWeights,
+    dy: Tensor | None,
+    inputs: Sequence[Any],
+    handle: Tensor,
+    state: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients; those of w13 and w2 are added to the main_grad of `weights`."""
+    runtime = runtime_of(handle)
+    try:
+        if torch.is_grad_enabled():
+            raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
+        into = main_grad.targets(weights, needs[2:4])
+    except ArgumentError:
+        runtime.refuse()
+        raise
+    grads = gradients(runtime, dy, inputs, state, needs, into)
+    for index, name in ((2, "w13"), (3, "w2")):
+        if name in into:
+            grads[index] = main_grad.added(getattr(weights, name))
+    return grads
 
 
 def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
@@ -145,7 +173,7 @@ def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
 
 def _autograd(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return _Call.apply(*inputs, state_bytes, False)
+        return _Call.apply(*inputs, state_bytes, False, None)
     with torch._C._AutoDispatchBelowAutograd():
         return _operator(inputs, state_bytes)
 
@@ -196,19 +224,21 @@ def apply(
     num_tokens_device: Tensor | None = None,
     state_bytes: int = 0,
     direct: bool = False,
+    adding: bool = False,
 ) -> Tensor:
     """Call the layer; arguments as in Layer.__call__, already checked, contiguous.
 
     state_bytes: that the backend's training forward saves; 0: the backward pass, if any, recomputes.
     direct: gradients are recorded, all tensors are plain, and nobody has to see the operators.
+    adding: gradients are recorded, and those of weights are added to their main_grad.
     """
     w = weights
     inputs = (
         x, topk_ids, topk_weights, w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale,
         num_tokens_device, handle,
     )  # fmt: skip
-    if direct:
-        result = _Call.apply(*inputs, state_bytes, True)
+    if direct or adding:
+        result = _Call.apply(*inputs, state_bytes, direct, weights if adding else None)
     else:
         result = _operator(inputs, state_bytes)
     y: Tensor = result[0] if state_bytes else result

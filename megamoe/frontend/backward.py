@@ -9,7 +9,7 @@ recomputed uses the quantized values where the forward used them, and goes strai
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,17 @@ Inputs = Sequence[
 
 
 def gradients(
-    runtime: Runtime, dy: Tensor | None, inputs: Inputs, state: Tensor | None, needs: list[bool]
+    runtime: Runtime,
+    dy: Tensor | None,
+    inputs: Inputs,
+    state: Tensor | None,
+    needs: list[bool],
+    into: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor | None]:
     """Return the gradients of DIFFERENTIABLE inputs, in their dtypes, shapes and strides. Collective.
 
     dy: like x; None is zero. state: of this call's training forward, never changed; None: recompute.
+    into: "w13", "w2" -> a tensor like the weight, fp32 or bf16, that the gradient is added to; None in the list.
     Raises ArgumentError, on all ranks, for a dy that is unlike y.
     """
     x, topk_ids, topk_weights, w13, w2, b13, b2, s13, s2, num_tokens_device = inputs
@@ -53,8 +59,13 @@ def gradients(
     else:
         found = runtime.backend.backward(
             flat(dy), flat(x), flat(topk_ids), runtime.masters(given), state, needs,
-            num_tokens_device=num_tokens_device,
+            num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
         )  # fmt: skip
+    if into and state is None:
+        for index, name in ((2, "w13"), (3, "w2")):
+            if name in into:
+                into[name].add_(found[index].reshape(into[name].shape))  # type: ignore[union-attr]
+                found[index] = None
     return [
         _laid_out(grad, leaf) if need and grad is not None and leaf is not None else None
         for grad, leaf, need in zip(found, leaves, needs, strict=True)

@@ -16,6 +16,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.frontend import main_grad
 from megamoe.frontend.agreement import ALONE, check_equal, process_group, tell
 from megamoe.frontend.autograd import apply, refuse_tangents, watched
 from megamoe.frontend.functional import (
@@ -24,14 +25,13 @@ from megamoe.frontend.functional import (
     check_options,
     check_overlap,
     open_backend,
-    overlap,
 )
+from megamoe.frontend.known import KnownCalls, records, tensors_of
 from megamoe.frontend.runtime import Runtime
 
 log = logging.getLogger("megamoe")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-MAX_KNOWN_CALLS = 1024
 
 
 class Layer:
@@ -42,6 +42,8 @@ class Layer:
     group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
+        main_grad.py; not inside torch.compile.
     options: those of make_backend.
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
@@ -55,6 +57,7 @@ class Layer:
         *,
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
+        accumulate_into_main_grad: bool = False,
         **options: Any,
     ) -> None:
         group = process_group(group)
@@ -71,11 +74,11 @@ class Layer:
         check_equal("routed_scaling_factor", factors)
         self.group, self.backend = group, backend
         self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
+        self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self._options = options
         self._runtime: Runtime | None = None
         self._masters = replace(self.problem, precision="bf16")
-        self._known_calls: set[tuple[Any, ...]] = set()
-        self._known_weights: list[Any] | None = None
+        self._known = KnownCalls()
 
     def __call__(
         self,
@@ -101,43 +104,18 @@ class Layer:
         if (
             runtime is not None
             and not torch.compiler.is_compiling()
-            and self._is_known(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+            and self._known.has(x, topk_ids, topk_weights, weights, num_tokens_device, out)
         ):
-            if not _records(x, topk_weights, weights):
+            if not records(x, topk_weights, weights):
                 mine = runtime.weights(weights)
                 call = x, topk_ids, topk_weights, mine, num_tokens_device, out
                 return runtime.backend.forward(*call)
             if out is None:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+                if self.accumulate_into_main_grad:
+                    return self._adding(weights, (*call, runtime.state_bytes), True)
                 return apply(*call, runtime.state_bytes, True)
         return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out)
-
-    def _is_known(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-    ) -> bool:
-        """Whether operators need not be called: nobody watches, and a call like this passed all checks."""
-        if (
-            type(x) is not Tensor
-            or type(topk_ids) is not Tensor
-            or type(topk_weights) is not Tensor
-            or watched()
-            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
-        ):
-            return False
-        try:
-            if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
-                return False
-            call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
-            known = _weights_key(_tensors(weights)) == self._known_weights
-            return known and call in self._known_calls
-        except AttributeError:  # something is no tensor: the checks will name it
-            return False
 
     def _checked(
         self,
@@ -161,10 +139,9 @@ class Layer:
                 flat_out = out.view(-1, out.shape[-1])
             check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
             self._check_weights(weights, x.device)
-            experts = _tensors(weights)
-            tensors = (x, topk_weights, *experts)
+            tensors = (x, topk_weights, *tensors_of(weights))
             refuse_tangents(tensors)
-            recording = _records(x, topk_weights, weights)
+            recording = records(x, topk_weights, weights)
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
         except ArgumentError as error:
@@ -177,21 +154,30 @@ class Layer:
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
         direct = plain and not watched()
         if direct and all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
-            self._know(_key(*flat, num_tokens_device, out), _weights_key(experts))
+            self._known.add(*flat, weights, num_tokens_device, out)
         if direct and not recording:
             mine = runtime.weights(weights)
             y = runtime.backend.forward(*flat, mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0
         call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+        if recording and self.accumulate_into_main_grad:
+            return self._adding(weights, (*call, state_bytes), direct)
         y = apply(*call, state_bytes, direct)
         return y if out is None else out.copy_(y)
 
-    def _know(self, call: tuple[Any, ...], weights: list[Any]) -> None:
-        if len(self._known_calls) >= MAX_KNOWN_CALLS:
-            self._known_calls.clear()
-        self._known_calls.add(call)
-        self._known_weights = weights
+    @torch.compiler.disable(
+        reason="a backward pass that adds to main_grad is not seen by torch.compile: leave the layer out of the graph, "
+        "or accumulate_into_main_grad=False"
+    )
+    def _adding(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
+        """Call the layer; its gradients of weights are added to their main_grad."""
+        try:
+            main_grad.check(weights)
+        except ArgumentError as error:
+            self.refuse(error)
+            raise
+        return apply(*call, direct, True)
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
@@ -255,7 +241,11 @@ class Layer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
-        arguments = {"backend": self.backend, "routed_scaling_factor": self.routed_scaling_factor}
+        arguments: dict[str, Any] = {
+            "backend": self.backend,
+            "routed_scaling_factor": self.routed_scaling_factor,
+            "accumulate_into_main_grad": self.accumulate_into_main_grad,
+        }
         group = ALONE if self.group is None else self.group
         return Layer(self.problem, group, **arguments, **self._options)
 
@@ -303,43 +293,5 @@ class Layer:
         if self.group is not None:
             meet(self.group, [CLOSING, 0])  # a barrier that says who comes for something else
         self._runtime = None
-        self._known_calls.clear()
+        self._known.clear()
         runtime.backend.close()
-
-
-def _records(x: Tensor, topk_weights: Tensor, w: ExpertWeights) -> bool:
-    """Whether the call's gradients are recorded."""
-    return torch.is_grad_enabled() and (
-        x.requires_grad
-        or w.w13.requires_grad
-        or w.w2.requires_grad
-        or topk_weights.requires_grad
-        or any(t.requires_grad for t in _tensors(w))
-    )
-
-
-def _tensors(w: ExpertWeights) -> list[Tensor]:
-    """Return the tensors that are there; a list and no dictionary, for its speed."""
-    return [t for t in (w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale) if t is not None]
-
-
-def _key(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    num_tokens_device: Tensor | None,
-    out: Tensor | None,
-) -> tuple[Any, ...]:
-    """Return what the checks of a call look at."""
-    tensors = (x, topk_ids, topk_weights)
-    key = [(t.shape, t.dtype, t.device) for t in tensors]
-    for t in (num_tokens_device, out):
-        key.append(t if t is None else (t.shape, t.dtype, t.device, t.is_contiguous(), type(t)))
-    return tuple(key)
-
-
-def _weights_key(experts: list[Tensor]) -> list[Any]:
-    """Return what the checks of weights look at; the address stands for the device, too."""
-    return [
-        (t.data_ptr(), t.shape, t.dtype, t.is_contiguous() or t.stride(), type(t)) for t in experts
-    ]

@@ -40,6 +40,7 @@ class MegaMoE(nn.Module):
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
         prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not
         change them. None takes the seed from torch's generator (the same on all ranks only if they
@@ -65,6 +66,7 @@ class MegaMoE(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
+        accumulate_into_main_grad: bool = False,
         reserve_sms: int | None = None,
         window: Any = None,
         init_seed: int | None = None,
@@ -98,6 +100,7 @@ class MegaMoE(nn.Module):
             group,
             backend=backend,
             routed_scaling_factor=routed_scaling_factor,
+            accumulate_into_main_grad=accumulate_into_main_grad,
             reserve_sms=reserve_sms,
             window=window,
         )
@@ -196,6 +199,11 @@ class MegaMoE(nn.Module):
         ):
             known = self._known = ExpertWeights(w13, w2, b13, b2, s13, s2)
         return known
+
+    @property
+    def accumulate_into_main_grad(self) -> bool:
+        """Whether gradients of w13 and w2 are in their main_grad, not in their grad."""
+        return self._layer.accumulate_into_main_grad
 
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.

@@ -31,6 +31,16 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MegaMoE]]:
             yield name, module
 
 
+def _refuse_main_grad(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise ArgumentError for experts whose gradients are elsewhere than in `grad`."""
+    for name, module in modules:
+        if isinstance(module, MegaMoE) and module.accumulate_into_main_grad:
+            expected = (
+                "False: gradients in main_grad are averaged, scaled and clipped by their owner"
+            )
+            raise ArgumentError(f"{name or 'model'}.accumulate_into_main_grad", True, expected)
+
+
 def _power(grads: list[Tensor], norm_type: float) -> Tensor:
     """Return sum |g| ** norm_type (largest |g| for inf) over all elements; DTensors over their meshes."""
     by_mesh: dict[Any, list[Tensor]] = {}
@@ -60,6 +70,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Experts may be plain or DTensors.
     norm_type: p, or inf.
     """
+    _refuse_main_grad(model.named_modules())
     own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
     for _, layer in _layers(model):
         for p in layer.parameters():
@@ -122,6 +133,7 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     (FSDP2 on a mesh of the copies does). Call it once, after fully_shard() if that is used on the layer: ArgumentError
     otherwise.
     """
+    _refuse_main_grad(_layers(model))
     for name, layer in _layers(model):
         if layer.averaged is not None:
             raise ArgumentError(name or "model", "averaged already", "one call")

