@@ -35,41 +35,60 @@ MEGAMOE_DEVICE TileSmem<typename T::Tiling>& tile_smem() {
     return cta_smem<T>().tiles;
 }
 
+// What a launch does. `train` is forward, and saves what `backward` needs.
+enum class Direction { forward, train, backward };
+
+// Stage::recompute has the sizes of backward's gemm1, dy w2: both make columns of the intermediate.
 MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
-    return args.gemm[static_cast<int>(stage)];
+    return args.gemm[stage == Stage::gemm2 ? 1 : 0];
 }
 
-// One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue.
-template <class Rows, class Weights, class Epilogue_>
+// One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue. Its K are
+// `k_planes` planes of gemm_of().k.
+template <class Rows, class Weights, class Epilogue_, int k_planes_ = 1>
 struct GemmOf {
     using A = Rows;
     using B = Weights;
     using Epilogue = Epilogue_;
     static constexpr int slot_k = slot_k_bytes / A::element_bytes;  // values of K in a pipeline slot
+    static constexpr int k_planes = k_planes_;
 };
+
+MEGAMOE_PURE bool is_weight_gradient(Stage stage) { return stage == Stage::dw13 || stage == Stage::dw2; }
+
+// f(the layer's GEMM of a stage), a GemmOf.
+template <class T, class F>
+MEGAMOE_DEVICE auto of_stage(Stage stage, F f) {
+    if constexpr (T::direction == Direction::backward) {
+        if (is_weight_gradient(stage)) return f(typename T::WeightGemm{});
+        if (stage == Stage::recompute) return f(typename T::RecomputeGemm{});
+    }
+    return stage == Stage::gemm1 ? f(typename T::Gemm1{}) : f(typename T::Gemm2{});
+}
 
 // Compile-time facts of a layer's GEMMs, asked by stage, and the run-time sizes that follow from them.
 template <class T>
-class Shape {
-    using G1 = typename T::Gemm1;
-    using G2 = typename T::Gemm2;
-    using E1 = typename G1::Epilogue;
-    using E2 = typename G2::Epilogue;
-
-  public:
+struct Shape {
     static MEGAMOE_DEVICE int tiles(const Args& args, Stage stage) {  // of a block
-        return ceil_div(gemm_of(args, stage).n, stage == Stage::gemm1 ? E1::columns : E2::columns);
+        return ceil_div(gemm_of(args, stage).n,
+                        of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::columns; }));
     }
-    static MEGAMOE_DEVICE int slots_of(const Args& args, Stage stage) {  // pipeline slots that a tile fills
-        return ceil_div(gemm_of(args, stage).k, slot_k(stage));
+    // Pipeline slots of a tile of rows: those of K, and what its epilogue reads.
+    static MEGAMOE_DEVICE int k_slots(const Args& args, Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::k_planes; }) *
+               ceil_div(gemm_of(args, stage).k, slot_k(stage));
     }
-    static MEGAMOE_DEVICE int slot_k(Stage stage) { return stage == Stage::gemm1 ? G1::slot_k : G2::slot_k; }
+    static MEGAMOE_DEVICE int input_slots(Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::inputs; });
+    }
+    static MEGAMOE_DEVICE int slot_k(Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::slot_k; });
+    }
     static MEGAMOE_DEVICE bool a_scaled(Stage stage) {
-        return stage == Stage::gemm1 ? G1::A::scaled : G2::A::scaled;
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::A::scaled; });
     }
-    static MEGAMOE_DEVICE int planes(Stage stage) { return stage == Stage::gemm1 ? E1::planes : E2::planes; }
-    static MEGAMOE_DEVICE int output_slots(Stage stage) {
-        return stage == Stage::gemm1 ? E1::slots : E2::slots;
+    static MEGAMOE_DEVICE int planes(Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::planes; });
     }
 };
 
@@ -100,29 +119,85 @@ MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
 
 MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 
+// Are weight gradients of this pass added to what is there?
+MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
+    return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;
+}
+template <class T>
+MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, Stage stage) {
+    using S = typename T::Tiling;
+    const Gemm& gemm = args.gemm[0];  // n = I, k = H
+    bool first = stage == Stage::dw13;
+    if ((args.training.weights_wanted & (first ? 1 : 2)) == 0) return {0, 0};
+    int rows = first ? gemm.n : gemm.k, columns = first ? gemm.k : gemm.n;
+    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(rows, S::rows), ceil_div(columns, S::columns)};
+}
+
 // The tiles of this CTA, in order; the same stream for every role.
 template <class T>
 class Tiles {
   public:
     MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
-        : args_(ctx.args),
-          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, Stage::gemm1)),
+        : ctx_(ctx),
+          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
                   units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx.args),
-                  arch::block_idx() / pair_ctas, arch::grid_dim() / pair_ctas) {}
+                  arch::block_idx() / pair_ctas, arch::grid_dim() / pair_ctas) {
+        if (recomputes()) stream_.next2 = stream_.num_blocks * stream_.units2;
+    }
 
     MEGAMOE_DEVICE Tile next() {
         while (!stream_.done()) {
             Position p = stream_.pop();
-            int tiles = Shape<T>::tiles(args_, p.stage);
+            Stage stage = p.stage == Stage::gemm1 ? first_stage() : p.stage;
+            int tiles = Shape<T>::tiles(ctx_.args, stage);
             UnitTile unit;
-            if (!unit_in_group(block_group(args_, p.portion), p, tiles, pair_member(), &unit)) continue;
-            return {p.stage, unit.shared, unit.block, unit.n < tiles ? unit.n : -1,
-                    block_entry(args_, unit.block)};
+            if (!unit_in_group(block_group(ctx_.args, p.portion), p, tiles, pair_member(), &unit)) continue;
+            return {stage,
+                    unit.shared,
+                    unit.block,
+                    unit.n < tiles ? unit.n : -1,
+                    block_entry(ctx_.args, unit.block),
+                    Shape<T>::k_slots(ctx_.args, stage) + Shape<T>::input_slots(stage)};
         }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}};
+        if constexpr (T::direction == Direction::backward) {
+            if (!recomputes()) return next_weights();
+        }
+        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0};
     }
+    // No tile of gemm1 is to come.
+    MEGAMOE_DEVICE bool gemm1_done() const { return !recomputes() && stream_.gemm1_done(); }
 
   private:
+    MEGAMOE_DEVICE bool recomputes() const {
+        return T::direction == Direction::backward && ctx_.smem.plan.phase == Phase::recompute;
+    }
+    MEGAMOE_DEVICE Stage first_stage() const { return recomputes() ? Stage::recompute : Stage::gemm1; }
+
+    // An expert without rows has one slot, of zeros, unless zeros would be added.
+    MEGAMOE_DEVICE Tile next_weights() {
+        using S = typename T::Tiling;
+        const Args& args = ctx_.args;
+        WeightMatrix w13 = weight_matrix<T>(args, Stage::dw13), w2 = weight_matrix<T>(args, Stage::dw2);
+        int num_units = num_weight_units(args.num_local_experts, w13, w2);
+        while (next_weight_ * stride() + pair() < num_units) {
+            WeightUnit w = weight_unit(next_weight_++ * stride() + pair(), w13, w2);
+            int rows = ctx_.smem.plan.num_blocks != 0 ? args.training.expert_rows[2 * w.expert + 1] : 0;
+            if (rows == 0 && adds_weight_gradients(ctx_)) continue;
+            WeightMatrix matrix = w.stage == Stage::dw13 ? w13 : w2;
+            UnitTile unit;
+            if (!unit_in_group(group_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles,
+                               pair_member(), &unit))
+                continue;
+            return {w.stage,
+                    unit.shared,
+                    unit.block,
+                    unit.n < matrix.n_tiles ? unit.n : -1,
+                    {w.expert << 8 | S::rows},
+                    max_of(1, ceil_div(rows, group_rows))};
+        }
+        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0};
+    }
+
     // Two gemm1 tiles a CTA and step, or what the caller asked for.
     static MEGAMOE_DEVICE int step_blocks(const Args& args) {
         int blocks = args.step_blocks != 0
@@ -130,9 +205,12 @@ class Tiles {
                          : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles(args, Stage::gemm1));
         return max_of(blocks, max_group);
     }
+    static MEGAMOE_DEVICE int pair() { return arch::block_idx() / pair_ctas; }
+    static MEGAMOE_DEVICE int stride() { return arch::grid_dim() / pair_ctas; }
 
-    const Args& args_;
+    const Context& ctx_;
     UnitStream stream_;
+    int next_weight_ = 0;  // of this pair
 };
 
 template <class T>

@@ -11,12 +11,16 @@ namespace megamoe {
 constexpr int max_local_experts = 1024;
 constexpr int num_wait_marks = 3;  // cta/profile.h
 
+// A pass of backward whose pre-activations were not saved makes them again first, with the same plan.
+enum class Phase : int { data, recompute };
+
 // What one pass over the pool does. Read by every role after a cluster barrier: both CTAs of a pair must walk
 // the same tiles, since each loads half of what they share.
 struct PassPlan {
     int chunk_begin, chunk_end;  // chunks whose rows are in the pool
     int num_blocks;              // 0 when the launch is poisoned
     int is_last;
+    Phase phase;
 };
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
@@ -80,6 +84,7 @@ struct Smem {
     uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below
     int32_t own_tokens;
     int32_t num_chunks;
+    int32_t gradients_lost;          // not 0: this launch's weight gradients become NaN
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };

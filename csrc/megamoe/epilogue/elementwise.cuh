@@ -1,18 +1,20 @@
 // Epilogues: what becomes of the sums of a tile. One type for each GEMM of a layer, which says
 //
-//   planes                 planes of the weights: with 2, the halves of a tile are the same columns of both
-//   (gate
-//                          and up); with 1, neighbouring columns
-//   slots                  output slots that a warpgroup fills for a tile, in order
-//   output(gemm, n, slot)  where the store warp puts one of them: several outputs are several maps
-//   columns                columns of its output that a tile makes
-//   run<T>(ctx, tile, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
+//   planes                     planes of the weights: with 2, the halves of a tile are the same columns of both (gate
+//                              and up); with 1, neighbouring columns
+//   columns                    columns of its output that a tile makes
+//   inputs                     pipeline slots that it reads behind those of K; then input_bytes() and load_input()
+//   slots(args)                output slots that a warpgroup fills for a tile, in order; the store warp waits for
+//                              memory once for `batch` of them
+//   output(ctx, tile, slot)    where it puts one of them: several outputs are several maps
+//   run<T>(ctx, tile, ring, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
 //
 // Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
 // Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
 // unrolled.
 #pragma once
 #include "megamoe/cta/context.h"
+#include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/format.h"
 #include "megamoe/formats/fragment.h"
 
@@ -27,16 +29,22 @@ struct Destination {
 template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
-    static constexpr bool elementwise = true;
-    static constexpr int halves = halves_;
+    static constexpr bool elementwise = true, saves = false;
+    static constexpr int halves = halves_, inputs = 0, batch = 1;
     static constexpr int columns = halves * S::half_columns;
     static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
-    static constexpr int slots = columns / slot_columns;
 
-    static MEGAMOE_DEVICE Destination output(const Gemm& gemm, int n, int slot) {
-        return {&gemm.out, n * columns + slot * slot_columns, gemm.n};
+    static MEGAMOE_DEVICE int slots(const Args&) { return columns / slot_columns; }
+    static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
+        const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+        return {&gemm.out, tile.n * columns + slot * slot_columns, gemm.n};
     }
 };
+
+template <class T>
+MEGAMOE_DEVICE int output_slots(const Args& args, Stage stage) {
+    return of_stage<T>(stage, [&](auto gemm) { return decltype(gemm)::Epilogue::slots(args); });
+}
 
 // bias[column], with columns at or past `width` left alone.
 template <int n>
@@ -70,20 +78,26 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
     }
 }
 
+// The sums plus the bias of their columns, if there is one.
+template <class T>
+MEGAMOE_DEVICE void add_bias(const Tile& tile, Sums<T>& sum, const float* bias, int width, Fragment f) {
+    Halves<typename T::Tiling> halves = halves_of<T>(tile.stage, tile.n);
+    if (bias == nullptr) return;
+    bias += int64_t{tile.expert()} * width * halves.num_planes();
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half)
+        add_bias(sum[half], bias + halves.plane(half) * width, halves.column(half), width, f);
+}
+
 template <class E1, class E2, class T, class Output>
 MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     const Args& args = ctx.args;
     Fragment f;
     bool first = tile.stage == Stage::gemm1;
-    Halves<typename T::Tiling> halves = halves_of<T>(tile.stage, tile.n);
     const Gemm& gemm = gemm_of(args, tile.stage);
-    if (const float* bias = gemm.bias; bias != nullptr) {
-        bias += int64_t{tile.expert()} * gemm.n * halves.num_planes();
-        MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half)
-            add_bias(sum[half], bias + halves.plane(half) * gemm.n, halves.column(half), gemm.n, f);
-    }
+    add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
+        if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
         E1::transform(args, sum);
     } else {
         E2::transform(args, sum);
@@ -101,15 +115,15 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
 
 // The epilogue of the tile's stage.
 template <class T, class Output>
-MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
+MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output, Sums<T>& sum) {
     using E1 = typename T::Gemm1::Epilogue;
     using E2 = typename T::Gemm2::Epilogue;
     if constexpr (E1::elementwise && E2::elementwise) {
         run_elementwise<E1, E2, T>(ctx, tile, output, sum);
-    } else if (tile.stage == Stage::gemm1) {
-        E1::template run<T>(ctx, tile, output, sum);
     } else {
-        E2::template run<T>(ctx, tile, output, sum);
+        of_stage<T>(tile.stage, [&](auto gemm) {
+            decltype(gemm)::Epilogue::template run<T>(ctx, tile, ring, output, sum);
+        });
     }
 }
 

@@ -10,6 +10,13 @@ struct PlainEpilogue : Elementwise<S, Rows, 2> {
 
     template <int n>
     static MEGAMOE_DEVICE void transform(const Args&, float (&)[2][n]) {}
+
+    // Beside an epilogue that is not element by element.
+    template <class T, class Output>
+    static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
+                                   Sums<T>& sum) {
+        write_halves<Rows, T>(ctx, tile, 2, output, sum, Fragment());
+    }
 };
 
 }  // namespace megamoe

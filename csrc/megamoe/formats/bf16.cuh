@@ -63,4 +63,9 @@ struct Bf16Weights {
     };
 };
 
+// Either operand as it lies when memory has a row of M or N for each k: MN-major.
+struct Bf16Columns : Bf16Weights {
+    static constexpr bool scaled = false;
+};
+
 }  // namespace megamoe

@@ -10,11 +10,29 @@ namespace megamoe {
 
 // Descriptors of a warpgroup's operands in slot 0. Other slots are a fixed distance away, so that little
 // arithmetic stands between a slot's barrier and its first MMA.
+template <Major a_major, Major b_major>
 struct Operands {
     arch::Desc a, b;
     template <class TileSmem>
     MEGAMOE_DEVICE Operands(TileSmem& smem, int group)
-        : a(arch::make_desc(smem.slots[0].a + group * box_bytes)), b(arch::make_desc(smem.slots[0].b[0])) {}
+        : a(desc<a_major>(smem.slots[0].a + group * box_bytes)), b(desc<b_major>(smem.slots[0].b[0])) {}
+
+    // `instruction`: of the slot, each mma_k_bytes of K. MN-major, that is so many rows of 128 bytes.
+    static MEGAMOE_DEVICE arch::Desc a_at(arch::Desc d, int instruction) {
+        return arch::desc_advance(d, instruction * k_distance(a_major));
+    }
+    static MEGAMOE_DEVICE arch::Desc b_at(arch::Desc d, int instruction) {
+        return arch::desc_advance(d, instruction * k_distance(b_major));
+    }
+
+  private:
+    static MEGAMOE_DEVICE int k_distance(Major major) {
+        return major == Major::k ? mma_k_bytes : mma_k_bytes / 2 * slot_k_bytes;
+    }
+    template <Major major>
+    static MEGAMOE_DEVICE arch::Desc desc(const void* tile) {
+        return major == Major::k ? arch::make_desc(tile) : arch::make_desc_mn(tile, box_bytes);
+    }
 };
 
 template <class T>
@@ -31,14 +49,16 @@ struct Multiply;
 
 // BF16: both halves accumulate in place. A slot goes back to the loaders as soon as its own MMAs are done.
 // Issuing the next slot's before that wait keeps one of three slots from being filled: 6 % slower.
-template <>
-struct Multiply<Bf16Rows, Bf16Weights> {
+template <Major a_major, Major b_major>
+struct MultiplyBf16 {
     static constexpr int registers = 184;  // 128 sums
-    template <class T>
-    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+    // `beside`: called for each slot while its MMAs run.
+    template <class T, class Beside>
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots, Beside beside) {
         using S = typename T::Tiling;
+        using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
-        Operands operands(smem, math_group());
+        Ops operands(smem, math_group());
         for (int i = 0; i < slots; ++i) {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
@@ -48,13 +68,12 @@ struct Multiply<Bf16Rows, Bf16Weights> {
             arch::fence_accumulator(sum[1]);
             arch::wgmma_fence();
             MEGAMOE_UNROLL
-            for (int k = 0; k < slot_k_bytes; k += mma_k_bytes) {
-                arch::wgmma<bf16_t>(sum[0], arch::desc_advance(a, k), arch::desc_advance(b0, k),
-                                    (i | k) != 0);
-                arch::wgmma<bf16_t>(sum[1], arch::desc_advance(a, k), arch::desc_advance(b1, k),
-                                    (i | k) != 0);
+            for (int k = 0; k < slot_k_bytes / mma_k_bytes; ++k) {
+                arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k), (i | k) != 0);
+                arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k), (i | k) != 0);
             }
             arch::wgmma_commit();
+            beside(ring.slot(), i);
             arch::wgmma_wait<0>();
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
@@ -62,7 +81,17 @@ struct Multiply<Bf16Rows, Bf16Weights> {
             ring.advance();
         }
     }
+    template <class T>
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+        run<T>(sum, ctx, ring, slots, [](int, int) {});
+    }
 };
+template <>
+struct Multiply<Bf16Rows, Bf16Weights> : MultiplyBf16<Major::k, Major::k> {};
+template <>
+struct Multiply<Bf16Rows, Bf16Columns> : MultiplyBf16<Major::k, Major::mn> {};
+template <>
+struct Multiply<Bf16Columns, Bf16Columns> : MultiplyBf16<Major::mn, Major::mn> {};
 
 // FP8: each half of each slot is multiplied into a fresh accumulator and promoted, times its scales, into
 // fp32 sums.
@@ -73,7 +102,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
         using S = typename T::Tiling;
         TileSmem<S>& smem = tile_smem<T>();
-        Operands operands(smem, math_group());
+        Operands<Major::k, Major::k> operands(smem, math_group());
         MEGAMOE_UNROLL
         for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
         for (; slots > 0; --slots) {
@@ -117,20 +146,31 @@ struct Multiply<E4m3Rows, E4m3Weights> {
     }
 };
 
+template <class G>
+using MultiplyOf = Multiply<typename G::A, typename G::B>;
 template <class T>
-using Multiply1 = Multiply<typename T::Gemm1::A, typename T::Gemm1::B>;
-template <class T>
-using Multiply2 = Multiply<typename T::Gemm2::A, typename T::Gemm2::B>;
-template <class T>
-constexpr int math_registers = max_of(Multiply1<T>::registers, Multiply2<T>::registers);
+constexpr int math_registers =
+    max_of(MultiplyOf<typename T::Gemm1>::registers, MultiplyOf<typename T::Gemm2>::registers);
 
+// The K of a tile, its first `slots` pipeline slots.
 template <class T>
-MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, Stage stage) {
-    int slots = Shape<T>::slots_of(ctx.args, stage);
-    if (same<Multiply1<T>, Multiply2<T>> || stage == Stage::gemm1) {
-        Multiply1<T>::template run<T>(sum, ctx, ring, slots);
+MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, Stage stage, int slots) {
+    using M1 = MultiplyOf<typename T::Gemm1>;
+    using M2 = MultiplyOf<typename T::Gemm2>;
+    if constexpr (T::direction == Direction::backward) {
+        if (is_weight_gradient(stage)) {
+            MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, slots);
+            return;
+        }
+        if (stage == Stage::recompute) {
+            MultiplyOf<typename T::RecomputeGemm>::template run<T>(sum, ctx, ring, slots);
+            return;
+        }
+    }
+    if (same<M1, M2> || stage == Stage::gemm1) {
+        M1::template run<T>(sum, ctx, ring, slots);
     } else {
-        Multiply2<T>::template run<T>(sum, ctx, ring, slots);
+        M2::template run<T>(sum, ctx, ring, slots);
     }
 }
 

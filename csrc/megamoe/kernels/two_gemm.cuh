@@ -1,9 +1,11 @@
 // Two GEMMs with rows moved before, between and behind them: one persistent CTA an SM, 16 warps, roles side
 // by side. docs/architecture.md has the picture. A layer is a type with
 //
-//   Tiling         shape of its tiles (schedule/tile_shape.h)
-//   Gemm1, Gemm2   GemmOf<rows, weights, epilogue>
-//   profile        with timestamps?
+//   direction            what the launch is for (cta/context.h)
+//   Tiling               shape of its tiles (schedule/tile_shape.h)
+//   Gemm1, Gemm2         GemmOf<rows, weights, epilogue>; backward has WeightGemm and RecomputeGemm too
+//   RowsOf<T>, WeightsOf<T>   where a tile's A and B lie (gemm/operands.h)
+//   profile              with timestamps?
 #pragma once
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
@@ -11,6 +13,7 @@
 #include "megamoe/roles/movers.cuh"
 #include "megamoe/roles/plan.cuh"
 #include "megamoe/roles/prologue.cuh"
+#include "megamoe/roles/restore.cuh"
 #include "megamoe/roles/store.cuh"
 
 namespace megamoe {
@@ -66,26 +69,47 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
+// The transport warps' work on the rows of a pass. Backward restores x behind dy, which tiles wait for first, or, where
+// pre-activations have to be made again, before it in a phase of its own.
+template <class T>
+MEGAMOE_DEVICE void fill_pool(Context& ctx) {
+    if constexpr (T::direction == Direction::backward) {
+        const Args& args = ctx.args;
+        if (ctx.smem.plan.phase == Phase::recompute) {
+            restore<T>(ctx, true);
+            return;
+        }
+        bool recomputed = ctx.smem.plan.chunk_begin != 0 || args.training.recompute_all != 0;
+        if (!dispatch<T>(ctx)) return;
+        if (!recomputed && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
+        arch::warp_sync();
+        // Rows of a launch that was given up may be missing.
+        if (arch::lane_idx() == 0 && !ctx.mem.aborted()) GradsReady::publish(ctx.mem, args.training.grads_ready);
+    } else {
+        dispatch<T>(ctx);
+    }
+}
+
 // The movers' passes: of the transport warps, which also make the plans, all of them; of the math warps the
 // last.
 template <class T>
 MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     bool is_transport = arch::warp_idx() < first_math_warp;
     MEGAMOE_UNROLL_BY(1)
-    for (int begin = 0;;) {  // the first chunk of the pass
+    for (PassStart start = first_pass<T>(ctx.args);;) {
         if (is_transport) {
-            plan_pass<T>(ctx, begin);
+            plan_pass<T>(ctx, start);
             arch::warp_sync();
             arch::cluster_sync();
-            dispatch<T>(ctx);
+            fill_pool<T>(ctx);
             Profile<T>::mark(ctx.args, Mark::dispatched);
         }
-        reduce_and_combine<T>(ctx);
+        if (ctx.smem.plan.phase == Phase::data) reduce_and_combine<T>(ctx);
         arch::warp_sync();
         if (ctx.smem.plan.is_last != 0) break;
         // Read before the barrier: behind it, in a poisoned launch, the partner may already write the next
         // plan here.
-        begin = ctx.smem.plan.chunk_end;
+        start = pass_after<T>(ctx.smem.plan);
         arch::cluster_sync();
     }
     Profile<T>::mark(ctx.args, Mark::combined);
@@ -93,6 +117,7 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
 
 // The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
 // has sent it the last arrival on its barriers.
+template <class T>
 MEGAMOE_DEVICE void leave(Context& ctx) {
     arch::cluster_sync();
     if (arch::thread_idx() == 0 && LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
@@ -100,6 +125,8 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
             // Where there is no record yet, a peer's fault ended this launch.
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+        } else if (T::direction == Direction::train) {
+            ctx.args.training.header->complete = ctx.epoch();
         }
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
     }
@@ -144,7 +171,11 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
     arch::wait_for_previous_grid();
-    if (arch::thread_idx() == 0) smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+    if (arch::thread_idx() == 0) {
+        smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+        smem.gradients_lost = 0;
+        if (T::direction == Direction::train && arch::block_idx() == 0) args.training.header->complete = 0;
+    }
     init_barriers<T>();
     Profile<T>::begin(args, smem);
     int warp = arch::warp_idx();
@@ -152,12 +183,12 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
         stage<T>(ctx);
         Profile<T>::mark(args, Mark::staged);
     } else {
-        route(ctx);
+        route<T>(ctx);
         Profile<T>::mark(args, Mark::routed);
     }
     arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
     run_role<T>(ctx, warp);
-    leave(ctx);
+    leave<T>(ctx);
     Profile<T>::end(args, smem);
 }
 

@@ -7,6 +7,7 @@
 namespace megamoe {
 
 // A warp has up to four of the rank's own tokens at a time, and a lane for each (token, expert rank).
+template <class T>
 class Combiner {
   public:
     MEGAMOE_DEVICE explicit Combiner(const Context& ctx) { own(ctx).token = -1; }
@@ -32,6 +33,7 @@ class Combiner {
         int chosen = arch::ffs0(ready), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
+        if constexpr (T::direction == Direction::backward) take_d_weights(ctx.args, token, false);
         set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes,
                 ctx.args.window[ctx.args.rank] + ctx.args.window_partials, lane * ctx.args.max_tokens + token,
                 1.0f,  // the partial of rank `lane`
@@ -59,6 +61,9 @@ class Combiner {
                 MEGAMOE_UNROLL_BY(1)
                 for (int v = arch::lane_idx(); v < vectors; v += 32)
                     arch::store_vec(out + int64_t{v} * sizeof(uint4_t), {~0u, ~0u, ~0u, ~0u});
+                if constexpr (T::direction == Direction::backward) {
+                    if (token >= 0) take_d_weights(ctx.args, token, true);
+                }
             }
             s.token = -1;
         }
@@ -70,6 +75,15 @@ class Combiner {
     static MEGAMOE_DEVICE uint32_t lanes_of_token(uint32_t lanes, int lane) {  // bit i is expert rank i
         return lanes >> (lane / max_ranks * max_ranks) & ((1u << max_ranks) - 1);
     }
+    // The gradients of a token's routing weights, which their expert ranks have left in this rank's window.
+    static MEGAMOE_DEVICE void take_d_weights(const Args& args, int token, bool poisoned) {
+        int64_t route = int64_t{token} * args.top_k + arch::lane_idx();
+        if (arch::lane_idx() >= args.top_k) return;
+        const auto* found = reinterpret_cast<const float*>(args.window[args.rank] + args.training.window_d_weights);
+        float d_weight = topk_id(args, route) >= 0 ? found[route] : 0.0f;
+        args.training.d_topk_weights[route] = poisoned ? arch::bf16_hi(0x7fc00000u) : d_weight;
+    }
+
     static MEGAMOE_DEVICE bool has_tokens(const Context& ctx) {
         return arch::ballot(own(ctx).token >= 0) != 0;
     }

@@ -3,14 +3,41 @@
 // only.
 #pragma once
 #include "megamoe/formats/format.h"
+#include "megamoe/gemm/operands.h"
 #include "megamoe/roles/routes.cuh"
 #include "megamoe/roles/shares.cuh"
 
 namespace megamoe {
 
+// A transport warp's part of the pool: token(ordered) at each leader, until it returns false, and zero(row) for each
+// row that has to be zeros. False if token() did.
+template <class T, class Token, class Zero>
+MEGAMOE_DEVICE bool walk_pool(const Context& ctx, Token token, Zero zero) {
+    constexpr int block_rows = T::Tiling::rows;
+    const Args& args = ctx.args;
+    int lane = arch::lane_idx();
+    int rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
+    int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
+    for (int i = transport_index(); i < shares; i += num_transports()) {
+        int row = i * rows + lane, of_block = row % block_rows;
+        int used = block_entry(args, i * rows / block_rows).rows();
+        uint32_t route = lane < rows && of_block < used ? args.row_route[row] : 0;
+        for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
+            if (!token(route_token(arch::shfl(route, arch::ffs0(left))))) return false;
+        }
+        if constexpr (T::direction != Direction::forward) {
+            bool is_zero = lane < rows && of_block >= used && of_block < rows_filled<T>(used);
+            for (uint32_t left = arch::ballot(is_zero); left != 0; left &= left - 1)
+                zero(i * rows + arch::ffs0(left));
+        }
+    }
+    return true;
+}
+
 // One warp: the row at `from`, of so many 16-byte vectors, to a row of the pool for each bit i of `targets`:
-// lane i holds its number.
-MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int lane_row, uint32_t targets) {
+// lane i holds its number. And to `also`, if that is not null.
+MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int lane_row, uint32_t targets,
+                            uint4_t* also) {
     constexpr int in_flight = 4;
     int lane = arch::lane_idx();
     MEGAMOE_UNROLL_BY(1)
@@ -25,6 +52,62 @@ MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int
             MEGAMOE_UNROLL
             for (int j = 0; j < in_flight; ++j) arch::store_vec_below(to, v + 32 * j, vectors, data[j]);
         }
+        if (also != nullptr) {
+            MEGAMOE_UNROLL
+            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(also, v + 32 * j, vectors, data[j]);
+        }
+    }
+}
+MEGAMOE_DEVICE void zero_row(uint4_t* row, int vectors) {
+    MEGAMOE_UNROLL_BY(1)
+    for (int v = arch::lane_idx(); v < vectors; v += 32) arch::store_vec(row + v, {0, 0, 0, 0});
+}
+
+// The pool row of a lane's route, -1 where there is none in this pass.
+MEGAMOE_DEVICE int row_of_lane(const Args& args, int ordered) {
+    int lane = arch::lane_idx();
+    return lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
+}
+template <class X>
+MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
+    return args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
+}
+
+// Where the state has a token of x, or -1: a rank's own tokens are there only if they have scales, since x itself has
+// other values then.
+MEGAMOE_DEVICE int64_t saved_token(const Args& args, bool scaled, int home, int token) {
+    if (!scaled && home == args.rank) return -1;
+    int slot = scaled ? home : home - (home > args.rank ? 1 : 0);
+    return int64_t{slot} * args.max_tokens + token;
+}
+
+// <dy, b2> of each target's expert: its routing weight's gradient has that part too. Each lane reads what it has
+// written to the row.
+template <class T>
+MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
+    const Args& args = ctx.args;
+    int parts = ceil_div(args.gemm[0].n, T::Tiling::columns) + 1;
+    int vectors = vectors_of_row<Bf16Rows>(args);
+    for (uint32_t left = targets; left != 0; left &= left - 1) {
+        int k = arch::ffs0(left);
+        int64_t row = arch::shfl(lane_row, k);
+        int expert = args.route_ids[int64_t{ordered} * args.top_k + k];
+        const float* bias = args.training.b2 + int64_t{expert} * args.hidden;
+        const uint4_t* dy = static_cast<const uint4_t*>(args.x_pool) + row * vectors;
+        float sum = 0.0f;
+        MEGAMOE_UNROLL_BY(1)
+        for (int v = arch::lane_idx(); v < vectors; v += 32) {
+            uint4_t data = arch::load_vec(dy + v);
+            const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 4; ++w) {
+                sum += arch::bf16_lo(words[w]) * bias[8 * v + 2 * w];
+                sum += arch::bf16_hi(words[w]) * bias[8 * v + 2 * w + 1];
+            }
+        }
+        MEGAMOE_UNROLL
+        for (int mask = 16; mask > 0; mask /= 2) sum += arch::shfl_xor(sum, mask);
+        if (arch::lane_idx() == 0) args.training.d_s[row * parts + parts - 1] = sum;
     }
 }
 
@@ -34,15 +117,17 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     int home = home_of(ordered, args.num_ranks);
-    int64_t token = token_of(ordered, args.num_ranks);
-    int lane_row = lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
+    int token = token_of(ordered, args.num_ranks);
+    int lane_row = row_of_lane(args, ordered);
     uint32_t targets = arch::ballot(lane_row >= 0);
-    int vectors = args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
-    fan_out(ctx.window<const uint4_t>(home, args.window_x) + token * vectors,
-            static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets);
+    int vectors = vectors_of_row<X>(args);
+    int64_t saved = T::direction == Direction::train ? saved_token(args, X::scaled, home, token) : -1;
+    fan_out(ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors,
+            static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets,
+            saved >= 0 ? static_cast<uint4_t*>(args.training.tokens) + saved * vectors : nullptr);
     if constexpr (X::scaled) {
         int groups = ceil_div(args.hidden, scale_group);
-        const auto* scales = ctx.window<const float>(home, args.window_x_scale) + token * groups;
+        const auto* scales = ctx.window<const float>(home, args.window_x_scale) + int64_t{token} * groups;
         MEGAMOE_UNROLL_BY(1)
         for (int g = lane; g - lane < groups; g += 32) {
             float scale = g < groups ? scales[g] : 0.0f;
@@ -50,38 +135,53 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
                 int64_t row = arch::shfl(lane_row, arch::ffs0(left));
                 if (g < groups) args.x_pool_scale[int64_t{g} * args.pool_rows + row] = scale;
             }
+            if (saved >= 0 && g < groups) args.training.tokens_scale[saved * groups + g] = scale;
         }
+    }
+    if constexpr (T::direction == Direction::backward) {
+        if (args.training.b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }
     arch::warp_sync();  // all lanes' stores happen before the release of each target's lane
     if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / T::Tiling::rows, 1);
 }
 
+// A row behind an expert's last: its products are zeros.
 template <class T>
-MEGAMOE_DEVICE void dispatch(Context& ctx) {
-    constexpr int block_rows = T::Tiling::rows;
+MEGAMOE_DEVICE void fill_zero_row(Context& ctx, int64_t row) {
+    using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
-    int lane = arch::lane_idx();
+    int vectors = vectors_of_row<X>(args);
+    zero_row(static_cast<uint4_t*>(args.x_pool) + row * vectors, vectors);
+    if constexpr (X::scaled) {
+        for (int g = arch::lane_idx(); g < ceil_div(args.hidden, scale_group); g += 32)
+            args.x_pool_scale[int64_t{g} * args.pool_rows + row] = 0.0f;
+    }
+    if (T::direction == Direction::backward && arch::lane_idx() == 0) args.training.row_weight[row] = 0.0f;
+    arch::warp_sync();
+    if (arch::lane_idx() == 0) RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, 1);
+}
+
+// False after an abort.
+template <class T>
+MEGAMOE_DEVICE bool dispatch(Context& ctx) {
+    const Args& args = ctx.args;
     uint32_t staged = 0;  // home ranks known to have staged x
-    int rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
-    int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
-    for (int i = transport_index(); i < shares; i += num_transports()) {
-        int row = i * rows + lane;
-        bool mine = lane < rows && row % block_rows < block_entry(args, i * rows / block_rows).rows();
-        uint32_t route = mine ? args.row_route[row] : 0;
-        for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
-            int ordered = route_token(arch::shfl(route, arch::ffs0(left)));
+    return walk_pool<T>(
+        ctx,
+        [&](int ordered) {
             int home = home_of(ordered, args.num_ranks);
             if ((staged >> home & 1) == 0) {
                 bool ok = XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + home,
                                         ctx.epoch(), home);
                 // Poisoned: pull nothing more; waits for rows return by themselves.
-                if (arch::ballot(ok) != ~0u) return;
+                if (arch::ballot(ok) != ~0u) return false;
                 arch::warp_sync();
                 staged |= 1u << home;
             }
             pull_token<T>(ctx, ordered);
-        }
-    }
+            return true;
+        },
+        [&](int row) { fill_zero_row<T>(ctx, row); });
 }
 
 }  // namespace megamoe

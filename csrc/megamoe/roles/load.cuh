@@ -8,7 +8,7 @@
 // load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
 // that; a slot without data and with a tile that is not valid ends the pass.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/gemm/operands.h"
 
 namespace megamoe {
 
@@ -20,75 +20,108 @@ MEGAMOE_DEVICE void pass_slot(Context& ctx, PipelineRing<T>& ring) {
     ring.advance();
 }
 
+// A tile of weight gradients waits for all of the pass's gemm1 and x rows, once. After an abort they may be missing:
+// then the gradients become NaN.
+template <class T>
+class Gradients {
+  public:
+    MEGAMOE_DEVICE void await(Context& ctx, const Tile& tile) {
+        if constexpr (T::direction == Direction::backward) {
+            if (!is_weight_gradient(tile.stage) || awaited_) return;
+            awaited_ = true;
+            if (!GradsReady::await(ctx.mem, ctx.args.training.grads_ready,
+                                   arch::grid_dim() * (1 + num_transport_warps), tile.expert()))
+                ctx.smem.gradients_lost = 1;
+        }
+    }
+
+  private:
+    bool awaited_ = false;
+};
+
 template <class T>
 MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
+    using A = typename T::template RowsOf<T>;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
     Tiles<T> tiles(ctx);
+    Gradients<T> gradients;
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
-        bool first = tile.stage == Stage::gemm1;
         Profile<T>::timed(
-            ctx.smem, first ? Mark::rows_wait : Mark::h_wait, [] { return true; },
+            ctx.smem, tile.stage == Stage::gemm2 ? Mark::h_wait : Mark::rows_wait, [] { return true; },
             [&] {
-                if (first) {
-                    RowsReady::await(ctx.mem, args.rows_ready + tile.block, tile.rows(), tile.block);
-                } else {
-                    HReady::await(ctx.mem, args.gemm[0].done + tile.block,
-                                  Shape<T>::tiles(args, Stage::gemm1), tile.block);
-                }
+                A::ready(ctx, tile);
+                gradients.await(ctx, tile);
             });
-        const Gemm& gemm = gemm_of(args, tile.stage);
-        const float* scale = gemm.a_scale + row0<T>(tile);
+        A rows(ctx, tile);
+        const float* scale = gemm_of(args, tile.stage).a_scale + row0<T>(tile);
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
         uint32_t bytes =
             (tall ? 2 : 1) * box_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);
-        int slots = Shape<T>::slots_of(args, tile.stage);
+        int slots = tile.slots - Shape<T>::input_slots(tile.stage);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < slots; ++i, ring.advance()) {
             ring.acquire(ctx.mem, smem.pipeline);
             ring.commit(ctx.mem, smem.pipeline, bytes);
             uint64_t* full = &smem.pipeline.full[ring.slot()];
             uint8_t* a = smem.slots[ring.slot()].a;
-            int k = i * Shape<T>::slot_k(tile.stage);
             if (tile.shared == Shared::a) {
                 int half = pair_member();
-                if (half == 0 || tall)
-                    arch::tma_load_2d_both(a + half * box_bytes, &gemm.a, full, k,
-                                           row0<T>(tile) + half * group_rows);
+                if (half == 0 || tall) rows.load(a + half * box_bytes, full, i, half, true);
             } else {
-                arch::tma_load_2d(a, &gemm.a, full, k, row0<T>(tile));
-                if (tall) arch::tma_load_2d(a + box_bytes, &gemm.a, full, k, row0<T>(tile) + group_rows);
+                rows.load(a, full, i, 0, false);
+                if (tall) rows.load(a + box_bytes, full, i, 1, false);
             }
             if (Shape<T>::a_scaled(tile.stage)) {
                 arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows,
                                 sizeof(smem.a_scale[0]), full);
             }
         }
+        for (int i = slots; i < tile.slots; ++i) pass_slot<T>(ctx, ring);  // load_b fills them
     }
     pass_slot<T>(ctx, ring);
+}
+
+// What the epilogue of the tile reads, in slots behind those of K.
+template <class T>
+MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
+    of_stage<T>(tile.stage, [&](auto gemm) {
+        using E = typename decltype(gemm)::Epilogue;
+        if constexpr (E::inputs != 0) {
+            auto& smem = tile_smem<T>();
+            MEGAMOE_UNROLL_BY(1)
+            for (int i = 0; i < E::inputs; ++i, ring.advance()) {
+                ring.acquire(ctx.mem, smem.pipeline);
+                ring.commit(ctx.mem, smem.pipeline, E::input_bytes(tile));
+                E::template load_input<T>(ctx, tile, i, smem.slots[ring.slot()].b,
+                                          &smem.pipeline.full[ring.slot()]);
+            }
+        }
+    });
 }
 
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
     using W = typename T::Gemm1::B;
+    using B = typename T::template WeightsOf<T>;
     static_assert(same<W, typename T::Gemm2::B>, "both GEMMs' weights have one format");
-    const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
     Tiles<T> tiles(ctx);
+    Gradients<T> gradients;
     for (;;) {
         Tile tile = tiles.next();
         ring.acquire(ctx.mem, smem.pipeline);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
-        int slots = Shape<T>::slots_of(args, tile.stage);
         if (tile.absent()) {
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < slots; ++i) pass_slot<T>(ctx, ring);
+            for (int i = 0; i < tile.slots; ++i) pass_slot<T>(ctx, ring);
             continue;
         }
-        const Gemm& gemm = gemm_of(args, tile.stage);
-        auto halves = halves_of<T>(tile.stage, tile.n);
-        typename W::Scales scales(gemm, tile, halves);
+        gradients.await(ctx, tile);
+        B weights(ctx, tile);
+        typename W::Scales scales(gemm_of(ctx.args, tile.stage), tile, weights.halves);
+        int slots = tile.slots - Shape<T>::input_slots(tile.stage);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < slots; ++i, ring.advance()) {
             scales.fetch();  // in flight while this thread waits for the slot
@@ -96,18 +129,17 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
             auto& b = smem.slots[ring.slot()].b;
             ring.expect(ctx.mem, smem.pipeline, sizeof(b));
             uint64_t* full = &smem.pipeline.full[ring.slot()];
-            int k = i * Shape<T>::slot_k(tile.stage);
             if (tile.shared == Shared::b) {
                 int half = pair_member();
-                arch::tma_load_4d_both(b[half], &gemm.b, full, k, halves.column(half), halves.plane(half),
-                                       tile.expert());
+                weights.load(b[half], full, i, half, true);
             } else {
-                arch::tma_load_4d(b[0], &gemm.b, full, k, halves.column(0), halves.plane(0), tile.expert());
-                arch::tma_load_4d(b[1], &gemm.b, full, k, halves.column(1), halves.plane(1), tile.expert());
+                weights.load(b[0], full, i, 0, false);
+                weights.load(b[1], full, i, 1, false);
             }
             scales.put(smem.b_scale[ring.slot()]);
             ring.commit(ctx.mem, smem.pipeline);  // the scales too, and the tile
         }
+        load_inputs<T>(ctx, ring, tile);
     }
     pass_slot<T>(ctx, ring);
 }

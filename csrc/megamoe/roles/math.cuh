@@ -17,10 +17,26 @@ struct OutputSlots {
         ring.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
         return tile_smem<T>().output[math_group()][ring.slot()];
     }
+    MEGAMOE_DEVICE void hand_over() { hand_over<1>(); }
+
+    // So many slots at a time.
+    template <int n>
+    MEGAMOE_DEVICE void claim(uint8_t* (&slots)[n]) {
+        OutputRing<T> next = ring;
+        MEGAMOE_UNROLL
+        for (int i = 0; i < n; ++i, next.advance()) {
+            next.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
+            slots[i] = tile_smem<T>().output[math_group()][next.slot()];
+        }
+    }
+    template <int n>
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
-        ring.advance();
+        MEGAMOE_UNROLL
+        for (int i = 0; i < n; ++i) {
+            ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
+            ring.advance();
+        }
     }
 };
 
@@ -45,20 +61,20 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
         begin_tile<T>(ring.slot());
         Tile tile = current_tile<T>();
         if (!tile.valid()) break;
-        int slots = Shape<T>::slots_of(ctx.args, tile.stage);
         if (tile.absent()) {
-            skip_slots<T>(ctx, ring, slots);
+            skip_slots<T>(ctx, ring, tile.slots);
         } else if (tile.rows() <= math_group() * group_rows) {
-            skip_slots<T>(ctx, ring, slots);
-            for (int c = 0; c < Shape<T>::output_slots(tile.stage); ++c) {
+            skip_slots<T>(ctx, ring, tile.slots);
+            int slots = output_slots<T>(ctx.args, tile.stage);
+            for (int c = 0; c < slots; ++c) {
                 output.claim();
                 output.hand_over();
             }
         } else {
             Sums<T> sum;
-            multiply<T>(sum, ctx, ring, tile.stage);
+            multiply<T>(sum, ctx, ring, tile.stage, tile.slots - Shape<T>::input_slots(tile.stage));
             tile = current_tile<T>();
-            finish<T>(ctx, tile, output, sum);
+            finish<T>(ctx, tile, ring, output, sum);
         }
     }
     skip_slots<T>(ctx, ring, 1);

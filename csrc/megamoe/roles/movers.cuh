@@ -11,8 +11,8 @@ namespace megamoe {
 // combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
-    Reducer<T::Tiling::rows> reducer(ctx);
-    Combiner combiner(ctx);
+    Reducer<T> reducer(ctx);
+    Combiner<T> combiner(ctx);
     uint32_t idle_since = 0;  // set before it is read
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 0;;) {

@@ -66,12 +66,17 @@ MEGAMOE_DEVICE int place_experts(const Context& ctx, int begin, int end) {
 }
 
 // One row of block_table, and zeroed counters, for each block. Experts are spread over all transport threads.
-template <int block_rows>
+template <class T>
 MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
+    constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
     for (int e = transport_index(); e < args.num_local_experts; e += num_transports()) {
         int rows = routes_between(args, e, begin, end);
         int first = ctx.routing.expert_start[e], blocks = ctx.routing.expert_start[e + 1] - first;
+        if (T::direction == Direction::backward && arch::lane_idx() == 0) {
+            args.training.expert_rows[2 * e] = first;
+            args.training.expert_rows[2 * e + 1] = rows;
+        }
         MEGAMOE_UNROLL_BY(1)
         for (int i = arch::lane_idx(); i < blocks; i += 32) {
             Group group = group_of(first, blocks, first + i);
@@ -87,8 +92,9 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
 
 // Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k,
 // token) order.
-template <int block_rows>
+template <class T>
 MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
+    constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     int32_t* counters = ctx.routing.expert_counters[transport_warp()];
@@ -134,6 +140,8 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
                     uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
                     args.row_route[row] =
                         flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
+                    if constexpr (T::direction == Direction::backward)
+                        args.training.row_weight[row] = args.route_weights[int64_t{ordered} * args.top_k + k];
                 }
             }
         }
@@ -147,6 +155,25 @@ MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
     transport_sync();
 }
 
+// A pass, or a phase of it: the phases of one pass have equal plans.
+struct PassStart {
+    int chunk;
+    Phase phase;
+    bool is_first;  // of the launch
+};
+
+template <class T>
+MEGAMOE_DEVICE PassStart first_pass(const Args& args) {
+    bool recomputes = T::direction == Direction::backward && args.training.recompute_all != 0;
+    return {0, recomputes ? Phase::recompute : Phase::data, true};
+}
+template <class T>
+MEGAMOE_DEVICE PassStart pass_after(const PassPlan& plan) {
+    if (plan.phase == Phase::recompute) return {plan.chunk_begin, Phase::data, false};
+    // Pre-activations of later passes were not saved.
+    return {plan.chunk_end, T::direction == Direction::backward ? Phase::recompute : Phase::data, false};
+}
+
 // Transport warps: plans the pass that starts at chunk `begin`, for the CTA's other roles too, who meet it at
 // the cluster barrier that follows. Ends with the grid barrier that makes all CTAs' rows and tables visible.
 //
@@ -155,27 +182,32 @@ MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
 // barrier that ordered the counts. Invariant: both CTAs of a pair run one plan, CTA 0's, so that neither
 // waits for a half tile that the other does not load.
 template <class T>
-MEGAMOE_DEVICE void plan_pass(Context& ctx, int begin) {
+MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     constexpr int block_rows = T::Tiling::rows;
+    int begin = start.chunk;
     PassPlan& plan = ctx.smem.draft;
     bool leads = transport_warp() == 0 && arch::lane_idx() == 0;
-    if (begin != 0) wait_for_grid(ctx, leads);  // the last pass's tables and pool are not read any more
+    if (!start.is_first) wait_for_grid(ctx, leads);  // the last pass's tables and pool are not read any more
     if (transport_warp() == 0) {
         bool poisoned = arch::ballot(ctx.mem.aborted()) != 0;
         int end = poisoned ? begin : pass_end<block_rows>(ctx, begin);
         int blocks = poisoned ? 0 : place_experts<block_rows>(ctx, begin, end);
-        if (leads) plan = {begin, end, blocks, poisoned || end == ctx.smem.num_chunks ? 1 : 0};
+        bool is_last = poisoned || (end == ctx.smem.num_chunks && start.phase == Phase::data);
+        if (leads) plan = {begin, end, blocks, is_last ? 1 : 0, poisoned ? Phase::data : start.phase};
     }
     if (leads) ctx.smem.row_shares_taken = ctx.smem.token_shares_taken = 0;
     transport_sync();
     if (plan.num_blocks != 0) {
-        write_block_table<block_rows>(ctx, begin, plan.chunk_end);
-        assign_rows<block_rows>(ctx, begin, plan.chunk_end);
+        write_block_table<T>(ctx, begin, plan.chunk_end);
+        assign_rows<T>(ctx, begin, plan.chunk_end);
+    }
+    if constexpr (T::direction == Direction::backward) {
+        if (leads && arch::block_idx() == 0) *ctx.args.training.grads_ready = 0;
     }
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);
     if (leads && pair_member() == 0) {
-        if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1};  // other CTAs' tables may be missing
+        if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1, Phase::data};  // other CTAs' tables may be missing
         ctx.smem.plan = plan;
         *arch::in_member(&ctx.smem.plan, 1) = plan;
     }

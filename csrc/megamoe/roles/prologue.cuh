@@ -9,8 +9,11 @@
 
 namespace megamoe {
 
+template <class T>
 MEGAMOE_DEVICE int own_tokens(const Args& args) {
     int n = args.num_tokens_device != nullptr ? *args.num_tokens_device : args.num_tokens;
+    // As many as forward had; the count on the device may be another microbatch's by now.
+    if (T::direction == Direction::backward) n = args.training.header->tokens_of_rank[args.rank];
     return max_of(0, min_of(n, args.num_tokens));  // the buffers hold args.num_tokens
 }
 
@@ -48,7 +51,7 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
 
 template <class T>
 MEGAMOE_DEVICE void stage(Context& ctx) {
-    T::Gemm1::A::stage(ctx, own_tokens(ctx.args));
+    T::Gemm1::A::stage(ctx, own_tokens<T>(ctx.args));
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {
@@ -57,8 +60,17 @@ MEGAMOE_DEVICE void stage(Context& ctx) {
     }
 }
 
+// What all ranks must agree on in this launch: layer and configuration; in backward the direction and the forward
+// launch, so that another microbatch's is a fault by name.
+template <class T>
+MEGAMOE_DEVICE uint32_t launch_hash(const Args& args) {
+    if (T::direction != Direction::backward) return args.config_hash;
+    return args.config_hash + 0x7f4a7c15u + args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
+}
+
 // Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as
 // empty.
+template <class T>
 MEGAMOE_DEVICE void await_routes(Context& ctx) {
     const Args& args = ctx.args;
     int peer = crew_thread();
@@ -69,8 +81,8 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
             uint32_t hash = ctx.mem.load(&cell->config_hash, Order::relaxed, Scope::system);
-            if (hash != args.config_hash) {
-                ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0}, args.config_hash, hash);
+            if (hash != launch_hash<T>(args)) {
+                ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0}, launch_hash<T>(args), hash);
                 tokens = 0;
             }
         }
@@ -82,7 +94,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         MEGAMOE_UNROLL_BY(1)
         for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
         ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
-        ctx.smem.own_tokens = own_tokens(args);
+        ctx.smem.own_tokens = own_tokens<T>(args);
     }
     crew_sync();
 }
@@ -166,9 +178,7 @@ MEGAMOE_DEVICE void grid_sync(Context& ctx) {
     crew_sync();
 }
 
-MEGAMOE_DEVICE void route(Context& ctx) {
-    stage_routes(ctx, own_tokens(ctx.args));
-    await_routes(ctx);
+MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int step = 0; step < 2; ++step) {
         if (step == 0) {
@@ -177,6 +187,56 @@ MEGAMOE_DEVICE void route(Context& ctx) {
             scan_routes(ctx);
         }
         grid_sync(ctx);
+    }
+}
+
+// train: the state says whose it is, once this launch's counts are known; leave() says that it is complete.
+MEGAMOE_DEVICE void begin_state(const Context& ctx) {
+    if (arch::block_idx() != 0 || crew_thread() != 0) return;
+    StateHeader& header = *ctx.args.training.header;
+    header.begun = ctx.epoch();
+    header.pool_rows = static_cast<uint32_t>(ctx.args.pool_rows);
+    header.config_hash = ctx.args.config_hash;
+    for (int r = 0; r < max_ranks; ++r) header.tokens_of_rank[r] = r < ctx.args.num_ranks ? ctx.smem.tokens_of_rank[r] : 0;
+}
+
+// backward: the routes are the state's, so only the flags are exchanged, as in every launch. A state that no launch of
+// this layer completed is a fault; nothing is published then, and the peers learn of it when this launch ends.
+template <class T>
+MEGAMOE_DEVICE void route_again(Context& ctx) {
+    const Args& args = ctx.args;
+    const StateHeader& header = *args.training.header;
+    bool fits = header.complete != 0 && header.complete == header.begun && header.config_hash == args.config_hash &&
+                header.pool_rows == static_cast<uint32_t>(args.pool_rows);
+    if (fits) {
+        int peer = crew_thread();
+        if (arch::block_idx() == 0 && peer < args.num_ranks) {
+            auto* cell =
+                ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
+            RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
+                                 static_cast<uint32_t>(header.tokens_of_rank[args.rank]), launch_hash<T>(args));
+        }
+        await_routes<T>(ctx);
+        return;
+    }
+    if (crew_thread() == 0) {
+        if (arch::block_idx() == 0)
+            ctx.mem.fault(Wait{Edge::state, max_ranks, 0}, header.begun, header.complete);
+        ctx.smem.num_chunks = 0;  // no row, and no token that is combined: all of dx becomes NaN
+        ctx.smem.own_tokens = args.num_tokens;
+    }
+    crew_sync();
+}
+
+template <class T>
+MEGAMOE_DEVICE void route(Context& ctx) {
+    if constexpr (T::direction == Direction::backward) {
+        route_again<T>(ctx);
+    } else {
+        stage_routes(ctx, own_tokens<T>(ctx.args));
+        await_routes<T>(ctx);
+        if constexpr (T::direction == Direction::train) begin_state(ctx);
+        count_and_scan(ctx);
     }
     // The counters' memory becomes pipeline slots behind the plan's cluster barrier.
     arch::fence_proxy_async_shared();

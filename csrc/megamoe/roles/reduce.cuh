@@ -8,8 +8,10 @@
 namespace megamoe {
 
 // Walks the pool in shares of rows behind gemm2; remembers up to where blocks are known to be done.
-template <int block_rows>
+template <class T>
 class Reducer {
+    static constexpr int block_rows = T::Tiling::rows;
+
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
@@ -95,6 +97,7 @@ class Reducer {
     // One token's partial: rows in k order times routing weights, into this rank's slot in its home's window.
     // It crosses the link now, while tiles are computed, and not when the home has all partials of the token:
     // half of them come true in the last tenth of a launch.
+    // Gradients' rows have their routing weight already.
     MEGAMOE_DEVICE void set_partial(const Context& ctx, int ordered) const {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
@@ -103,9 +106,26 @@ class Reducer {
         int ranks = args.num_ranks, home = home_of(ordered, ranks);
         int64_t row_bytes = int64_t{args.hidden} * 2;
         int64_t slot = int64_t{args.rank} * args.max_tokens + token_of(ordered, ranks);
+        float weight = 0.0f;
+        if constexpr (T::direction == Direction::backward) {
+            weight = 1.0f;
+            if (row >= 0) push_d_weight(ctx, row, home, int64_t{token_of(ordered, ranks)} * args.top_k + lane);
+        } else {
+            if (row >= 0) weight = args.route_weights[route];
+        }
         set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows), row, row >= 0 ? args.route_weights[route] : 0.0f,
-                arch::ballot(row >= 0));
+                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0));
+    }
+
+    // One lane: the gradient of a routing weight, the parts of its row in order, to its home.
+    static MEGAMOE_DEVICE void push_d_weight(const Context& ctx, int row, int home, int64_t route) {
+        const Args& args = ctx.args;
+        int tiles = ceil_div(args.gemm[0].n, T::Tiling::columns);
+        const float* parts = args.training.d_s + int64_t{row} * (tiles + 1);
+        float sum = 0.0f;
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < (args.training.b2 != nullptr ? tiles + 1 : tiles); ++i) sum += parts[i];
+        ctx.window<float>(home, args.training.window_d_weights)[route] = sum;
     }
 
     // Found anew at every use, for no register holds it over a sum.

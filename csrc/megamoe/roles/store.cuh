@@ -6,41 +6,71 @@
 
 namespace megamoe {
 
+// Weight tiles need all of gemm1: this CTA's share is stored. Not said after an abort, when it may be
+// garbage.
+template <class T>
+class Gemm1Stored {
+  public:
+    MEGAMOE_DEVICE void look(Context& ctx, bool done) {
+        if constexpr (T::direction == Direction::backward) {
+            if (!done || said_) return;
+            said_ = true;
+            if (!ctx.mem.aborted()) GradsReady::publish(ctx.mem, ctx.args.training.grads_ready);
+        }
+    }
+
+  private:
+    bool said_ = false;
+};
+
 template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
-    using E1 = typename T::Gemm1::Epilogue;
-    using E2 = typename T::Gemm2::Epilogue;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
     // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
     ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx);
-    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+    Gemm1Stored<T> stored;
+    stored.look(ctx, tiles.gemm1_done());
+    for (Tile tile = tiles.next(); tile.valid(); stored.look(ctx, tiles.gemm1_done()), tile = tiles.next()) {
         if (tile.absent()) continue;
-        bool first = tile.stage == Stage::gemm1;
-        const Gemm& gemm = gemm_of(args, tile.stage);
-        int slots = Shape<T>::output_slots(tile.stage);
+        int slots = output_slots<T>(args, tile.stage);
+        int batch = of_stage<T>(tile.stage, [](auto gemm) { return decltype(gemm)::Epilogue::batch; });
         MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < slots; ++c, output.advance()) {
-            Destination to = first ? E1::output(gemm, tile.n, c) : E2::output(gemm, tile.n, c);
-            for (int group = 0; group < num_math_groups; ++group) {
-                output.await(ctx.mem, smem.outputs[group]);
-                if (to.column < to.width && tile.rows() > group * group_rows) {
-                    arch::tma_store_2d(to.map, smem.output[group][output.slot()], to.column,
-                                       row0<T>(tile) + group * group_rows);
+        for (int c = 0; c < slots;) {
+            OutputRing<T> filled = output;
+            MEGAMOE_UNROLL_BY(1)
+            for (int end = c + batch; c < end; ++c, filled.advance()) {
+                Destination to = of_stage<T>(
+                    tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, c); });
+                MEGAMOE_UNROLL_BY(1)
+                for (int group = 0; group < num_math_groups; ++group) {
+                    filled.await(ctx.mem, smem.outputs[group]);
+                    const void* from = smem.output[group][filled.slot()];
+                    int row = group * group_rows;
+                    if (to.column >= to.width || tile.rows() <= row) continue;
+                    if constexpr (T::direction == Direction::backward) {
+                        if (is_weight_gradient(tile.stage)) {
+                            T::WeightGemm::Epilogue::store(ctx, tile, to, row, from);
+                            continue;
+                        }
+                    }
+                    arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
                 }
             }
             arch::bulk_commit();
             arch::bulk_wait_read();
-            for (int group = 0; group < num_math_groups; ++group)
-                output.release(ctx.mem, smem.outputs[group]);
+            MEGAMOE_UNROLL_BY(1)
+            for (int i = 0; i < batch; ++i, output.advance()) {
+                for (int group = 0; group < num_math_groups; ++group)
+                    output.release(ctx.mem, smem.outputs[group]);
+            }
         }
-        if (first) {
-            HReady::publish(ctx.mem, gemm.done + tile.block);
-        } else {
-            YRowsReady::publish(ctx.mem, gemm.done + tile.block);
-        }
+        if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
+        if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }
+    // Of tiles that no edge says are there: the next phase reads them, or the next launch.
+    if constexpr (T::direction == Direction::backward) ctx.mem.async_complete();
 }
 
 }  // namespace megamoe

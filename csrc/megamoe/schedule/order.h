@@ -7,7 +7,8 @@ namespace megamoe {
 
 constexpr int chunk_tokens = 32;  // routing unit: one token a lane
 
-enum class Stage : int { gemm1, gemm2 };
+// The GEMMs of a launch. The last three are backward's: tiles of dw13 and dw2, and gemm1 of the forward pass again.
+enum class Stage : int { gemm1, gemm2, dw13, dw2, recompute };
 
 // Experts are owned in contiguous ranges; the first E % R ranks hold one more.
 MEGAMOE_PURE int expert_begin_of(int num_experts, int num_ranks, int rank) {
@@ -91,6 +92,7 @@ struct UnitStream {
           next1(pair),
           next2(num_pairs - 1 - pair) {}
 
+    MEGAMOE_PURE bool gemm1_done() const { return next1 / units1 >= num_blocks; }
     MEGAMOE_PURE bool done() const { return next1 / units1 >= num_blocks && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE Position pop() {  // not when done()
         int portion1 = next1 / units1, portion2 = next2 / units2;
@@ -123,6 +125,31 @@ MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, 
     int n = 2 * (i - pairs * tiles);
     *out = {group.first + group.size - 1, min_of(n + member, tiles), Shared::a};
     return group.size % 2 == 1 && n < tiles;
+}
+
+// The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert: experts
+// ascending, dw13 before dw2, and within a matrix the order of blocks above, with m-blocks for blocks. Every CTA has
+// the same number of tiles, but for the remainder; one owns a tile over all of K, so that nothing is summed twice.
+struct WeightMatrix {
+    int m_blocks, n_tiles;  // none: not wanted
+    MEGAMOE_PURE int units() const { return m_blocks * units_of(n_tiles); }
+};
+struct WeightUnit {
+    int expert;
+    Stage stage;
+    Position position;  // portion: an m-block
+};
+MEGAMOE_PURE int num_weight_units(int num_experts, WeightMatrix w13, WeightMatrix w2) {
+    return num_experts * (w13.units() + w2.units());
+}
+MEGAMOE_PURE WeightUnit weight_unit(int i, WeightMatrix w13, WeightMatrix w2) {
+    int per_expert = w13.units() + w2.units();
+    int expert = i / per_expert, unit = i % per_expert;
+    bool first = unit < w13.units();
+    if (!first) unit -= w13.units();
+    int parts = units_of(first ? w13.n_tiles : w2.n_tiles);
+    Stage stage = first ? Stage::dw13 : Stage::dw2;
+    return {expert, stage, {stage, unit / parts, unit % parts}};
 }
 
 }  // namespace megamoe

@@ -33,6 +33,10 @@ inline uint4_t load_streaming(const void* pointer) {
     memcpy(&v, pointer, 16);
     return v;
 }
+inline uint4_t load_vec(const void* pointer) { return load_streaming(pointer); }
+inline void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
+    for (int i = 0; i < 4; ++i) to[i] = fibers::e4m3_to_float(static_cast<uint8_t>(v >> 8 * i));
+}
 inline uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
     return i < limit ? load_streaming(v + i) : uint4_t{0, 0, 0, 0};
 }

@@ -210,6 +210,14 @@ MEGAMOE_DEVICE uint4_t load_streaming(const void* p) {
                  : "memory");
     return v;
 }
+MEGAMOE_DEVICE uint4_t load_vec(const void* p) {
+    uint4_t v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
 // v[i] where i < limit, else zeros. One predicated instruction: a branch for each load would keep the loads
 // of an unrolled loop from being in flight together.
 MEGAMOE_DEVICE uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
@@ -252,6 +260,22 @@ MEGAMOE_DEVICE uint16_t pack_e4m3x2(float lo, float hi) {
     uint16_t r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(lo), "f"(hi));
     return r;
+}
+// Four e4m3, the lowest byte first.
+MEGAMOE_DEVICE void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        asm("{\n"
+            ".reg .b32 halves;\n"
+            ".reg .b16 lo, hi;\n"
+            "cvt.rn.f16x2.e4m3x2 halves, %2;\n"
+            "mov.b32 {lo, hi}, halves;\n"
+            "cvt.f32.f16 %0, lo;\n"
+            "cvt.f32.f16 %1, hi;\n"
+            "}"
+            : "=f"(to[2 * i]), "=f"(to[2 * i + 1])
+            : "h"(static_cast<uint16_t>(v >> 16 * i)));
+    }
 }
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }

@@ -1,0 +1,76 @@
+// Tiles of dw13 and dw2: bf16, or fp32, written or added. One CTA owns a tile over all rows of the expert in
+// a pass, so that an element is added to once a pass, and its bits depend on the routing alone.
+#pragma once
+#include "megamoe/epilogue/elementwise.cuh"
+
+namespace megamoe {
+
+template <class S>
+struct WeightGradientEpilogue {
+    static constexpr bool elementwise = false;
+    static constexpr int planes = 1, columns = S::columns, inputs = 0, batch = 1;
+
+    static MEGAMOE_DEVICE int slot_columns(const Args& args) { return slot_k_bytes / args.training.dw_bytes; }
+    static MEGAMOE_DEVICE int slots(const Args& args) { return columns / slot_columns(args); }
+
+    static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
+        bool first = tile.stage == Stage::dw13;
+        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
+        return {&ctx.args.training.dw[first ? 0 : 1], tile.n * columns + slot * slot_columns(ctx.args),
+                first ? gemm.k : gemm.n};
+    }
+    // One thread: an output slot, 64 rows of the matrix from `row` of the m-block on.
+    static MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile, Destination to, int row,
+                                     const void* from) {
+        const Gemm& gemm = ctx.args.gemm[0];
+        int rows = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
+        int blocks = ceil_div(rows, S::rows), plane = tile.block / blocks;
+        row += (tile.block - plane * blocks) * S::rows;
+        if (row >= rows) return;
+        if (adds_weight_gradients(ctx)) {
+            arch::tma_reduce_add_4d(to.map, from, to.column, row, plane, tile.expert());
+        } else {
+            arch::tma_store_4d(to.map, from, to.column, row, plane, tile.expert());
+        }
+    }
+
+    template <class T, class Output>
+    static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
+                                   Sums<T>& sum) {
+        Fragment f;
+        if (ctx.smem.gradients_lost != 0) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = not_a_number();
+        }
+        if (ctx.args.training.dw_bytes == 2) {
+            write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
+            return;
+        }
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) write_fp32(output, sum[half], f);
+    }
+
+  private:
+    static MEGAMOE_DEVICE float not_a_number() { return arch::bf16_hi(0x7fc00000u); }
+    struct alignas(8) Pair {
+        float a, b;
+    };
+    // One half, 32 columns a slot.
+    template <class Output, int n>
+    static MEGAMOE_DEVICE void write_fp32(Output& output, const float (&v)[n], Fragment f) {
+        constexpr int groups = slot_k_bytes / 4 / 8;  // of 8 columns
+        MEGAMOE_UNROLL
+        for (int c = 0; c < n / 4 / groups; ++c) {
+            uint8_t* chunk = output.claim();
+            MEGAMOE_UNROLL
+            for (int g = groups * c; g < groups * (c + 1); ++g) {
+                int at = swizzled(f.row, 4 * f.column(g - groups * c));
+                *reinterpret_cast<Pair*>(chunk + at) = {v[4 * g], v[4 * g + 1]};
+                *reinterpret_cast<Pair*>(chunk + at + 8 * slot_k_bytes) = {v[4 * g + 2], v[4 * g + 3]};
+            }
+            output.hand_over();
+        }
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,72 @@
+// Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. A layer has two types,
+//
+//   RowsOf<T>       ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, or, MN-major, 64 columns
+//   WeightsOf<T>    load(to, full, slot, half, both): one half of B
+//
+// `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones have 128
+// bytes of M or N in a row, one row a k.
+#pragma once
+#include "megamoe/cta/context.h"
+
+namespace megamoe {
+
+MEGAMOE_DEVICE void load_2d(bool both, void* to, const TensorMap* map, uint64_t* full, int c0, int c1) {
+    if (both) {
+        arch::tma_load_2d_both(to, map, full, c0, c1);
+    } else {
+        arch::tma_load_2d(to, map, full, c0, c1);
+    }
+}
+MEGAMOE_DEVICE void load_4d(bool both, void* to, const TensorMap* map, uint64_t* full, int c0, int c1, int c2,
+                            int c3) {
+    if (both) {
+        arch::tma_load_4d_both(to, map, full, c0, c1, c2, c3);
+    } else {
+        arch::tma_load_4d(to, map, full, c0, c1, c2, c3);
+    }
+}
+
+// Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind the last.
+template <class T>
+MEGAMOE_DEVICE int rows_filled(int rows) {
+    return T::direction == Direction::forward ? rows : padded_rows(rows, group_rows);
+}
+
+// gemm1: x (or dy) of the pool; gemm2: h. Both K-major, under gemm.a.
+template <class T>
+struct RowsOfPool {
+    const Gemm& gemm;
+    int slot_k, row;
+    MEGAMOE_DEVICE RowsOfPool(const Context& ctx, const Tile& tile)
+        : gemm(gemm_of(ctx.args, tile.stage)), slot_k(Shape<T>::slot_k(tile.stage)), row(row0<T>(tile)) {}
+
+    static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
+        if (tile.stage != Stage::gemm2) {
+            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block, rows_filled<T>(tile.rows()), tile.block);
+        } else {
+            HReady::await(ctx.mem, ctx.args.gemm[0].done + tile.block, Shape<T>::tiles(ctx.args, Stage::gemm1),
+                          tile.block);
+        }
+    }
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
+        load_2d(both, to, &gemm.a, full, slot * slot_k, row + half * group_rows);
+    }
+};
+
+// Weights as forward reads them, K-major: one box a half.
+template <class T>
+struct WeightRows {
+    const TensorMap* map;
+    Halves<typename T::Tiling> halves;
+    int slot_k, expert;
+    MEGAMOE_DEVICE WeightRows(const Context& ctx, const Tile& tile)
+        : map(&gemm_of(ctx.args, tile.stage).b),
+          halves(halves_of<T>(tile.stage, tile.n)),
+          slot_k(Shape<T>::slot_k(tile.stage)),
+          expert(tile.expert()) {}
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
+        load_4d(both, to, map, full, slot * slot_k, halves.column(half), halves.plane(half), expert);
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,98 @@
+// Where the operands of backward's tiles lie.
+//
+//   stage       A                        B
+//   gemm1       dy rows, K-major         w2 [L, H, I], MN-major: read as it lies
+//   gemm2       dgu, K-major, P planes   w13 [L, P, I, H], MN-major
+//   dw13        dgu, MN-major            x rows, MN-major: both with K = rows of the expert
+//   dw2         dy rows, MN-major        hs, MN-major
+//   recompute   x rows, K-major          w13, K-major
+//
+// Columns at or past the end of a plane, and rows at or past the pool's, are zeros (TMA).
+#pragma once
+#include "megamoe/gemm/operands.h"
+
+namespace megamoe {
+
+// First row of a weight tile's expert; past the pool for an expert without rows.
+MEGAMOE_DEVICE int first_row_of_expert(const Context& ctx, int expert, int block_rows) {
+    const int32_t* entry = ctx.args.training.expert_rows + 2 * expert;
+    return ctx.smem.plan.num_blocks == 0 || entry[1] == 0 ? ctx.args.pool_rows : entry[0] * block_rows;
+}
+
+// A slot of K in planes: which plane, and where in it.
+struct PlaneOfK {
+    int plane, k;
+    MEGAMOE_DEVICE PlaneOfK(int slot, int plane_slots) {
+        plane = slot >= plane_slots ? 1 : 0;
+        k = (slot - plane * plane_slots) * (slot_k_bytes / 2);
+    }
+};
+template <class T>
+MEGAMOE_DEVICE int slots_of_plane(const Args& args, Stage stage) {  // far away where K has one plane
+    return stage == Stage::gemm2 && T::Gemm2::k_planes == 2 ? Shape<T>::k_slots(args, stage) / 2 : 1 << 24;
+}
+
+template <class T>
+struct GradientRows {
+    const TensorMap* map;  // of the first plane
+    bool mn_major;
+    int m, k, plane_slots;  // first of either
+    MEGAMOE_DEVICE GradientRows(const Context& ctx, const Tile& tile) {
+        const Args& args = ctx.args;
+        constexpr int block_rows = T::Tiling::rows;
+        mn_major = is_weight_gradient(tile.stage);
+        plane_slots = slots_of_plane<T>(args, tile.stage);
+        m = mn_major ? tile.block * block_rows : row0<T>(tile);
+        k = mn_major ? first_row_of_expert(ctx, tile.expert(), block_rows) : 0;
+        map = &args.gemm[0].a;  // gemm1, dw2
+        if (tile.stage == Stage::recompute) map = &args.training.x_rows_map;
+        if (tile.stage == Stage::gemm2) map = &args.training.dgu[0];
+        if (tile.stage == Stage::dw13) {
+            int blocks = ceil_div(args.gemm[0].n, block_rows), plane = tile.block / blocks;
+            map = &args.training.dgu[plane];
+            m = (tile.block - plane * blocks) * block_rows;
+        }
+    }
+
+    static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
+        if (!is_weight_gradient(tile.stage)) RowsOfPool<T>::ready(ctx, tile);
+    }
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
+        PlaneOfK at(slot, plane_slots);
+        int m0 = m + half * group_rows, k0 = k + at.k;
+        load_2d(both, to, map + at.plane, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
+    }
+};
+
+template <class T>
+struct GradientWeights {
+    using S = typename T::Tiling;
+    const TensorMap* map;
+    Halves<S> halves;
+    bool k_major;
+    int expert, k, plane_slots;
+    MEGAMOE_DEVICE GradientWeights(const Context& ctx, const Tile& tile) : halves(halves_of<T>(tile.stage, tile.n)) {
+        const Args& args = ctx.args;
+        k_major = tile.stage == Stage::recompute;
+        plane_slots = slots_of_plane<T>(args, tile.stage);
+        bool is_gradient = is_weight_gradient(tile.stage);
+        expert = is_gradient ? 0 : tile.expert();
+        k = is_gradient ? first_row_of_expert(ctx, tile.expert(), S::rows) : 0;
+        map = &gemm_of(args, tile.stage).b;
+        if (k_major) map = &args.training.w13;
+        if (is_gradient) map = &args.training.b[tile.stage == Stage::dw13 ? 0 : 1];
+    }
+
+    MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
+        PlaneOfK at(slot, plane_slots);
+        if (k_major) {
+            load_4d(both, to, map, full, at.k, halves.column(half), halves.plane(half), expert);
+            return;
+        }
+        MEGAMOE_UNROLL_BY(1)
+        for (int n = 0; n < S::half_columns; n += mma_mn_columns, to += box_bytes)
+            load_4d(both, to, map, full, halves.column(half) + n, k + at.k, at.plane, expert);
+    }
+};
+
+}  // namespace megamoe

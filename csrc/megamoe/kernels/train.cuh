@@ -1,0 +1,14 @@
+// The same, and what backward needs is saved.
+#pragma once
+#include "megamoe/epilogue/pre_activation.cuh"
+#include "megamoe/kernels/forward.cuh"
+
+namespace megamoe {
+
+template <class P, class Activation, class S>
+struct TrainLayer : ForwardLayer<P, Activation, S> {
+    static constexpr Direction direction = Direction::train;
+    using Gemm1 = GemmOf<typename P::X, typename P::W, SavingEpilogue<S, Activation, typename P::H>>;
+};
+
+}  // namespace megamoe
