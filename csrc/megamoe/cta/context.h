@@ -218,6 +218,14 @@ using PipelineRing = Ring<T::Tiling::num_slots>;
 template <class T>
 using OutputRing = Ring<T::Tiling::num_output_slots>;
 
+// Math: the slot can be read.
+template <class T>
+MEGAMOE_DEVICE void await_slot(Context& ctx, PipelineRing<T> ring) {
+    Profile<T>::timed(
+        ctx.smem, Mark::slot_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
+        [&] { ring.await(ctx.mem, tile_smem<T>().pipeline); });
+}
+
 // A thread's sums of a tile, by half.
 template <class T>
 using Sums = float[2][T::Tiling::sums];

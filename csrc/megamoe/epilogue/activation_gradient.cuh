@@ -1,13 +1,12 @@
-// gemm1 of backward: a tile of dh and the pre-activations under it -> dgu = s dh act'(gu) and hs = s h, both bf16, and
-// the tile's part of d_s = <dh, h>. s is the row's routing weight; it enters here, so that dy needs no second rounding
-// and d_s no division.
+// gemm1 of backward: a tile of dh and the pre-activations under it -> dgu = s dh act'(gu) and hs = s h, both
+// bf16, and the tile's part of d_s = <dh, h>. s is the row's routing weight; it enters here, so that dy needs
+// no second rounding and d_s no division.
 //
-// The pre-activations come through the pipeline, 64 columns a slot, gate in b[0] and up in b[1] (an ungated layer's up
-// in b[0]): they are on their way while the last of K is multiplied.
+// The pre-activations come through the pipeline, 64 columns a slot, gate in b[0] and up in b[1] (an ungated
+// layer's up in b[0]): they are on their way while the last of K is multiplied.
 #pragma once
 #include "megamoe/act/policies.h"
 #include "megamoe/epilogue/elementwise.cuh"
-#include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
 
@@ -27,12 +26,14 @@ struct ActivationGradientEpilogue {
     }
 
     static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > group_rows ? 2 : 1; }
-    static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) { return gu_planes * boxes(tile) * box_bytes; }
-    // One thread. Saved pre-activations are an earlier launch's, others stand where dgu will be since this pass's
-    // first phase: neither needs a wait.
+    static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) {
+        return gu_planes * boxes(tile) * box_bytes;
+    }
+    // One thread. Saved pre-activations are an earlier launch's, others stand where dgu will be since this
+    // pass's first phase: neither needs a wait.
     template <class T, int bytes>
-    static MEGAMOE_DEVICE void load_input(const Context& ctx, const Tile& tile, int input, uint8_t (&to)[2][bytes],
-                                          uint64_t* full) {
+    static MEGAMOE_DEVICE void load_input(const Context& ctx, const Tile& tile, int input,
+                                          uint8_t (&to)[2][bytes], uint64_t* full) {
         const Training& training = ctx.args.training;
         const TensorMap* maps = is_recomputed(ctx) ? training.dgu : training.gu;
         MEGAMOE_UNROLL_BY(1)
@@ -67,7 +68,8 @@ struct ActivationGradientEpilogue {
             MEGAMOE_UNROLL
             for (int g = 0; g < slot_columns / 8; ++g) {
                 constexpr int inputs_of_half = inputs / 2;
-                float* dh = &sum[input / inputs_of_half][(input % inputs_of_half * (slot_columns / 8) + g) * 4];
+                float* dh =
+                    &sum[input / inputs_of_half][(input % inputs_of_half * (slot_columns / 8) + g) * 4];
                 MEGAMOE_UNROLL
                 for (int i = 0; i < 2; ++i) {
                     int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
@@ -78,11 +80,13 @@ struct ActivationGradientEpilogue {
                     for (int j = 0; j < 2; ++j) {
                         float dh_j = dh[2 * i + j];
                         Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
-                                             j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh_j, dgate[j], dup[j], h[j]);
+                                             j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh_j, dgate[j],
+                                             dup[j], h[j]);
                         d_s[i] += dh_j * h[j];
                     }
                     store_pair(chunk[0] + at, s[i] * dgate[0], s[i] * dgate[1]);
-                    if (Activation::gated) store_pair(chunk[gu_planes - 1] + at, s[i] * dup[0], s[i] * dup[1]);
+                    if (Activation::gated)
+                        store_pair(chunk[gu_planes - 1] + at, s[i] * dup[0], s[i] * dup[1]);
                     store_pair(chunk[gu_planes] + at, s[i] * h[0], s[i] * h[1]);
                 }
             }
@@ -99,7 +103,8 @@ struct ActivationGradientEpilogue {
     static MEGAMOE_DEVICE void store_pair(uint8_t* to, float a, float b) {
         *reinterpret_cast<uint32_t*>(to) = arch::pack_bf16x2(a, b);
     }
-    static MEGAMOE_DEVICE void store_d_s(const Context& ctx, const Tile& tile, float (&d_s)[2], int row, Fragment f) {
+    static MEGAMOE_DEVICE void store_d_s(const Context& ctx, const Tile& tile, float (&d_s)[2], int row,
+                                         Fragment f) {
         int parts = ceil_div(ctx.args.gemm[0].n, columns) + 1;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {  // a quad holds one row

@@ -1,10 +1,12 @@
 // Epilogues: what becomes of the sums of a tile. One type for each GEMM of a layer, which says
 //
-//   planes                     planes of the weights: with 2, the halves of a tile are the same columns of both (gate
+//   planes                     planes of the weights: with 2, the halves of a tile are the same columns of
+//   both (gate
 //                              and up); with 1, neighbouring columns
 //   columns                    columns of its output that a tile makes
-//   inputs                     pipeline slots that it reads behind those of K; then input_bytes() and load_input()
-//   slots(args)                output slots that a warpgroup fills for a tile, in order; the store warp waits for
+//   inputs                     pipeline slots that it reads behind those of K; then input_bytes() and
+//   load_input() slots(args)                output slots that a warpgroup fills for a tile, in order; the
+//   store warp waits for
 //                              memory once for `batch` of them
 //   output(ctx, tile, slot)    where it puts one of them: several outputs are several maps
 //   run<T>(ctx, tile, ring, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
@@ -115,7 +117,8 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
 
 // The epilogue of the tile's stage.
 template <class T, class Output>
-MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output, Sums<T>& sum) {
+MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output,
+                           Sums<T>& sum) {
     using E1 = typename T::Gemm1::Epilogue;
     using E2 = typename T::Gemm2::Epilogue;
     if constexpr (E1::elementwise && E2::elementwise) {

@@ -35,13 +35,6 @@ struct Operands {
     }
 };
 
-template <class T>
-MEGAMOE_DEVICE void await_slot(Context& ctx, PipelineRing<T> ring) {
-    Profile<T>::timed(
-        ctx.smem, Mark::slot_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
-        [&] { ring.await(ctx.mem, tile_smem<T>().pipeline); });
-}
-
 // How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline slots,
 // with so many registers of a thread.
 template <class Rows, class Weights>
@@ -54,7 +47,8 @@ struct MultiplyBf16 {
     static constexpr int registers = 184;  // 128 sums
     // `beside`: called for each slot while its MMAs run.
     template <class T, class Beside>
-    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots, Beside beside) {
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots,
+                                   Beside beside) {
         using S = typename T::Tiling;
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
@@ -69,8 +63,10 @@ struct MultiplyBf16 {
             arch::wgmma_fence();
             MEGAMOE_UNROLL
             for (int k = 0; k < slot_k_bytes / mma_k_bytes; ++k) {
-                arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k), (i | k) != 0);
-                arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k), (i | k) != 0);
+                arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k),
+                                                      (i | k) != 0);
+                arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k),
+                                                      (i | k) != 0);
             }
             arch::wgmma_commit();
             beside(ring.slot(), i);

@@ -1,10 +1,10 @@
 // Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. A layer has two types,
 //
-//   RowsOf<T>       ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, or, MN-major, 64 columns
-//   WeightsOf<T>    load(to, full, slot, half, both): one half of B
+//   RowsOf<T>       ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, or, MN-major, 64
+//   columns WeightsOf<T>    load(to, full, slot, half, both): one half of B
 //
-// `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones have 128
-// bytes of M or N in a row, one row a k.
+// `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones
+// have 128 bytes of M or N in a row, one row a k.
 #pragma once
 #include "megamoe/cta/context.h"
 
@@ -26,7 +26,8 @@ MEGAMOE_DEVICE void load_4d(bool both, void* to, const TensorMap* map, uint64_t*
     }
 }
 
-// Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind the last.
+// Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind
+// the last.
 template <class T>
 MEGAMOE_DEVICE int rows_filled(int rows) {
     return T::direction == Direction::forward ? rows : padded_rows(rows, group_rows);
@@ -42,10 +43,11 @@ struct RowsOfPool {
 
     static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
         if (tile.stage != Stage::gemm2) {
-            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block, rows_filled<T>(tile.rows()), tile.block);
+            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block, rows_filled<T>(tile.rows()),
+                             tile.block);
         } else {
-            HReady::await(ctx.mem, ctx.args.gemm[0].done + tile.block, Shape<T>::tiles(ctx.args, Stage::gemm1),
-                          tile.block);
+            HReady::await(ctx.mem, ctx.args.gemm[0].done + tile.block,
+                          Shape<T>::tiles(ctx.args, Stage::gemm1), tile.block);
         }
     }
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {

@@ -71,7 +71,8 @@ struct GradientWeights {
     Halves<S> halves;
     bool k_major;
     int expert, k, plane_slots;
-    MEGAMOE_DEVICE GradientWeights(const Context& ctx, const Tile& tile) : halves(halves_of<T>(tile.stage, tile.n)) {
+    MEGAMOE_DEVICE GradientWeights(const Context& ctx, const Tile& tile)
+        : halves(halves_of<T>(tile.stage, tile.n)) {
         const Args& args = ctx.args;
         k_major = tile.stage == Stage::recompute;
         plane_slots = slots_of_plane<T>(args, tile.stage);

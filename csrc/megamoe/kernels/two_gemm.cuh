@@ -69,8 +69,8 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
-// The transport warps' work on the rows of a pass. Backward restores x behind dy, which tiles wait for first, or, where
-// pre-activations have to be made again, before it in a phase of its own.
+// The transport warps' work on the rows of a pass. Backward restores x behind dy, which tiles wait for first,
+// or, where pre-activations have to be made again, before it in a phase of its own.
 template <class T>
 MEGAMOE_DEVICE void fill_pool(Context& ctx) {
     if constexpr (T::direction == Direction::backward) {
@@ -84,7 +84,8 @@ MEGAMOE_DEVICE void fill_pool(Context& ctx) {
         if (!recomputed && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
         arch::warp_sync();
         // Rows of a launch that was given up may be missing.
-        if (arch::lane_idx() == 0 && !ctx.mem.aborted()) GradsReady::publish(ctx.mem, args.training.grads_ready);
+        if (arch::lane_idx() == 0 && !ctx.mem.aborted())
+            GradsReady::publish(ctx.mem, args.training.grads_ready);
     } else {
         dispatch<T>(ctx);
     }

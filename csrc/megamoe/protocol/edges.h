@@ -113,23 +113,6 @@ struct PartialsReady {
     }
 };
 
-// gemm1 and dispatch, restore -> both loaders of a weight tile, of all CTAs: dgu and hs by TMA store, rows by
-// ordinary stores. Whoever could not do its part after an abort does not publish.
-struct GradsReady {
-    template <class Mem, class Cell>
-    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
-        mem.async_complete();
-        mem.add(cell, 1, Order::release);
-    }
-    template <class Mem, class Cell>
-    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t arrivals, uint32_t expert) {
-        bool ok = mem.await(cell, Until::at_least, arrivals, Scope::gpu,
-                            Wait{Edge::grads_ready, max_ranks, expert});
-        mem.fence_proxy_async();
-        return ok;
-    }
-};
-
 // All CTAs of this rank. The last to arrive opens it, which `generation` counts; called by one thread of each
 // CTA, behind a barrier of those whose writes it hands on.
 struct GridBarrier {

@@ -79,7 +79,8 @@ class Combiner {
     static MEGAMOE_DEVICE void take_d_weights(const Args& args, int token, bool poisoned) {
         int64_t route = int64_t{token} * args.top_k + arch::lane_idx();
         if (arch::lane_idx() >= args.top_k) return;
-        const auto* found = reinterpret_cast<const float*>(args.window[args.rank] + args.training.window_d_weights);
+        const auto* found =
+            reinterpret_cast<const float*>(args.window[args.rank] + args.training.window_d_weights);
         float d_weight = topk_id(args, route) >= 0 ? found[route] : 0.0f;
         args.training.d_topk_weights[route] = poisoned ? arch::bf16_hi(0x7fc00000u) : d_weight;
     }

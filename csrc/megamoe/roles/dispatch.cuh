@@ -9,8 +9,8 @@
 
 namespace megamoe {
 
-// A transport warp's part of the pool: token(ordered) at each leader, until it returns false, and zero(row) for each
-// row that has to be zeros. False if token() did.
+// A transport warp's part of the pool: token(ordered) at each leader, until it returns false, and zero(row)
+// for each row that has to be zeros. False if token() did.
 template <class T, class Token, class Zero>
 MEGAMOE_DEVICE bool walk_pool(const Context& ctx, Token token, Zero zero) {
     constexpr int block_rows = T::Tiling::rows;
@@ -73,16 +73,16 @@ MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
     return args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
 }
 
-// Where the state has a token of x, or -1: a rank's own tokens are there only if they have scales, since x itself has
-// other values then.
+// Where the state has a token of x, or -1: a rank's own tokens are there only if they have scales, since x
+// itself has other values then.
 MEGAMOE_DEVICE int64_t saved_token(const Args& args, bool scaled, int home, int token) {
     if (!scaled && home == args.rank) return -1;
     int slot = scaled ? home : home - (home > args.rank ? 1 : 0);
     return int64_t{slot} * args.max_tokens + token;
 }
 
-// <dy, b2> of each target's expert: its routing weight's gradient has that part too. Each lane reads what it has
-// written to the row.
+// <dy, b2> of each target's expert: its routing weight's gradient has that part too. Each lane reads what it
+// has written to the row.
 template <class T>
 MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     const Args& args = ctx.args;

@@ -20,8 +20,8 @@ MEGAMOE_DEVICE void pass_slot(Context& ctx, PipelineRing<T>& ring) {
     ring.advance();
 }
 
-// A tile of weight gradients waits for all of the pass's gemm1 and x rows, once. After an abort they may be missing:
-// then the gradients become NaN.
+// A tile of weight gradients waits for all of the pass's gemm1 and x rows, once. After an abort they may be
+// missing: then the gradients become NaN.
 template <class T>
 class Gradients {
   public:

@@ -207,7 +207,8 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);
     if (leads && pair_member() == 0) {
-        if (ctx.mem.aborted()) plan = {begin, plan.chunk_end, 0, 1, Phase::data};  // other CTAs' tables may be missing
+        if (ctx.mem.aborted())
+            plan = {begin, plan.chunk_end, 0, 1, Phase::data};  // other CTAs' tables may be missing
         ctx.smem.plan = plan;
         *arch::in_member(&ctx.smem.plan, 1) = plan;
     }

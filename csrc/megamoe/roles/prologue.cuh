@@ -60,12 +60,13 @@ MEGAMOE_DEVICE void stage(Context& ctx) {
     }
 }
 
-// What all ranks must agree on in this launch: layer and configuration; in backward the direction and the forward
-// launch, so that another microbatch's is a fault by name.
+// What all ranks must agree on in this launch: layer and configuration; in backward the direction and the
+// forward launch, so that another microbatch's is a fault by name.
 template <class T>
 MEGAMOE_DEVICE uint32_t launch_hash(const Args& args) {
     if (T::direction != Direction::backward) return args.config_hash;
-    return args.config_hash + 0x7f4a7c15u + args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
+    return args.config_hash + 0x7f4a7c15u +
+           args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
 }
 
 // Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as
@@ -197,16 +198,19 @@ MEGAMOE_DEVICE void begin_state(const Context& ctx) {
     header.begun = ctx.epoch();
     header.pool_rows = static_cast<uint32_t>(ctx.args.pool_rows);
     header.config_hash = ctx.args.config_hash;
-    for (int r = 0; r < max_ranks; ++r) header.tokens_of_rank[r] = r < ctx.args.num_ranks ? ctx.smem.tokens_of_rank[r] : 0;
+    for (int r = 0; r < max_ranks; ++r)
+        header.tokens_of_rank[r] = r < ctx.args.num_ranks ? ctx.smem.tokens_of_rank[r] : 0;
 }
 
-// backward: the routes are the state's, so only the flags are exchanged, as in every launch. A state that no launch of
-// this layer completed is a fault; nothing is published then, and the peers learn of it when this launch ends.
+// backward: the routes are the state's, so only the flags are exchanged, as in every launch. A state that no
+// launch of this layer completed is a fault; nothing is published then, and the peers learn of it when this
+// launch ends.
 template <class T>
 MEGAMOE_DEVICE void route_again(Context& ctx) {
     const Args& args = ctx.args;
     const StateHeader& header = *args.training.header;
-    bool fits = header.complete != 0 && header.complete == header.begun && header.config_hash == args.config_hash &&
+    bool fits = header.complete != 0 && header.complete == header.begun &&
+                header.config_hash == args.config_hash &&
                 header.pool_rows == static_cast<uint32_t>(args.pool_rows);
     if (fits) {
         int peer = crew_thread();
@@ -214,7 +218,8 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
             auto* cell =
                 ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
             RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
-                                 static_cast<uint32_t>(header.tokens_of_rank[args.rank]), launch_hash<T>(args));
+                                 static_cast<uint32_t>(header.tokens_of_rank[args.rank]),
+                                 launch_hash<T>(args));
         }
         await_routes<T>(ctx);
         return;

@@ -109,7 +109,8 @@ class Reducer {
         float weight = 0.0f;
         if constexpr (T::direction == Direction::backward) {
             weight = 1.0f;
-            if (row >= 0) push_d_weight(ctx, row, home, int64_t{token_of(ordered, ranks)} * args.top_k + lane);
+            if (row >= 0)
+                push_d_weight(ctx, row, home, int64_t{token_of(ordered, ranks)} * args.top_k + lane);
         } else {
             if (row >= 0) weight = args.route_weights[route];
         }

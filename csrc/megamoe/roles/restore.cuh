@@ -1,5 +1,5 @@
-// restore: the transport warps fan x out again, from the tokens that forward saved and this rank's own x, to x_rows:
-// for the weight gradients, and for pre-activations that were not saved. It waits for nothing.
+// restore: the transport warps fan x out again, from the tokens that forward saved and this rank's own x, to
+// x_rows: for the weight gradients, and for pre-activations that were not saved. It waits for nothing.
 #pragma once
 #include "megamoe/roles/dispatch.cuh"
 
@@ -47,8 +47,8 @@ MEGAMOE_DEVICE void restore_token(const Context& ctx, int ordered, int lane_row)
     }
     int vectors = vectors_of_row<Bf16Rows>(args);
     const void* from = saved < 0 ? training.x : training.tokens;
-    fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, lane_row,
-            targets, nullptr);
+    fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors,
+            lane_row, targets, nullptr);
 }
 
 // `publishes`: a GEMM waits for the rows of each block.

@@ -7,7 +7,8 @@ namespace megamoe {
 
 constexpr int chunk_tokens = 32;  // routing unit: one token a lane
 
-// The GEMMs of a launch. The last three are backward's: tiles of dw13 and dw2, and gemm1 of the forward pass again.
+// The GEMMs of a launch. The last three are backward's: tiles of dw13 and dw2, and gemm1 of the forward pass
+// again.
 enum class Stage : int { gemm1, gemm2, dw13, dw2, recompute };
 
 // Experts are owned in contiguous ranges; the first E % R ranks hold one more.
@@ -127,9 +128,10 @@ MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, 
     return group.size % 2 == 1 && n < tiles;
 }
 
-// The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert: experts
-// ascending, dw13 before dw2, and within a matrix the order of blocks above, with m-blocks for blocks. Every CTA has
-// the same number of tiles, but for the remainder; one owns a tile over all of K, so that nothing is summed twice.
+// The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert:
+// experts ascending, dw13 before dw2, and within a matrix the order of blocks above, with m-blocks for
+// blocks. Every CTA has the same number of tiles, but for the remainder; one owns a tile over all of K, so
+// that nothing is summed twice.
 struct WeightMatrix {
     int m_blocks, n_tiles;  // none: not wanted
     MEGAMOE_PURE int units() const { return m_blocks * units_of(n_tiles); }
