@@ -115,9 +115,9 @@ class _Call(torch.autograd.Function):
             result = moe_forward_train_op(*inputs, state_bytes)
         else:
             result = moe_forward_op(*inputs)
-        ctx.set_materialize_grads(
-            False
-        )  # a zero gradient of the state would be as large as the state
+        ctx.handle = inputs[-1]
+        # A zero gradient of the state would be as large as the state.
+        ctx.set_materialize_grads(False)
         if state_bytes:
             ctx.mark_non_differentiable(result[1])
             ctx.save_for_backward(*inputs, result[1])
@@ -127,7 +127,12 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        *inputs, handle, state = ctx.saved_tensors
+        try:
+            *inputs, handle, state = ctx.saved_tensors
+        except RuntimeError:  # changed in place, or freed; the other ranks would wait
+            if ctx.direct:
+                runtime_of(ctx.handle).refuse()
+            raise
         needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
         if ctx.adding is not None:
             grads = _added(ctx.adding, dy, inputs, handle, state, needs)

@@ -1,0 +1,173 @@
+"""Training over two gloo ranks behind backends that save: loops give what they give behind staged, errors are named."""
+
+import pytest
+import saving  # noqa: F401, registers the backend
+import torch
+import torch.distributed as dist
+from test_rank_mismatch import outcome
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import megamoe
+from megamoe.frontend.backward import gradients
+from megamoe.testing import assert_close, launch, make_inputs
+
+HIDDEN, TOKENS = 48, (10, 6)
+
+
+class Net(nn.Module):
+    def __init__(self, group, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(HIDDEN, 6, bias=False)
+        shape = {"intermediate": 32, "num_experts": 6, "top_k": 2, "max_tokens": 16}
+        self.moe = megamoe.MegaMoE(HIDDEN, group=group, init_seed=1, **shape, **options)
+
+    def forward(self, x):
+        weights, ids = self.router(x.float()).softmax(-1).topk(2)
+        return x + self.moe(x, ids, weights)
+
+
+def wrapped(net, kind, mesh):
+    if kind == "fsdp over experts":  # every rank uses all of them, and keeps half
+        fully_shard(net.moe)
+        return fully_shard(net)
+    if kind == "fsdp":
+        fully_shard(net.moe, mesh=mesh["copies"])
+        fully_shard(net)
+        megamoe.average_expert_gradients(net, 2)
+        return net
+    megamoe.ignore_experts_in_ddp(net)
+    megamoe.average_expert_gradients(net, 2)
+    return DDP(net)
+
+
+def whole(value):
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+
+
+def loop(rank, kind, backend, reentrant=None):
+    """Two steps of two micro-batches each; return all gradients before the last step and all parameters after it."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts"))
+    group = "alone" if kind == "fsdp over experts" else mesh["experts"]
+    net = Net(group, backend=backend)
+    model = wrapped(net, kind, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            x = torch.randn(TOKENS[rank], HIDDEN, generator=generator).bfloat16()
+            if reentrant is None:
+                y = model(x)
+            else:
+                y = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+            y.float().square().mean().backward()
+        if step:
+            found = {f"d {n}": whole(p.grad) for n, p in net.named_parameters()}
+        optimizer.step()
+    found |= {n: whole(p) for n, p in net.named_parameters()}
+    net.moe.close()
+    return found
+
+
+LOOPS = {
+    "ddp": ("ddp", None),
+    "ddp, checkpoint": ("ddp", False),
+    "fsdp": ("fsdp", None),
+    "fsdp, checkpoint": ("fsdp", False),
+    "fsdp over experts": ("fsdp over experts", None),
+}
+
+
+def loops(rank):
+    found = {}
+    for name, (kind, reentrant) in LOOPS.items():
+        for backend in ("staged", "saving", "reference"):
+            found[name, backend] = loop(rank, kind, backend, reentrant)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_loops():
+    return launch(loops, 2, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("backend", ["saving", "reference"])
+def test_loops(of_loops, name, backend):
+    for rank, found in enumerate(of_loops):
+        expected = found[name, "staged"]
+        assert len(expected) == 6
+        for what, value in expected.items():
+            assert value.abs().max() > 0
+            # reference rounds gu, h and dgu to bf16 on the way, as the kernel does
+            relative = {"saving": 0, "reference": 1e-2}[backend]
+            assert_close(
+                found[name, backend][what], value, relative=relative, name=f"{rank}, {what}"
+            )
+
+
+def errors(rank):
+    """What one rank does wrong in its backward pass, and what both are told."""
+    found = {}
+    for backend in ("saving", "reference", "staged"):
+        layer = Net(dist.group.WORLD, backend=backend).moe
+        i = make_inputs(layer.problem, TOKENS[rank], rank=rank)
+        x = i.x.clone().requires_grad_()
+
+        def call(layer=layer, i=i, x=x):
+            scores = i.topk_weights.clone()
+            return layer(x, i.topk_ids, scores), scores
+
+        class Cut(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, y):
+                return y.clone()
+
+            @staticmethod
+            def backward(ctx, dy):
+                return None if rank else dy
+
+        y, scores = call()
+        if rank:
+            scores.add_(1)  # saved for the backward pass
+        found[backend, "changed in place"] = outcome(lambda y=y: y.float().sum().backward())
+        y, _ = call()
+        dy = torch.ones_like(y)
+        runtime, w = layer._layer._runtime, layer.expert_weights()
+        inputs = (x, i.topk_ids, i.topk_weights, w.w13, w.w2, None, None, None, None, None)
+        state = y.grad_fn.saved_tensors[-1]
+        call_of_rank = (dy[:-1] if rank else dy, [t if t is None else t.detach() for t in inputs])
+        found[backend, "wrong dy"] = outcome(
+            lambda a=call_of_rank, r=runtime, s=state: gradients(r, *a, s, [True] * 6)
+        )
+        y, _ = call()
+        found[backend, "undefined dy"] = outcome(lambda y=y: Cut.apply(y).float().sum().backward())
+        found[backend, "dx"] = x.grad.abs().max().item()
+        layer.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_errors():
+    return launch(errors, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize("backend", ["saving", "reference", "staged"])
+def test_what_one_rank_does_wrong_is_named_on_both(of_errors, backend):
+    there, here = of_errors
+    for what, kind, message in (
+        ("changed in place", "RuntimeError", "modified by an inplace operation"),
+        ("wrong dy", "ArgumentError", "dy.shape"),
+    ):
+        assert here[backend, what][0] == kind, here
+        assert message in here[backend, what][1]
+        assert there[backend, what][0] == "RankMismatch", there
+        assert "rank 1 refused its arguments" in there[backend, what][1]
+    for found in of_errors:
+        assert found[backend, "undefined dy"][0] is None, found
+    assert there[backend, "dx"] > 0
