@@ -4,9 +4,12 @@
     python tools/soak.py calls --calls 10000       back to back, changing routings and sizes: always the same bits
     python tools/soak.py graph --replays 1000      one CUDA graph, its inputs changed in place
     python tools/soak.py nccl --calls 1000         beside an NCCL loop, launched in opposite orders on the ranks
-    python tools/soak.py kill                      SIGKILL for the last rank, between calls and during one
+    python tools/soak.py kill                      SIGKILL for the last rank, between and during forward, backward
     python tools/soak.py late mismatch             a rank comes too late; ranks that differ; then a reset
     python tools/soak.py busy streams              others hold SMs; two streams, shared window, moving weights
+    python tools/soak.py train --steps 2000        training steps, all drawn anew; the run twice: the same bits
+    python tools/soak.py train_graph train_nccl    a captured step, replayed; training beside an NCCL loop
+    python tools/soak.py train_faults              backward late, of another layer or microbatch, with a foreign state
     torchrun --nproc-per-node 4 tools/soak.py calls    (not kill: torchrun ends all ranks when one dies)
 
 Prints one line a scenario, and the messages that a fault produced. Exit code 1 when a result was wrong, an error was
@@ -24,8 +27,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from common import Rank, header
+from soak_backward import train_faults
 from soak_faults import kill, killed_rank, late, mismatch
 from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
+from soak_train import train, train_graph, train_nccl
 
 import megamoe
 from megamoe.config import PRECISIONS
@@ -246,7 +251,8 @@ def modules(me: Rank, layer: Layer, window: object) -> None:
 
 
 SCENARIOS = {f.__name__: f for f in (calls, graph, nccl, late, mismatch, busy, streams)}
-NEED_TWO = ("nccl", "kill", "late", "mismatch")
+SCENARIOS |= {f.__name__: f for f in (train, train_graph, train_nccl, train_faults)}
+NEED_TWO = ("nccl", "kill", "late", "mismatch", "train_nccl")
 
 
 def run_rank(rank: int, name: str, args: argparse.Namespace) -> Outcome:
@@ -274,8 +280,9 @@ def main() -> int:
     add = parser.add_argument
     add("scenario", nargs="+", choices=[*SCENARIOS, "kill"])
     add("--ranks", type=int, help="default: all GPUs")
-    add("--calls", type=int, help="of calls (10000), nccl (1000) or streams (400)")
-    add("--replays", type=int, default=1000, help="of graph")
+    add("--calls", type=int, help="of calls (10000), nccl (1000), streams (400), train_nccl (300)")
+    add("--replays", type=int, default=1000, help="of graph and train_graph")
+    add("--steps", type=int, default=2000, help="of train")
     add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     add("--bound", type=float, default=300.0, metavar="S", help="longest a scenario may take")
     for hidden in ("--as-rank", "--port"):

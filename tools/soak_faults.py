@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from megamoe.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatc
 from megamoe.memory.window import Window
 
 TIMEOUT_S = 3.0
+# when the last rank dies -> where the others notice
+KILLS = {"between": "routes_ready", "during": "partials_ready"}
+KILLS |= {f"{when} backward": edge for when, edge in KILLS.items()}
 SOAK = str(Path(__file__).with_name("soak.py"))
 
 
@@ -113,7 +117,7 @@ def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
 def kill(args: argparse.Namespace, ranks: int) -> Outcome:
     """Start the ranks, wait for the survivors' reports within the bound."""
     out, start = Outcome(""), time.monotonic()
-    for mode, edge in (("between", "routes_ready"), ("during", "partials_ready")):
+    for mode, edge in KILLS.items():
         store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         command = [sys.executable, SOAK, "kill", "--ranks", str(ranks), "--bound", str(args.bound)]
         command += ["--port", str(store.port), "--mode", mode, "--as-rank"]
@@ -135,13 +139,16 @@ def kill(args: argparse.Namespace, ranks: int) -> Outcome:
                 continue
             report = json.loads(text.splitlines()[-1]) if process.returncode == 0 and text else {}
             kind, message = report.get("kind"), report.get("message", "no report")
-            note = f"killed {mode} calls, rank {rank}: {kind}: {message} ({report.get('seconds', -1):.1f} s)"
+            note = (
+                f"killed {mode}, rank {rank}: {kind}: {message} ({report.get('seconds', -1):.1f} s)"
+            )
             out.notes.append(note)
             good = kind in ("ProtocolTimeout", "PeerFault") and report["seconds"] < TIMEOUT_S + 3
             out.require(good and report["again"] == "WindowBroken", note)
             named |= edge in message and f"rank {ranks - 1}" in message
         out.require(named, f"{mode}: no survivor named edge {edge} and rank {ranks - 1}")
-    out.text = f"time-out {TIMEOUT_S:g} s, killed between and during calls, {time.monotonic() - start:.1f} s in all"
+    seconds = time.monotonic() - start
+    out.text = f"time-out {TIMEOUT_S:g} s, killed between and during calls of both directions, {seconds:.1f} s in all"
     return out
 
 
@@ -155,15 +162,19 @@ def killed_rank(args: argparse.Namespace) -> None:
     )
     me = Rank(rank, ranks, device_of(rank))
     layer = Layer(me, problem_of(me), count=2, timeout_s=TIMEOUT_S).start()
+    call: Callable[[], object] = partial(layer.call, 0)
+    if args.mode.endswith("backward"):
+        call = partial(layer.backward, 0, layer.save(0))
+    layer.backend.check()
     gather(me, None)
     if rank == ranks - 1:
-        if args.mode == "during":
-            layer.call(0)  # publishes its routes, then waits for the others
+        if args.mode.startswith("during"):
+            call()  # publishes its routes, then waits for the others
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(2.5)  # a killed process takes its kernels with it, not at once
     start = time.monotonic()
-    error = error_of(lambda: (layer.call(0), layer.backend.check()))
+    error = error_of(lambda: (call(), layer.backend.check()))
     report = {
         "kind": type(error).__name__,
         "message": str(error),
