@@ -5,6 +5,7 @@
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
+#include "megamoe/gemm/bias_gradient.cuh"
 
 namespace megamoe {
 
@@ -150,20 +151,23 @@ constexpr int math_registers =
 
 // The K of a tile, its first `slots` pipeline slots.
 template <class T>
-MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, Stage stage, int slots) {
+MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slots) {
     using M1 = MultiplyOf<typename T::Gemm1>;
     using M2 = MultiplyOf<typename T::Gemm2>;
     if constexpr (T::direction == Direction::backward) {
-        if (is_weight_gradient(stage)) {
-            MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, slots);
+        if (is_weight_gradient(tile.stage)) {
+            BiasGradient<T> bias(ctx, tile);
+            MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, slots,
+                                                                [&](int slot, int i) { bias.add(slot, i); });
+            bias.store(ctx, tile);
             return;
         }
-        if (stage == Stage::recompute) {
+        if (tile.stage == Stage::recompute) {
             MultiplyOf<typename T::RecomputeGemm>::template run<T>(sum, ctx, ring, slots);
             return;
         }
     }
-    if (same<M1, M2> || stage == Stage::gemm1) {
+    if (same<M1, M2> || tile.stage == Stage::gemm1) {
         M1::template run<T>(sum, ctx, ring, slots);
     } else {
         M2::template run<T>(sum, ctx, ring, slots);

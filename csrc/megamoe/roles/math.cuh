@@ -72,7 +72,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
             }
         } else {
             Sums<T> sum;
-            multiply<T>(sum, ctx, ring, tile.stage, tile.slots - Shape<T>::input_slots(tile.stage));
+            multiply<T>(sum, ctx, ring, tile, tile.slots - Shape<T>::input_slots(tile.stage));
             tile = current_tile<T>();
             finish<T>(ctx, tile, ring, output, sum);
         }

@@ -1,0 +1,65 @@
+// Gradients of the biases, beside the weight tiles of the first columns: sums over an expert's rows of A's
+// columns, which stand in shared memory then. db13 = sum dgu, db2 = sum s dy.
+#pragma once
+#include "megamoe/formats/fragment.h"
+#include "megamoe/gemm/operands_backward.h"
+
+namespace megamoe {
+
+// Of a math warpgroup's 64 columns a warp has 16: a lane two of them, of every fourth row. Summed in that
+// order whatever else happens, so that the bits repeat.
+template <class T>
+class BiasGradient {
+  public:
+    MEGAMOE_DEVICE BiasGradient(const Context& ctx, const Tile& tile) {
+        const Training& training = ctx.args.training;
+        bool first = tile.stage == Stage::dw13;
+        out_ = tile.n == 0 ? (first ? training.db13 : training.db2) : nullptr;
+        int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
+        weights_ = first || row >= ctx.args.pool_rows ? nullptr : training.row_weight + row;
+    }
+
+    // The slot's 64 rows, from the tile's row 64 * i on.
+    MEGAMOE_DEVICE void add(int slot, int i) {
+        if (out_ == nullptr) return;
+        const uint8_t* box = tile_smem<T>().slots[slot].a + math_group() * box_bytes;
+        MEGAMOE_UNROLL_BY(4)
+        for (int r = arch::lane_idx() / lanes; r < group_rows; r += 32 / lanes) {
+            uint32_t pair = *reinterpret_cast<const uint32_t*>(box + swizzled(r, 2 * column()));
+            float s = weights_ != nullptr ? weights_[i * group_rows + r] : 1.0f;
+            sum_[0] += s * arch::bf16_lo(pair);
+            sum_[1] += s * arch::bf16_hi(pair);
+        }
+        arch::warp_sync();  // before one lane releases the slot for all
+    }
+
+    MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile) {
+        if (out_ == nullptr) return;
+        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
+        int planes = tile.stage == Stage::dw13 ? T::Gemm2::k_planes : 1;
+        int width = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
+        int blocks = ceil_div(width, T::Tiling::rows), plane = tile.block / blocks;
+        int at = (tile.block - plane * blocks) * T::Tiling::rows + math_group() * group_rows + column();
+        float* out = out_ + (int64_t{tile.expert()} * planes + plane) * width + at;
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            MEGAMOE_UNROLL
+            for (int mask = lanes; mask < 32; mask *= 2) sum_[j] += arch::shfl_xor(sum_[j], mask);
+            if (ctx.smem.gradients_lost != 0) sum_[j] = arch::bf16_hi(0x7fc00000u);  // NaN
+            if (arch::lane_idx() < lanes && at + j < width)
+                out[j] = adds_weight_gradients(ctx) ? out[j] + sum_[j] : sum_[j];
+        }
+    }
+
+  private:
+    static constexpr int lanes = 8;  // of a row
+    static MEGAMOE_DEVICE int column() {
+        return ((arch::warp_idx() & 3) * lanes + arch::lane_idx() % lanes) * 2;
+    }
+
+    float* out_;
+    const float* weights_;
+    float sum_[2] = {0.0f, 0.0f};
+};
+
+}  // namespace megamoe
