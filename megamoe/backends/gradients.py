@@ -28,6 +28,7 @@ class Targets:
     into: dict[str, Tensor]
     _weights: ExpertWeights
     _targets: dict[str, Tensor] = field(default_factory=dict)
+    _scratch: set[str] = field(default_factory=set)  # of those, what nobody wants
 
     @classmethod
     def make(
@@ -56,7 +57,10 @@ class Targets:
         given = {found.into[n].dtype for n in _MATRICES if n in found.into}
         dtype = torch.bfloat16 if not given else given.pop() if len(given) == 1 else torch.float32
         make = torch.zeros_like if found.accumulate else empty
-        for name in wanted:
+        # A launch makes a bias' gradient beside its matrix'.
+        beside = [n.replace("b", "w") for n in wanted if n not in _MATRICES]
+        found._scratch = {n for n in beside if n not in wanted}
+        for name in [*wanted, *found._scratch]:
             of = dtype if name in _MATRICES else torch.float32
             direct = found.into.get(name)
             if direct is None or direct.dtype != of or not _is_direct(name, direct):
@@ -83,6 +87,8 @@ class Targets:
         results: list[Tensor | None] = []
         for name in NAMES:
             target, into = self._targets.get(name), self.into.get(name)
+            if name in self._scratch:
+                target = None
             if into is not None and target is not None:
                 if into is not target:
                     into.add_(target.reshape(into.shape))

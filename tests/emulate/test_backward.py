@@ -139,6 +139,25 @@ def test_microbatches_in_flight(order: tuple[int, ...]) -> None:
     assert len(found) == 2
 
 
+@pytest.mark.parametrize("into", [False, True])
+def test_any_needs(into: bool) -> None:
+    """What is wanted does not depend on what else is, and nothing else is returned: a bias without its matrix too."""
+    problem = Problem(144, 80, 2, 2, max_tokens=40, bias=True)
+    call, emulation = Call.make(problem, [40]), Emulation(problem)
+    _, states = call.forward(emulation)
+    full = call.backward(emulation, states)[0]
+    for bits in range(16):
+        needs = [True, True, *(bool(bits >> i & 1) for i in range(4))]
+        sums = {}
+        if into and needs[4]:
+            sums = {"b13": torch.zeros_like(call.masters[0].b13)}
+        found = call.backward(emulation, states, needs=[needs], into=[sums])[0]
+        for i, (name, need, expected) in enumerate(zip(GRADIENTS, needs, full, strict=True)):
+            got = sums["b13"] if i == 4 and sums else found[i]
+            assert (got is not None) == need, (name, needs)
+            assert got is None or torch.equal(got.reshape(expected.shape), expected), (name, needs)
+
+
 def assert_equal(a: Any, b: Any, what: Any = "") -> None:
     for r, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
         for name, x, y in zip(GRADIENTS, of_a, of_b, strict=True):
