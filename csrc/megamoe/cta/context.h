@@ -137,12 +137,15 @@ MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, Stage stage) {
 template <class T>
 class Tiles {
   public:
-    MEGAMOE_DEVICE explicit Tiles(const Context& ctx)
+    // `all_weights`: nothing but the tiles of weight gradients, those of experts without rows too.
+    MEGAMOE_DEVICE explicit Tiles(const Context& ctx, bool all_weights = false)
         : ctx_(ctx),
+          all_weights_(all_weights),
           stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
                   units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx.args),
                   arch::block_idx() / pair_ctas, arch::grid_dim() / pair_ctas) {
-        if (recomputes()) stream_.next2 = stream_.num_blocks * stream_.units2;
+        if (recomputes() || all_weights) stream_.next2 = stream_.num_blocks * stream_.units2;
+        if (all_weights) stream_.next1 = stream_.num_blocks * stream_.units1;
     }
 
     MEGAMOE_DEVICE Tile next() {
@@ -182,7 +185,7 @@ class Tiles {
         while (next_weight_ * stride() + pair() < num_units) {
             WeightUnit w = weight_unit(next_weight_++ * stride() + pair(), w13, w2);
             int rows = ctx_.smem.plan.num_blocks != 0 ? args.training.expert_rows[2 * w.expert + 1] : 0;
-            if (rows == 0 && adds_weight_gradients(ctx_)) continue;
+            if (rows == 0 && adds_weight_gradients(ctx_) && !all_weights_) continue;
             WeightMatrix matrix = w.stage == Stage::dw13 ? w13 : w2;
             UnitTile unit;
             if (!unit_in_group(group_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles,
@@ -209,6 +212,7 @@ class Tiles {
     static MEGAMOE_DEVICE int stride() { return arch::grid_dim() / pair_ctas; }
 
     const Context& ctx_;
+    bool all_weights_;
     UnitStream stream_;
     int next_weight_ = 0;  // of this pair
 };

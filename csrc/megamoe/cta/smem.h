@@ -84,7 +84,6 @@ struct Smem {
     uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below
     int32_t own_tokens;
     int32_t num_chunks;
-    int32_t gradients_lost;          // not 0: this launch's weight gradients become NaN
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };

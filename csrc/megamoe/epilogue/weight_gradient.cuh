@@ -38,10 +38,6 @@ struct WeightGradientEpilogue {
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
                                    Sums<T>& sum) {
         Fragment f;
-        if (ctx.smem.gradients_lost != 0) {
-            MEGAMOE_UNROLL
-            for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = not_a_number();
-        }
         if (ctx.args.training.dw_bytes == 2) {
             write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
             return;
@@ -51,7 +47,6 @@ struct WeightGradientEpilogue {
     }
 
   private:
-    static MEGAMOE_DEVICE float not_a_number() { return arch::bf16_hi(0x7fc00000u); }
     struct alignas(8) Pair {
         float a, b;
     };

@@ -13,10 +13,10 @@ class BiasGradient {
   public:
     MEGAMOE_DEVICE BiasGradient(const Context& ctx, const Tile& tile) {
         const Training& training = ctx.args.training;
-        bool first = tile.stage == Stage::dw13;
-        out_ = tile.n == 0 ? (first ? training.db13 : training.db2) : nullptr;
+        out_ = gradient_of(ctx, tile);
         int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
-        weights_ = first || row >= ctx.args.pool_rows ? nullptr : training.row_weight + row;
+        weights_ =
+            tile.stage == Stage::dw13 || row >= ctx.args.pool_rows ? nullptr : training.row_weight + row;
     }
 
     // The slot's 64 rows, from the tile's row 64 * i on.
@@ -35,24 +35,46 @@ class BiasGradient {
 
     MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile) {
         if (out_ == nullptr) return;
-        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
-        int planes = tile.stage == Stage::dw13 ? T::Gemm2::k_planes : 1;
-        int width = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
-        int blocks = ceil_div(width, T::Tiling::rows), plane = tile.block / blocks;
-        int at = (tile.block - plane * blocks) * T::Tiling::rows + math_group() * group_rows + column();
-        float* out = out_ + (int64_t{tile.expert()} * planes + plane) * width + at;
+        int at = 0, width = 0;
+        float* out = place(ctx, tile, out_, math_group() * group_rows + column(), &at, &width);
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j) {
             MEGAMOE_UNROLL
             for (int mask = lanes; mask < 32; mask *= 2) sum_[j] += arch::shfl_xor(sum_[j], mask);
-            if (ctx.smem.gradients_lost != 0) sum_[j] = arch::bf16_hi(0x7fc00000u);  // NaN
             if (arch::lane_idx() < lanes && at + j < width)
                 out[j] = adds_weight_gradients(ctx) ? out[j] + sum_[j] : sum_[j];
         }
     }
 
+    // One thread, of a poisoned launch.
+    static MEGAMOE_DEVICE void lose(const Context& ctx, const Tile& tile) {
+        float* bias = gradient_of(ctx, tile);
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < T::Tiling::rows && bias != nullptr; ++i) {
+            int at = 0, width = 0;
+            float* out = place(ctx, tile, bias, i, &at, &width);
+            if (at < width) *out = arch::bf16_hi(0x7fc00000u);  // NaN
+        }
+    }
+
   private:
     static constexpr int lanes = 8;  // of a row
+    // db13 or db2, where it is wanted and this tile's to make.
+    static MEGAMOE_DEVICE float* gradient_of(const Context& ctx, const Tile& tile) {
+        const Training& training = ctx.args.training;
+        if (tile.n != 0) return nullptr;
+        return tile.stage == Stage::dw13 ? training.db13 : training.db2;
+    }
+    // Row `row` of the tile, that is, an element of the bias.
+    static MEGAMOE_DEVICE float* place(const Context& ctx, const Tile& tile, float* bias, int row, int* at,
+                                       int* width) {
+        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
+        int planes = tile.stage == Stage::dw13 ? T::Gemm2::k_planes : 1;
+        *width = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
+        int blocks = ceil_div(*width, T::Tiling::rows), plane = tile.block / blocks;
+        *at = (tile.block - plane * blocks) * T::Tiling::rows + row;
+        return bias + (int64_t{tile.expert()} * planes + plane) * *width + *at;
+    }
     static MEGAMOE_DEVICE int column() {
         return ((arch::warp_idx() & 3) * lanes + arch::lane_idx() % lanes) * 2;
     }

@@ -116,6 +116,32 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::combined);
 }
 
+// A poisoned launch: every weight gradient of this CTA becomes NaN. A loader that gave up saw the abort
+// before it loaded, so before this thread's look: no garbage stays. Cold.
+template <class T>
+MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
+    if (!ctx.mem.aborted()) return;
+    using E = typename T::WeightGemm::Epilogue;
+    auto* slot = reinterpret_cast<uint4_t*>(tile_smem<T>().output[0][0]);  // all slots are free again
+    constexpr uint32_t nan = 0x7fc07fc0;                                   // of two bf16, and of fp32
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = 0; i < box_bytes / static_cast<int>(sizeof(uint4_t)); ++i) slot[i] = {nan, nan, nan, nan};
+    arch::fence_proxy_async_shared();
+    Tiles<T> tiles(ctx, true);
+    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+        if (tile.absent()) continue;
+        MEGAMOE_UNROLL_BY(1)
+        for (int c = 0; c < E::slots(ctx.args); ++c) {
+            Destination to = E::output(ctx, tile, c);
+            for (int row = 0; row < T::Tiling::rows && to.column < to.width; row += group_rows)
+                E::store(ctx, tile, to, row, slot);
+        }
+        BiasGradient<T>::lose(ctx, tile);
+    }
+    arch::bulk_commit();
+    ctx.mem.async_complete();
+}
+
 // The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
 // has sent it the last arrival on its barriers.
 template <class T>
@@ -152,6 +178,11 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
             arch::registers_shrink<transport_registers<T>>();
         }
         mover_passes<T>(ctx);
+        if constexpr (T::direction == Direction::backward) {
+            arch::cluster_sync();  // all roles are through
+            if (warp == first_transport_warp && arch::lane_idx() == 0) lose_gradients<T>(ctx);
+            arch::warp_sync();
+        }
         return;
     }
     arch::registers_shrink<load_registers>();
@@ -164,6 +195,7 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
     } else {
         each_pass(ctx, [] {});
     }
+    if constexpr (T::direction == Direction::backward) arch::cluster_sync();
 }
 
 template <class T>
@@ -174,7 +206,6 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) {
         smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
-        smem.gradients_lost = 0;
         if (T::direction == Direction::train && arch::block_idx() == 0) args.training.header->complete = 0;
     }
     init_barriers<T>();

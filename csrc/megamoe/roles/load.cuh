@@ -29,9 +29,8 @@ class Gradients {
         if constexpr (T::direction == Direction::backward) {
             if (!is_weight_gradient(tile.stage) || awaited_) return;
             awaited_ = true;
-            if (!GradsReady::await(ctx.mem, ctx.args.training.grads_ready,
-                                   arch::grid_dim() * (1 + num_transport_warps), tile.expert()))
-                ctx.smem.gradients_lost = 1;
+            GradsReady::await(ctx.mem, ctx.args.training.grads_ready,
+                              arch::grid_dim() * (1 + num_transport_warps), tile.expert());
         }
     }
 
@@ -106,6 +105,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
     using B = typename T::template WeightsOf<T>;
     static_assert(same<W, typename T::Gemm2::B>, "both GEMMs' weights have one format");
     auto& smem = tile_smem<T>();
+    // Behind the plan's barriers: other CTAs' TMA stores of pre-activations in the phase before are complete.
+    if constexpr (T::direction == Direction::backward) ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx);
     Gradients<T> gradients;
     for (;;) {

@@ -82,7 +82,10 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
             uint32_t hash = ctx.mem.load(&cell->config_hash, Order::relaxed, Scope::system);
-            if (hash != launch_hash<T>(args)) {
+            bool agrees = hash == launch_hash<T>(args);
+            if constexpr (T::direction == Direction::backward)  // epochs start again after a reset
+                agrees = agrees && static_cast<int32_t>(tokens) == args.training.header->tokens_of_rank[peer];
+            if (!agrees) {
                 ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0}, launch_hash<T>(args), hash);
                 tokens = 0;
             }
@@ -211,7 +214,8 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
     const StateHeader& header = *args.training.header;
     bool fits = header.complete != 0 && header.complete == header.begun &&
                 header.config_hash == args.config_hash &&
-                header.pool_rows == static_cast<uint32_t>(args.pool_rows);
+                header.pool_rows == static_cast<uint32_t>(args.pool_rows) &&
+                header.tokens_of_rank[args.rank] <= args.num_tokens;
     if (fits) {
         int peer = crew_thread();
         if (arch::block_idx() == 0 && peer < args.num_ranks) {

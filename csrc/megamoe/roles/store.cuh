@@ -31,8 +31,9 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
     ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx);
     Gemm1Stored<T> stored;
-    stored.look(ctx, tiles.gemm1_done());
-    for (Tile tile = tiles.next(); tile.valid(); stored.look(ctx, tiles.gemm1_done()), tile = tiles.next()) {
+    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
+        // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
+        if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
         if (tile.absent()) continue;
         int slots = output_slots<T>(args, tile.stage);
         int batch = of_stage<T>(tile.stage, [](auto gemm) { return decltype(gemm)::Epilogue::batch; });
@@ -69,6 +70,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
         if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
         if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }
+    stored.look(ctx, tiles.gemm1_done());
     // Of tiles that no edge says are there: the next phase reads them, or the next launch.
     if constexpr (T::direction == Direction::backward) ctx.mem.async_complete();
 }
