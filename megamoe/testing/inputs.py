@@ -11,7 +11,8 @@ from megamoe.config import Problem
 from megamoe.formats.weights import ExpertWeights
 
 # Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.
-WEIGHT_SEEDS = 1 << 40
+# Below 2^32: of a seed, torch's CPU generator takes 32 bits.
+WEIGHT_SEEDS = 1 << 31
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
 OVERLOADED = "one_expert"  # a routing beside them
 

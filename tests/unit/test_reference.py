@@ -148,6 +148,16 @@ def test_result_does_not_depend_on_the_number_of_ranks():
     assert_close(torch.cat(spread["y"]), alone["y"][0], relative=1e-6)
 
 
+def test_no_row_of_x_is_a_row_of_weights():
+    """Equal seeds would make them equal, and sums of many standard deviations of them."""
+    problem = Problem(64, 32, 3, 2)
+    x = torch.cat([make_inputs(problem, 40, seed=seed).x for seed in (0, 7)])
+    w = make_weights(problem)
+    for rows in (w.w13.flatten(0, 1), w.w2.flatten().view(-1, 64)):
+        cosines = torch.cosine_similarity(x[:, None].float(), rows[None].float(), dim=2)
+        assert cosines.abs().max() < 0.8
+
+
 def test_comparison_finds_the_first_difference():
     a = torch.arange(24.0).reshape(4, 6)
     b = a.clone()
