@@ -99,6 +99,13 @@ def test_any_shape(case: dict[str, Any]) -> None:
     check(emulation, Call.make(problem, case["tokens"], **options), seed=seed)
 
 
+@pytest.mark.parametrize("num_ctas", [4, 6, 8])
+def test_ctas_without_tiles(num_ctas: int) -> None:
+    """Their last unit of gemm1 may hold no tile for them; weight tiles everywhere wait until they say so."""
+    problem = Problem(144, 80, 1, 1, max_tokens=200, bias=True)
+    check(Emulation(problem, num_ctas=num_ctas), Call.make(problem, [200]))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_several_passes(precision: str) -> None:
     """gu of later passes is computed again; weight gradients of all passes are added."""

@@ -90,14 +90,15 @@ void state_across_launches(World& w, const Flaw& flaw) {
     bool blind = flaw("complete without a look at the abort cell"), early = flaw("looks before it arrives");
     bool first_out = flaw("complete by the first CTA out"),
          trusting = flaw("backward does not look at the header");
-    bool unset = flaw("the call does not zero the header");
+    bool unset = flaw("the launch does not begin with an incomplete header");
     w.thread("peer", 1, 0, [=](Mem& m) { m.Memory::store(abort, 1, Order::release, Scope::system); });
     for (int c = 0; c < 2; ++c) {
         w.thread(name_of("cta", c), 0, c, [=](Mem& m) {
-            if (c == 0) m.write(complete, unset ? 1 : 0);  // by the call, in stream order
+            if (c == 0) m.write(begun, 1), m.write(complete, 1);  // another call's, in the same memory
             m.launch_boundary(launch[0]);
+            if (c == 0 && !unset) m.write(complete, 0);
             bool good = m.load(abort, Order::relaxed, Scope::system) == 0;
-            if (c == 0) m.write(begun, good ? 1 : 0);
+            if (c == 0 && good) m.write(begun, 1);
             m.write(tokens[c], good ? 1 : 0);
             m.tma_store(gu[c], good ? 1 : 0);
             m.async_complete();
@@ -246,6 +247,46 @@ void weights_of_two_passes(World& w, const Flaw& flaw) {
     });
 }
 
+// (h) A loader of CTA 1 that saw the abort multicasts what is there (0) into CTA 0's slot. What stays in dw
+// is right or NaN.
+void garbage_is_no_gradient(World& w, const Flaw& flaw) {
+    constexpr uint32_t garbage = 0, right = 1, nan = 2;
+    int abort = w.cell("abort"), cell = w.cell("grads_ready"), dgu = w.payload("dgu"), dw = w.payload("dw");
+    int slot = w.payload("operand", true), full = w.barrier("full", 1),
+        through = w.barrier("cluster_sync", 2);
+    bool blind = flaw("nobody looks"), early = flaw("looks before the cluster barrier");
+    bool completes = !flaw("the tile's store is not complete");
+    auto aborted = [=](Mem& m) { return m.load(abort, Order::relaxed, Scope::system) != 0; };
+    w.thread("peer", 1, 0, [=](Mem& m) { m.Memory::store(abort, 1, Order::release, Scope::system); });
+    w.thread("store[2]", 0, 2, [=](Mem& m) {
+        m.tma_store(dgu);
+        GradsReady::publish(m, cell);  // it has not seen the abort
+    });
+    w.thread("load_b[1]", 0, 1, [=](Mem& m) {
+        bool lost = aborted(m);
+        if (!lost) {
+            GradsReady::await(m, cell, 1, 0);
+            m.tma_load(dgu);
+        }
+        m.write(slot, lost ? garbage : right);
+        m.arrive(full);
+    });
+    w.thread("store[0]", 0, 0, [=](Mem& m) {
+        m.wait(full);
+        m.tma_store(dw, m.read(slot, -1));
+        if (completes) m.async_complete();
+        m.arrive(through);
+    });
+    w.thread("transport[0]", 0, 0, [=](Mem& m) {
+        bool seen = early && aborted(m);
+        m.sync(through);
+        if (!early && !blind) seen = aborted(m);
+        if (seen) m.tma_store(dw, nan);
+        m.async_complete();
+        if (m.read(dw, -1) == garbage) m.expect(garbage, right, "a gradient");
+    });
+}
+
 constexpr const char *no_bulk_stores = "writes by ordinary stores, or not at all",
                      *by_the_boundary = "the kernel boundary completes and orders it",
                      *one_launch = "the ticket serves one launch here: see last_arrival";
@@ -265,11 +306,16 @@ const std::vector<Scenario> training_scenarios = {
     {"(i) state across launches",
      state_across_launches,
      {"complete without a look at the abort cell", "looks before it arrives", "complete by the first CTA out",
-      "backward does not look at the header", "the call does not zero the header"},
+      "backward does not look at the header", "the launch does not begin with an incomplete header"},
      {{"async_complete dropped at cta", by_the_boundary},
       {"store dropped at exit_ticket", one_launch},
       {"value + 1 at exit_ticket", one_launch},
       {"value - 1 at exit_ticket", one_launch}}},
+    {"(h) garbage is no gradient",
+     garbage_is_no_gradient,
+     {"nobody looks", "looks before the cluster barrier", "the tile's store is not complete"},
+     {},
+     false},
     {"(f) recompute, then data",
      phases_of_a_pass,
      {"no grid barrier between the phases", "counters are not zeroed", "no fence in load_b",
