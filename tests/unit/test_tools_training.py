@@ -1,10 +1,12 @@
 """The tools that train, without a GPU: the reference backend stands for the kernel; faults are planted."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megamoe.backends import emulate
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.config import Problem
 
@@ -91,3 +93,93 @@ def test_soak_train_draws_every_routing_and_odd_numbers_of_tokens():
     assert any((inputs.topk_ids == 3).all() for inputs in full)  # an overloaded expert
     assert any((inputs.topk_ids == -1).all() for inputs in full)
     assert len(ROUTES) == 7
+
+
+def swapped_planes(found):
+    found["dw13"].copy_(torch.cat(found["dw13"].chunk(2, dim=1)[::-1], dim=1))
+
+
+def other_expert(found):
+    found["dw2"].copy_(found["dw2"].roll(1, 0))
+
+
+def weight_twice(found):
+    """In a third of the routes, as one wrong block would have it."""
+    found["d_topk_weights"][::3] *= 0.5
+
+
+def one_element(found):
+    found["dx"][20, 5] += 1
+
+
+def one_row_is_missing(found):
+    found["dx"][3] = 0
+
+
+def not_empty(found):
+    found["dw13"][EMPTY] = 1e-3
+
+
+def two_steps(found):
+    found["dgu"].view(torch.int16)[7, found["dgu"][7].flatten().abs().argmax()] += 2
+
+
+def a_row_is_not_zero(found):
+    found["x_rows"][63] = 1.0
+
+
+def lost_partial(found):
+    found["partials"][0, 9] = 0
+
+
+EMPTY = 1  # no route goes to this expert
+OF_RESULTS = {
+    swapped_planes: "FAIL dw13 ", other_expert: "FAIL dw2 ", weight_twice: "FAIL d_topk_weights ",
+    one_element: "FAIL dx ", one_row_is_missing: "FAIL dx ", not_empty: "dw13 is not zero where nothing was",
+}  # fmt: skip
+OF_STAGES = {
+    two_steps: "FAIL dgu ", a_row_is_not_zero: "x_rows: a row behind", lost_partial: "FAIL partials ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
+    """The emulated kernel is right; then its results, or what it leaves behind, are spoilt."""
+    import rank_backward
+    from common import Rank
+    from rank_cases import Case
+
+    from megamoe.testing.shapes import shape
+
+    monkeypatch.setattr(emulate, "TRAINS", True, raising=False)
+    case = Case(shape("tiny"), precision, (40,))
+    inputs = Case.inputs
+
+    def without_one_expert(self, rank, device):
+        drawn = inputs(self, rank, device)
+        drawn.topk_ids.masked_fill_(drawn.topk_ids == EMPTY, -1)
+        return drawn
+
+    monkeypatch.setattr(Case, "inputs", without_one_expert)
+    through, stages = rank_backward.through_backend, rank_backward.backward_stages
+    args = Namespace(backend="emulate", verbose=False, repeat=2)
+
+    for fault, text in {None: "", **OF_RESULTS, **OF_STAGES}.items():
+
+        def spoilt(*given, fault=fault, **options):
+            y, found, state = through(*given, **options)
+            if fault in OF_RESULTS and found["dw13"] is not None:
+                fault(found)
+            return y, found, state
+
+        def left(*given, fault=fault):
+            found = stages(*given)
+            if fault in OF_STAGES:
+                fault(found)
+            return found
+
+        monkeypatch.setattr(rank_backward, "through_backend", spoilt)
+        monkeypatch.setattr(rank_backward, "backward_stages", left)
+        checker = rank_backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
+        assert checker.good == (fault is None), (fault, checker.lines)
+        assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
