@@ -159,8 +159,10 @@ class Emulation:
         counts = num_tokens_device or [None] * len(ranks)
         masters = [kept.weights(w) for w in weights]
         targets = [Targets.make(masters[r], wanted[r][2:], sums[r], nan_like) for r in ranks]
-        dxs = [nan_like(dy) for dy in dys]
-        d_weights = [nan_like(ids, torch.float32) for ids in topk_ids]
+        # The kernel leaves tokens behind the count alone: they have no gradient.
+        empty = [nan_like if count is None else torch.zeros_like for count in counts]
+        dxs = [empty[r](dys[r]) for r in ranks]
+        d_weights = [empty[r](topk_ids[r], dtype=torch.float32) for r in ranks]
 
         def fill(index: int, args: Any) -> None:
             rank = self.ranks[index]

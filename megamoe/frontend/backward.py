@@ -24,9 +24,9 @@ from megamoe.frontend.runtime import Runtime, flat, runtime_of
 
 # x, topk_weights, w13, w2, b13, b2 among the arguments of the operators
 DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
-Inputs = Sequence[
-    Tensor | None
-]  # x, topk_ids, topk_weights, the six of ExpertWeights, num_tokens_device
+ALIGNMENT = 16  # bytes, of what the kernel reads
+# x, topk_ids, topk_weights, the six of ExpertWeights, num_tokens_device
+Inputs = Sequence[Any]
 
 
 def gradients(
@@ -83,7 +83,9 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     if isinstance(dy, Tensor) and dy.is_neg():
         dy = dy.resolve_neg()
     check_tensor("dy", dy, tuple(x.shape), torch.bfloat16, x.device)
-    return dy
+    return (
+        dy.clone() if dy.data_ptr() % ALIGNMENT else dy
+    )  # as a slice of a larger gradient may lie
 
 
 def _laid_out(grad: Tensor, master: Tensor) -> Tensor:

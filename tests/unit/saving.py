@@ -54,6 +54,8 @@ class Saving(StagedBackend):
     ):
         self.calls.append(("backward", tuple(needs), weights))
         assert int(state[0]) == COMPLETE, "not the state of a forward pass"
+        assert dy.is_contiguous()
+        assert dy.data_ptr() % 16 == 0
         assert weights.w13.dtype == weights.w2.dtype == torch.bfloat16
         ids, scores = self.parts(state.clone(), x.shape[0])
         sources = (x, scores, weights.w13, weights.w2, weights.b13, weights.b2)

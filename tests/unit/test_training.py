@@ -74,7 +74,7 @@ def kinds():
     return [call[0] for call in Saving.calls]
 
 
-@pytest.mark.parametrize("way", ["known", "first", "operator", "3d", "strided"])
+@pytest.mark.parametrize("way", ["known", "first", "operator", "3d", "strided", "sliced dy"])
 def test_gradients_are_staged_ones(expected, way):
     layer = made()
     if way == "known":  # the checks have passed, and are not repeated
@@ -105,6 +105,14 @@ def test_gradients_are_staged_ones(expected, way):
             return f(torch.cat((x, x), dim=1)[:, : x.shape[1]], *a)
 
         same(train(layer, wide), expected)
+    elif way == "sliced dy":  # contiguous, and two bytes behind where the kernel could read it
+
+        def joined(f, *a):
+            return torch.cat((torch.zeros(1, dtype=torch.bfloat16), f(*a).flatten()))
+
+        found = train(layer, joined)
+        found["y"] = found["y"][1:].view(TOKENS, -1)
+        same(found, expected)
     else:
         same(train(layer), expected)
     assert kinds() == ["forward_train", "backward"]
