@@ -66,6 +66,7 @@ class Emulation:
         ]
         self.report = ""
         self.broken: MegaMoEError | None = None
+        self._prefixes: list[Tensor] = []  # chunk_prefix of the last forward, by rank
         self.written: list[
             list[Tensor | None]
         ] = []  # what a launch that failed left of its results, by rank
@@ -110,8 +111,16 @@ class Emulation:
             arguments.fill_call(args, *tensors, ys[index], kept.flat(counts[index]))
 
         self.written = [[y] for y in ys]
+        self._prefixes = [self._prefix(r, kind, states) for r in range(len(ys))]
         self._launch(kind, fill, seed, layer)
         return [y.to(x.device) for y, x in zip(ys, xs, strict=True)]
+
+    def _prefix(self, rank: int, kind: str, states: Sequence[Tensor] | None) -> Tensor:
+        plan = self.ranks[rank].plan
+        if states is None:
+            return plan.views(self.ranks[rank].workspace)["chunk_prefix"]
+        regions = plan.train_state if kind == "train" else plan.state
+        return regions["chunk_prefix"].view(states[rank])
 
     def train_all(
         self,
@@ -244,8 +253,10 @@ class Emulation:
         return r.plan.views(r.workspace)[_ALSO_CALLED.get(name, name)]
 
     def statistics(self, rank: int) -> Statistics:
-        """Return what the last launch did on a rank."""
-        tables = (self.region(rank, n) for n in ("window_routes", "chunk_prefix", "epoch"))
+        """Return what the last forward did on a rank."""
+        tables = (
+            self.region(rank, "window_routes"), self._prefixes[rank], self.region(rank, "epoch")
+        )  # fmt: skip
         return Statistics.of_tables(*tables, self.ranks[rank].plan.pool_rows, layout.BLOCK_ROWS)
 
 

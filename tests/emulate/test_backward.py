@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from training_cases import Call, check, has_kernels, judge, least_pool
+from training_cases import Call, check, judge, least_pool
 
 from megamoe.backends.emulation import Emulation
 from megamoe.config import ACTIVATIONS, Problem
@@ -20,7 +20,6 @@ from megamoe.testing.gradients import GRADIENTS
 from megamoe.testing.inputs import OVERLOADED, ROUTINGS
 from megamoe.testing.layouts import LAYOUTS
 
-pytestmark = has_kernels
 SMALL = {
     "hidden": 144,
     "intermediate": 80,
@@ -47,7 +46,7 @@ def test_every_activation_through_several_launches(activation: str) -> None:
         call = Call.make(problem, tokens, seed=seed, routing=routing, scale=1 + 3 * (seed == 1))
         check(emulation, call, seed=seed)
     grads = check(emulation, Call.make(problem, [0, 0]))
-    assert all(not g.any() for of_rank in grads for g in of_rank)
+    assert all(g is None or not g.any() for of_rank in grads for g in of_rank)
 
 
 @pytest.mark.parametrize("activation", ["swiglu_oai"])
@@ -168,7 +167,7 @@ def test_any_needs(into: bool) -> None:
 def assert_equal(a: Any, b: Any, what: Any = "") -> None:
     for r, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
         for name, x, y in zip(GRADIENTS, of_a, of_b, strict=True):
-            assert torch.equal(x, y), (r, name, what)
+            assert torch.equal(x, y) if y is not None else x is None, (r, name, what)
 
 
 def test_bits_depend_on_nothing_but_the_inputs() -> None:

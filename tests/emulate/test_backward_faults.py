@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from training_cases import Call, check, has_kernels
+from training_cases import Call, check
 
 from megamoe.backends import emulation as emulator
 from megamoe.backends.emulation import Emulation
 from megamoe.config import Problem
 from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
 
-pytestmark = has_kernels
 PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
 FOREIGN = "was given a state|runs another configuration"
 
