@@ -22,6 +22,7 @@ class Curves:
 
     losses: list[float] = field(default_factory=list)  # means over the global batch
     norms: list[list[float]] = field(default_factory=list)  # gradients: dense part, experts
+    backward: str = ""  # whose it was: the backend's, or staged where that saves nothing
 
 
 @dataclass(frozen=True)
@@ -187,5 +188,8 @@ def train(
         tokens = (step + 1) * recipe.batch * recipe.model.context
         progress.update(step + 1, tokens, sum(recent) / len(recent))
     progress.close()
+    backend = model.blocks[0].moe.experts._layer._runtime.backend
+    saves = getattr(backend, "state_bytes", 0) > 0
+    curves.backward = setup.options["backend"] if saves else "staged"
     model.close()
     return curves

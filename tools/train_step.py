@@ -3,6 +3,7 @@
 
     python tools/train_step.py                       spawns its ranks: every GPU, or 2 on a CPU
     torchrun --nproc-per-node 4 tools/train_step.py  the same, started by torchrun
+    python tools/train_step.py --curves curves.png   in BF16, FP8 and by staged: losses to a picture and a CSV
 
 Attention and embeddings are data-parallel, the experts of every MegaMoE layer are spread over the ranks. Another
 model, on one rank or with another backend, must agree, because expert parallelism changes where things are computed,
@@ -14,10 +15,12 @@ import argparse
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 from common import Rank, add_launch_arguments, launch
 from demo_checks import FREE_STEPS, REPLAYS, Replay, checks_of_curves, checks_of_replay, report
+from demo_curves import compare_curves, memory
 from demo_model import ModelConfig, shared_corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
@@ -43,7 +46,7 @@ def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
 def problem_of(recipe: Recipe, me: Rank, precision: str) -> Problem:
     m = recipe.model
     sizes = (m.hidden, m.intermediate, m.num_experts, m.top_k, me.size, me.rank)
-    return Problem(*sizes, precision=precision)
+    return Problem(*sizes, max_tokens=recipe.batch // me.size * m.context, precision=precision)
 
 
 def choose_backend(recipe: Recipe, me: Rank, precision: str) -> str:
@@ -69,16 +72,21 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"
     )
     world = dist.group.WORLD
+    this = Setup(recipe, text, me.device, world, {"backend": backend, "precision": args.precision})
+    if args.curves is not None:
+        good, _ = compare_curves(this, args.seeds or [args.seed], args.curves, me.print)
+        return int(not good)
     how = args.compare
     if how == "auto":
         how = "one-rank" if me.size > 1 else "staged"
-    this = Setup(recipe, text, me.device, world, {"backend": backend, "precision": args.precision})
     other = None if how == "none" else other_setup(how, this, me)
     replay = None if how == "none" else Replay(other, recipe.steps, REPLAYS[me.device.type])
     curves = train(this, f"{me.size} ranks", inspect=replay and replay.inspect)
+    both = curves.backward == backend
+    me.print(f"{'PASS' if both else 'FAIL'}: backward by {curves.backward}; {memory(me.device)}")
     last = curves.losses[-WINDOW:]
     final = sum(last) / len(last)
-    code = 0
+    code = int(not both)
     good = final < args.target
     me.print(
         f"{'PASS' if good else 'FAIL'}: loss fell from {curves.losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "
@@ -104,7 +112,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate"))
+    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
     add("--precision", default="bf16", choices=PRECISIONS)
     add("--steps", type=int, help="training steps; default 400 on GPUs, 300 on a CPU")
     add("--batch", type=int, help="sequences per step over all ranks")
@@ -115,6 +123,8 @@ def main() -> int:
         default=2.5,
         help="the final loss has to be below this, nats per byte",
     )
+    add("--curves", type=Path, metavar="PNG", help="compare whole runs in place of single steps")
+    add("--seeds", type=int, nargs="+", help="of --curves, which then judges their mean")
     add("--compare", default="auto", choices=("auto", "one-rank", "staged", "none"))
     add("--compare-steps", type=int, help="steps that the other trains itself: 25 on a CPU, or 1")
     add("--loss-tolerance", type=float, default=5e-3, help="largest difference of losses, nats")

@@ -260,7 +260,8 @@ def test_train_step_equals_one_rank():
     done = run("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
                "--target", 6)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASS") == 7
+    assert done.stdout.count("PASS") == 8
+    assert "PASS: backward by staged; peak memory" in done.stdout
 
 
 # Faults of a layer whose experts are spread over ranks. Loss curves hide both for long; AdamW hides the second.

@@ -1,10 +1,12 @@
 """The tools that train, without a GPU: the reference backend stands for the kernel; faults are planted."""
 
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megamoe.backends import emulate
 from megamoe.backends.reference import ReferenceBackend
@@ -183,3 +185,57 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
         checker = rank_backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
         assert checker.good == (fault is None), (fault, checker.lines)
         assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
+    from demo_curves import compare_curves, read, runs, summarize
+    from demo_model import ModelConfig
+    from demo_training import Recipe, Setup, train
+
+    model = ModelConfig(hidden=32, intermediate=32, num_heads=2, context=16)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    here = (Recipe(model, batch=2, steps=4), text, torch.device("cpu"), alone)
+    this = Setup(*here, {"backend": "reference", "precision": "bf16"})
+    picture = tmp_path / "curves.png"
+    good, found = compare_curves(this, [1, 2], picture, print)
+    assert list(found) == runs("reference", [1, 2])
+    assert [len(losses) for losses in found.values()] == [4] * 6
+    assert picture.exists() == (find_spec("matplotlib") is not None)
+    title, again = read(tmp_path / "curves.csv")
+    assert again == found
+    said = capsys.readouterr().out
+    assert good
+    assert "PASS: reference fp8" in said
+    assert said.count("backward by reference") == 4
+    one, other = (found["reference", "bf16", seed] for seed in (1, 2))
+    assert one != other
+    assert one[0] == pytest.approx(found["reference", "fp8", 1][0], rel=1e-2)
+    assert train(this, "again").backward == "reference"
+    staged = Setup(*here, {"backend": "staged", "precision": "bf16"})
+    assert train(staged, "staged", stop_after=1).backward == "staged"
+
+    apart = {key: [1.006 * loss for loss in losses] if key[1] == "fp8" else losses
+             for key, losses in found.items()}  # fmt: skip
+    assert not summarize(apart, print)
+    assert "FAIL: reference fp8" in capsys.readouterr().out
+    apart["reference", "fp8", 1] = [float("nan")]
+    assert not summarize(apart, print)
+
+
+def test_gradients_of_y_are_not_the_inputs():
+    """As they were where two seeds had 32 bits in common."""
+    from rank_cases import Case
+
+    from megamoe.testing.shapes import shape
+
+    case, cpu = Case(shape("tiny"), "bf16", (40, 40)), torch.device("cpu")
+    drawn = [case.inputs(0, cpu).x, case.inputs(1, cpu).x, case.dy(0, cpu), case.dy(1, cpu)]
+    for i, a in enumerate(drawn):
+        assert not any(torch.equal(a[0], b[0]) for b in drawn[i + 1 :])
