@@ -1,4 +1,4 @@
-"""Gradients of `reference` and `staged` on one and two gloo ranks, at every edge, against the oracle."""
+"""Gradients of reference, staged (one and two gloo ranks) and the emulated kernel at every edge, against the oracle."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
+from megamoe.backends.emulation import Emulation
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.backends.reference.quant import quantize_experts
 from megamoe.backends.staged import StagedBackend
@@ -136,6 +137,54 @@ def test_two_ranks(two_ranks, edge):
     for name in names(2):
         if name.startswith(f"{edge}-"):
             check(name, 2, two_ranks)
+
+
+@pytest.fixture(scope="module")
+def emulations():
+    return {}
+
+
+@pytest.mark.parametrize("edge", edges(2))
+@pytest.mark.parametrize("activation", ["swiglu_oai", "relu2"])
+def test_emulated_kernel(emulations, activation, edge):
+    name = f"{edge}-{activation}-bf16"
+    call, counts = make(name, 2)
+    emulation = emulations.setdefault(activation, Emulation(call.problem))
+    counted = {"num_tokens_device": counts}
+    _, states = emulation.train_all(call.x, call.ids, call.scores, call.weights, **counted)
+    results = emulation.backward_all(call.dy, call.x, call.ids, call.weights, states, **counted)
+    check(name, 2, [{name: {"emulate": gradients}} for gradients in results])
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "swiglu_oai", "relu2"])
+def test_what_is_not_finite_stays_with_its_token_and_experts(emulations, activation):
+    """dy or x of token 3 of rank 0: nothing of the others' dx, of other experts' dw, moves a bit."""
+    call, _ = make(f"repeated-{activation}-bf16", 2)
+    emulation = emulations.setdefault(activation, Emulation(call.problem))
+    routed = set(call.ids[0][3].tolist())
+
+    def gradients(dy, x):
+        _, states = emulation.train_all(x, call.ids, call.scores, call.weights)
+        return emulation.backward_all(dy, x, call.ids, call.weights, states)
+
+    clean = gradients(call.dy, call.x)
+    for dirty in ("dy", "x"):
+        given = {"dy": call.dy, "x": call.x}
+        given[dirty] = [t.clone() for t in given[dirty]]
+        given[dirty][0][3, 5] = float("nan")
+        found = gradients(**given)
+        assert found[0][0][3].isnan().all()
+        for rank, of_rank in enumerate(found):
+            for which, (got, before) in enumerate(zip(of_rank, clean[rank], strict=True)):
+                if which < 2:
+                    others = [t for t in range(got.shape[0]) if (rank, t) != (0, 3)]
+                else:
+                    begin = call.problem.expert_begin(rank)
+                    others = [e for e in range(got.shape[0]) if e + begin not in routed]
+                    hit = [e - begin for e in routed if 0 <= e - begin < got.shape[0]]
+                    if (dirty, NAMES[which]) != ("x", "db2"):  # which is made of dy alone
+                        assert all(got[e].isnan().any() for e in hit)
+                assert torch.equal(got[others], before[others])
 
 
 @pytest.mark.parametrize("of", range(len(NAMES)))
