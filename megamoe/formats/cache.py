@@ -47,6 +47,8 @@ def _quantize_weights(
 # Steps of any optimizer of this process. FSDP2 gathers into one storage without touching _version,
 # and fused optimizers do not bump it: a step is the one event that both have.
 _steps = [0]
+# Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
+_invalidations = [0]
 
 
 @torch.compiler.disable  # traced, the count would be a guard, and every step a recompilation
@@ -65,6 +67,7 @@ def invalidate() -> None:
     replays of a graph that holds an optimizer but no call of the layer. Costs what a step costs.
     """
     _count_step()
+    _invalidations[0] += 1
 
 
 def _capturing(w: Tensor) -> bool:
@@ -136,13 +139,14 @@ class QuantizedCache:
     def dense(self, problem: Problem, given: ExpertWeights) -> ExpertWeights:
         """Return the bf16 values of FP8 weights, made once per version into the same storage; biases as given.
 
+        Steps of optimizers are no part of that version.
         Raises MegaMoEError while a graph is captured that would have to make them: nothing runs then, and what other
         calls found here would be garbage.
         """
         sources = [
             t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
         ]
-        versions, last = [_version(t) for t in sources], self._dense
+        versions, last = [_version(t, _invalidations) for t in sources], self._dense
         if last is None or last[1] != versions:
             if _capturing(given.w13):
                 raise MegaMoEError(
@@ -167,9 +171,9 @@ class QuantizedCache:
             entry.version = None
 
 
-def _version(w: Tensor) -> Version:
+def _version(w: Tensor, steps: list[int] = _steps) -> Version:
     count = -1 if w.is_inference() else w._version
-    return w.untyped_storage()._cdata, w.storage_offset(), count, _steps[0], w.stride()
+    return w.untyped_storage()._cdata, w.storage_offset(), count, steps[0], w.stride()
 
 
 def _same(a: ExpertWeights, b: ExpertWeights) -> bool:
