@@ -48,7 +48,7 @@ TABLE: dict[str, Variable] = {
             ("auto", "mega", "staged", "emulate", "reference"),
         ),
         Variable("MEGAMOE_TIMEOUT_S", "120", "longest wait inside the kernel, in seconds"),
-        Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to others; empty: the backend's own default"),
+        Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to others; empty: see `reserve_sms`"),
         Variable(
             "MEGAMOE_LOG", "warning", "log level", ("debug", "info", "warning", "error", "critical")
         ),

@@ -23,7 +23,7 @@ from megamoe.frontend.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
     "window": "a window to share with other layers; their own otherwise",
-    "reserve_sms": "SMs left to other kernels",
+    "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
     "pool_rows": "rows held at a time; fewer cost passes, never results",
     "timeout_s": "longest wait for a flag, in seconds",
     "pdl": "programmatic dependent launch",

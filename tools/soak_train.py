@@ -275,7 +275,7 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
 def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     """Training beside all-gathers on a second stream, before it on half of the ranks and behind it on the others."""
     out, steps, start = Outcome(""), args.calls or 300, time.monotonic()
-    with torch.enable_grad():  # so that SMs are reserved by default
+    with torch.enable_grad():  # so that launches take the SMs that are free
         window, layers = shared_layers(me, "bf16", reserve_sms=None)
     trainer = Trainer(me, layers, steps)
     side, bad = torch.cuda.Stream(me.device), []
@@ -322,9 +322,9 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     broken = int(torch.stack(bad).sum())
     out.require(broken == 0, f"{broken} all-gathers gave a wrong result")
     text = verdict(out, trainer, runs)
-    sms = torch.cuda.get_device_properties(me.device).multi_processor_count
+    out.require(layers[0].share.join_ns > 0, "a launch waits for all SMs beside NCCL")
     seconds = time.monotonic() - start
-    beside = f"{len(bad)} all-gathers, {sms - layers[0].grid} SMs reserved"
+    beside = f"{len(bad)} all-gathers, the last launch with {layers[0].num_ctas()} CTAs"
     out.text = f"2 x {steps} steps beside {beside}, in {seconds:.1f} s: {text}"
     window.close()
     return out

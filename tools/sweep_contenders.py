@@ -137,7 +137,7 @@ class Contender:
         training = entry.direction != "forward"
         self.cache, self.layer = QuantizedCache(), None
         plain = entry.backend == "autograd"
-        with torch.set_grad_enabled(training):  # SMs are reserved by default where it is on
+        with torch.set_grad_enabled(training):  # launches take the SMs that are free where it is on
             self.backend = megamoe.make_backend(
                 "staged" if plain else entry.backend,
                 self.problem,

@@ -30,6 +30,7 @@ class LayerKernels:
     window: Window
     layer: int  # of the window
     grid: int  # CTAs
+    join_ns: int  # see arguments.fill_static
     timeout_ns: int
     pdl: bool
     step_blocks: int | None  # None: as arguments.py has it
@@ -61,9 +62,20 @@ class LayerKernels:
                 profile=0 if self.profile is None else self.profile.data_ptr(),
                 epoch=self.window.epoch_address,
                 layer=self.layer,
+                join_ns=self.join_ns,
                 **options,
             )
-            return Launcher(kernel, self.grid, args, cooperative=True, pdl=self.pdl)
+            # A cooperative launch would have all CTAs or none.
+            cooperative = self.join_ns == 0
+            return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
+
+
+def num_ctas(layer: LayerKernels) -> int:
+    """Return how many CTAs took part in the last launch of a layer that shares its workspace. Waits."""
+    if layer.join_ns == 0:
+        return layer.grid
+    members = layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))
+    return PAIR_CTAS * (int(members) & 0xFF)
 
 
 def weights_key(w: ExpertWeights) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from megamoe import env
 from megamoe.backends import kernels
 from megamoe.backends.kernels import MAX_GROUP, PAIR_CTAS, LayerKernels
 from megamoe.backends.mega_training import Training
-from megamoe.backends.reserve import default_reserve
+from megamoe.backends.reserve import share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
@@ -30,6 +30,7 @@ from megamoe.memory.launches import (
     launch_lock,
     launch_order,
     on_device,
+    refuse_capture,
 )
 from megamoe.memory.transport.group import all_or_none, as_group
 from megamoe.memory.window import Window
@@ -62,8 +63,8 @@ class MegaBackend:
     rank makes the same calls of a window in the same order, with zero tokens where it has none.
 
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
-    never results. reserve_sms: SMs left to other kernels. timeout_s: longest wait inside the kernel.
-    step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None for automatic; for tuning.
+    never results. reserve_sms: SMs left to others; None: see backends/reserve.py. timeout_s: longest wait in a
+    launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz().
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
@@ -108,19 +109,18 @@ class MegaBackend:
         self.closed = False
         timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         self.window.timeout_ns = timeout_ns
-        reserve = default_reserve(wrapped) if reserve_sms is None else reserve_sms
+        reserve, join_ns = self.share = share_of(wrapped, reserve_sms)
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
-        self.profile: Tensor | None = None
-        if profile:
-            self.profile = kernels.new_profile(self.grid, self.device)
+        self.profile = kernels.new_profile(self.grid, self.device) if profile else None
         self._kernels = LayerKernels(
             plan=self.plan,
             window=self.window,
             layer=self.window.add_layer(),
             grid=self.grid,
+            join_ns=join_ns,
             timeout_ns=timeout_ns,
             pdl=env.pdl() if pdl is None else pdl,
             step_blocks=step_blocks,
@@ -148,15 +148,11 @@ class MegaBackend:
         The ranks meet at the end, so that no rank's first launch waits while another compiles, or failed to.
         """
         if self._launcher is None:
-            self._refuse_capture("call prepare(weights) before CUDA graph capture")
+            refuse_capture("call prepare(weights) before CUDA graph capture")
             load = partial(self._kernels.load, self.variant)
             self._launcher = all_or_none(self.window.group, load, "prepare the kernel")
             self._args = self._launcher.argument
         self._set_weights(weights)
-
-    def _refuse_capture(self, instead: str) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise MegaMoEError(instead)
 
     def _set_weights(self, weights: ExpertWeights) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
@@ -242,7 +238,7 @@ class MegaBackend:
         if self._launcher is None:
             self.prepare(weights)
         if self._training is None:
-            self._refuse_capture("run one step, forward and backward, before CUDA graph capture")
+            refuse_capture("run one step, forward and backward, before CUDA graph capture")
             make = partial(Training, self._kernels, self.variant)
             self._training = all_or_none(self.window.group, make, "prepare the kernels of training")
         return self._training.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
@@ -334,6 +330,10 @@ class MegaBackend:
         if single and kernel == "backward" and self._training is not None:
             found = self._training.rows()
         return found | kernels.home_rows(self.plan, self.window, kernel)
+
+    def num_ctas(self) -> int:
+        """Return how many CTAs took part in the last launch: fewer than `grid` where SMs were taken. Waits."""
+        return kernels.num_ctas(self._kernels)
 
     def clock_ghz(self) -> float:
         """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""

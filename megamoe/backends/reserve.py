@@ -1,29 +1,35 @@
-"""How many SMs a layer's launches leave to other kernels."""
+"""Which SMs a layer's launches take beside other kernels, above all NCCL's (docs/decisions.md, 0017)."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from megamoe import env
-from megamoe.memory.transport.group import nccl_in_use
+from megamoe.memory.transport.group import Group
 
-NCCL_MAX_CTAS = 24  # what NCCL takes at most on Hopper over NVLink unless told otherwise
-GPCS = 8  # of a Hopper GPU; a pair of CTAs needs two free SMs of one, so other kernels may strand one in each
+# What a launch waits at most for SMs that others hold; as much is lost where they hold them for longer.
+JOIN_NS = 50_000
 
 
-def default_reserve(group: Any) -> int:
-    """SMs for NCCL, where a step both trains and communicates; decided when the backend is made.
+class Share(NamedTuple):
+    """How launches share the device."""
 
-    Cooperative kernels and NCCL's do not yield to each other: without room for both, two ranks that start them in
-    different orders would wait for each other for ever.
+    reserve_sms: int  # SMs that are never taken
+    join_ns: int  # how long a launch waits for those that others hold; 0: until it has all
+
+
+def share_of(group: Group, reserve_sms: int | None) -> Share:
+    """Return what the caller or MEGAMOE_RESERVE_SMS says, else a default; decided when the backend is made.
+
+    Kernels that wait for other ranks do not yield to each other: where each needs all of its CTAs at once, two ranks
+    that start them in different orders wait for each other for ever. So with a number, which must leave room for all
+    that the others take, a launch has all of its CTAs. By default, where a step may both train and communicate, it
+    takes what is free when it starts.
     """
-    stated = env.reserve_sms()
+    stated = env.reserve_sms() if reserve_sms is None else reserve_sms
     if stated is not None:
-        return stated
-    if not (torch.is_grad_enabled() and nccl_in_use(group)):
-        return 0
-    ctas = os.environ.get("NCCL_MAX_CTAS", "")
-    return (int(ctas) if ctas.isdigit() and int(ctas) else NCCL_MAX_CTAS) + GPCS
+        return Share(stated, 0)
+    trains_beside_others = torch.is_grad_enabled() and not group.in_process
+    return Share(0, JOIN_NS if trains_beside_others else 0)

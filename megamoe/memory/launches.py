@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.errors import MegaMoEError
+
 
 class _LaunchOrder:
     """Our launches on one device, one after the other in host order, whichever streams they are on.
@@ -85,6 +87,12 @@ def launch_order(device: int) -> _LaunchOrder:
 def on_device(device: torch.device) -> Any:
     """Return a context in which `device` is current."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def refuse_capture(instead: str) -> None:
+    """Raise MegaMoEError, which says what to do instead, where a CUDA graph is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise MegaMoEError(instead)
 
 
 def alike(*tensors: Tensor) -> Callable[..., bool]:

@@ -122,6 +122,8 @@ WORKSPACE_CONTROL = (
     "fault_ticket",
     "arrivals",
     "generation",
+    "joined",
+    "members",
 )
 
 

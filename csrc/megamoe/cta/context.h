@@ -26,6 +26,17 @@ struct Context {
     MEGAMOE_DEVICE int parity() const { return static_cast<int>(smem.epoch & 1); }
 };
 
+// Which CTA this is of those that take part in the launch, and how many do. Volatile for the reason that
+// special registers are.
+MEGAMOE_DEVICE int cta_idx(const Context& ctx) { return *static_cast<volatile int32_t*>(&ctx.smem.cta); }
+MEGAMOE_DEVICE int num_ctas(const Context& ctx) {
+    return *static_cast<volatile int32_t*>(&ctx.smem.num_ctas);
+}
+MEGAMOE_DEVICE int transport_index(const Context& ctx) {
+    return cta_idx(ctx) * num_transport_warps + transport_warp();
+}
+MEGAMOE_DEVICE int num_transports(const Context& ctx) { return num_ctas(ctx) * num_transport_warps; }
+
 template <class T>
 MEGAMOE_DEVICE CtaSmem<typename T::Tiling>& cta_smem() {
     return *reinterpret_cast<CtaSmem<typename T::Tiling>*>(arch::dynamic_smem());
@@ -142,8 +153,8 @@ class Tiles {
         : ctx_(ctx),
           all_weights_(all_weights),
           stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
-                  units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx.args),
-                  arch::block_idx() / pair_ctas, arch::grid_dim() / pair_ctas) {
+                  units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx),
+                  cta_idx(ctx) / pair_ctas, num_ctas(ctx) / pair_ctas) {
         if (recomputes() || all_weights) stream_.next2 = stream_.num_blocks * stream_.units2;
         if (all_weights) stream_.next1 = stream_.num_blocks * stream_.units1;
     }
@@ -202,14 +213,14 @@ class Tiles {
     }
 
     // Two gemm1 tiles a CTA and step, or what the caller asked for.
-    static MEGAMOE_DEVICE int step_blocks(const Args& args) {
-        int blocks = args.step_blocks != 0
-                         ? args.step_blocks
-                         : ceil_div(2 * arch::grid_dim(), Shape<T>::tiles(args, Stage::gemm1));
+    static MEGAMOE_DEVICE int step_blocks(const Context& ctx) {
+        const Args& args = ctx.args;
+        int blocks = args.step_blocks != 0 ? args.step_blocks
+                                           : ceil_div(2 * num_ctas(ctx), Shape<T>::tiles(args, Stage::gemm1));
         return max_of(blocks, max_group);
     }
-    static MEGAMOE_DEVICE int pair() { return arch::block_idx() / pair_ctas; }
-    static MEGAMOE_DEVICE int stride() { return arch::grid_dim() / pair_ctas; }
+    MEGAMOE_DEVICE int pair() const { return cta_idx(ctx_) / pair_ctas; }
+    MEGAMOE_DEVICE int stride() const { return num_ctas(ctx_) / pair_ctas; }
 
     const Context& ctx_;
     bool all_weights_;

@@ -81,7 +81,8 @@ struct Smem {
     PassPlan draft;                                // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
-    uint32_t epoch;  // of this launch; kept here, not in registers, like the counts below
+    uint32_t epoch;         // of this launch; kept here, not in registers, like the counts below
+    int32_t cta, num_ctas;  // among those that take part in the launch; num_ctas = 0: this one does not
     int32_t own_tokens;
     int32_t num_chunks;
     int32_t last_arrival[2];         // of either crew of the prologue

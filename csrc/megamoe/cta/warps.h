@@ -41,8 +41,6 @@ MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }
 MEGAMOE_DEVICE void crew_sync() { arch::named_sync(first_crew_barrier + crew(), crew_threads); }
 
 MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE int transport_index() { return arch::block_idx() * num_transport_warps + transport_warp(); }
-MEGAMOE_DEVICE int num_transports() { return arch::grid_dim() * num_transport_warps; }
 MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
 
 // Movers: the transport warps, and math warps that have no tiles left.

@@ -16,10 +16,9 @@ struct Bf16Rows {
         auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
         auto* from = static_cast<const uint4_t*>(args.x);
         int64_t total = int64_t{num_tokens} * args.hidden / 8;
-        int64_t stride = int64_t{arch::grid_dim()} * crew_threads;
+        int64_t stride = int64_t{num_ctas(ctx)} * crew_threads;
         MEGAMOE_UNROLL_BY(1)
-        for (int64_t i = int64_t{arch::block_idx()} * crew_threads + crew_thread(); i < total;
-             i += 4 * stride) {
+        for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total; i += 4 * stride) {
             uint4_t v[4];  // four loads in flight
             MEGAMOE_UNROLL
             for (int j = 0; j < 4; ++j) {

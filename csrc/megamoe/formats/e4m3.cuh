@@ -45,7 +45,7 @@ struct E4m3Rows {
         int groups = ceil_div(args.hidden, scale_group);
         auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
         auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-        Pieces pieces(arch::block_idx() * crew_warps + crew_warp(), arch::grid_dim() * crew_warps,
+        Pieces pieces(cta_idx(ctx) * crew_warps + crew_warp(), num_ctas(ctx) * crew_warps,
                       ceil_div(args.hidden, Pieces::piece_columns));
         constexpr int batch = 8;  // loads in flight
         MEGAMOE_UNROLL_BY(1)

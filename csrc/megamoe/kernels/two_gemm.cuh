@@ -142,8 +142,8 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
     ctx.mem.async_complete();
 }
 
-// The launch ends when its last CTA leaves; only then does the epoch advance. A CTA stays until its partner
-// has sent it the last arrival on its barriers.
+// The launch ends when its last CTA leaves, whether it took part or not; only then does the epoch advance. A
+// CTA stays until its partner has sent it the last arrival on its barriers.
 template <class T>
 MEGAMOE_DEVICE void leave(Context& ctx) {
     arch::cluster_sync();
@@ -155,6 +155,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
         } else if (T::direction == Direction::train) {
             ctx.args.training.header->complete = ctx.epoch();
         }
+        ctx.mem.store(ctx.args.joined, 0, Order::relaxed, Scope::gpu);
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
     }
 }
@@ -198,6 +199,24 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
     if constexpr (T::direction == Direction::backward) arch::cluster_sync();
 }
 
+// All threads, behind init_barriers(). Says which of the launch's CTAs this one is, and of how many.
+MEGAMOE_DEVICE void join(Context& ctx) {
+    const Args& args = ctx.args;
+    if (args.join_ns == 0) return;
+    if (arch::thread_idx() == 0 && pair_member() == 0) {
+        int count = 0;
+        int pair = Door::enter(ctx.mem, args.joined, args.members, ctx.epoch(), arch::grid_dim() / pair_ctas,
+                               args.join_ns, &count);
+        if (pair < 0) count = 0;
+        for (int member = 0; member < pair_ctas; ++member) {
+            *arch::in_member(&ctx.smem.cta, member) = pair * pair_ctas + member;
+            *arch::in_member(&ctx.smem.num_ctas, member) = count * pair_ctas;
+        }
+    }
+    arch::warp_sync();
+    arch::cluster_sync();
+}
+
 template <class T>
 MEGAMOE_DEVICE void two_gemm(const Args& args) {
     static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
@@ -206,20 +225,25 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) {
         smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
+        smem.cta = arch::block_idx();
+        smem.num_ctas = arch::grid_dim();
         if (T::direction == Direction::train && arch::block_idx() == 0) args.training.header->complete = 0;
     }
     init_barriers<T>();
     Profile<T>::begin(args, smem);
-    int warp = arch::warp_idx();
-    if (warp >= first_math_warp) {
-        stage<T>(ctx);
-        Profile<T>::mark(args, Mark::staged);
-    } else {
-        route<T>(ctx);
-        Profile<T>::mark(args, Mark::routed);
+    join(ctx);
+    if (num_ctas(ctx) != 0) {
+        int warp = arch::warp_idx();
+        if (warp >= first_math_warp) {
+            stage<T>(ctx);
+            Profile<T>::mark(args, Mark::staged);
+        } else {
+            route<T>(ctx);
+            Profile<T>::mark(args, Mark::routed);
+        }
+        arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
+        run_role<T>(ctx, warp);
     }
-    arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
-    run_role<T>(ctx, warp);
     leave<T>(ctx);
     Profile<T>::end(args, smem);
 }

@@ -118,6 +118,8 @@ struct Args {
     uint32_t* fault_ticket;  // [1] whoever takes it first writes the fault record
     uint32_t* arrivals;      // [1] of the grid barrier, and
     uint32_t* generation;    // [1] how often it opened
+    uint32_t* joined;        // [1] pairs of CTAs that have come to the door, see protocol/edges.h
+    uint32_t* members;       // [1] epoch << 8 | pairs that take part
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
     uint32_t* row_route;    // [M] chunk-order token * 32 + k, with the leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
@@ -158,6 +160,7 @@ struct Args {
     int32_t pool_rows;   // M, a multiple of 128
     int32_t max_chunks;  // row length of chunk_prefix is max_chunks + 1
     int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
+    uint32_t join_ns;     // how long a launch waits for SMs before it does without; 0: it has all of its CTAs
     int32_t ids_are_int64;
     uint32_t config_hash;  // equal on all ranks, or Edge::config is raised
     float act_alpha;

@@ -129,6 +129,37 @@ struct GridBarrier {
     }
 };
 
+// Where a launch must not wait for SMs that others hold (NCCL's kernels may hold them until this launch is
+// done on another rank): its first pair of CTAs waits for the others for a while, then it closes the door.
+// Who came before that takes part, who comes later leaves at once. `joined` counts pairs, and `closed` once;
+// the last CTA out zeroes it. `members` has the epoch above the count.
+struct Door {
+    static constexpr uint32_t closed = 1 << 16;
+    static constexpr int epoch_shift = 8;
+
+    // Called by one thread of each pair. Returns the pair's number or -1, and how many pairs take part.
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE int enter(Mem& mem, Cell joined, Cell members, uint32_t epoch, uint32_t num_pairs,
+                                    uint32_t patience_ns, int* count) {
+        uint32_t number = mem.fetch_add(joined, 1);
+        if (number >= closed) return -1;
+        if (number == 0) {
+            mem.await_for(joined, num_pairs, patience_ns);
+            uint32_t found = mem.fetch_add(joined, closed);
+            mem.store(members, epoch << epoch_shift | found, Order::release, Scope::gpu);
+            *count = static_cast<int>(found);
+            return 0;
+        }
+        // Bounded by the first pair's patience, and not left early: all must know the same count.
+        uint32_t found;
+        do {
+            found = mem.load(members, Order::acquire, Scope::gpu);
+        } while (found >> epoch_shift != epoch << epoch_shift >> epoch_shift);
+        *count = static_cast<int>(found & ((1u << epoch_shift) - 1));
+        return static_cast<int>(number);
+    }
+};
+
 // "Whoever arrives last does it": all CTAs' earlier writes happen before what the last one does next.
 struct LastArrival {
     template <class Mem, class Cell>

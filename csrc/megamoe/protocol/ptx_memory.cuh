@@ -73,6 +73,14 @@ struct Memory : Mbarriers {
         }
     }
 
+    // Until the cell holds `target`, or that time is over.
+    MEGAMOE_DEVICE void await_for(Cell cell, uint32_t target, uint32_t ns) const {
+        uint64_t start = arch::globaltimer_ns();
+        MEGAMOE_UNROLL_BY(1)
+        while (load(cell, Order::relaxed, Scope::gpu) != target && arch::globaltimer_ns() - start < ns) {
+        }
+    }
+
     // True once any rank has given up on a launch of this window: from then on waits return at once (abort =
     // poison).
     MEGAMOE_DEVICE bool aborted() const { return load(args.abort, Order::relaxed, Scope::system) != 0; }

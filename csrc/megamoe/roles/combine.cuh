@@ -92,18 +92,18 @@ class Combiner {
     // Tokens of a share: few enough that every mover has some.
     static MEGAMOE_DEVICE int tokens_per_share(const Context& ctx) {
         int tokens = 32 / max_ranks;
-        while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * arch::grid_dim()) tokens /= 2;
+        while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * num_ctas(ctx)) tokens /= 2;
         return tokens;
     }
     // A look at a count that others add to: an old value costs one empty share.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
         int taken = arch::look_at_count(&ctx.smem.token_shares_taken);
-        int next = arch::shfl(taken, 0) * arch::grid_dim() + arch::block_idx();
+        int next = arch::shfl(taken, 0) * num_ctas(ctx) + cta_idx(ctx);
         return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;
     }
     static MEGAMOE_DEVICE void take(const Context& ctx) {
         int tokens = tokens_per_share(ctx), i = arch::lane_idx() / max_ranks;
-        int token = next_share(&ctx.smem.token_shares_taken) * tokens + i;
+        int token = next_share(ctx, &ctx.smem.token_shares_taken) * tokens + i;
         own(ctx).token = i < tokens && token < ctx.smem.own_tokens ? token : -1;
     }
 

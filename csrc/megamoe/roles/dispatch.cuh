@@ -16,9 +16,9 @@ MEGAMOE_DEVICE bool walk_pool(const Context& ctx, Token token, Zero zero) {
     constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
-    int rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
+    int rows = rows_per_share(ctx, block_rows);
     int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
-    for (int i = transport_index(); i < shares; i += num_transports()) {
+    for (int i = transport_index(ctx); i < shares; i += num_transports(ctx)) {
         int row = i * rows + lane, of_block = row % block_rows;
         int used = block_entry(args, i * rows / block_rows).rows();
         uint32_t route = lane < rows && of_block < used ? args.row_route[row] : 0;

@@ -30,7 +30,7 @@ class Gradients {
             if (!is_weight_gradient(tile.stage) || awaited_) return;
             awaited_ = true;
             GradsReady::await(ctx.mem, ctx.args.training.grads_ready,
-                              arch::grid_dim() * (1 + num_transport_warps), tile.expert());
+                              num_ctas(ctx) * (1 + num_transport_warps), tile.expert());
         }
     }
 

@@ -70,7 +70,7 @@ template <class T>
 MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
     constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
-    for (int e = transport_index(); e < args.num_local_experts; e += num_transports()) {
+    for (int e = transport_index(ctx); e < args.num_local_experts; e += num_transports(ctx)) {
         int rows = routes_between(args, e, begin, end);
         int first = ctx.routing.expert_start[e], blocks = ctx.routing.expert_start[e + 1] - first;
         if (T::direction == Direction::backward && arch::lane_idx() == 0) {
@@ -98,7 +98,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
     int32_t* counters = ctx.routing.expert_counters[transport_warp()];
-    for (int chunk = begin + transport_index(); chunk < end; chunk += num_transports()) {
+    for (int chunk = begin + transport_index(ctx); chunk < end; chunk += num_transports(ctx)) {
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
             counters[e] = ctx.routing.expert_start[e] * block_rows + routes_between(args, e, begin, chunk);
@@ -150,8 +150,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
 
 MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
     transport_sync();
-    if (leads)
-        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, arch::grid_dim());
+    if (leads) GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, num_ctas(ctx));
     transport_sync();
 }
 
@@ -202,7 +201,7 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
         assign_rows<T>(ctx, begin, plan.chunk_end);
     }
     if constexpr (T::direction == Direction::backward) {
-        if (leads && arch::block_idx() == 0) *ctx.args.training.grads_ready = 0;
+        if (leads && cta_idx(ctx) == 0) *ctx.args.training.grads_ready = 0;
     }
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);

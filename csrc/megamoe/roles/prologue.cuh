@@ -22,7 +22,7 @@ MEGAMOE_DEVICE int own_tokens(const Args& args) {
 MEGAMOE_DEVICE bool last_to_arrive(Context& ctx, Memory::Cell ticket) {
     int32_t& is_last = ctx.smem.last_arrival[crew()];
     crew_sync();
-    if (crew_thread() == 0) is_last = LastArrival::arrive(ctx.mem, ticket, arch::grid_dim()) ? 1 : 0;
+    if (crew_thread() == 0) is_last = LastArrival::arrive(ctx.mem, ticket, num_ctas(ctx)) ? 1 : 0;
     crew_sync();
     return is_last != 0;
 }
@@ -34,8 +34,7 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
     MEGAMOE_UNROLL_BY(1)
-    for (int i = arch::block_idx() * crew_threads + crew_thread(); i < total;
-         i += arch::grid_dim() * crew_threads) {
+    for (int i = cta_idx(ctx) * crew_threads + crew_thread(); i < total; i += num_ctas(ctx) * crew_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
@@ -110,8 +109,8 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
     int lane = arch::lane_idx(), warp = crew_warp();
     int32_t* counters = ctx.routing.expert_counters[warp];
     MEGAMOE_UNROLL_BY(1)
-    for (int chunk = arch::block_idx() * crew_warps + warp; chunk < ctx.smem.num_chunks;
-         chunk += arch::grid_dim() * crew_warps) {
+    for (int chunk = cta_idx(ctx) * crew_warps + warp; chunk < ctx.smem.num_chunks;
+         chunk += num_ctas(ctx) * crew_warps) {
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) counters[e] = 0;
         arch::warp_sync();
@@ -152,8 +151,8 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), chunks = ctx.smem.num_chunks;
     MEGAMOE_UNROLL_BY(1)
-    for (int e = arch::block_idx() * crew_warps + crew_warp(); e < args.num_local_experts;
-         e += arch::grid_dim() * crew_warps) {
+    for (int e = cta_idx(ctx) * crew_warps + crew_warp(); e < args.num_local_experts;
+         e += num_ctas(ctx) * crew_warps) {
         int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
         int running = 0;
         MEGAMOE_UNROLL_BY(1)
@@ -177,7 +176,7 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
 MEGAMOE_DEVICE void grid_sync(Context& ctx) {
     crew_sync();
     if (crew_thread() == 0) {
-        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, arch::grid_dim());
+        GridBarrier::arrive_and_wait(ctx.mem, ctx.args.arrivals, ctx.args.generation, num_ctas(ctx));
     }
     crew_sync();
 }
@@ -196,7 +195,7 @@ MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
 
 // train: the state says whose it is, once this launch's counts are known; leave() says that it is complete.
 MEGAMOE_DEVICE void begin_state(const Context& ctx) {
-    if (arch::block_idx() != 0 || crew_thread() != 0) return;
+    if (cta_idx(ctx) != 0 || crew_thread() != 0) return;
     StateHeader& header = *ctx.args.training.header;
     header.begun = ctx.epoch();
     header.pool_rows = static_cast<uint32_t>(ctx.args.pool_rows);
@@ -218,7 +217,7 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
                 header.tokens_of_rank[args.rank] <= args.num_tokens;
     if (fits) {
         int peer = crew_thread();
-        if (arch::block_idx() == 0 && peer < args.num_ranks) {
+        if (cta_idx(ctx) == 0 && peer < args.num_ranks) {
             auto* cell =
                 ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
             RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
@@ -229,8 +228,7 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
         return;
     }
     if (crew_thread() == 0) {
-        if (arch::block_idx() == 0)
-            ctx.mem.fault(Wait{Edge::state, max_ranks, 0}, header.begun, header.complete);
+        if (cta_idx(ctx) == 0) ctx.mem.fault(Wait{Edge::state, max_ranks, 0}, header.begun, header.complete);
         ctx.smem.num_chunks = 0;  // no row, and no token that is combined: all of dx becomes NaN
         ctx.smem.own_tokens = args.num_tokens;
     }

@@ -15,7 +15,7 @@ class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
-        s.rows = rows_per_share(ctx.smem.plan.num_blocks, block_rows);
+        s.rows = rows_per_share(ctx, block_rows);
         s.row = take(ctx);
         s.done = 0;
         s.closers = 0;
@@ -63,7 +63,7 @@ class Reducer {
 
   private:
     MEGAMOE_DEVICE int take(const Context& ctx) const {
-        return next_share(&ctx.smem.row_shares_taken) * own(ctx).rows;
+        return next_share(ctx, &ctx.smem.row_shares_taken) * own(ctx).rows;
     }
 
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {

@@ -9,7 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -173,11 +172,3 @@ def all_or_none(group: Group, attempt: Callable[[], T], what: str) -> T:
         if text is not None:
             raise MegaMoEError(f"rank {rank} could not {what}: {text}")
     return made[0]
-
-
-def nccl_in_use(group: Group) -> bool:
-    """Return whether the group's process uses NCCL on it."""
-    process_group = getattr(group, "process_group", None)
-    if process_group is None or not torch.distributed.is_available():
-        return False
-    return "nccl" in str(dist.get_backend(process_group))

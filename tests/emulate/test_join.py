@@ -1,0 +1,78 @@
+"""Launches that take the SMs that are free: pairs of CTAs that come when the door is closed leave, and change no bit.
+
+Fibers run in any order and the first pair waits for next to nothing here, so that many pairs come late.
+"""
+
+import pytest
+import torch
+from test_forward import columns, inputs_of
+
+from megamoe.backends.emulation import Emulation
+from megamoe.config import Problem
+from megamoe.testing.compare import same_bits
+
+CTAS, SEEDS, TOKENS = 8, range(1, 9), [40, 0, 70]
+
+
+def problem_of(precision):
+    return Problem(144, 144, 7, 3, ep_size=3, max_tokens=70, precision=precision)
+
+
+def members(emulation):
+    """CTAs that took part in the last launch, by rank."""
+    return [
+        2 * (int(emulation.region(r, "members")) & 0xFF) for r in range(emulation.problem.ep_size)
+    ]
+
+
+def left_as_found(emulation):
+    cells = ("joined", "exit_ticket", "arrivals", "ids_ticket", "x_ticket")
+    return all(int(emulation.region(r, c)) == 0 for r in range(3) for c in cells)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_late_pairs_change_no_bit(precision):
+    problem = problem_of(precision)
+    inputs, weights = inputs_of(problem, TOKENS)
+    call = (*columns(inputs), weights)
+    expected = Emulation(problem, num_ctas=CTAS).forward_all(*call)
+    emulation, seen = Emulation(problem, num_ctas=CTAS, join_ns=1), set()
+    for (
+        seed
+    ) in SEEDS:  # launches of one window: each finds what the late pairs of the last one left
+        ys = emulation.forward_all(*call, seed=seed)
+        assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True)), seed
+        assert left_as_found(emulation)
+        seen |= set(members(emulation))
+    assert min(seen) < CTAS, "no pair was late"
+    assert min(seen) >= 2
+
+
+def test_all_take_part_where_the_first_is_patient():
+    problem = problem_of("bf16")
+    inputs, weights = inputs_of(problem, TOKENS)
+    emulation = Emulation(problem, num_ctas=CTAS, join_ns=10**6)
+    for seed in SEEDS:
+        emulation.forward_all(*columns(inputs), weights, seed=seed)
+        assert members(emulation) == [CTAS] * 3
+
+
+def test_steps_that_train_with_late_pairs():
+    problem = problem_of("bf16")
+    inputs, weights = inputs_of(problem, TOKENS)
+    xs, ids, scores = columns(inputs)
+    dys = [torch.randn_like(x) for x in xs]
+
+    def step(emulation, seed):
+        ys, states = emulation.train_all(xs, ids, scores, weights, seed=seed)
+        gradients = emulation.backward_all(dys, xs, ids, weights, states, seed=seed)
+        return [*ys, *(g for found in gradients for g in found if g is not None)]
+
+    expected = step(Emulation(problem, num_ctas=CTAS), 0)
+    emulation, seen = Emulation(problem, num_ctas=CTAS, join_ns=1), set()
+    for seed in SEEDS[:3]:
+        found = step(emulation, seed)
+        assert all(same_bits(f, e) for f, e in zip(found, expected, strict=True)), seed
+        assert left_as_found(emulation)
+        seen |= set(members(emulation))
+    assert min(seen) < CTAS, "no pair was late"
