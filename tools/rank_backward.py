@@ -15,11 +15,10 @@ import megamoe
 from megamoe.backends import reference
 from megamoe.backends.reference.route import Rows
 from megamoe.memory.arguments import Plan
-from megamoe.testing import compare, rounding_step, same_bits
+from megamoe.testing import same_bits
 from megamoe.testing.gradients import (
     BACKWARD_STAGES,
     GRADIENTS,
-    KERNEL_LIMIT,
     OF_EXPERTS,
     GradientChecker,
 )
@@ -248,15 +247,10 @@ def check_again(
         return
     into = {n: torch.full_like(t, MAIN_GRAD, dtype=torch.float32) for n, t in named.items()}
     _, added, _ = through_backend(backend, d, into)
+    passes = int(backend.statistics().passes)
     for name, main in into.items():
-        gradient = found[f"d{name}"].float()
         checker.require(added[f"d{name}"] is None, f"d{name} came back although it was added")
-        # rounded to bf16 in every pass there, to fp32 here
-        passes = int(backend.statistics().passes) if d.case.least_pool else 1
-        tolerance = passes * rounding_step(gradient, torch.bfloat16) + 1e-6 * passes
-        apart = compare(main - MAIN_GRAD, gradient, tolerance)
-        good = apart.differing == 0 and apart.relative <= KERNEL_LIMIT * passes
-        checker.require(good or not gradient.numel(), f"d{name} added to fp32: {apart}")
+        checker.compare_added(f"d{name}", main - MAIN_GRAD, found[f"d{name}"].float(), passes)
 
 
 def same_gradients(

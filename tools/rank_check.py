@@ -35,11 +35,12 @@ import megamoe
 from megamoe.backends import reference
 from megamoe.config import PRECISIONS
 from megamoe.testing import OVERLOADED, ROUTINGS, same_bits
-from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS
+from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
 FORWARD_COLUMNS = [*STAGES, "y_fp32"]
 BACKWARD_COLUMNS = [*BACKWARD_STAGES, *GRADIENTS, *(f"{name}_fp32" for name in GRADIENTS)]
+BACKWARD_COLUMNS += [f"{name}_added" for name in OF_EXPERTS]  # to fp32
 COLUMNS = {"forward": FORWARD_COLUMNS, "backward": BACKWARD_COLUMNS}
 COLUMNS["step"] = list(dict.fromkeys(FORWARD_COLUMNS + BACKWARD_COLUMNS))
 SHOWN = {"forward": ("y",), "backward": ("dx", "dw13"), "step": ("y", "dx", "dw13")}

@@ -130,6 +130,10 @@ def a_row_is_not_zero(found):
     found["x_rows"][63] = 1.0
 
 
+def an_expert_is_added_twice(into):
+    into["w2"][4] += into["w2"][4] - 0.5
+
+
 def lost_partial(found):
     found["partials"][0, 9] = 0
 
@@ -166,12 +170,15 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
     through, stages = rank_backward.through_backend, rank_backward.backward_stages
     args = Namespace(backend="emulate", verbose=False, repeat=2)
 
-    for fault, text in {None: "", **OF_RESULTS, **OF_STAGES}.items():
+    faults = {None: "", **OF_RESULTS, **OF_STAGES, an_expert_is_added_twice: "FAIL dw2_added"}
+    for fault, text in faults.items():
 
         def spoilt(*given, fault=fault, **options):
             y, found, state = through(*given, **options)
             if fault in OF_RESULTS and found["dw13"] is not None:
                 fault(found)
+            if fault is an_expert_is_added_twice and given[2:]:
+                fault(given[2])
             return y, found, state
 
         def left(*given, fault=fault):
@@ -239,3 +246,19 @@ def test_gradients_of_y_are_not_the_inputs():
     drawn = [case.inputs(0, cpu).x, case.inputs(1, cpu).x, case.dy(0, cpu), case.dy(1, cpu)]
     for i, a in enumerate(drawn):
         assert not any(torch.equal(a[0], b[0]) for b in drawn[i + 1 :])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_added_to_fp32_are_those_stored(passes):
+    """What two passes round may cancel: an element's own size says nothing then. A wrong scale is found in both."""
+    from megamoe.testing.gradients import GradientChecker
+
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(3, 40, 24, generator=generator) for _ in range(passes)]
+    stored = torch.zeros(3, 40, 24, dtype=torch.bfloat16)
+    for part in parts:
+        stored = (stored.float() + part).bfloat16()
+    for scale, good in ((1.0, True), (1.02, False)):
+        checker = GradientChecker(Problem(32, 48, 3, 1))
+        checker.compare_added("dw13", scale * sum(parts), stored.float(), passes)
+        assert checker.good == good, checker.lines
