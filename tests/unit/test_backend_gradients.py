@@ -187,6 +187,34 @@ def test_what_is_not_finite_stays_with_its_token_and_experts(emulations, activat
                 assert torch.equal(got[others], before[others])
 
 
+def test_a_token_does_not_depend_on_the_others():
+    """Every third token of rank 0 comes again among others, which move its rows: equal bits of y, dx, d_scores."""
+    problem = Problem(144, 80, 6, 3, ep_size=2, max_tokens=130, bias=True)
+    emulation, weights = Emulation(problem), [make_weights(problem, rank=r) for r in range(2)]
+
+    def run(tokens, seed, routing, into=None):
+        inputs = [
+            make_inputs(problem, t, rank=r, seed=seed, routing=routing)
+            for r, t in enumerate(tokens)
+        ]
+        dy = [make_inputs(problem, t, rank=r, seed=seed + 9).x for r, t in enumerate(tokens)]
+        columns = [dy] + [[getattr(i, n) for i in inputs] for n in vars(inputs[0])]
+        if into is not None:
+            for mine, others in zip(into, columns, strict=True):
+                others[0][:70:3] = mine[0][:70:3]
+        dy, x, *routes = columns
+        ys, states = emulation.train_all(x, *routes, weights)
+        dx, d_scores, *_ = emulation.backward_all(dy, x, routes[0], weights, states)[0]
+        return columns, [t[:70:3] for t in (ys[0], dx, d_scores)]
+
+    columns, alone = run((70, 33), 1, "uniform")
+    _, crowded = run((130, 90), 2, "hot", columns)
+    _, others = run((130, 90), 2, "hot")
+    for a, b, c in zip(alone, crowded, others, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, c)
+
+
 @pytest.mark.parametrize("of", range(len(NAMES)))
 @pytest.mark.parametrize("way", ["reference", "staged"])
 def test_a_wrong_gradient_is_seen(two_ranks, way, of):
