@@ -74,4 +74,11 @@ MEGAMOE_KERNEL({self.entry}, megamoe::Traits)
 def variants(profile: bool = False) -> list[Variant]:
     """Return every kernel that a Problem can ask for."""
     have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
-    return [Variant(p, a, profile) for p, a in product(have, ACTIVATIONS)]
+    made = product(("forward", "train"), have, ACTIVATIONS)
+    return [
+        *(
+            Variant(precision, activation, profile, kernel)
+            for kernel, precision, activation in made
+        ),
+        *(Variant("bf16", activation, profile, "backward") for activation in ACTIVATIONS),
+    ]

@@ -15,12 +15,10 @@ from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
 from megamoe.memory.transport.group import Group, TorchGroup, as_group
-
-TRAINS = False  # the kernels that train are not there yet: layers recompute
 
 
 class EmulateBackend:
@@ -57,8 +55,6 @@ class EmulateBackend:
     @property
     def state_bytes(self) -> int:
         """Bytes of a call's state."""
-        if not TRAINS:
-            return 0
         rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
         return Plan(self.problem, rows).train_state_bytes
 
@@ -115,6 +111,7 @@ class EmulateBackend:
         weights: the bf16 masters. state: forward_train's. into: tensors by name ("w13", "w2", "b13", "b2") that
         gradients are added to; the list then holds None for them.
         """
+        check_tensor("state", state, (self.state_bytes,), torch.uint8, x.device)
         sums = {name: _to(t, "cpu") for name, t in (into or {}).items()}
         given = (dy, x, topk_ids, state, num_tokens_device, tuple(needs), sums)
 

@@ -7,14 +7,14 @@ import subprocess
 
 import pytest
 
-from megamoe.errors import CompileError
+from megamoe.errors import CompileError, ConfigError
 from megamoe.jit import abi, paths
 from megamoe.jit.__main__ import main as warm
 from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
 from megamoe.jit.cubin import read_u32
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
-from megamoe.jit.source import Variant, variants
+from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
@@ -34,7 +34,17 @@ def opcodes(cubin, folder):
     return collections.Counter(found)
 
 
-@pytest.fixture(params=variants(), ids=str)
+# Of the kernels that train those with the least room; the others take two minutes: SLOW=1, or `make compile`.
+QUICK = [v for v in variants() if v.kernel == "forward"] + [
+    Variant("fp8", "clamped_swiglu", kernel="train"),
+    Variant("bf16", "clamped_swiglu", kernel="backward"),
+]
+
+
+@pytest.fixture(
+    params=[v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in variants()],
+    ids=str,
+)
 def built(request):
     return request.param, compile_variant(request.param)
 
@@ -54,6 +64,7 @@ def test_instructions(built, tmp_path):
     assert count[other] == 0
     assert count["UTMALDG"] >= 3  # A, and two halves of B
     assert count["UTMASTG"] >= 1
+    assert (count["UTMAREDG"] > 0) == (variant.kernel == "backward")  # adds to main_grad
     assert count["USETMAXREG"] >= 2
     assert count["LDL"] == count["STL"] == 0
 
@@ -76,10 +87,24 @@ def test_quantize_kernel():
     assert result.registers <= 128  # two CTAs of 256 threads an SM, at least
 
 
-def test_everything_is_warmed_at_once(capsys):
+def test_everything_is_warmed_at_once(capsys, monkeypatch):
+    """Here the quick ones stand for all."""
+    monkeypatch.setattr("megamoe.jit.__main__.variants", lambda profile: QUICK)
     assert warm(["--all"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert names == ["quantize-weights", *map(str, variants())]
+    assert names == ["quantize-weights", *map(str, QUICK)]
+
+
+def test_variants_are_all_that_a_layer_asks_for():
+    """Each precision forward and training; backward, which computes in bf16, once."""
+    names = {str(v) for v in variants()}
+    assert len(names) == len(variants()) == 25
+    for activation in ACTIVATIONS:
+        for precision in ("bf16", "fp8"):
+            assert {f"{precision}-{activation}", f"train-{precision}-{activation}"} <= names
+        assert f"backward-bf16-{activation}" in names
+    with pytest.raises(ConfigError, match="precision is 'fp8', expected 'bf16', for backward"):
+        Variant("fp8", "swiglu", kernel="backward")
 
 
 def test_the_drivers_cache_is_not_asked():

@@ -1,0 +1,96 @@
+"""backend="emulate" trains: the state and the gradients of each rank, the bits that its emulation gives."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from training_cases import Call, zeros
+
+from megamoe.backends.emulate import EmulateBackend
+from megamoe.backends.emulation import Emulation
+from megamoe.config import Problem
+from megamoe.errors import ArgumentError
+from megamoe.memory.transport.group import ThreadGroup
+from megamoe.testing.layouts import LAYOUTS
+
+ALL = (True,) * 6
+PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
+
+
+def on_ranks(problem: Problem, call: Any) -> list[Any]:
+    """call(rank, its backend) on a thread each -> what they return."""
+    results: list[Any] = [None] * problem.ep_size
+
+    def rank_main(rank: int, group: ThreadGroup) -> None:
+        results[rank] = call(rank, EmulateBackend(replace(problem, rank=rank), group))
+
+    threads = [
+        threading.Thread(target=rank_main, args=pair)
+        for pair in enumerate(ThreadGroup.create(problem.ep_size))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_ranks_as_threads(precision: str) -> None:
+    """Two microbatches in flight, gradients written and added, masters of another layout."""
+    problem = replace(PROBLEM, precision=precision)
+    calls = [Call.make(problem, [20, 9], seed=seed) for seed in range(2)]
+    emulation = Emulation(problem)
+    expected = []
+    for c in calls:
+        ys, states = c.forward(emulation)
+        expected.append((ys, c.backward(emulation, states)))
+
+    def rank_main(rank: int, backend: EmulateBackend) -> Any:
+        states, grads = [], []
+        for c, (ys, _) in zip(calls, expected, strict=True):
+            x, ids, scores = (column[rank] for column in c.routed)
+            y, state = backend.forward_train(x, ids, scores, c.weights[rank])
+            assert torch.equal(y, ys[rank])
+            assert (state.dtype, state.shape) == (torch.uint8, (backend.state_bytes,))
+            states.append(state)
+        into = {"w13": zeros(calls[0].masters[rank].w13), "w2": zeros(calls[0].masters[rank].w2)}
+        for i in (0, 1):
+            c, master = calls[i], LAYOUTS["interleaved"](calls[i].masters[rank])
+            x, ids, _ = (column[rank] for column in c.routed)
+            needs = ALL if i == 0 else (True, False, True, True, False, True)
+            options = {} if i == 0 else {"into": into}
+            grads.append(backend.backward(c.dys[rank], x, ids, master, states[i], needs, **options))
+            if i == 0:
+                assert grads[0][2].shape == master.w13.shape
+                assert grads[0][2].stride() == torch.empty_like(master.w13).stride()
+        return grads, into
+
+    for rank, (grads, into) in enumerate(on_ranks(problem, rank_main)):
+        for got, wanted in zip(grads[0], expected[0][1][rank], strict=True):
+            assert torch.equal(got.reshape(wanted.shape), wanted)
+        dx, d_weights, dw13, dw2, db13, db2 = grads[1]
+        wanted = expected[1][1][rank]
+        assert torch.equal(dx, wanted[0])
+        assert torch.equal(db2, wanted[5])
+        assert (d_weights, dw13, dw2, db13) == (None,) * 4
+        for name, single in (("w13", wanted[2]), ("w2", wanted[3])):
+            assert torch.equal(into[name].bfloat16(), single)
+
+
+def test_quantized_weights_are_refused() -> None:
+    """Backward computes with the masters; codes taken for bf16 numbers would be garbage."""
+    problem = replace(PROBLEM, ep_size=1, precision="fp8")
+    call, backend = Call.make(problem, [4]), EmulateBackend(problem)
+    x, ids, scores = (column[0] for column in call.routed)
+    _, state = backend.forward_train(x, ids, scores, call.weights[0])
+    with pytest.raises(ArgumentError, match="weights.w13"):
+        backend.backward(call.dys[0], x, ids, call.weights[0], state, ALL)
+    with pytest.raises(ArgumentError, match="weights.w13_scale|weights.w13"):
+        backend.forward_train(x, ids, scores, call.masters[0])
+    with pytest.raises(ArgumentError, match="state"):
+        backend.backward(call.dys[0], x, ids, call.masters[0], state[:-256], ALL)
