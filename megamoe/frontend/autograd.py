@@ -133,7 +133,8 @@ class _Call(torch.autograd.Function):
             if ctx.direct:
                 runtime_of(ctx.handle).refuse()
             raise
-        needs = [ctx.needs_input_grad[i] for i in DIFFERENTIABLE]
+        wanted = ctx.needs_input_grad  # made anew at each look
+        needs = [wanted[i] for i in DIFFERENTIABLE]
         if ctx.adding is not None:
             grads = _added(ctx.adding, dy, inputs, handle, state, needs)
         elif not ctx.direct or watched() or torch.is_grad_enabled():
