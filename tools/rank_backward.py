@@ -25,6 +25,7 @@ from megamoe.testing.gradients import (
 
 MAX_MAIN_GRAD_BYTES = 8 << 30  # beyond, nothing is added to fp32 gradients
 MAIN_GRAD = 0.5  # what they hold before
+OTHER_CTAS = 4  # of emulate, which has 2
 ZERO_ROWS = 64  # an expert's rows are filled up to a multiple with zeros
 EMULATED = ("dy_rows", "x_rows", "row_weight", "dgu", "hs", "d_s", "dx_rows")
 
@@ -99,6 +100,8 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             del state, saved, stages
             check_again(checker, backend, d, y, found, args.repeat)
             getattr(backend, "check", lambda: None)()
+            if args.fewer_sms:
+                check_fewer_sms(checker, d, y, found, args)
         else:
             checker.require(args.backend != "mega", "mega has no backward pass of its own here")
             y, found = through_autograd(args.backend, group, d)
@@ -251,6 +254,24 @@ def check_again(
     for name, main in into.items():
         checker.require(added[f"d{name}"] is None, f"d{name} came back although it was added")
         checker.compare_added(f"d{name}", main - MAIN_GRAD, found[f"d{name}"].float(), passes)
+
+
+def check_fewer_sms(
+    checker: GradientChecker, d: Drawn, y: Tensor, found: Gradients, args: argparse.Namespace
+) -> None:
+    """Compare bits with those of another grid. Collective."""
+    group = dist.group.WORLD if d.me.size > 1 else None
+    grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options(d.me.rank)}
+    other = megamoe.make_backend(args.backend, d.problem, group, device=d.me.device, **grid)
+    try:
+        other.prepare(d.masters[d.me.rank].quantized(d.problem))
+        again, gradients, _ = through_backend(other, d)
+        getattr(other, "check", lambda: None)()
+    finally:
+        other.close()
+    tokens = d.x[d.me.rank].shape[0] if d.case.live is None else d.case.live[d.me.rank]
+    checker.require(same_bits(again[:tokens], y[:tokens]), "another grid: other bits of y")
+    same_gradients(checker, found, gradients, "another grid")
 
 
 def same_gradients(

@@ -241,6 +241,8 @@ def main() -> int:
     add("--int64-ids", action="store_true")
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")
     add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")
+    add("--fewer-sms", type=int, default=0, metavar="N",
+        help="backward: a layer with N SMs reserved must give the same bits")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
     add("--verbose", "-v", action="store_true", help="print good stages too")

@@ -134,6 +134,10 @@ def an_expert_is_added_twice(into):
     into["w2"][4] += into["w2"][4] - 0.5
 
 
+def of_another_grid(found):
+    found["dw13"].view(torch.int16)[2, 3, 4] ^= 1
+
+
 def lost_partial(found):
     found["partials"][0, 9] = 0
 
@@ -168,14 +172,20 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
 
     monkeypatch.setattr(Case, "inputs", without_one_expert)
     through, stages = rank_backward.through_backend, rank_backward.backward_stages
-    args = Namespace(backend="emulate", verbose=False, repeat=2)
+    args = Namespace(backend="emulate", verbose=False, repeat=2, fewer_sms=40)
 
     faults = {None: "", **OF_RESULTS, **OF_STAGES, an_expert_is_added_twice: "FAIL dw2_added"}
+    faults |= {of_another_grid: "another grid: other bits of dw13"}
     for fault, text in faults.items():
 
         def spoilt(*given, fault=fault, **options):
             y, found, state = through(*given, **options)
             if fault in OF_RESULTS and found["dw13"] is not None:
+                fault(found)
+            if (
+                fault is of_another_grid
+                and given[0]._options["num_ctas"] == rank_backward.OTHER_CTAS
+            ):
                 fault(found)
             if fault is an_expert_is_added_twice and given[2:]:
                 fault(given[2])
