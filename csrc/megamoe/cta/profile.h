@@ -19,7 +19,9 @@ enum class Mark : int {
     rows_wait,
     h_wait,
     slot_wait,
-    staged
+    staged,
+    restored,  // backward: x rows
+    data_done  // math's first tile of weight gradients
 };
 
 template <class T>

@@ -83,6 +83,7 @@ MEGAMOE_DEVICE void fill_pool(Context& ctx) {
         if (!dispatch<T>(ctx)) return;
         if (!recomputed && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
         arch::warp_sync();
+        Profile<T>::mark(args, Mark::restored);
         // Rows of a launch that was given up may be missing.
         if (arch::lane_idx() == 0 && !ctx.mem.aborted())
             GradsReady::publish(ctx.mem, args.training.grads_ready);

@@ -56,11 +56,16 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& output_ring) {
     OutputSlots<T> output{ctx, output_ring};
+    bool is_data = true;  // of the profile alone
     for (;;) {
         await_slot<T>(ctx, ring);
         begin_tile<T>(ring.slot());
         Tile tile = current_tile<T>();
         if (!tile.valid()) break;
+        if (is_data && is_weight_gradient(tile.stage)) {
+            is_data = false;
+            Profile<T>::mark(ctx.args, Mark::data_done);
+        }
         if (tile.absent()) {
             skip_slots<T>(ctx, ring, tile.slots);
         } else if (tile.rows() <= math_group() * group_rows) {
