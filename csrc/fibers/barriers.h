@@ -111,6 +111,9 @@ inline void mbar_arrive(uint64_t* bar) { arrive(*current->cta, bar, 0, "mbar_arr
 inline void mbar_arrive_at(uint64_t* bar, int member) {
     arrive(member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
 }
+inline void mbar_arrive_at(uint64_t* bar, int member, uint32_t arrivals) {
+    for (uint32_t i = 0; i < arrivals; ++i) mbar_arrive_at(bar, member);
+}
 inline void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
     machine.preemption_point();
     check_mbarrier(*current->cta, bar, "mbar_expect_tx")->tx_bytes += static_cast<int32_t>(bytes);

@@ -84,7 +84,7 @@ struct Shape {
         return ceil_div(gemm_of(args, stage).n,
                         of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::columns; }));
     }
-    // Pipeline slots of a tile of rows: those of K, and what its epilogue reads.
+    // Pipeline slots of a tile of rows.
     static MEGAMOE_DEVICE int k_slots(const Args& args, Stage stage) {
         return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::k_planes; }) *
                ceil_div(gemm_of(args, stage).k, slot_k(stage));
@@ -171,12 +171,13 @@ class Tiles {
                     unit.block,
                     unit.n < tiles ? unit.n : -1,
                     block_entry(ctx_.args, unit.block),
-                    Shape<T>::k_slots(ctx_.args, stage) + Shape<T>::input_slots(stage)};
+                    Shape<T>::k_slots(ctx_.args, stage),
+                    Shape<T>::input_slots(stage)};
         }
         if constexpr (T::direction == Direction::backward) {
             if (!recomputes()) return next_weights();
         }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0};
+        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
     }
     // No tile of gemm1 is to come.
     MEGAMOE_DEVICE bool gemm1_done() const { return !recomputes() && stream_.gemm1_done(); }
@@ -207,9 +208,10 @@ class Tiles {
                     unit.block,
                     unit.n < matrix.n_tiles ? unit.n : -1,
                     {w.expert << 8 | S::rows},
-                    max_of(1, ceil_div(rows, group_rows))};
+                    max_of(1, ceil_div(rows, group_rows)),
+                    adds_weight_gradients(ctx_) ? T::WeightGemm::Epilogue::inputs : 0};
         }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0};
+        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
     }
 
     // Two gemm1 tiles a CTA and step, or what the caller asked for.

@@ -59,6 +59,7 @@ struct alignas(1024) TileSmem {
     alignas(1024) uint8_t output[num_math_groups][S::num_output_slots][box_bytes];
     alignas(16) float a_scale[S::num_slots][S::rows];  // destination of bulk copies
     float b_scale[S::num_slots][2];                    // of either half
+    int32_t input_slot[S::num_output_slots];           // of the pipeline, that stands in for an output slot
     Tile tile[S::num_slots];                           // that begins in a slot: load_b tells the math warps
     Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
     Slots<S::num_slots, PairBarrier> pipeline;

@@ -10,6 +10,10 @@
 //                              memory once for `batch` of them
 //   output(ctx, tile, slot)    where it puts one of them: several outputs are several maps
 //   run<T>(ctx, tile, ring, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
+//   inputs                     pipeline slots behind those of K that it reads, at most. Its outputs take
+//   their place:
+//                              input_bytes() and load_input() for load_b, claim_input() in run(),
+//                              store_input()
 //
 // Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
 // Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
@@ -32,7 +36,7 @@ template <class S, class Rows, int halves_>
 struct Elementwise {
     using Out = Rows;
     static constexpr bool elementwise = true, saves = false;
-    static constexpr int halves = halves_, inputs = 0, batch = 1;
+    static constexpr int halves = halves_, inputs = 0;
     static constexpr int columns = halves * S::half_columns;
     static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
 

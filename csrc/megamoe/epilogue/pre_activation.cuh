@@ -38,7 +38,7 @@ template <class S, class Activation>
 struct RecomputeEpilogue {
     static constexpr bool elementwise = false;
     static constexpr int planes = Activation::gated ? 2 : 1, columns = S::columns / planes;
-    static constexpr int inputs = 0, batch = 1;
+    static constexpr int inputs = 0;
     using Saved = PreActivations<S, planes>;
 
     static MEGAMOE_DEVICE int slots(const Args&) { return Saved::slots; }

@@ -13,6 +13,11 @@ struct Mbarriers {
         arch::mbar_arrive_expect_tx(&bar, bytes);
     }
     MEGAMOE_DEVICE void expect(uint64_t& bar, uint32_t bytes) const { arch::mbar_expect_tx(&bar, bytes); }
+    // One thread for so many warps, at either CTA's.
+    MEGAMOE_DEVICE void arrive(PairBarrier& bar, int warps) const {
+        arch::mbar_arrive_at(&bar.bits, 0, warps);
+        arch::mbar_arrive_at(&bar.bits, 1, warps);
+    }
     // One arrival of the warp at either CTA's.
     MEGAMOE_DEVICE void arrive(PairBarrier& bar) const {
         if (arch::lane_idx() < 2) arch::mbar_arrive_at(&bar.bits, arch::lane_idx());

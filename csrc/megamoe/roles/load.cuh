@@ -57,9 +57,8 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
         bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
         uint32_t bytes =
             (tall ? 2 : 1) * box_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);
-        int slots = tile.slots - Shape<T>::input_slots(tile.stage);
         MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < slots; ++i, ring.advance()) {
+        for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             ring.acquire(ctx.mem, smem.pipeline);
             ring.commit(ctx.mem, smem.pipeline, bytes);
             uint64_t* full = &smem.pipeline.full[ring.slot()];
@@ -76,7 +75,8 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
                                 sizeof(smem.a_scale[0]), full);
             }
         }
-        for (int i = slots; i < tile.slots; ++i) pass_slot<T>(ctx, ring);  // load_b fills them
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < tile.inputs; ++i) pass_slot<T>(ctx, ring);  // load_b fills them
     }
     pass_slot<T>(ctx, ring);
 }
@@ -89,10 +89,10 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
         if constexpr (E::inputs != 0) {
             auto& smem = tile_smem<T>();
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < E::inputs; ++i, ring.advance()) {
+            for (int i = 0; i < tile.inputs; ++i, ring.advance()) {
                 ring.acquire(ctx.mem, smem.pipeline);
-                ring.commit(ctx.mem, smem.pipeline, E::input_bytes(tile));
-                E::template load_input<T>(ctx, tile, i, smem.slots[ring.slot()].b,
+                ring.commit(ctx.mem, smem.pipeline, E::input_bytes(ctx.args, tile));
+                E::template load_input<T>(ctx, tile, i, smem.slots[ring.slot()],
                                           &smem.pipeline.full[ring.slot()]);
             }
         }
@@ -116,15 +116,14 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
         if (!tile.valid()) break;
         if (tile.absent()) {
             MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < tile.slots; ++i) pass_slot<T>(ctx, ring);
+            for (int i = 0; i < tile.slots + tile.inputs; ++i) pass_slot<T>(ctx, ring);
             continue;
         }
         gradients.await(ctx, tile);
         B weights(ctx, tile);
         typename W::Scales scales(gemm_of(ctx.args, tile.stage), tile, weights.halves);
-        int slots = tile.slots - Shape<T>::input_slots(tile.stage);
         MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < slots; ++i, ring.advance()) {
+        for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             scales.fetch();  // in flight while this thread waits for the slot
             ring.acquire(ctx.mem, smem.pipeline);
             auto& b = smem.slots[ring.slot()].b;

@@ -17,26 +17,21 @@ struct OutputSlots {
         ring.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
         return tile_smem<T>().output[math_group()][ring.slot()];
     }
-    MEGAMOE_DEVICE void hand_over() { hand_over<1>(); }
-
-    // So many slots at a time.
-    template <int n>
-    MEGAMOE_DEVICE void claim(uint8_t* (&slots)[n]) {
-        OutputRing<T> next = ring;
-        MEGAMOE_UNROLL
-        for (int i = 0; i < n; ++i, next.advance()) {
-            next.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
-            slots[i] = tile_smem<T>().output[math_group()][next.slot()];
-        }
+    // A pipeline slot of the epilogue's inputs, which becomes an output slot itself: the store warp gives it
+    // back.
+    MEGAMOE_DEVICE auto& claim_input(PipelineRing<T>& inputs) {
+        auto& smem = tile_smem<T>();
+        await_slot<T>(ctx, inputs);
+        int slot = inputs.slot();
+        inputs.advance();
+        claim();
+        if (math_group() == 0) smem.input_slot[ring.slot()] = slot;  // the other group's is the same
+        return smem.slots[slot];
     }
-    template <int n>
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        MEGAMOE_UNROLL
-        for (int i = 0; i < n; ++i) {
-            ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
-            ring.advance();
-        }
+        ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
+        ring.advance();
     }
 };
 
@@ -67,17 +62,18 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
             Profile<T>::mark(ctx.args, Mark::data_done);
         }
         if (tile.absent()) {
-            skip_slots<T>(ctx, ring, tile.slots);
+            skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
         } else if (tile.rows() <= math_group() * group_rows) {
             skip_slots<T>(ctx, ring, tile.slots);
-            int slots = output_slots<T>(ctx.args, tile.stage);
+            int slots = tile.inputs != 0 ? tile.inputs : output_slots<T>(ctx.args, tile.stage);
             for (int c = 0; c < slots; ++c) {
-                output.claim();
+                if (tile.inputs != 0) output.claim_input(ring);
+                if (tile.inputs == 0) output.claim();
                 output.hand_over();
             }
         } else {
             Sums<T> sum;
-            multiply<T>(sum, ctx, ring, tile, tile.slots - Shape<T>::input_slots(tile.stage));
+            multiply<T>(sum, ctx, ring, tile, tile.slots);
             tile = current_tile<T>();
             finish<T>(ctx, tile, ring, output, sum);
         }

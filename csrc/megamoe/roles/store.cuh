@@ -23,6 +23,23 @@ class Gemm1Stored {
     bool said_ = false;
 };
 
+// A pipeline slot whose inputs math has overwritten with outputs, and which it left to this thread to give
+// back.
+template <class T>
+MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const OutputRing<T>& output) {
+    auto& smem = tile_smem<T>();
+    for (int group = 0; group < num_math_groups; ++group) output.await(ctx.mem, smem.outputs[group]);
+    int slot = smem.input_slot[output.slot()];
+    of_stage<T>(tile.stage, [&](auto gemm) {
+        using E = typename decltype(gemm)::Epilogue;
+        if constexpr (E::inputs != 0) E::template store_input<T>(ctx, tile, input, smem.slots[slot]);
+    });
+    arch::bulk_commit();
+    arch::bulk_wait_read();
+    for (int group = 0; group < num_math_groups; ++group) output.release(ctx.mem, smem.outputs[group]);
+    ctx.mem.arrive(smem.pipeline.empty[slot], math_role.num_warps);
+}
+
 template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
     const Args& args = ctx.args;
@@ -35,37 +52,32 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
         if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
         if (tile.absent()) continue;
-        int slots = output_slots<T>(args, tile.stage);
-        int batch = of_stage<T>(tile.stage, [](auto gemm) { return decltype(gemm)::Epilogue::batch; });
+        if constexpr (T::direction == Direction::backward) {
+            for (int i = 0; i < tile.inputs; ++i, output.advance()) store_input<T>(ctx, tile, i, output);
+        }
+        int slots = tile.inputs != 0 ? 0 : output_slots<T>(args, tile.stage);
         MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < slots;) {
-            OutputRing<T> filled = output;
+        for (int c = 0; c < slots; ++c, output.advance()) {
+            Destination to = of_stage<T>(
+                tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, c); });
             MEGAMOE_UNROLL_BY(1)
-            for (int end = c + batch; c < end; ++c, filled.advance()) {
-                Destination to = of_stage<T>(
-                    tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, c); });
-                MEGAMOE_UNROLL_BY(1)
-                for (int group = 0; group < num_math_groups; ++group) {
-                    filled.await(ctx.mem, smem.outputs[group]);
-                    const void* from = smem.output[group][filled.slot()];
-                    int row = group * group_rows;
-                    if (to.column >= to.width || tile.rows() <= row) continue;
-                    if constexpr (T::direction == Direction::backward) {
-                        if (is_weight_gradient(tile.stage)) {
-                            T::WeightGemm::Epilogue::store(ctx, tile, to, row, from);
-                            continue;
-                        }
+            for (int group = 0; group < num_math_groups; ++group) {
+                output.await(ctx.mem, smem.outputs[group]);
+                const void* from = smem.output[group][output.slot()];
+                int row = group * group_rows;
+                if (to.column >= to.width || tile.rows() <= row) continue;
+                if constexpr (T::direction == Direction::backward) {
+                    if (is_weight_gradient(tile.stage)) {
+                        T::WeightGemm::Epilogue::store(ctx, tile, to, row, from);
+                        continue;
                     }
-                    arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
                 }
+                arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
             }
             arch::bulk_commit();
             arch::bulk_wait_read();
-            MEGAMOE_UNROLL_BY(1)
-            for (int i = 0; i < batch; ++i, output.advance()) {
-                for (int group = 0; group < num_math_groups; ++group)
-                    output.release(ctx.mem, smem.outputs[group]);
-            }
+            for (int group = 0; group < num_math_groups; ++group)
+                output.release(ctx.mem, smem.outputs[group]);
         }
         if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
         if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);

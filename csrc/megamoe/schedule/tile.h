@@ -18,7 +18,8 @@ struct Tile {
     int block;  // -1: no more tiles; of a weight matrix the m-block
     int n;      // -1: none for this CTA, which only loads its half of the A that its partner multiplies
     BlockEntry entry;
-    int slots;  // of the pipeline that it fills
+    int slots;   // of the pipeline that its K fills,
+    int inputs;  // and those behind them that its epilogue reads and writes
     MEGAMOE_PURE bool valid() const { return block >= 0; }
     MEGAMOE_PURE bool absent() const { return n < 0; }
     MEGAMOE_PURE int expert() const { return entry.expert(); }

@@ -114,6 +114,17 @@ MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member) {
         "r"(member)
         : "memory");
 }
+// `arrivals` of them at once.
+MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member, uint32_t arrivals) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n"
+        "}" ::"r"(smem_address(bar)),
+        "r"(member), "r"(arrivals)
+        : "memory");
+}
 MEGAMOE_DEVICE void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)),
                  "r"(bytes)
