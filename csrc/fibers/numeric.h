@@ -62,6 +62,8 @@ inline uint16_t pack_e4m3x2(float lo, float hi) {
 inline float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 inline float fast_exp(float v) { return expf(v); }
 inline float fast_div(float a, float b) { return a / b; }
+inline float smaller_or_nan(float a, float b) { return a != a || a < b ? a : b; }
+inline float larger_or_nan(float a, float b) { return a != a || a > b ? a : b; }
 inline float ex2(float v) { return flushed(exp2f(v)); }
 inline float rcp(float v) { return flushed(1.0f / flushed(v)); }
 

@@ -13,10 +13,10 @@
 
 namespace megamoe {
 
-MEGAMOE_DEVICE float sigmoid(float v) { return arch::fast_div(1.0f, 1.0f + arch::fast_exp(-v)); }
-
+constexpr float log2_e = 1.44269504f;
 // The sigmoid of -v ln 2.
 MEGAMOE_DEVICE float sigmoid_ex2(float v) { return arch::rcp(1.0f + arch::ex2(v)); }
+MEGAMOE_DEVICE float sigmoid(float v) { return sigmoid_ex2(v * -log2_e); }
 // The outputs of a policy h = f(gate) * up, given f and f' at gate.
 MEGAMOE_DEVICE void gradient_of_product(float f, float slope, float up, float dh, float& dgate, float& dup,
                                         float& h) {
@@ -24,7 +24,6 @@ MEGAMOE_DEVICE void gradient_of_product(float f, float slope, float up, float dh
     dgate = dh * up * slope;
     dup = dh * f;
 }
-constexpr float log2_e = 1.44269504f;
 
 struct SwiGlu {
     static constexpr bool gated = true;
@@ -40,10 +39,9 @@ struct SwiGlu {
 struct ClampedSwiGlu {
     static constexpr bool gated = true;
     static MEGAMOE_DEVICE float apply(const Args& args, float gate, float up) {
-        gate = gate > args.act_limit ? args.act_limit : gate;  // so that NaN stays NaN
-        up = up > args.act_limit ? args.act_limit : up;
-        up = up < -args.act_limit ? -args.act_limit : up;
-        return gate * sigmoid(args.act_alpha * gate) * (up + args.act_up_offset);
+        gate = arch::smaller_or_nan(gate, args.act_limit);
+        up = arch::larger_or_nan(arch::smaller_or_nan(up, args.act_limit), -args.act_limit);
+        return gate * sigmoid_ex2(gate * (args.act_alpha * -log2_e)) * (up + args.act_up_offset);
     }
     static MEGAMOE_DEVICE void gradient(const Args& args, float gate, float up, float dh, float& dgate,
                                         float& dup, float& h) {

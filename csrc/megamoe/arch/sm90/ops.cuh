@@ -291,6 +291,16 @@ MEGAMOE_DEVICE void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }
+MEGAMOE_DEVICE float smaller_or_nan(float a, float b) {
+    float r;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+MEGAMOE_DEVICE float larger_or_nan(float a, float b) {
+    float r;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
 // One instruction each: subnormal operands and results are zeros.
 MEGAMOE_DEVICE float ex2(float v) {
     float r;
