@@ -235,7 +235,8 @@ def a_call(problem=PROBLEM, tokens=9):
     """Return a backend, what its backward takes before the state, and the state."""
     backend = ReferenceBackend(problem)
     inputs, weights = make_inputs(problem, tokens), make_weights(problem, quantize=False)
-    _, state = backend.forward_train(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
+    given = inputs.x, inputs.topk_ids, inputs.topk_weights
+    _, state = backend.forward_train(*given, weights.quantized(problem))
     return backend, (inputs.x, inputs.x, inputs.topk_ids, weights), state
 
 
@@ -314,3 +315,24 @@ def test_quantization_of_the_oracle_has_the_bits_of_the_layers():
         found, expected = quantize_experts(problem, masters), masters.quantized(problem)
         for name, tensor in expected.named().items():
             assert torch.equal(found.named()[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_defaults_of_torch_are_not_followed():
+    def gradients():
+        backend, call, state = a_call(replace(PROBLEM, precision="fp8"))
+        return backend.backward(*call, state, [True] * 6)
+
+    expected = gradients()
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = gradients()
+        with torch.device("meta"):
+            backend, call, state = a_call()
+    finally:
+        torch.set_default_dtype(before)
+    assert state.device == call[0].device
+    assert backend.backward(*call, state, [True] * 6)[2].any()
+    for got, wanted in zip(found, expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
