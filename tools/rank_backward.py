@@ -9,6 +9,7 @@ import torch.distributed as dist
 from common import Rank
 from rank_cases import Case
 from rank_gradients import Drawn, Oracle
+from rank_projections import check_everywhere
 from torch import Tensor
 
 import megamoe
@@ -97,6 +98,8 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             if saved is not None:  # the launches that follow overwrite the stages
                 stages = backward_stages(backend, me, problem.bias)
             compare_all(checker, oracle, found, stages, saved, both_kernels=True)
+            if stages:
+                check_everywhere(checker, d, found, stages, saved)
             del state, saved, stages
             check_again(checker, backend, d, y, found, args.repeat)
             getattr(backend, "check", lambda: None)()

@@ -40,6 +40,7 @@ from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
 FORWARD_COLUMNS = [*STAGES, "y_fp32"]
 BACKWARD_COLUMNS = [*BACKWARD_STAGES, *GRADIENTS, *(f"{name}_fp32" for name in GRADIENTS)]
+BACKWARD_COLUMNS += [f"{name}_all" for name in ("dx_rows", *OF_EXPERTS)]  # of every expert
 BACKWARD_COLUMNS += [f"{name}_added" for name in OF_EXPERTS]  # to fp32
 COLUMNS = {"forward": FORWARD_COLUMNS, "backward": BACKWARD_COLUMNS}
 COLUMNS["step"] = list(dict.fromkeys(FORWARD_COLUMNS + BACKWARD_COLUMNS))

@@ -44,7 +44,7 @@ class GradientChecker(StageChecker):
             shapes = f"{list(got.shape)}, expected {list(expected.shape)}"
             return self.require(False, f"{name}: shape {shapes}")
         limit = 0.0 if name in COPIED else self._limit(name, expected.numel())
-        tolerance = 0.0 if name in COPIED else self._element(name, got, expected)
+        tolerance = 0.0 if name in COPIED else self.element(name, got, expected)
         return self.judge(name, got, expected, limit, tolerance)
 
     def compare_fp32(self, name: str, got: Tensor, expected: Tensor) -> None:
@@ -71,7 +71,7 @@ class GradientChecker(StageChecker):
             limit = 1e-2
         return limit if elements >= ENOUGH else max(limit, BF16_STEP)
 
-    def _element(self, name: str, got: Tensor, expected: Tensor) -> Tensor:
+    def element(self, name: str, got: Tensor, expected: Tensor) -> Tensor:
         """Return how far apart single elements may be: a step of the stored format, and the noise of their sums."""
         step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
         if name == "gate_up":

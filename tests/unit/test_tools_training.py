@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe.backends import emulate
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.config import Problem
 
@@ -134,6 +133,14 @@ def an_expert_is_added_twice(into):
     into["w2"][4] += into["w2"][4] - 0.5
 
 
+def a_tile_of_an_unsampled_expert(found):
+    found["dw2"][4, 16:32] = found["dw2"][4, 32:48]
+
+
+def a_row_of_gemm2(found):
+    found["dx_rows"][258] = found["dx_rows"][259]
+
+
 def of_another_grid(found):
     found["dw13"].view(torch.int16)[2, 3, 4] ^= 1
 
@@ -146,9 +153,11 @@ EMPTY = 1  # no route goes to this expert
 OF_RESULTS = {
     swapped_planes: "FAIL dw13 ", other_expert: "FAIL dw2 ", weight_twice: "FAIL d_topk_weights ",
     one_element: "FAIL dx ", one_row_is_missing: "FAIL dx ", not_empty: "dw13 is not zero where nothing was",
+    a_tile_of_an_unsampled_expert: "dw2 of local expert 4, by products",
 }  # fmt: skip
 OF_STAGES = {
-    two_steps: "FAIL dgu ", a_row_is_not_zero: "x_rows: a row behind", lost_partial: "FAIL partials ",
+    a_row_of_gemm2: "dx_rows of local expert", two_steps: "FAIL dgu ",
+    a_row_is_not_zero: "x_rows: a row behind", lost_partial: "FAIL partials ",
 }  # fmt: skip
 
 
@@ -156,12 +165,13 @@ OF_STAGES = {
 def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
     """The emulated kernel is right; then its results, or what it leaves behind, are spoilt."""
     import rank_backward
+    import rank_gradients
     from common import Rank
     from rank_cases import Case
 
     from megamoe.testing.shapes import shape
 
-    monkeypatch.setattr(emulate, "TRAINS", True, raising=False)
+    monkeypatch.setattr(rank_gradients, "CHECKED_ELEMENTS", 1)  # two experts, by the oracle
     case = Case(shape("tiny"), precision, (40,))
     inputs = Case.inputs
 
