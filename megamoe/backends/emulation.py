@@ -240,9 +240,11 @@ class Emulation:
             raise self.broken
 
     def reset(self) -> None:
-        """Make the ranks usable again after a fault."""
-        for rank in self.ranks:
+        """Make the ranks usable again after a fault. No epoch comes again, see Window.reset."""
+        last = max(int(self.region(r, "epoch")[0]) for r in range(len(self.ranks)))
+        for index, rank in enumerate(self.ranks):
             rank.reset()
+            self.region(index, "epoch").fill_(last + 1)
         self.broken = None
 
     def region(self, rank: int, name: str) -> Tensor:

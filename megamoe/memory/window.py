@@ -210,10 +210,13 @@ class Window:
             raise self.broken
 
     def reset(self) -> None:
-        """Make a broken window usable again. Collective; results of launches in flight are lost."""
+        """Make a broken window usable again. Collective; results of launches in flight are lost.
+
+        No epoch comes again: states that training forwards left before and after must not be taken for one launch's.
+        """
         self._check_open()
         self._synchronize()
-        self.group.barrier()  # no rank's kernel runs
+        last = max(self.group.all_gather(self.epoch()))  # here no rank's kernel runs
         with on_device(self.device):
             for name in layout.WINDOW_CONTROL:
                 self.regions[name].view(self.memory).zero_()
@@ -225,7 +228,7 @@ class Window:
                     table = regions(problem, rows)
                     for name in cells:
                         table[name].view(memory).zero_()
-            self._epoch.zero_()
+            self._epoch.fill_(last + 1)
             self._fault_memory.zero_()
             self._synchronize()
         self.broken = None

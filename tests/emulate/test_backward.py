@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from training_cases import Call, check, judge, least_pool
+from training_cases import Call, check, judge, least_pool, zeros
 
 from megamoe.backends.emulation import Emulation
 from megamoe.config import ACTIVATIONS, Problem
@@ -287,3 +287,40 @@ def test_fewer_tokens_by_device_count() -> None:
     expected = call.backward(emulation, states)
     assert_equal(found, expected)
     assert not found[1][0].any()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_eight_ranks_and_sixteen_routes(seed: int) -> None:
+    """As many ranks as there may be; E does not divide over them; a rank without tokens; saved tokens that moved."""
+    problem = Problem(64, 48, 19, 16, ep_size=8, max_tokens=40)
+    emulation = Emulation(problem, pool_rows=least_pool(problem) if seed else None)
+    call = Call.make(problem, [40, 0, 7, 33, 1, 40, 16, 5], seed=seed, routing="dropped")
+    _, states = call.forward(emulation, seed=seed)
+    moved = [torch.empty_like(s).copy_(s) for s in states]
+    for s in states:
+        s.fill_(0xFF)
+    into = [{"w13": zeros(w.w13), "w2": zeros(w.w2)} for w in call.masters]
+    grads = call.backward(emulation, moved, into=into, seed=seed)
+    for of_rank, sums in zip(grads, into, strict=True):
+        of_rank[2:4] = sums["w13"], sums["w2"]
+    judge(emulation, call, moved, grads)
+
+
+def test_nan_stays_in_its_token_and_its_experts() -> None:
+    """In dy: rows of zeros and rows of other experts beside it in memory must not spread it."""
+    problem = Problem(144, 80, 6, 2, ep_size=2, max_tokens=40, bias=True)
+    call, emulation = Call.make(problem, [40, 9]), Emulation(problem)
+    lost = {(0, 3): float("nan"), (1, 8): float("inf")}
+    for (rank, token), value in lost.items():
+        call.dys[rank][token, 5] = value
+        call.inputs[rank].topk_ids[token] = torch.tensor([1, 4])  # an expert of each rank
+    _, states = call.forward(emulation)
+    grads = call.backward(emulation, states)
+    for rank, (dx, d_weights, *of_experts) in enumerate(grads):
+        wanted = torch.zeros(dx.shape[0], dtype=torch.bool)
+        wanted[[token for r, token in lost if r == rank]] = True
+        assert torch.equal(~dx.isfinite().all(1), wanted)
+        assert torch.equal(~d_weights.isfinite().all(1), wanted)
+        for gradient in of_experts:
+            finite = gradient.isfinite().flatten(1).all(1).tolist()
+            assert finite == [True, False, True]

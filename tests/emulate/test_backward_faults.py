@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from training_cases import Call, check
+from training_cases import Call, check, judge
 
 from megamoe.backends import emulation as emulator
 from megamoe.backends.emulation import Emulation
 from megamoe.config import Problem
-from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.errors import PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 
 PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
 FOREIGN = "was given a state|runs another configuration"
@@ -137,3 +137,36 @@ def test_sums_of_a_poisoned_launch_are_nan(numbers: None) -> None:
     with pytest.raises(ProtocolTimeout):
         call.backward(emulation, states, into=into, needs=needs)
     assert all(bool(tensors["w13"].isnan().all()) for tensors in into)
+
+
+def test_states_from_before_and_after_a_reset(numbers: None) -> None:
+    """Epochs go on, so a reset does not make two launches one. A state from before it stays good."""
+    emulation = Emulation(PROBLEM)
+    calls = [Call.make(PROBLEM, [20, 9], seed=seed) for seed in range(2)]
+    _, before = calls[0].forward(emulation)
+    emulation.reset()
+    _, after = calls[1].forward(emulation)
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        calls[0].backward(emulation, [before[0], after[1]])
+    assert_no_numbers(emulation)
+    emulation.reset()
+    judge(emulation, calls[0], before, calls[0].backward(emulation, before))
+
+
+@pytest.mark.parametrize(("timeout_ns", "seed"), [(3000, 0), (6000, 1), (12000, 2), (30000, 3)])
+def test_a_launch_that_is_given_up_in_between(timeout_ns: int, seed: int, numbers: None) -> None:
+    """dx and d_topk_weights of a token are right or NaN, sums over tokens are NaN; in main_grad too."""
+    problem = Problem(144, 272, 5, 3, ep_size=2, max_tokens=64, bias=True)
+    call = Call.make(problem, [64, 30])
+    for added in (False, True):
+        emulation = Emulation(problem, num_ctas=4)
+        _, states = call.forward(emulation)
+        good = call.backward(emulation, states)
+        sums = [{n: torch.ones_like(t) for n, t in w.named().items()} for w in call.masters]
+        emulation.timeout_ns = timeout_ns
+        with pytest.raises((ProtocolTimeout, PeerFault)):
+            call.backward(emulation, states, seed=seed, into=sums if added else None)
+        for of_rank, right in zip(emulation.written, good, strict=True):
+            for tensor, expected in zip(of_rank[:2], right[:2], strict=True):
+                assert bool((tensor.isnan() | (tensor == expected)).all())
+            assert all(bool(tensor.isnan().all()) for tensor in of_rank[2:])

@@ -114,6 +114,20 @@ def test_reset_clears_the_control_regions_only():
         assert left == {"window_ids"}
 
 
+def test_epochs_go_on_after_a_reset():
+    """Behind those of all ranks: a state says which launch made it, and no two may say the same."""
+
+    def body(member):
+        made = window(member)
+        made.epoch_cell.fill_(5 + member.rank)
+        made.reset()
+        found = made.epoch()
+        made.close()
+        return found
+
+    assert on_threads(body) == [7, 7]
+
+
 def test_deleting_an_open_window_warns_and_keeps_the_memory():
     def body(member):
         made = window(member)
