@@ -77,6 +77,61 @@ void shared_stage_1(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 2)
 void shared_stage_2(World& w, const Flaw& flaw) { shared_stage<2>(w, flaw, 3, 2); }
 void shared_stage_short(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 1); }
 
+// A slot that an epilogue works in: K (0), its input (1), K again (2). CTA 0 loads K into both CTAs, either
+// loads its own input. math overwrites that with what it makes (10), and the store thread, whose source it
+// is, gives the slot back for the math warps. One proxy, as above.
+void slot_in_place(World& w, const Flaw& flaw) {
+    constexpr uint32_t made = 10;
+    bool by_math = flaw("math gives the slot back itself"),
+         early = flaw("given back before the store read it");
+    bool apart = flaw("stored before math handed it over");
+    std::array<RingSlots, 2> ring_of;
+    std::array<PhaseBarrier, 2> empty = {PhaseBarrier(w, "empty[0]", 2), PhaseBarrier(w, "empty[1]", 2)};
+    std::array<int, 3> issued_k = {w.barrier("issued K", 1), -1, w.barrier("issued K again", 1)};
+    for (int c = 0; c < 2; ++c) {
+        ring_of[c].full.emplace_back(w, name_of("full", c), 1);
+        ring_of[c].empty.push_back({empty, c});
+    }
+    for (int c = 0; c < 2; ++c) {
+        RingSlots barriers = ring_of[c];
+        int slot = w.payload(name_of("slot", c)), output = w.barrier(name_of("output_full", c), 1);
+        int issued_input = w.barrier(name_of("issued input", c), 1);
+        w.thread(name_of("load", c), 0, c, [=](Mem& m) {
+            Ring<1> ring;
+            for (int i = 0; i < 3; ++i, ring.advance()) {
+                ring.acquire(m, barriers);
+                ring.commit(m, barriers, 1);
+                if (i == 1) m.arrive(issued_input);
+                if (i != 1 && c == 0) m.arrive(issued_k[i]);
+            }
+        });
+        w.thread(name_of("copy into", c), 0, c, [=](Mem& m) {
+            for (int i = 0; i < 3; ++i) {
+                m.wait(i == 1 ? issued_input : issued_k[i]);
+                m.write(slot, i);
+                m.bytes_landed(barriers.full[0]);
+            }
+        });
+        w.thread(name_of("math", c), 0, c, [=](Mem& m) {
+            Ring<1> ring;
+            for (int i = 0; i < 3; ++i, ring.advance()) {
+                ring.await(m, barriers);
+                if (i == 1 && apart) m.arrive(output);
+                m.read(slot, i);
+                if (i == 1) m.write(slot, made);
+                if (i == 1 && !apart) m.arrive(output);
+                if (i != 1 || by_math) ring.release(m, barriers);
+            }
+        });
+        w.thread(name_of("store", c), 0, c, [=](Mem& m) {
+            m.wait(output);
+            if (early && !by_math) m.arrive(barriers.empty[0]);
+            m.read(slot, made);
+            if (!early && !by_math) m.arrive(barriers.empty[0]);
+        });
+    }
+}
+
 // One CTA's: load_a announces its copy with its commit and then issues it, load_b writes scales between its
 // copy and its commit, and two lanes of a math warp read them, of which one releases for the warp.
 void two_loaders(World& w, const Flaw& flaw) {
@@ -256,6 +311,11 @@ const std::vector<Scenario> pair_scenarios = {
      two_loaders,
      {"no warp_sync before the release", "full counts load_a only",
       "a loader does not acquire a slot that the other has acquired"},
+     {}},
+    {"slot in place",
+     slot_in_place,
+     {"math gives the slot back itself", "given back before the store read it",
+      "stored before math handed it over"},
      {}},
     {"plan of a pair",
      plan_of_a_pair,
