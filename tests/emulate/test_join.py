@@ -5,10 +5,13 @@ Fibers run in any order and the first pair waits for next to nothing here, so th
 
 import pytest
 import torch
+from test_backward_faults import FOREIGN, PROBLEM, assert_no_numbers, numbers, two_calls  # noqa: F401
 from test_forward import columns, inputs_of
+from training_cases import check
 
 from megamoe.backends.emulation import Emulation
 from megamoe.config import Problem
+from megamoe.errors import RankMismatch
 from megamoe.testing.compare import same_bits
 
 CTAS, SEEDS, TOKENS = 8, range(1, 9), [40, 0, 70]
@@ -76,3 +79,14 @@ def test_steps_that_train_with_late_pairs():
         assert left_as_found(emulation)
         seen |= set(members(emulation))
     assert min(seen) < CTAS, "no pair was late"
+
+
+@pytest.mark.parametrize("seed", SEEDS[:4])
+def test_launches_that_are_given_up_with_late_pairs(seed, numbers):  # noqa: F811
+    emulation = Emulation(PROBLEM, num_ctas=CTAS, join_ns=1)
+    calls, states = two_calls(emulation)
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        calls[0].backward(emulation, [states[0][0], states[1][1]], seed=seed)
+    assert_no_numbers(emulation)
+    emulation.reset()
+    check(emulation, calls[0], seed=seed)

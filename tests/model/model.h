@@ -52,6 +52,10 @@ class Memory {
 
     void fence_proxy_async_shared() { world_.fence_proxy_async_shared(thread_); }
 
+    // Impatient with ns = 0, otherwise as patient as can be.
+    void await_for(Cell c, uint32_t target, uint32_t ns) {
+        if (ns != 0) await_ordered(c, Until::equal, target, Scope::gpu, false);
+    }
     bool await_ordered(Cell c, Until until, uint32_t target, Scope scope, bool acquire) {
         auto satisfied = [=](uint32_t v) {
             return until == Until::equal ? v == target : static_cast<int32_t>(v - target) >= 0;

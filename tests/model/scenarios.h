@@ -4,6 +4,7 @@
 
 namespace model {
 
+using megamoe::Door;
 using megamoe::GradsReady;
 using megamoe::GridBarrier;
 using megamoe::HReady;
@@ -28,6 +29,9 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *only_grows = "the generation has to grow, by how much does not matter",
                             *one_of_one =
                                 "one addition is all there is here: its edge's own scenario has several",
+                            *only_count = "nothing but a number and the count goes through the door",
+                            *count_below = "below the epoch stands a count, of one at least",
+                            *leaves = "the first to come leaves, the second is the first then",
                             *not_read = "not read here: see routes_ready",
                             *one_barrier = "only one barrier here: see grid_barrier",
                             *no_tma = "no TMA here: see rows_ready";

@@ -26,7 +26,8 @@ void grid_barrier(World& w, const Flaw& flaw, int num_ctas, int phases) {
 void grid_barrier_2(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 2, 2); }
 void grid_barrier_3(World& w, const Flaw& flaw) { grid_barrier(w, flaw, 3, 1); }
 
-// One thread a CTA takes part: the others hand over to it and from it by a barrier of the warps that take part.
+// One thread a CTA takes part: the others hand over to it and from it by a barrier of the warps that take
+// part.
 void grid_barrier_cta(World& w, const Flaw& flaw) {
     int arrivals = w.cell("arrivals"), generation = w.cell("generation");
     std::array<int, 2> slot = {w.payload("slot[0]"), w.payload("slot[1]")};
@@ -76,6 +77,45 @@ void last_arrival(World& w, const Flaw& flaw) {
         }
     });
 }
+
+// Pairs at the door of a launch: each that takes part has a number of its own, all know how many they are,
+// and the next launch finds the door open.
+void door(World& w, const Flaw& flaw, int num_pairs, uint32_t launches, uint32_t patience_ns) {
+    int joined = w.cell("joined"), members = w.cell("members"), ticket = w.cell("exit_ticket");
+    int arrivals = w.cell("arrivals"), generation = w.cell("generation");
+    std::array<int, 3> slot;
+    for (int p = 0; p < num_pairs; ++p) slot[p] = w.payload(name_of("slot", p));
+    int boundary = w.barrier("launch boundary", num_pairs), ended = w.cell("ended"),
+        first = w.payload("first");
+    bool stay = flaw("late pairs stay"), alone = flaw("the last member zeroes the door");
+    for (int p = 0; p < num_pairs; ++p) {
+        w.thread(name_of("pair", p), 0, p, [=](Mem& m) {
+            for (uint32_t epoch = 1; epoch <= launches; ++epoch) {
+                int count = 0,
+                    number = Door::enter(m, joined, members, epoch, num_pairs, patience_ns, &count);
+                if (number < 0 && stay) number = count = num_pairs - 1;
+                if (number >= 0) {
+                    m.write(slot[number], epoch);
+                    GridBarrier::arrive_and_wait(m, arrivals, generation, count);
+                    for (int other = 0; other < count; ++other) m.read(slot[other], epoch);
+                }
+                if (number == 0) m.write(first, epoch);  // somebody takes part
+                if (!alone || number >= 0) {
+                    if (LastArrival::arrive(m, ticket, alone ? count : num_pairs)) {
+                        m.read(first, epoch);
+                        m.store(joined, 0, Order::relaxed, Scope::gpu);
+                        m.Memory::store(ended, epoch, Order::release, Scope::gpu);
+                    }
+                }
+                m.Memory::await(ended, Until::at_least, epoch, Scope::gpu, {});
+                if (epoch < launches) m.launch_boundary(boundary);
+            }
+        });
+    }
+}
+void door_3(World& w, const Flaw& flaw) { door(w, flaw, 3, 1, 0); }
+void door_twice(World& w, const Flaw& flaw) { door(w, flaw, 2, 2, 0); }
+void door_patient(World& w, const Flaw& flaw) { door(w, flaw, 2, 1, 1); }
 
 // The last arrival's thread tells another thread of its CTA, which publishes: one peer a thread.
 void last_arrival_cta(World& w, const Flaw& flaw) {
@@ -164,6 +204,18 @@ const std::vector<Scenario> grid_scenarios = {
      {{"value + 1 at generation", only_grows}}},
     {"grid_barrier, whole CTAs", grid_barrier_cta, {"no cta_sync before", "no cta_sync after"}, {}, false},
     {"last_arrival", last_arrival, {"each CTA publishes"}, {}},
+    {"door, three pairs", door_3, {"late pairs stay", "the last member zeroes the door"}, {}, false},
+    {"door, two launches",
+     door_twice,
+     {"late pairs stay", "the last member zeroes the door"},
+     {{"acquire at joined", only_count},
+      {"release at joined", only_count},
+      {"relaxed at members", only_count},
+      {"value - 1 at joined", leaves},
+      {"target + 1 at members", count_below},
+      {"target - 1 at members", count_below},
+      {"value + 1 at generation", only_grows}}},
+    {"door, a patient first pair", door_patient, {}, {}, false},
     {"last_arrival, whole CTAs",
      last_arrival_cta,
      {"no cta_sync before arrive", "no cta_sync before publish"},

@@ -150,11 +150,12 @@ struct Door {
             *count = static_cast<int>(found);
             return 0;
         }
-        // Bounded by the first pair's patience, and not left early: all must know the same count.
-        uint32_t found;
-        do {
-            found = mem.load(members, Order::acquire, Scope::gpu);
-        } while (found >> epoch_shift != epoch << epoch_shift >> epoch_shift);
+        // Unlike other waits it goes on in a launch that is given up, until the first pair's patience ends:
+        // all must know the same count.
+        while (!mem.await(members, Until::at_least, epoch << epoch_shift, Scope::gpu,
+                          Wait{Edge::grid_barrier, max_ranks, 0})) {
+        }
+        uint32_t found = mem.load(members, Order::relaxed, Scope::gpu);
         *count = static_cast<int>(found & ((1u << epoch_shift) - 1));
         return static_cast<int>(number);
     }
