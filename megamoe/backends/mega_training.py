@@ -45,6 +45,9 @@ class Training:
         self._backward = kernels.load(replace(variant, kernel="backward", precision="bf16"))
         self.workspace = self._window.backward_workspace(self._plan)
         fill_backward(self._backward.argument, self._plan, self.workspace.data_ptr(), encode)
+        place = self._plan.state["chunk_prefix"]
+        behind = self._window.workspace(self._plan)[self._plan.state_offset :]
+        self._routes = behind[place.offset : place.end]  # bytes
         self._keys: dict[str, tuple[Any, ...]] = {}  # kernel -> key of the weights that it has
         self._kept: dict[str, ExpertWeights] = {}  # copies of biases must live as long
         # Memory of the state of the last train launch. Weak: autograd frees it.
@@ -160,8 +163,8 @@ class Training:
 
         After the launch, which waited for those on other streams that have their routes there.
         """
-        ours = self._plan.views(self._window.workspace(self._plan))["chunk_prefix"]
-        ours.copy_(self._plan.train_state["chunk_prefix"].view(state))
+        place = self._plan.train_state["chunk_prefix"]
+        self._routes.copy_(state[place.offset : place.end])
 
     def _check(
         self,
