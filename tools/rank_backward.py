@@ -83,7 +83,7 @@ def saved_gate_up(backend: Any, problem: megamoe.Problem, state: Tensor | None, 
 def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientChecker:
     """Run forward and backward of one case on this rank, compare every gradient. Collective."""
     problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
-    options = case.options(me.rank)
+    options = case.options()
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device, **options)
     own_backward = getattr(backend, "state_bytes", 0) > 0
     flips = case.clamp is not None and (own_backward or case.precision == "fp8")
@@ -95,6 +95,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             backend.prepare(d.masters[me.rank].quantized(problem))
             y, found, state = through_backend(backend, d)
             saved = saved_gate_up(backend, problem, state, options)
+            saved = saved if on_all_ranks(saved is not None, me) else None
             if saved is not None:  # the launches that follow overwrite the stages
                 stages = backward_stages(backend, me, problem.bias)
             compare_all(checker, oracle, found, stages, saved, both_kernels=True)
@@ -117,6 +118,14 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
         backend.close()
     check_zeros(checker, d, found)
     return checker
+
+
+def on_all_ranks(condition: bool, me: Rank) -> bool:
+    """Return whether the condition holds on every rank. Collective."""
+    every = torch.tensor([condition], dtype=torch.int32, device=me.device)
+    if me.size > 1:
+        dist.all_reduce(every, op=dist.ReduceOp.MIN)
+    return bool(every)
 
 
 def backward_stages(backend: Any, me: Rank, bias: bool) -> dict[str, Tensor]:
@@ -159,16 +168,13 @@ def compare_all(
     the masters, which the oracle does for every row, not for those of a further pass only.
     """
     d, rank = oracle.d, oracle.rank
-    all_saved = torch.tensor([saved is not None], dtype=torch.int32, device=d.me.device)
-    if d.me.size > 1:
-        dist.all_reduce(all_saved, op=dist.ReduceOp.MIN)
     own = oracle.kept[rank]
-    if both_kernels and (bool(all_saved) or d.problem.precision == "bf16"):
-        gate_up = oracle.shared_gate_up(saved) if bool(all_saved) and saved is not None else None
+    if both_kernels and (saved is not None or d.problem.precision == "bf16"):
+        gate_up = None if saved is None else oracle.shared_gate_up(saved)
         want = oracle.of_tokens("kernel", gate_up)
         for name in ("dx", "d_topk_weights"):
             checker.compare_kernel(name, found[name][own], want[name][rank])
-        if bool(all_saved):
+        if saved is not None:
             compare_stages(checker, oracle, stages | {"gate_up": saved}, want)
         del want
         compare_experts(checker, oracle, found, oracle.of_experts("kernel", saved), "kernel")
@@ -264,7 +270,7 @@ def check_fewer_sms(
 ) -> None:
     """Compare bits with those of another grid. Collective."""
     group = dist.group.WORLD if d.me.size > 1 else None
-    grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options(d.me.rank)}
+    grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options()}
     other = megamoe.make_backend(args.backend, d.problem, group, device=d.me.device, **grid)
     try:
         other.prepare(d.masters[d.me.rank].quantized(d.problem))

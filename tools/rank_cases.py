@@ -68,9 +68,12 @@ class Case:
             bias=s.bias,
         )
 
-    def options(self, rank: int) -> dict[str, int]:
-        """Return those of the backend on a rank."""
-        return {"pool_rows": min_pool_rows(self.problem(rank))} if self.least_pool else {}
+    def options(self) -> dict[str, int]:
+        """Return those of the backend, equal on all ranks: the emulator has one pool size for them."""
+        if not self.least_pool:
+            return {}
+        problems = map(self.problem, range(len(self.tokens)))
+        return {"pool_rows": max(min_pool_rows(problem) for problem in problems)}
 
     def inputs(self, rank: int, device: torch.device) -> Inputs:
         """Draw what a rank feeds the layer."""
@@ -153,7 +156,10 @@ def of_backward(case: Case, r: random.Random) -> Case:
 def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
     dtype = torch.int64 if args.int64_ids else torch.int32
     return [
-        Case(shape, precision, (tokens,) * ranks, routing, dtype, args.seed)
+        Case(
+            *(shape, precision, (tokens,) * ranks, routing, dtype, args.seed),
+            least_pool=args.least_pool,
+        )
         for shape, precision, tokens, routing in itertools.product(
             shapes_from(args), args.precision, args.tokens, args.routing
         )

@@ -111,7 +111,8 @@ def check_forward(case: Case, me: Rank, args: argparse.Namespace) -> StageChecke
     """Run forward of one case on this rank. Collective."""
     problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
     # before the weights are drawn: a backend that cannot run here says so at once
-    backend = megamoe.make_backend(args.backend, problem, group, device=me.device)
+    options = case.options()
+    backend = megamoe.make_backend(args.backend, problem, group, device=me.device, **options)
     try:
         oracle = Oracle(case, me)
         checker = StageChecker(problem, args.verbose)
@@ -240,6 +241,7 @@ def main() -> int:
     add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED))
     add("--int64-ids", action="store_true")
+    add("--least-pool", action="store_true", help="the fewest pool rows: several passes")
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")
     add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")
     add("--fewer-sms", type=int, default=0, metavar="N",

@@ -124,6 +124,19 @@ def test_rank_check_of_gradients(direction, cases, good, tmp_path):
     assert ("y" in rows[0]) == (direction == "step")
 
 
+def test_rank_check_of_passes_on_one_rank():
+    """One rank has several, the other one: what both do together must not depend on it."""
+    done = run("rank_check.py", "--backend", "emulate", "--ranks", 2, "--tokens", 180, "--precision", "bf16",
+               "--direction", "step", "--least-pool", "--routing", "one_rank", "uniform", "--top-k", 3,
+               "--verbose")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 configurations are right" in done.stdout
+    one_rank, uniform = done.stdout.split("\nok: ")[1:]
+    assert "dgu" not in one_rank  # stages of the last pass are those of no pass before
+    assert "dx_fp32" in one_rank
+    assert "least pool" in uniform
+
+
 def test_rank_check_finds_a_wrong_scale_of_gradients(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SCALED)
     done = run("rank_check.py", "--backend", "staged", "--ranks", 2, "--tokens", 40, "--precision", "bf16",
