@@ -39,5 +39,14 @@ def map_strides(w: Tensor) -> tuple[int, ...]:
     return tuple(s if _is_legal(s) else row for s in found)  # else one element: any will do
 
 
+def plane_strides(w: Tensor, planes: int) -> tuple[int, ...]:
+    """Do what map_strides(by_plane(w, planes)) does, without a view: a call pays for it."""
+    if w.dim() == 4:
+        return map_strides(w)
+    size, (_, rows, width), (expert, row, _) = w.element_size(), w.shape, w.stride()
+    found = (row * size, row * (rows // planes) * size, expert * size)
+    return tuple(s if _is_legal(s) else width * size for s in found)
+
+
 def _is_legal(stride_bytes: int) -> bool:
     return 0 < stride_bytes < MAX_STRIDE_BYTES and stride_bytes % STRIDE_BYTES == 0

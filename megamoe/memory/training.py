@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError
-from megamoe.formats.planes import by_plane, map_strides
+from megamoe.formats.planes import plane_strides
 from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
@@ -132,7 +132,7 @@ def _place_of(
     base = w.data_ptr()
     if base % 16:
         raise ArgumentError(name, hex(base), "16-byte aligned storage")
-    return base, map_strides(by_plane(w, planes))
+    return base, plane_strides(w, planes)
 
 
 def fill_gradients(

@@ -14,11 +14,11 @@ from megamoe.backends.staged import StagedBackend
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats.cache import QuantizedCache
-from megamoe.formats.planes import by_plane, map_strides
+from megamoe.formats.planes import by_plane, map_strides, plane_strides
 from megamoe.formats.quantization import quantize_blockwise
 from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import make_inputs, make_weights
-from megamoe.testing.layouts import LAYOUTS, apart, interleaved
+from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
 PROBLEM = Problem(144, 80, 5, 3, max_tokens=40, bias=True, activation="swiglu_oai")
 
@@ -141,6 +141,15 @@ def test_map_strides() -> None:
     assert map_strides(apart(w)) == (row, 5 * 80 * row, 80 * row)
     odd = w.as_strided((1, 2, 80, 144), (7, 80 * 144, 144, 1))  # of one expert any stride will do
     assert map_strides(odd) == (row, 80 * row, row)
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+def test_plane_strides_are_those_of_the_view(experts: int) -> None:
+    w = torch.empty(experts, 160, 144, dtype=torch.bfloat16)
+    for given in (w, interleaved(w), apart(w), with_gaps(w), w[:, ::2], w.float()):
+        for planes in (1, 2):
+            if given.dim() == 3 or planes == 2:
+                assert plane_strides(given, planes) == map_strides(by_plane(given, planes))
 
 
 # --- what is refused ---
