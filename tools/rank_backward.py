@@ -42,7 +42,7 @@ def through_backend(backend: Any, d: Drawn, into: Any = None, only: int = 6) -> 
     dy, x, ids, scores = d.own
     masters = d.masters[d.me.rank]
     needs = [i < only and (i < 4 or d.problem.bias) for i in range(6)]
-    y, state = backend.forward_train(x, ids, scores, masters.quantized(d.problem), d.live)
+    y, state = backend.forward_train(x, ids, scores, d.weights, d.live)
     call = {"num_tokens_device": d.live, "into": into}
     found = backend.backward(dy, x, ids, masters, state, needs, **call)
     return y, dict(zip(GRADIENTS, found, strict=True)), state
@@ -92,7 +92,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
         d = Drawn(case, me)
         oracle, saved, stages = Oracle(d), None, {}
         if own_backward:
-            backend.prepare(d.masters[me.rank].quantized(problem))
+            backend.prepare(d.weights)
             y, found, state = through_backend(backend, d)
             saved = saved_gate_up(backend, problem, state, options)
             saved = saved if on_all_ranks(saved is not None, me) else None
@@ -201,8 +201,9 @@ def compare_stages(
     """Compare what this rank computed as expert rank, in the rows of the kept tokens, and the partials it was sent."""
     d, rank = oracle.d, oracle.rank
     rows = want["rows"][rank]
+    weights = [d.weights if r == rank else m.quantized(d.problem) for r, m in enumerate(d.masters)]
     forward = reference.forward(
-        d.problem, d.x, d.valid_ids, d.scores, [m.quantized(d.problem) for m in d.masters],
+        d.problem, d.x, d.valid_ids, d.scores, weights,
         check_tokens=oracle.kept,
     )  # fmt: skip
     expected = {name: want[name][rank] for name in BACKWARD_STAGES}
@@ -244,7 +245,7 @@ def check_again(
     """
     _, x, ids, scores = d.own
     masters = d.masters[d.me.rank]
-    plain = backend.forward(x, ids, scores, masters.quantized(d.problem), d.live)
+    plain = backend.forward(x, ids, scores, d.weights, d.live)
     tokens = x.shape[0] if d.case.live is None else d.case.live[d.me.rank]
     checker.require(same_bits(plain[:tokens], y[:tokens]), "y is another one where forward saves")
     for call in range(1, repeat):
@@ -273,7 +274,7 @@ def check_fewer_sms(
     grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options()}
     other = megamoe.make_backend(args.backend, d.problem, group, device=d.me.device, **grid)
     try:
-        other.prepare(d.masters[d.me.rank].quantized(d.problem))
+        other.prepare(d.weights)
         again, gradients, _ = through_backend(other, d)
         getattr(other, "check", lambda: None)()
     finally:

@@ -1,6 +1,7 @@
 """What rank_check.py's backward is compared with: inputs of every rank, and their gradients by the oracle."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from common import Rank
 from rank_cases import Case
 from torch import Tensor
 
+from megamoe import ExpertWeights
 from megamoe.backends import reference
 from megamoe.backends.reference.route import Rows, route
 from megamoe.backends.staged import without_rows_behind
@@ -36,6 +38,11 @@ class Drawn:
             pairs = zip(self.ids, counts, strict=True)
             self.valid_ids = [without_rows_behind(ids, count) for ids, count in pairs]
         self.rows: list[Rows] = [route(self.problem, rank, self.valid_ids) for rank in ranks]
+
+    @cached_property
+    def weights(self) -> ExpertWeights:
+        """This rank's, as forward takes them."""
+        return self.masters[self.me.rank].quantized(self.problem)
 
     @property
     def own(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
