@@ -209,7 +209,7 @@ class Tiles {
                     unit.n < matrix.n_tiles ? unit.n : -1,
                     {w.expert << 8 | S::rows},
                     max_of(1, ceil_div(rows, group_rows)),
-                    adds_weight_gradients(ctx_) ? T::WeightGemm::Epilogue::inputs : 0};
+                    0};
         }
         return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
     }

@@ -22,7 +22,7 @@ struct ActivationGradientEpilogue {
     static MEGAMOE_DEVICE Destination output(const Context&, const Tile&, int) { return {}; }
 
     static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > group_rows ? 2 : 1; }
-    static MEGAMOE_DEVICE uint32_t input_bytes(const Args&, const Tile& tile) {
+    static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) {
         return gu_planes * boxes(tile) * box_bytes;
     }
     // One thread. Saved pre-activations are an earlier launch's, others stand where dgu will be since this

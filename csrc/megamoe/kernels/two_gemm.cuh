@@ -135,7 +135,7 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
         for (int c = 0; c < E::slots(ctx.args); ++c) {
             Destination to = E::output(ctx, tile, c);
             for (int row = 0; row < T::Tiling::rows && to.column < to.width; row += group_rows)
-                E::store(ctx, tile, to, row, slot);
+                E::store(ctx, tile, to, row, slot, false);
         }
         BiasGradient<T>::lose(ctx, tile);
     }

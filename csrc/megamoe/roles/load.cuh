@@ -91,7 +91,7 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
             MEGAMOE_UNROLL_BY(1)
             for (int i = 0; i < tile.inputs; ++i, ring.advance()) {
                 ring.acquire(ctx.mem, smem.pipeline);
-                ring.commit(ctx.mem, smem.pipeline, E::input_bytes(ctx.args, tile));
+                ring.commit(ctx.mem, smem.pipeline, E::input_bytes(tile));
                 E::template load_input<T>(ctx, tile, i, smem.slots[ring.slot()],
                                           &smem.pipeline.full[ring.slot()]);
             }

@@ -68,7 +68,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
                 if (to.column >= to.width || tile.rows() <= row) continue;
                 if constexpr (T::direction == Direction::backward) {
                     if (is_weight_gradient(tile.stage)) {
-                        T::WeightGemm::Epilogue::store(ctx, tile, to, row, from);
+                        T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
                         continue;
                     }
                 }
