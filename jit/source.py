@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megamoe.errors import ConfigError
-from megamoe.formats.table import PRECISIONS
+from megamoe.formats.table import BACKWARD_PRECISION, PRECISIONS
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -26,7 +26,7 @@ TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 class Variant:
     """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels.
 
-    Backward computes in bf16 whatever the layer's precision, so it exists in that one only.
+    Backward computes in one precision whatever the layer's, so it exists in that one only.
     """
 
     precision: str
@@ -39,8 +39,10 @@ class Variant:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
-        if self.kernel == "backward" and self.precision != "bf16":
-            raise ConfigError("precision", repr(self.precision), "'bf16', for backward")
+        if self.kernel == "backward" and self.precision != BACKWARD_PRECISION.name:
+            raise ConfigError(
+                "precision", repr(self.precision), f"{BACKWARD_PRECISION.name!r}, for backward"
+            )
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
@@ -80,5 +82,8 @@ def variants(profile: bool = False) -> list[Variant]:
             Variant(precision, activation, profile, kernel)
             for kernel, precision, activation in made
         ),
-        *(Variant("bf16", activation, profile, "backward") for activation in ACTIVATIONS),
+        *(
+            Variant(BACKWARD_PRECISION.name, activation, profile, "backward")
+            for activation in ACTIVATIONS
+        ),
     ]

@@ -18,6 +18,8 @@ import torch
 from common import header
 from demo_training import WINDOW, Setup, train
 
+from megamoe.config import PRECISIONS
+
 FP8_TOLERANCE = 5e-3  # of BF16's final loss
 Key = tuple[str, str, int]  # backend, precision, seed
 Losses = dict[Key, list[float]]
@@ -77,7 +79,7 @@ def summarize(found: Losses, say: Callable[..., None]) -> bool:
     for kind, mean in means.items():
         apart = mean / base - 1
         text = f"{' '.join(kind)}: {mean:.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
-        if kind[1] == "fp8":
+        if PRECISIONS[kind[1]].w.scaled:
             close = abs(apart) <= FP8_TOLERANCE  # NaN is not
             good &= close
             text = f"{'PASS' if close else 'FAIL'}: {text}, tolerance {FP8_TOLERANCE:.1%}"

@@ -86,7 +86,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
     options = case.options()
     backend = megamoe.make_backend(args.backend, problem, group, device=me.device, **options)
     own_backward = getattr(backend, "state_bytes", 0) > 0
-    flips = case.clamp is not None and (own_backward or case.precision == "fp8")
+    flips = case.clamp is not None and (own_backward or problem.formats.x.scaled)
     checker = GradientChecker(problem, args.verbose, flips)
     try:
         d = Drawn(case, me)
@@ -169,7 +169,7 @@ def compare_all(
     """
     d, rank = oracle.d, oracle.rank
     own = oracle.kept[rank]
-    if both_kernels and (saved is not None or d.problem.precision == "bf16"):
+    if both_kernels and (saved is not None or not d.problem.formats.w.scaled):
         gate_up = None if saved is None else oracle.shared_gate_up(saved)
         want = oracle.of_tokens("kernel", gate_up)
         for name in ("dx", "d_topk_weights"):

@@ -77,3 +77,5 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
     )
 }
+# What the backward pass computes in, whatever the layer's.
+BACKWARD_PRECISION = PRECISIONS["bf16"]

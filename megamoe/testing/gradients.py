@@ -7,7 +7,15 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.testing.compare import rounding_step
-from megamoe.testing.stages import BF16_STEP, DEVIATIONS, ENOUGH, LARGE_ROW, SUM_NOISE, StageChecker
+from megamoe.testing.stages import (
+    BF16_STEP,
+    DEVIATIONS,
+    ENOUGH,
+    LARGE_ROW,
+    LIMIT,
+    SUM_NOISE,
+    StageChecker,
+)
 
 # The oracle rounds where the kernel does and starts from the pre-activations that the kernel saved. The backward pass
 # computes in BF16 whatever the precision, so one limit serves both: the order of sums and the roundings it tips over.
@@ -66,9 +74,7 @@ class GradientChecker(StageChecker):
             self.judge(f"{name}_added", got, stored, KERNEL_LIMIT * passes, tolerance)
 
     def _limit(self, name: str, elements: int) -> float:
-        limit = KERNEL_LIMIT
-        if name == "gate_up" and self.precision == "fp8":
-            limit = 1e-2
+        limit = LIMIT[self.precision] if name == "gate_up" else KERNEL_LIMIT  # forward's own sums
         return limit if elements >= ENOUGH else max(limit, BF16_STEP)
 
     def element(self, name: str, got: Tensor, expected: Tensor) -> Tensor:

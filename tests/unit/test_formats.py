@@ -22,7 +22,7 @@ from megamoe.formats.quantization import codec
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.source import Variant, variants
 from megamoe.memory import layout
-from megamoe.testing import make_inputs, make_weights, stages
+from megamoe.testing import gradients, make_inputs, make_weights, stages
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(p for folder in ("megamoe", "jit", "tools") for p in (ROOT / folder).rglob("*.py"))
@@ -69,8 +69,9 @@ def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_tables_by_precision_have_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep, soak = tool("latency_sweep", monkeypatch), tool("soak_layer", monkeypatch)
     report = tool("compile_report", monkeypatch)
-    tables = [stages.LIMIT, stages.SUM_NOISE, soak.LIMIT, report.REQUIRED]
-    for found in (*tables, sweep.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
+    contenders = tool("sweep_contenders", monkeypatch)
+    tables = [stages.LIMIT, stages.SUM_NOISE, gradients.FP32_LIMIT, soak.LIMIT, report.REQUIRED]
+    for found in (*tables, contenders.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
         assert set(found) == set(table.PRECISIONS)
 
 
