@@ -34,7 +34,10 @@ demo: $(READY)
 # Tests without a GPU see none: torch takes a visible one as the default device of meshes and groups.
 test: $(READY)
 	@if [ $(GPUS) -gt 0 ]; then \
-	    CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(XDIST) -m "not gpu and not ep" tests && $(MAKE) --no-print-directory gpu; \
+	    failed=0; \
+	    CUDA_VISIBLE_DEVICES= $(PY) -m pytest -q $(XDIST) -m "not gpu and not ep" tests || failed=1; \
+	    $(MAKE) --no-print-directory gpu || failed=1; \
+	    exit $$failed; \
 	else \
 	    $(PY) -m pytest -q $(XDIST) tests; \
 	fi

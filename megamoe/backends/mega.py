@@ -107,8 +107,7 @@ class MegaBackend:
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
-        timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
-        self.window.timeout_ns = timeout_ns
+        self.window.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
         reserve, join_ns = self.share = share_of(wrapped, reserve_sms)
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
@@ -121,7 +120,7 @@ class MegaBackend:
             layer=self.window.add_layer(),
             grid=self.grid,
             join_ns=join_ns,
-            timeout_ns=timeout_ns,
+            timeout_ns=self.window.timeout_ns,
             pdl=env.pdl() if pdl is None else pdl,
             step_blocks=step_blocks,
             profile=self.profile,
@@ -160,8 +159,10 @@ class MegaBackend:
         w = weights if weights.b13 is None else weights.with_flat_bias()
         key = kernels.weights_key(w)
         if key != self._weights_key:
+            from megamoe.jit.driver import use_device
             from megamoe.jit.tensormap import encode
 
+            use_device(self._ordinal)
             self._bias, self._weights_key = w.b13, None  # until all is filled
             w.validate(self.problem, self.device)
             fill_weights(self._args, self.plan, w, encode)

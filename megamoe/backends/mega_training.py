@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +36,11 @@ class Training:
     """
 
     def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
+        from megamoe.jit.driver import use_device
         from megamoe.jit.tensormap import encode
 
+        # For maps, in threads that have not touched the device yet, as autograd's may not have.
+        self._use_device = partial(use_device, kernels.window.device.index or 0)
         self._plan, self._window, self._layer = kernels.plan, kernels.window, kernels.layer
         self._encode = encode
         self._device = self._window.device
@@ -81,6 +85,7 @@ class Training:
     ) -> tuple[Tensor, Tensor]:
         """Return y [T, H] bf16 and the state of the call; see MegaBackend.forward_train."""
         check_rows(self._plan.problem, self._device, x, topk_ids, topk_weights)
+        self._use_device()
         args = self._train.argument
         with launch_lock:
             self._set_weights("train", weights)
@@ -109,6 +114,7 @@ class Training:
     ) -> list[Tensor | None]:
         """Return the gradients, see MegaBackend.backward."""
         self._check(dy, x, topk_ids, state, num_tokens_device)
+        self._use_device()
         need_x, need_scores, *need_weights = needs
         args = self._backward.argument
         make = torch.empty if num_tokens_device is None else torch.zeros  # rows behind have none

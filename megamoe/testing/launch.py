@@ -76,7 +76,7 @@ def _rank_main(
     os.environ.update(setup.environment)  # the fork server may be older than the variables
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
-    if setup.backend == "nccl":
+    if "nccl" in setup.backend:
         torch.cuda.set_device(rank)
     timeout = timedelta(seconds=setup.timeout_s)
     store = dist.TCPStore("127.0.0.1", setup.port, None, False, timeout)

@@ -54,6 +54,7 @@ int cuLaunchKernelEx(const Config* config, void* function, void** arguments, voi
 
 int cuTensorMapEncodeTiled(void* out, int type, unsigned rank, void* base, const uint64_t* dims, const uint64_t* strides,
                            const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill) {
+    if (stub_no_context) return 201;  // CUDA_ERROR_INVALID_CONTEXT
     Map map = {type, (int)rank, swizzle, promotion, fill, (uint64_t)base, {0}, {0}, {0}};
     int bytes = type == 0 ? 1 : type == 7 ? 4 : 2;  // uint8, float32, bfloat16
     if (!base || map.base % 16 || (uint64_t)out % 64 || box[0] * bytes > 128 || box[0] * bytes % 16) return invalid_value;

@@ -88,6 +88,27 @@ print(json.dumps([before, loaded, first, second, kinds, call_again]))
     assert launches == 4
 
 
+def test_threads_without_a_context_encode_maps(train):
+    """Autograd's thread has none until something of torch runs in it: both directions, their first and next calls."""
+    seen = train("""
+with on_cpu():
+    layer = mega.MegaBackend(problem, device="cpu")
+    layer.prepare(weights)
+    layer.forward_train(*tensors(), weights)
+    launches = []
+    for tokens in (5, 6):
+        number("stub_no_context").value = 1
+        call = forward(layer, tokens)
+        number("stub_no_context").value = 1
+        backward(layer, call)
+        number("stub_no_context").value = 1
+        layer.forward(*tensors(tokens), make_weights(problem))
+        launches.append(number("stub_launches").value)
+print(json.dumps(launches))
+""")
+    assert seen == [4, 7]
+
+
 def test_gradients_have_their_masters_layout_and_only_what_is_needed_is_made(train):
     seen = train("""
 with on_cpu():
