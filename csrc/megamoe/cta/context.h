@@ -130,6 +130,11 @@ MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
 
 MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 
+// Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
+// first pass's.
+MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) {
+    return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.recompute_all != 0;
+}
 // Are weight gradients of this pass added to what is there?
 MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
     return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;

@@ -56,9 +56,6 @@ struct ActivationGradientEpilogue {
             arch::tma_store_2d(&training.hs, slot.a + box * box_bytes, column, row);
         }
     }
-    static MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) {
-        return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.recompute_all != 0;
-    }
 
     template <class T, class Output>
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output,

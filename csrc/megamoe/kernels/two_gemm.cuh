@@ -79,9 +79,8 @@ MEGAMOE_DEVICE void fill_pool(Context& ctx) {
             restore<T>(ctx, true);
             return;
         }
-        bool recomputed = ctx.smem.plan.chunk_begin != 0 || args.training.recompute_all != 0;
         if (!dispatch<T>(ctx)) return;
-        if (!recomputed && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
+        if (!is_recomputed(ctx) && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
         arch::warp_sync();
         Profile<T>::mark(args, Mark::restored);
         // Rows of a launch that was given up may be missing.
