@@ -132,21 +132,35 @@ MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 
 // Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
 // first pass's.
-MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) {
-    return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.recompute_all != 0;
-}
+MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) { return ctx.smem.plan.chunk_begin != 0; }
 // Are weight gradients of this pass added to what is there?
 MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
     return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;
 }
+// dw13 or dw2: the rows of a plane, and columns.
+MEGAMOE_DEVICE int gradient_rows(const Args& args, Stage stage) {
+    return stage == Stage::dw13 ? args.gemm[0].n : args.gemm[0].k;
+}
+MEGAMOE_DEVICE int gradient_columns(const Args& args, Stage stage) {
+    return stage == Stage::dw13 ? args.gemm[0].k : args.gemm[0].n;
+}
+// Where the m-block of a weight tile begins.
+template <class S>
+struct GradientBlock {
+    int plane, row;
+    MEGAMOE_DEVICE GradientBlock(const Args& args, const Tile& tile) {
+        int blocks = ceil_div(gradient_rows(args, tile.stage), S::rows);
+        plane = tile.block / blocks;
+        row = (tile.block - plane * blocks) * S::rows;
+    }
+};
 template <class T>
 MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, Stage stage) {
     using S = typename T::Tiling;
-    const Gemm& gemm = args.gemm[0];  // n = I, k = H
     bool first = stage == Stage::dw13;
     if ((args.training.weights_wanted & (first ? 1 : 2)) == 0) return {0, 0};
-    int rows = first ? gemm.n : gemm.k, columns = first ? gemm.k : gemm.n;
-    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(rows, S::rows), ceil_div(columns, S::columns)};
+    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gradient_rows(args, stage), S::rows),
+            ceil_div(gradient_columns(args, stage), S::columns)};
 }
 
 // The tiles of this CTA, in order; the same stream for every role.

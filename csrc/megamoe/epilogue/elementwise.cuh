@@ -1,19 +1,15 @@
 // Epilogues: what becomes of the sums of a tile. One type for each GEMM of a layer, which says
 //
-//   planes                     planes of the weights: with 2, the halves of a tile are the same columns of
-//   both (gate
-//                              and up); with 1, neighbouring columns
-//   columns                    columns of its output that a tile makes
-//   inputs                     pipeline slots that it reads behind those of K; then input_bytes() and
-//   load_input() slots(args)                output slots that a warpgroup fills for a tile, in order; the
-//   store warp waits for
-//                              memory once for `batch` of them
-//   output(ctx, tile, slot)    where it puts one of them: several outputs are several maps
-//   run<T>(ctx, tile, ring, output, sum)   the work of a math warpgroup: claim() a slot, fill it, hand_over()
-//   inputs                     pipeline slots behind those of K that it reads, at most. Its outputs take
-//   their place:
-//                              input_bytes() and load_input() for load_b, claim_input() in run(),
-//                              store_input()
+//   planes     of the weights: with 2, the halves of a tile are the same columns of both (gate and up); with
+//              1, neighbouring columns
+//   columns    of its output that a tile makes
+//   run<T>(ctx, tile, ring, output, sum)
+//              the work of a math warpgroup: claim() an output slot, fill it, hand_over()
+//   slots(args), output(ctx, tile, slot)
+//              how many a warpgroup fills for a tile, in order; where the store warp puts one: several
+//              outputs are several maps
+//   inputs     pipeline slots behind those of K that it reads, or 0. Its outputs take their place:
+//              input_bytes() and load_input() for load_b, claim_input() in run(), store_input()
 //
 // Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
 // Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when

@@ -15,23 +15,19 @@ struct WeightGradientEpilogue {
     static MEGAMOE_DEVICE int slots(const Args& args) { return columns / slot_columns(args); }
 
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        bool first = tile.stage == Stage::dw13;
-        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
-        return {&ctx.args.training.dw[first ? 0 : 1], tile.n * columns + slot * slot_columns(ctx.args),
-                first ? gemm.k : gemm.n};
+        return {&ctx.args.training.dw[tile.stage == Stage::dw13 ? 0 : 1],
+                tile.n * columns + slot * slot_columns(ctx.args), gradient_columns(ctx.args, tile.stage)};
     }
     // One thread: 64 rows of the matrix, from `row` of the m-block on.
     static MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile, Destination to, int row,
                                      const void* from, bool adds) {
-        const Gemm& gemm = ctx.args.gemm[0];
-        int rows = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
-        int blocks = ceil_div(rows, S::rows), plane = tile.block / blocks;
-        row += (tile.block - plane * blocks) * S::rows;
-        if (row >= rows) return;
+        GradientBlock<S> block(ctx.args, tile);
+        row += block.row;
+        if (row >= gradient_rows(ctx.args, tile.stage)) return;
         if (adds) {
-            arch::tma_reduce_add_4d(to.map, from, to.column, row, plane, tile.expert());
+            arch::tma_reduce_add_4d(to.map, from, to.column, row, block.plane, tile.expert());
         } else {
-            arch::tma_store_4d(to.map, from, to.column, row, plane, tile.expert());
+            arch::tma_store_4d(to.map, from, to.column, row, block.plane, tile.expert());
         }
     }
 

@@ -68,12 +68,11 @@ class BiasGradient {
     // Row `row` of the tile, that is, an element of the bias.
     static MEGAMOE_DEVICE float* place(const Context& ctx, const Tile& tile, float* bias, int row, int* at,
                                        int* width) {
-        const Gemm& gemm = ctx.args.gemm[0];  // n = I, k = H
+        GradientBlock<typename T::Tiling> block(ctx.args, tile);
         int planes = tile.stage == Stage::dw13 ? T::Gemm2::k_planes : 1;
-        *width = tile.stage == Stage::dw13 ? gemm.n : gemm.k;
-        int blocks = ceil_div(*width, T::Tiling::rows), plane = tile.block / blocks;
-        *at = (tile.block - plane * blocks) * T::Tiling::rows + row;
-        return bias + (int64_t{tile.expert()} * planes + plane) * *width + *at;
+        *width = gradient_rows(ctx.args, tile.stage);
+        *at = block.row + row;
+        return bias + (int64_t{tile.expert()} * planes + block.plane) * *width + *at;
     }
     static MEGAMOE_DEVICE int column() {
         return ((arch::warp_idx() & 3) * lanes + arch::lane_idx() % lanes) * 2;

@@ -1,7 +1,7 @@
 // Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. A layer has two types,
 //
-//   RowsOf<T>       ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, or, MN-major, 64
-//   columns WeightsOf<T>    load(to, full, slot, half, both): one half of B
+//   RowsOf<T>      ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, MN-major columns
+//   WeightsOf<T>   load(to, full, slot, half, both): one half of B
 //
 // `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones
 // have 128 bytes of M or N in a row, one row a k.

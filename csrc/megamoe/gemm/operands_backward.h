@@ -42,15 +42,15 @@ struct GradientRows {
         constexpr int block_rows = T::Tiling::rows;
         mn_major = is_weight_gradient(tile.stage);
         plane_slots = slots_of_plane<T>(args, tile.stage);
-        m = mn_major ? tile.block * block_rows : row0<T>(tile);
+        m = row0<T>(tile);
         k = mn_major ? first_row_of_expert(ctx, tile.expert(), block_rows) : 0;
         map = &args.gemm[0].a;  // gemm1, dw2
         if (tile.stage == Stage::recompute) map = &args.training.x_rows_map;
         if (tile.stage == Stage::gemm2) map = &args.training.dgu[0];
-        if (tile.stage == Stage::dw13) {
-            int blocks = ceil_div(args.gemm[0].n, block_rows), plane = tile.block / blocks;
-            map = &args.training.dgu[plane];
-            m = (tile.block - plane * blocks) * block_rows;
+        if (mn_major) {
+            GradientBlock<typename T::Tiling> block(args, tile);
+            if (tile.stage == Stage::dw13) map = &args.training.dgu[block.plane];
+            m = block.row;
         }
     }
 

@@ -97,7 +97,7 @@ template <class T>
 MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     bool is_transport = arch::warp_idx() < first_math_warp;
     MEGAMOE_UNROLL_BY(1)
-    for (PassStart start = first_pass<T>(ctx.args);;) {
+    for (PassStart start = first_pass;;) {
         if (is_transport) {
             plan_pass<T>(ctx, start);
             arch::warp_sync();

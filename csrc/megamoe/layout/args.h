@@ -96,7 +96,6 @@ struct Training {
     const float* b13;       // [L, P * I] or null, for recompute
     const float* b2;        // [L, H] or null
     int64_t window_d_weights;  // [max_tokens, K] float, of the home's own tokens
-    int32_t recompute_all;     // the state has no gu
     int32_t weights_wanted;    // bit 0: dw13, bit 1: dw2
     int32_t dw_bytes;          // of an element of dw: 2 or 4
     int32_t accumulate;        // add to what dw13, dw2, db13 and db2 hold

@@ -1,4 +1,4 @@
-// load_a and load_b: one thread each, filling the pipeline's slots by TMA. load_b never waits for rows, so
+// load_a and load_b: one thread each, filling the pipeline's slots by TMA. load_b waits for no row of x, so
 // weights stream from the first tile on. The ring positions live across passes, like the barriers' phases.
 //
 // Of the operand that a pair of CTAs shares, either CTA loads one half into both. Both walk the same units,
@@ -21,7 +21,7 @@ MEGAMOE_DEVICE void pass_slot(Context& ctx, PipelineRing<T>& ring) {
 }
 
 // A tile of weight gradients waits for all of the pass's gemm1 and x rows, once. After an abort they may be
-// missing: then the gradients become NaN.
+// missing: then lose_gradients() makes NaN of what comes out.
 template <class T>
 class Gradients {
   public:

@@ -161,11 +161,7 @@ struct PassStart {
     bool is_first;  // of the launch
 };
 
-template <class T>
-MEGAMOE_DEVICE PassStart first_pass(const Args& args) {
-    bool recomputes = T::direction == Direction::backward && args.training.recompute_all != 0;
-    return {0, recomputes ? Phase::recompute : Phase::data, true};
-}
+constexpr PassStart first_pass = {0, Phase::data, true};
 template <class T>
 MEGAMOE_DEVICE PassStart pass_after(const PassPlan& plan) {
     if (plan.phase == Phase::recompute) return {plan.chunk_begin, Phase::data, false};
