@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from megamoe import env
 from megamoe.errors import CompileError, ConfigError
-from megamoe.jit.compiler import check_installed, compile_variant
+from megamoe.jit.compiler import CompileResult, check_installed, compile_variant
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, Variant, variants
+
+
+def _timed(build: Callable[[], CompileResult]) -> tuple[CompileResult | CompileError, float]:
+    start = time.perf_counter()
+    try:
+        result: CompileResult | CompileError = build()
+    except CompileError as error:
+        result = error
+    return result, time.perf_counter() - start
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,15 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
         from megamoe.jit.quantize import compile_quantize
 
         builds.insert(0, ("quantize-weights", compile_quantize))
-    for name, build in builds:
-        start = time.perf_counter()
-        try:
-            result = build()
-        except CompileError as error:
+    # NVRTC compiles in several threads at once.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        results = list(pool.map(_timed, [build for _, build in builds]))
+    for (name, _), (result, total) in zip(builds, results, strict=True):
+        if isinstance(result, CompileError):
             failed += 1
-            print(f"{name:26} FAILED\n{error}")
+            print(f"{name:26} FAILED\n{result}")
             continue
-        total = time.perf_counter() - start
         built = f"{result.seconds:.2f}s" if result.seconds else "cached"
         print(
             f"{name:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
