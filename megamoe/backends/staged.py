@@ -49,6 +49,28 @@ def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> 
     return out
 
 
+class _RowsOfTokens(torch.autograd.Function):
+    """One row for each route; a token's gradient sums those of its rows in the order of k.
+
+    Indexing would sum them with atomics in fp32 on the CPU, and index_select on CUDA: other bits in every call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
+        """x: [T, H], order: [M] indices t * K + k, no two equal -> [M, H]."""
+        ctx.save_for_backward(order)
+        ctx.shape = x.shape[0], top_k, x.shape[1]
+        return x[order // top_k]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        tokens, top_k, hidden = ctx.shape
+        of_routes = grad.new_zeros(tokens * top_k, hidden).index_copy(0, order, grad)
+        summed = of_routes.view(ctx.shape).sum(1, dtype=torch.float32)
+        return summed.to(grad.dtype), None, None
+
+
 class _StraightThrough(torch.autograd.Function):
     """Value of the quantized rows, gradient of the identity."""
 
@@ -164,7 +186,7 @@ def _moe(
     source = x
     if x_codec is not None:
         source = _StraightThrough.apply(x.to(compute_dtype(x.device)), x_codec)
-    rows = source[order // top_k]
+    rows = _RowsOfTokens.apply(source, order, top_k)
     counts = torch.bincount(flat[order], minlength=experts)
     if group is not None:
         call = [mark[0] | _gradients(rows, dense), mark[1]]
@@ -244,7 +266,9 @@ def _grouped_matmul(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor)
     out = torch.cat(products, dim=1) if len(products) > 1 else products[0]
     if bias is None:
         return out
-    return out.float() + bias.flatten(1).repeat_interleave(sizes, dim=0)
+    # Indexed, since the backward of repeat_interleave adds with atomics on CUDA, that of an index sorts.
+    expert = torch.arange(sizes.numel(), device=rows.device).repeat_interleave(sizes)
+    return out.float() + bias.flatten(1)[expert]
 
 
 def _matmul_by_expert(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:

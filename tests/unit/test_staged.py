@@ -163,6 +163,30 @@ def test_cuda():
         check(name, case, results, y_tolerance, grad_tolerance=0.03)
 
 
+def assert_repeatable(case, device):
+    first, *further = (run_case(case, 0, None, device)["operator"] for _ in range(6))
+    for name in first:
+        assert all(torch.equal(first[name], found[name]) for found in further), name
+
+
+REPEATED = Problem(256, 128, 8, 4, max_tokens=256, bias=True, activation="swiglu_oai")
+
+
+def test_calls_with_many_threads_give_equal_bits():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(16)
+    try:
+        for precision in ("bf16", "fp8"):
+            assert_repeatable(Case(replace(REPEATED, precision=precision), (256,)), "cpu")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+def test_calls_on_cuda_give_equal_bits():
+    assert_repeatable(Case(REPEATED, (256,)), "cuda")
+
+
 def test_num_tokens_device_and_out():
     problem = Problem(48, 32, 7, 3)
     inputs, weights = make_inputs(problem, 20), make_weights(problem)
