@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megamoe.errors import ConfigError
-from megamoe.formats.table import BACKWARD_PRECISION, PRECISIONS
+from megamoe.formats.table import BACKWARD_PRECISION, PRECISIONS, TRAINED
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -37,6 +37,10 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
+        if self.kernel == "train" and not PRECISIONS[self.precision].trains:
+            raise ConfigError(
+                "precision", repr(self.precision), f"{' or '.join(TRAINED)}, to train"
+            )
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
         if self.kernel == "backward" and self.precision != BACKWARD_PRECISION.name:
@@ -76,11 +80,14 @@ MEGAMOE_KERNEL({self.entry}, megamoe::Traits)
 def variants(profile: bool = False) -> list[Variant]:
     """Return every kernel that a Problem can ask for."""
     have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
-    made = product(("forward", "train"), have, ACTIVATIONS)
+    kinds = [("forward", name) for name in have] + [
+        ("train", name) for name in have if name in TRAINED
+    ]
+    made = product(kinds, ACTIVATIONS)
     return [
         *(
             Variant(precision, activation, profile, kernel)
-            for kernel, precision, activation in made
+            for (kernel, precision), activation in made
         ),
         *(
             Variant(BACKWARD_PRECISION.name, activation, profile, "backward")

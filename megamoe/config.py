@@ -136,8 +136,10 @@ class Problem:
                 return
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
-            ok = 0 < value <= MAX_WIDTH and value % 16 == 0
-            yield name, value, ok, f"a multiple of 16 in 16..{MAX_WIDTH}"
+            known = PRECISIONS.get(self.precision)
+            unit = 16 if known is None else known.multiple
+            ok = 0 < value <= MAX_WIDTH and value % unit == 0
+            yield name, value, ok, f"a multiple of {unit} in {unit}..{MAX_WIDTH}"
         yield "top_k", self.top_k, 1 <= self.top_k <= MAX_TOP_K, f"1..{MAX_TOP_K}"
         yield "ep_size", self.ep_size, 1 <= self.ep_size <= MAX_RANKS, f"1..{MAX_RANKS}"
         ep_size = max(self.ep_size, 1)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `python tools/x.py` works without an installation
     sys.path.insert(0, str(ROOT))
 
+from megamoe.formats.table import PRECISIONS, TRAINED  # noqa: E402
 from megamoe.testing import launch as spawn  # noqa: E402
 from megamoe.testing.shapes import SHAPES, Shape  # noqa: E402
 
@@ -95,6 +96,13 @@ def add_shape_arguments(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--activation", help="swiglu, swiglu_oai, geglu, geglu_tanh or relu2")
     parser.add_argument("--bias", action="store_true", default=None)
+
+
+def refuse_training(parser: argparse.ArgumentParser, precisions: list[str]) -> None:
+    """End with a message if one of the precisions is for inference only."""
+    for name in precisions:
+        if not PRECISIONS[name].trains:
+            parser.error(f"--precision {name} is for inference, expected {' or '.join(TRAINED)}")
 
 
 def shapes_from(args: argparse.Namespace) -> list[Shape]:

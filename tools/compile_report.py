@@ -26,6 +26,8 @@ OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
 REQUIRED = {
     "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
     "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+    "bf16xmxfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
+    "fp8xmxfp4": ("QGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
 }
 FORBIDDEN = ("LDL", "STL")
 FIGURES = "figures.json"

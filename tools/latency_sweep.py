@@ -31,7 +31,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, shapes_from
+from common import (
+    Rank,
+    add_launch_arguments,
+    add_shape_arguments,
+    header,
+    launch,
+    refuse_training,
+    shapes_from,
+)
 from sweep_contenders import DIRECTIONS, Call, Contender, Entry, problem_of
 from sweep_plot import Measurement, plot
 
@@ -40,7 +48,7 @@ from megamoe.config import PRECISIONS
 from megamoe.testing import make_weights
 from megamoe.testing.shapes import Shape
 
-FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096}
+FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096, "fp8xmxfp4": 8192, "bf16xmxfp4": 4096}
 FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 1_500_000  # about 0.8 ms: longer than any rank's host takes to queue what follows
 HOT_SECONDS = 0.5
@@ -173,7 +181,7 @@ def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> l
 
 
 COLUMNS = (
-    f"{'shape':<16}{'prec':<6}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
+    f"{'shape':<16}{'prec':<11}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
     f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}"
 )
 
@@ -183,7 +191,7 @@ def line(m: Measurement) -> str:
     clock = f"{m.clock_ghz:.2f}" if m.clock_ghz else "-"
     used = f"{m.utilisation:.0%}" if m.utilisation else "-"
     return (
-        f"{m.shape:<16}{m.precision:<6}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
+        f"{m.shape:<16}{m.precision:<11}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
         f"{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
         f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}"
     )
@@ -266,7 +274,10 @@ def main() -> int:
     add("--samples", type=int, default=20)
     add("--out", type=Path, default=Path("out"), help="folder of the CSV and the PNG")
     add("--name", default="latency", help="name of both files")
-    return launch(worker, parser.parse_args())
+    args = parser.parse_args()
+    if args.direction != "forward":
+        refuse_training(parser, args.precision)
+    return launch(worker, args)
 
 
 if __name__ == "__main__":

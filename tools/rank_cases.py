@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megamoe
 from megamoe.config import ACTIVATIONS
+from megamoe.formats.table import PRECISIONS
 from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -128,15 +129,23 @@ def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) 
         bias=r.random() < 0.3,
     )
     most = r.choice((1, 17, 130, 700))
+    precision = r.choice(args.precision)
     case = Case(
-        shape,
-        precision=r.choice(args.precision),
+        of_multiples(shape, precision),
+        precision=precision,
         tokens=tuple(0 if r.random() < 0.15 else r.randint(1, most) for _ in range(ranks)),
         routing=r.choice(ROUTINGS),
         ids_dtype=r.choice((torch.int32, torch.int64)),
         seed=args.seed + index,
     )
     return case if args.direction == "forward" else of_backward(case, r)
+
+
+def of_multiples(shape: Shape, precision: str) -> Shape:
+    """Return it with the next larger widths that the precision can store."""
+    unit = PRECISIONS[precision].multiple
+    widths = {n: -(-getattr(shape, n) // unit) * unit for n in ("hidden", "intermediate")}
+    return replace(shape, **widths)
 
 
 def of_backward(case: Case, r: random.Random) -> Case:

@@ -26,14 +26,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Rank, add_launch_arguments, add_shape_arguments, header, launch
+from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, refuse_training
 from rank_backward import check_backward
 from rank_cases import Case, listed_cases, random_case
 from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
-from megamoe.config import PRECISIONS
+from megamoe.formats.table import PRECISIONS, TRAINED
 from megamoe.testing import OVERLOADED, ROUTINGS, same_bits
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
@@ -95,7 +95,8 @@ class Oracle:
         )
         routes = sum(rows.token.numel() for rows in want["rows"])
         elements = min(want["y"][me].numel(), routes * problem.intermediate)
-        strict = not self.problem.formats.h.scaled and elements >= ENOUGH
+        formats = self.problem.formats
+        strict = not (formats.h.scaled or formats.w.scaled) and elements >= ENOUGH
         limit = FP32_LIMIT if strict else float("inf")
         checker.judge("y_fp32", y[own[me]], want["y"][me], limit)
 
@@ -238,7 +239,7 @@ def main() -> int:
     add("--direction", default="forward", choices=list(COLUMNS), help="step: both")
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
-    add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED))
     add("--int64-ids", action="store_true")
     add("--least-pool", action="store_true", help="the fewest pool rows: several passes")
@@ -250,7 +251,10 @@ def main() -> int:
     add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
     add("--verbose", "-v", action="store_true", help="print good stages too")
     add_launch_arguments(parser)
-    return launch(worker, parser.parse_args())
+    args = parser.parse_args()
+    if args.direction != "forward":
+        refuse_training(parser, args.precision)
+    return launch(worker, args)
 
 
 if __name__ == "__main__":

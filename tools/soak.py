@@ -33,7 +33,7 @@ from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 from soak_train import train, train_graph, train_nccl
 
 import megamoe
-from megamoe.config import PRECISIONS
+from megamoe.formats.table import PRECISIONS, TRAINED
 from megamoe.memory.window import Window
 from megamoe.testing import launch, make_weights
 
@@ -283,7 +283,7 @@ def main() -> int:
     add("--calls", type=int, help="of calls (10000), nccl (1000), streams (400), train_nccl (300)")
     add("--replays", type=int, default=1000, help="of graph and train_graph")
     add("--steps", type=int, default=2000, help="of train")
-    add("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
     add("--bound", type=float, default=300.0, metavar="S", help="longest a scenario may take")
     for hidden in ("--as-rank", "--port"):
         add(hidden, type=int, help=argparse.SUPPRESS)

@@ -17,7 +17,7 @@ from megamoe.testing import Inputs, make_inputs
 from megamoe.testing.shapes import Shape
 
 # Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
-GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0}
+GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0, "bf16xmxfp4": 745.0}
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 DIRECTIONS = ("forward", "backward", "step")
@@ -83,7 +83,7 @@ class Load:
         gemm = self.shape.flops(self.tokens) / (GEMM_TFLOPS[precision] * 1e6)
         # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
         row = h * stored.x.bytes + i * stored.h.bytes + h * BF16_BYTES
-        memory = self.hit_weights * stored.w.bytes + 2 * self.rows * row
+        memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
         return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
 
     def backward(self, gradients: str | None) -> tuple[float, float, float]:

@@ -25,7 +25,8 @@ from demo_model import ModelConfig, shared_corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
 import megamoe
-from megamoe.config import PRECISIONS, Problem
+from megamoe.config import Problem
+from megamoe.formats.table import TRAINED
 from megamoe.frontend.functional import choose
 
 CPU_MODEL = ModelConfig()
@@ -113,7 +114,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
-    add("--precision", default="bf16", choices=PRECISIONS)
+    add("--precision", default="bf16", choices=TRAINED)
     add("--steps", type=int, help="training steps; default 400 on GPUs, 300 on a CPU")
     add("--batch", type=int, help="sequences per step over all ranks")
     add("--seed", type=int, default=1)

@@ -1,4 +1,4 @@
-"""FP8 copies of bf16 parameters: when they are made, and by which code."""
+"""Quantized copies of bf16 parameters: when they are made, and by which code."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megamoe.config import Problem
 from megamoe.errors import CompileError, MegaMoEError
 from megamoe.formats.quantization import codec, quantize_blockwise, stored_shape
+from megamoe.formats.table import E4M3_BLOCKS, Format
 from megamoe.formats.weights import ExpertWeights, SealedWeights
 
 log = logging.getLogger("megamoe")
@@ -35,9 +36,12 @@ def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def _quantize_weights(
-    w: Tensor, planes: int, out: tuple[Tensor, Tensor] | None
+    w: Tensor, planes: int, out: tuple[Tensor, Tensor] | None, stored: Format
 ) -> tuple[Tensor, Tensor]:
-    """Quantize by the fused kernel on Hopper where there is one, else by torch; the same bits."""
+    """Quantize, to e4m3 by the fused kernel on Hopper where there is one, else by torch; the same bits."""
+    formulas = codec(stored)  # raises for a format that this cannot make
+    if stored != E4M3_BLOCKS and formulas is not None:
+        return formulas.quantize(w, planes, out)
     on_hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
     if on_hopper and w.numel() and (fused := _fused_quantizer()) is not None:
         return fused(w, planes, out=out)
@@ -88,7 +92,7 @@ class _Entry:
 
 
 class QuantizedCache:
-    """FP8 copies of bf16 parameters, made once per parameter version and refreshed in place.
+    """Quantized copies of bf16 parameters, made once per parameter version and refreshed in place.
 
     A version is (storage, offset, tensor._version, optimizer steps of the process, strides): at most one
     quantization per parameter and optimizer step, plus one per write that torch counts. What is
@@ -102,7 +106,9 @@ class QuantizedCache:
         self._last: tuple[ExpertWeights, tuple[Version, Version], ExpertWeights] | None = None
         self._dense: tuple[list[Tensor], list[Version], ExpertWeights] | None = None
 
-    def get(self, name: str, w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
+    def get(
+        self, name: str, w: Tensor, planes: int = 1, stored: Format = E4M3_BLOCKS
+    ) -> tuple[Tensor, Tensor]:
         """Return (q, scale) of w; the same storage on every call with the same name and shape."""
         version = _version(w)
         captured = w.requires_grad and _capturing(w)
@@ -111,24 +117,24 @@ class QuantizedCache:
             counted = not (captured or entry.volatile)
             if counted and entry.version == version and entry.source.shape == w.shape:
                 return entry.q, entry.scale
-            if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w), w.device):
+            if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
                 out = entry.q, entry.scale
             volatile |= entry.volatile and _storage(entry.source) == version[0]
         with torch.no_grad():
-            q, scale = _quantize_weights(w.detach(), planes, out)
+            q, scale = _quantize_weights(w.detach(), planes, out, stored)
         self._entries[name] = _Entry(w.detach(), version, q, scale, volatile)
         return q, scale
 
     def weights(self, problem: Problem, masters: ExpertWeights) -> ExpertWeights:
-        """Return the FP8 weights of bf16 masters; biases are handed through. The same object while all is the same."""
+        """Return quantized weights of bf16 masters; biases handed through. The same object while all is the same."""
         w13, w2, last = masters.w13, masters.w2, self._last
         versions = _version(w13), _version(w2)
         captured = (w13.requires_grad or w2.requires_grad) and _capturing(w13)
         if last is not None and last[1] == versions and not captured and _same(last[0], masters):
             return last[2]
-        codec(problem.formats.w)  # raises for a format that this cannot make
-        q13, s13 = self.get("w13", w13, problem.activation.planes)
-        q2, s2 = self.get("w2", w2)
+        stored = problem.formats.w
+        q13, s13 = self.get("w13", w13, problem.activation.planes, stored)
+        q2, s2 = self.get("w2", w2, 1, stored)
         # Biases are the caller's, who may move them.
         kind = SealedWeights if masters.b13 is None and masters.b2 is None else ExpertWeights
         weights = kind(q13, q2, masters.b13, masters.b2, s13, s2)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from megamoe.formats.planes import rows_of
-from megamoe.formats.table import BF16, E4M3_BLOCKS, E4M3_ROWS, SCALE_GROUP, Format
+from megamoe.formats.table import BF16, E4M3_BLOCKS, E4M3_ROWS, MXFP4, SCALE_GROUP, Format
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10
@@ -60,10 +61,10 @@ def _pad_planes(w: Tensor, planes: int) -> Tensor:
     return v.reshape(planes, n, GROUP, k, GROUP)
 
 
-def stored_shape(w: Tensor) -> tuple[int, int, int]:
-    """w: [L, P*I, K] or [L, P, I, K] -> (L, P*I, K)."""
+def stored_shape(w: Tensor, stored: Format = E4M3_BLOCKS) -> tuple[int, int, int]:
+    """w: [L, P*I, K] or [L, P, I, K] -> (L, P*I, elements of a row) of its quantized copy."""
     num, *height, width = w.shape
-    return num, math.prod(height), width
+    return num, math.prod(height), stored.width(width)
 
 
 def quantize_blockwise(
@@ -120,6 +121,7 @@ _CODECS: dict[Format, Codec | None] = {
     BF16: None,
     E4M3_ROWS: Codec(quantize_rows, dequantize_rows),
     E4M3_BLOCKS: Codec(quantize_blockwise, dequantize_blockwise),
+    MXFP4: Codec(quantize_mxfp4, dequantize_mxfp4),
 }
 
 

@@ -18,8 +18,9 @@ SCALE_GROUP = 128  # values along K that share a scale, in every format that has
 class Format:
     """How one operand's numbers are stored.
 
-    dtype: of an element in memory. scale_block: rows x columns that share an fp32 scale; None: no scales.
-    largest: magnitude of an element, which a scale maps the largest value to.
+    dtype: of an element in memory, which holds `packed` numbers. scale_block: rows x columns whose scales stand
+    together, `block_scales` of them of `scale_dtype`; None: no scales. largest: magnitude of a number, which a scale
+    maps the largest value to. multiple: of it are the widths that can be stored.
     cpp: its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel.
     """
 
@@ -28,6 +29,10 @@ class Format:
     scale_block: tuple[int, int] | None = None
     largest: float = inf
     cpp: str | None = None
+    packed: int = 1
+    scale_dtype: torch.dtype = torch.float32
+    block_scales: int = 1
+    multiple: int = 16
 
     @property
     def scaled(self) -> bool:
@@ -39,18 +44,43 @@ class Format:
         """Bytes of an element."""
         return self.dtype.itemsize
 
-    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+    @property
+    def bytes_per_number(self) -> float:
+        """Bytes of a number with its share of the scales."""
+        scales = 0.0
+        if self.scale_block is not None:
+            height, width = self.scale_block
+            scales = self.block_scales * self.scale_dtype.itemsize / (height * width)
+        return self.bytes / self.packed + scales
+
+    def width(self, columns: int) -> int:
+        """Return how many elements a row of so many numbers has."""
+        return columns // self.packed
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix; ragged last blocks count."""
         if self.scale_block is None:
             raise ValueError(f"{self.name} has no scales")
         height, width = self.scale_block
-        return -(-rows // height), -(-columns // width)
+        blocks = -(-rows // height), -(-columns // width)
+        return blocks if self.block_scales == 1 else (*blocks, self.block_scales)
 
 
 _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
 BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
+MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
+MXFP4 = Format(
+    "mxfp4",
+    torch.uint8,
+    (SCALE_GROUP, SCALE_GROUP),
+    6.0,
+    packed=2,
+    scale_dtype=torch.uint8,
+    block_scales=SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
+    multiple=MXFP4_GROUP,
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +91,12 @@ class Precision:
     x: Format  # staged x, x_pool
     w: Format  # w13 and w2 as the GEMMs read them
     h: Format
+    trains: bool = True  # else for inference only
+
+    @property
+    def multiple(self) -> int:
+        """Return what the widths of the layer are multiples of."""
+        return max(self.x.multiple, self.w.multiple, self.h.multiple)
 
     @property
     def cpp(self) -> str | None:
@@ -75,7 +111,10 @@ PRECISIONS: dict[str, Precision] = {
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
+        Precision("fp8xmxfp4", x=E4M3_ROWS, w=MXFP4, h=E4M3_ROWS, trains=False),
+        Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
     )
 }
+TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
 # What the backward pass computes in, whatever the layer's.
 BACKWARD_PRECISION = PRECISIONS["bf16"]

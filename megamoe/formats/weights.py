@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.mxfp4 import from_checkpoint
 from megamoe.formats.planes import check_strides
 from megamoe.formats.quantization import codec
 
@@ -22,6 +23,8 @@ class ExpertWeights:
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
     b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
+    MXFP4, which from_mxfp4() makes of checkpoints and quantized() of bf16: w13 [L, P*I, H/2] and w2 [L, H, I/2] uint8,
+    w13_scale [L, P*ceil(I/128), ceil(H/128), 512] and w2_scale [L, ceil(H/128), ceil(I/128), 512] uint8.
 
     w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
     multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up
@@ -59,6 +62,34 @@ class ExpertWeights:
         _check_joinable(w1, w3)
         w13: Tensor = _Joined.apply(w1, w3)
         return cls(w13, w2, b13, b2, w13_scale, w2_scale)
+
+    @classmethod
+    def from_mxfp4(
+        cls,
+        w13: Tensor,
+        w2: Tensor,
+        w13_scale: Tensor,
+        w2_scale: Tensor,
+        *,
+        planes: int = 2,
+        interleaved: bool = False,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> ExpertWeights:
+        """Take the MXFP4 experts of a checkpoint; w13 and w2 are not copied, the scales are put into another order.
+
+        w13: [L, P*I, H/2], [L, P, I, H/2] or in blocks [L, P*I, H/32, 16]; w2: [L, H, I/2] or [L, H, I/32, 16]. A byte
+            is two e2m1, the lower nibble the first.
+        w13_scale: [L, P*I, H/32] or [L, P, I, H/32]; w2_scale: [L, H, I/32]. E8M0, the exponent plus 127.
+        interleaved: gate and up rows alternate, as GPT-OSS has them: `*_blocks` and `*_scales` as they are.
+        biases: b13 [L, P*I], in the order of w13's rows, and b2 [L, H], of any float type.
+        Waits for the device. Raises ArgumentError for other shapes or dtypes, NaN scales and those above 2^125.
+        """
+        planes13, s13 = from_checkpoint("w13", w13, w13_scale, planes, interleaved)
+        planes2, s2 = from_checkpoint("w2", w2, w2_scale, 1, False)
+        b13, b2 = (None, None) if biases is None else (b.float() for b in biases)
+        if b13 is not None and interleaved:
+            b13 = b13.unflatten(1, (-1, planes)).transpose(1, 2).flatten(1)
+        return cls(planes13, planes2, b13, b2, s13, s2)
 
     def with_flat_bias(self) -> ExpertWeights:
         """Return weights whose b13 is contiguous, as the kernel reads it: these, or with a copy of b13."""
@@ -111,7 +142,7 @@ class ExpertWeights:
 
 
 class SealedWeights(ExpertWeights):
-    """FP8 copies without biases: fields cannot be set again and tensors, which nobody else has, keep their memory.
+    """Quantized copies without biases: fields cannot be set again, tensors, which nobody else has, keep their memory.
 
     So who has looked at their addresses need not look again while it is given the same object.
     """
@@ -166,14 +197,17 @@ def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch
     num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
     h, i = problem.hidden, problem.intermediate
     stored = problem.formats.w
-    table = {"w13": ((num, planes * i, h), stored.dtype), "w2": ((num, h, i), stored.dtype)}
+    table = {
+        "w13": ((num, planes * i, stored.width(h)), stored.dtype),
+        "w2": ((num, h, stored.width(i)), stored.dtype),
+    }
     if problem.bias:
         table["b13"] = ((num, planes * i), torch.float32)
         table["b2"] = ((num, h), torch.float32)
     if stored.scaled:
-        blocks, groups = stored.scale_shape(i, h)
-        table["w13_scale"] = ((num, planes * blocks, groups), torch.float32)
-        table["w2_scale"] = ((num, *stored.scale_shape(h, i)), torch.float32)
+        blocks, *further = stored.scale_shape(i, h)
+        table["w13_scale"] = ((num, planes * blocks, *further), stored.scale_dtype)
+        table["w2_scale"] = ((num, *stored.scale_shape(h, i)), stored.scale_dtype)
     return table
 
 
@@ -222,7 +256,8 @@ def check_checkpoint(
         if not (stored.scaled and tensor.dtype == stored.dtype):
             raise ArgumentError(f"{key} of the state dict", tensor.dtype, expected)
         if state_dict.get(scale) is None:
-            raise ArgumentError(f"{scale} of the state dict", None, f"fp32, since {key} is FP8")
+            expected = f"{stored.scale_dtype}, since {key} is {stored.dtype}"
+            raise ArgumentError(f"{scale} of the state dict", None, expected)
         if holds in _MASTERS and any(t is None or t.dtype != tensor.dtype for t in given.values()):
             dtypes = {n: None if t is None else t.dtype for n, t in given.items()}
             raise ArgumentError(f"{prefix}w13 and w2 of the state dict", dtypes, "of one dtype")

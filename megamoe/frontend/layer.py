@@ -95,7 +95,8 @@ class Layer:
         Differentiable in x, topk_weights and every tensor of `weights` but FP8 ones and their scales.
         Under autocast fp32 and fp16 x are cast to bf16; topk_weights of any float type are used in fp32. An id
         outside [0, E) is dropped.
-        weights: this rank's experts; with precision "fp8" bf16 masters, or e4m3 with scales.
+        weights: this rank's experts; bf16 masters, or what the precision stores, with scales. Precisions for inference
+            only refuse calls whose gradients are recorded.
         num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
             of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
         out: like x, to write y into; not while gradients are recorded.
@@ -110,7 +111,7 @@ class Layer:
                 mine = runtime.weights(weights)
                 call = x, topk_ids, topk_weights, mine, num_tokens_device, out
                 return runtime.backend.forward(*call)
-            if out is None:
+            if out is None and self.problem.formats.trains:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
                 if self.accumulate_into_main_grad:
                     return self._adding(weights, (*call, runtime.state_bytes), True)
@@ -144,6 +145,10 @@ class Layer:
             recording = records(x, topk_weights, weights)
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
+            if recording and not self.problem.formats.trains:
+                name = f"precision {self.problem.precision!r}"
+                expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
+                raise ArgumentError("gradients", "recorded", expected)
         except ArgumentError as error:
             self.refuse(error)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.formats.quantization import E4M3
+from megamoe.formats.table import E4M3_BLOCKS, MXFP4, Format
 from megamoe.formats.weights import (
     ExpertWeights,
     check_checkpoint,
@@ -26,6 +27,7 @@ from megamoe.frontend.layer import Layer
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
+_QUANTIZED = ("w13", "w2", "w13_scale", "w2_scale")
 
 
 class MegaMoE(nn.Module):
@@ -33,8 +35,8 @@ class MegaMoE(nn.Module):
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
     group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
-    precision: "bf16", or "fp8" (e4m3 with block scales; bf16 masters are quantized once per
-        version).
+    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4" (MXFP4 weights
+        beside e4m3 and bf16 rows). bf16 masters are quantized once per version.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
@@ -112,13 +114,14 @@ class MegaMoE(nn.Module):
         # what the layer was when average_expert_gradients() took it
         self.averaged: type | None = None
         self._known: ExpertWeights | None = None  # of the last call
-        shape = {name: entry[0] for name, entry in expected_weights(self.problem).items()}
+        masters = expected_weights(replace(self.problem, precision="bf16"))
+        shape = {name: entry[0] for name, entry in masters.items()}
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
         self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
         for name in ("b13", "b2"):
             empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
-        for name in ("w13_scale", "w2_scale"):  # filled by load_fp8_weights
+        for name in ("w13_scale", "w2_scale"):  # filled by load_fp8_weights and load_mxfp4_weights
             self.register_buffer(name, None)
         self.reset_parameters()
 
@@ -168,7 +171,7 @@ class MegaMoE(nn.Module):
         )
 
     def expert_weights(self) -> ExpertWeights:
-        """Return the parameters as they are: bf16 masters, or what load_fp8_weights was given."""
+        """Return the parameters as they are: bf16 masters, or what load_fp8_weights or load_mxfp4_weights was given."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
@@ -236,15 +239,28 @@ class MegaMoE(nn.Module):
         Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
         its input, its routing weights and its biases only. The tensors are kept, not copied.
         """
-        if self.problem.formats.w.dtype != E4M3:
-            raise ConfigError("precision", repr(self.problem.precision), '"fp8" for FP8 weights')
-        given = {"w13": w13, "w2": w2, "w13_scale": w13_scale, "w2_scale": w2_scale}
-        expected = expected_weights(self.problem)
+        self._take(E4M3_BLOCKS, dict(zip(_QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
+
+    @torch.no_grad()
+    def load_mxfp4_weights(self, weights: ExpertWeights) -> None:
+        """Take MXFP4 weights, see ExpertWeights.from_mxfp4, as load_fp8_weights does; biases are copied."""
+        weights.validate(self.problem, weights.w13.device)
+        given = weights.named() | {"w13": weights.w13.flatten(1, -2)}
+        self._take(MXFP4, {name: given[name].contiguous() for name in _QUANTIZED})
+        for name in given.keys() & {"b13", "b2"}:
+            own = getattr(self, name)
+            own.copy_(given[name].view(own.shape))
+
+    def _take(self, stored: Format, given: dict[str, Tensor]) -> None:
+        """Take weights of the layer's format in place of bf16 masters."""
+        if self.problem.formats.w != stored:
+            expected = f"one whose weights are {stored.name}, not {self.problem.formats.w.name}"
+            raise ConfigError("precision", repr(self.problem.precision), expected)
+        expected_of = expected_weights(self.problem)
         for name, tensor in given.items():
-            check_tensor(name, tensor, *expected[name], device=w13.device)
-        self.w13 = nn.Parameter(w13, requires_grad=False)
-        self.w2 = nn.Parameter(w2, requires_grad=False)
-        self.w13_scale, self.w2_scale = w13_scale, w2_scale
+            check_tensor(name, tensor, *expected_of[name], device=given["w13"].device)
+        for name, tensor in given.items():
+            setattr(self, name, tensor if "scale" in name else nn.Parameter(tensor, False))
         self.invalidate()
 
     @torch.no_grad()
@@ -267,14 +283,15 @@ class MegaMoE(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Take this rank's experts out of what is given; let FP8 weights replace bf16 masters."""
+        """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
         check_checkpoint(self.problem, state_dict, prefix, self.w13.dtype)
         parameters = {name: getattr(self, name) for name in _NAMES}
         self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
-        names = ("w13", "w2", "w13_scale", "w2_scale")
-        given = [state_dict.get(prefix + name) for name in names]
-        if all(g is not None for g in given) and given[0].dtype == E4M3 and self.w13.dtype != E4M3:
-            self.load_fp8_weights(*(g.to(self.w13.device) for g in given))
+        given = {name: state_dict.get(prefix + name) for name in _QUANTIZED}
+        stored, device = self.problem.formats.w, self.w13.device
+        complete = stored.scaled and all(g is not None for g in given.values())
+        if complete and given["w13"].dtype == stored.dtype != self.w13.dtype:
+            self._take(stored, {name: g.to(device) for name, g in given.items()})
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         self.invalidate()
 

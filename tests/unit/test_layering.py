@@ -13,7 +13,7 @@ LAYERS = [
     ("errors",),
     ("env", "formats.table", "formats.planes"),
     ("config",),
-    ("backends.order", "backends.statistics"),
+    ("backends.order", "backends.statistics", "formats.mxfp4"),
     ("formats.quantization", "backends.reference"),
     ("formats.weights", "jit"),
     ("formats.cache", "backends.staged", "backends.gradients", "memory.layout"),

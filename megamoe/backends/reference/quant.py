@@ -1,4 +1,4 @@
-"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), plainly."""
+"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), and read MXFP4, plainly."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def quantize_blocks(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
 
 def quantize_experts(problem: Problem, experts: Any) -> Any:
     """Return FP8 ExpertWeights made from the masters; w13 becomes [L, P*I, H]."""
+    if problem.formats.w.name != "e4m3 128x128":
+        raise ValueError(f"precision {problem.precision!r} does not train")
     w13 = experts.w13.flatten(1, -2)
     q13, s13 = quantize_blocks(w13, problem.activation.planes)
     q2, s2 = quantize_blocks(experts.w2, 1)
@@ -70,9 +72,31 @@ def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
     return q.float() * scale[n][:, k]
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 512] -> fp32, number by number."""
+    height, width = packed.shape[0], 2 * packed.shape[1]
+    rows = height // planes
+    n = torch.arange(height, device=packed.device)[:, None]
+    k = torch.arange(width, device=packed.device)[None, :]
+    code = packed[n, k // 2] >> (4 * (k % 2)).to(torch.uint8) & 15
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+    top = n // rows * -(-rows // GROUP)  # the plane's first block
+    n = n % rows
+    within = k // 64 % 2 * 256 + n % GROUP * 2 + k // 32 % 2
+    power = scale[top + n // GROUP, k // GROUP, within].view(torch.float8_e8m0fnu)
+    return table[code.long()] * power.float()
+
+
 # By a format's name: how it is made and read, None for bf16 itself.
 ROWS: dict[str, Any] = {"bf16": None, "e4m3 1x128": (quantize_rows, dequantize_rows)}
-BLOCKS: dict[str, Any] = {"bf16": None, "e4m3 128x128": dequantize_block}
+BLOCKS: dict[str, Any] = {
+    "bf16": None,
+    "e4m3 128x128": dequantize_block,
+    "mxfp4": dequantize_mxfp4,
+}
 
 
 def formulas(table: dict[str, Any], name: str) -> Any:

@@ -1,0 +1,248 @@
+"""MXFP4 weights: the format to the bit, checkpoints' layouts, what is refused, and the layer over them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megamoe
+from megamoe import ExpertWeights, MegaMoE, Problem
+from megamoe.backends import reference
+from megamoe.backends.reference.quant import dequantize_mxfp4 as oracle
+from megamoe.backends.staged import StagedBackend
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.mxfp4 import (
+    MAGNITUDES,
+    arrange_scales,
+    dequantize_mxfp4,
+    plain_scales,
+    quantize_mxfp4,
+)
+from megamoe.formats.table import MXFP4
+from megamoe.formats.weights import expected_weights
+from megamoe.jit.source import Variant
+from megamoe.testing import make_inputs, make_weights
+from megamoe.testing.compare import assert_close
+
+PRECISIONS = ("fp8xmxfp4", "bf16xmxfp4")
+PROBLEM = Problem(160, 96, 4, 2, max_tokens=32, precision="fp8xmxfp4", bias=True)
+
+
+def checkpoint(num: int, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return blocks [L, N, K/32, 16] and scales [L, N, K/32] of any bits that a checkpoint may have."""
+    g = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (num, rows, width // 32, 16), generator=g).to(torch.uint8)
+    return blocks, torch.randint(100, 130, (num, rows, width // 32), generator=g).to(torch.uint8)
+
+
+def plainly(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a checkpoint by the words of the specification, [L, N, K] fp64."""
+    low, high = (blocks & 15).long(), (blocks >> 4).long()
+    codes = torch.stack((low, high), dim=-1).flatten(-2)  # the lower nibble is the first
+    table = torch.tensor(MAGNITUDES, dtype=torch.float64)
+    numbers = torch.where(codes >= 8, -table[codes % 8], table[codes % 8])
+    power = torch.ldexp(torch.ones(scales.shape, dtype=torch.float64), scales.int() - 127)
+    return (numbers * power[..., None]).flatten(-2)
+
+
+@pytest.mark.parametrize(("rows", "width", "planes"), [(96, 160, 2), (130, 64, 1), (256, 288, 2)])
+def test_values_are_those_of_the_specification(rows: int, width: int, planes: int) -> None:
+    blocks, scales = checkpoint(3, planes * rows, width)
+    arranged = arrange_scales(scales, planes)
+    assert torch.equal(plain_scales(arranged, planes, rows, width), scales)
+    packed, expected = blocks.flatten(-2), plainly(blocks, scales)
+    for dtype in (torch.float32, torch.bfloat16):  # exact in both
+        found = dequantize_mxfp4(packed, arranged, planes, dtype)
+        assert torch.equal(found.double(), expected)
+    for e in range(3):
+        assert torch.equal(oracle(packed[e], arranged[e], planes).double(), expected[e])
+
+
+def test_quantization_rounds_to_nearest_even_of_the_shared_exponent() -> None:
+    """Every boundary of e2m1: values, ties, and what is beyond 6."""
+    wanted = {
+        0.0: 0.0, 0.24: 0.0, 0.25: 0.0, 0.26: 0.5, 0.74: 0.5, 0.75: 1.0, 1.25: 1.0, 1.26: 1.5, 1.75: 2.0, 2.5: 2.0,
+        2.51: 3.0, 3.49: 3.0, 3.5: 4.0, 5.0: 4.0, 5.01: 6.0, 7.99: 6.0,
+    }  # fmt: skip
+    for exponent in (-20, 0, 3):
+        w = torch.zeros(1, 1, 32)
+        values = torch.tensor(list(wanted))
+        w[0, 0, : len(wanted)] = values
+        w[0, 0, 16:] = -values[: 32 - 16]
+        w = w * 2.0**exponent
+        packed, scales = quantize_mxfp4(w)
+        assert int(plain_scales(scales, 1, 1, 32)) == 127 + exponent
+        found = dequantize_mxfp4(packed, scales)[0, 0] * 2.0**-exponent
+        assert found[: len(wanted)].tolist() == list(wanted.values())
+        assert found[16:].tolist() == [-v for v in list(wanted.values())[:16]]
+
+
+def test_zero_groups_do_not_raise_a_blocks_largest_scale_and_nan_stays_nan() -> None:
+    w = torch.full((1, 2, 64), 1e-3, dtype=torch.bfloat16)
+    w[0, 0, :32] = 0
+    w[0, 1, 40] = float("inf")
+    packed, scales = quantize_mxfp4(w)
+    assert plain_scales(scales, 1, 2, 64)[0].tolist() == [[0, 115], [115, 255]]
+    found = dequantize_mxfp4(packed, scales)[0]
+    assert torch.equal(found[0, :32], torch.zeros(32))
+    assert bool(found[1, 32:].isnan().all())
+    assert bool(found[:, :32].isfinite().all())
+    with pytest.raises(ArgumentError, match="w.shape.* is 48, expected a multiple of 32"):
+        quantize_mxfp4(w[..., :48])
+
+
+def test_a_checkpoint_with_interleaved_rows_is_read_in_place() -> None:
+    p = replace(PROBLEM, activation="swiglu_oai")
+    b13, s13 = checkpoint(4, 2 * 96, 160, seed=1)
+    b2, s2 = checkpoint(4, 160, 96, seed=2)
+    biases = torch.randn(4, 192, dtype=torch.bfloat16), torch.randn(4, 160, dtype=torch.bfloat16)
+    w = ExpertWeights.from_mxfp4(b13, b2, s13, s2, interleaved=True, biases=biases)
+    w.validate(p)
+    assert w.w13.data_ptr() == b13.data_ptr()
+    dense, rows = w.dense(p, torch.float32), plainly(b13, s13)
+    assert torch.equal(dense.w13[:, :96].double(), rows[:, 0::2])  # gate
+    assert torch.equal(dense.w13[:, 96:].double(), rows[:, 1::2])
+    assert torch.equal(dense.w2.double(), plainly(b2, s2))
+    assert w.b13 is not None
+    assert torch.equal(w.b13[:, 96:], biases[0][:, 1::2].float())
+    apart = [torch.stack((t[:, 0::2], t[:, 1::2]), dim=1) for t in (b13.flatten(-2), s13)]
+    again = ExpertWeights.from_mxfp4(
+        apart[0], b2.view(torch.int8), apart[1].view(torch.float8_e8m0fnu), s2
+    )
+    assert torch.equal(again.dense(p, torch.float32).w13, dense.w13)
+
+
+def test_checkpoints_that_do_not_fit_are_refused_by_name() -> None:
+    b13, s13 = checkpoint(4, 192, 160)
+    b2, s2 = checkpoint(4, 160, 96)
+    make = ExpertWeights.from_mxfp4
+    with pytest.raises(ArgumentError, match="w13.shape"):
+        make(b13[:, :191], b2, s13[:, :191], s2)
+    with pytest.raises(ArgumentError, match="w2.shape"):
+        make(b13, b2, s13, s2[..., :2])
+    with pytest.raises(ArgumentError, match="w13.dtype is torch.bfloat16"):
+        make(b13.bfloat16(), b2, s13, s2)
+    with pytest.raises(ArgumentError, match="w2_scale.dtype is torch.float32"):
+        make(b13, b2, s13, s2.float())
+    s2[1, 2, 1] = 255
+    with pytest.raises(ArgumentError, match="w2_scale is 255, expected at most 252"):
+        make(b13, b2, s13, s2)
+
+
+def test_weights_are_checked_before_anything_runs() -> None:
+    w = make_weights(PROBLEM)
+    w.validate(PROBLEM)
+    for name, change, message in (
+        ("w13", lambda t: t[..., :-1], r"weights.w13.shape is \[4, 192, 79\]"),
+        ("w2", lambda t: t.view(torch.int8), "weights.w2.dtype is torch.int8"),
+        ("w13_scale", lambda t: t[..., :-2], r"weights.w13_scale.shape is \[4, 2, 2, 510\]"),
+        ("w2_scale", lambda t: None, r"weights.w2_scale is None, expected torch.uint8 \[4, 2, 1, 512\]"),
+    ):  # fmt: skip
+        changed = replace(w, **{name: change(getattr(w, name))})
+        with pytest.raises(ArgumentError, match=message):
+            changed.validate(PROBLEM)
+    with pytest.raises(ConfigError, match="hidden is 144, expected a multiple of 32 in 32"):
+        replace(PROBLEM, hidden=144)
+    assert expected_weights(PROBLEM)["w13"] == ((4, 192, 80), torch.uint8)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_staged_and_reference_agree(precision: str) -> None:
+    p = replace(PROBLEM, precision=precision)
+    w, inputs = make_weights(p), make_inputs(p, 20)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    want = reference.forward(p, *[[t] for t in call], [w])["y"][0]
+    assert_close(StagedBackend(p).forward(*call, w), want, relative=5e-3)
+    exact = reference.forward(
+        replace(p, precision="bf16"), *[[t] for t in call], [w.dense(p, torch.bfloat16)]
+    )["y"][0]
+    assert_close(want, exact, relative=1e-6 if precision == "bf16xmxfp4" else 6e-2)
+    fp32 = reference.forward(
+        replace(p, precision="bf16"), *[[t] for t in call], [make_weights(p, quantize=False)]
+    )["y"][0]
+    assert_close(want, fp32, relative=0.25)
+    with pytest.raises(AssertionError):
+        assert_close(want, fp32, relative=0.02)  # 4-bit weights are not nothing
+
+
+def layer_of(precision: str = "fp8xmxfp4", backend: str = "staged", **options: object) -> MegaMoE:
+    return MegaMoE(160, 96, 4, 2, "alone", precision=precision, backend=backend, bias=True, init_seed=1,
+                   max_tokens=32, **options)  # fmt: skip
+
+
+def inputs_of() -> tuple[torch.Tensor, ...]:
+    i = make_inputs(PROBLEM, 20)
+    return i.x, i.topk_ids, i.topk_weights
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_module_quantizes_its_masters_and_follows_them(precision: str, backend: str) -> None:
+    layer, call = layer_of(precision, backend), inputs_of()
+    with torch.no_grad():
+        y = layer(*call)
+        own = layer.expert_weights().quantized(layer.problem)
+        want = megamoe.make_backend(backend, layer.problem, device="cpu").forward(*call, own)
+        assert torch.equal(y, want)
+        layer.w2.mul_(2)
+        assert not torch.equal(layer(*call), y)
+    layer.close()
+
+
+def test_checkpoints_go_round(tmp_path) -> None:
+    first, call = layer_of(), inputs_of()
+    b13, s13 = checkpoint(4, 192, 160, seed=3)
+    b2, s2 = checkpoint(4, 160, 96, seed=4)
+    biases = torch.randn(4, 192), torch.randn(4, 160)
+    first.load_mxfp4_weights(
+        ExpertWeights.from_mxfp4(b13, b2, s13, s2, interleaved=True, biases=biases)
+    )
+    assert first.w13.dtype == torch.uint8
+    assert not first.w13.requires_grad
+    torch.save(first.state_dict(), tmp_path / "layer.pt")
+    second = layer_of()
+    second.load_state_dict(torch.load(tmp_path / "layer.pt"))
+    with torch.no_grad():
+        y = first(*call)
+        assert torch.equal(second(*call), y)
+        assert bool(y.isfinite().all())
+        second.w13_scale.add_(1)  # written in place: seen
+        assert not torch.equal(second(*call), y)
+    assert torch.equal(first.b13[:, :96], biases[0][:, 0::2])
+    wrong = MegaMoE(160, 96, 4, 2, "alone", precision="fp8", backend="staged", bias=True)
+    lacking = {n: t for n, t in first.state_dict().items() if n != "w13_scale"}
+    with pytest.raises(
+        ArgumentError, match="w13_scale of the state dict is None, expected torch.u"
+    ):
+        layer_of().load_state_dict(lacking)
+    with pytest.raises(ConfigError, match="precision is 'fp8', expected one whose weights are mx"):
+        wrong._take(MXFP4, {})
+    with pytest.raises(ArgumentError, match="weights.w13.dtype is torch.uint8"):
+        wrong.load_mxfp4_weights(first.expert_weights())
+    for layer in (first, second):
+        layer.close()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_is_refused_by_name(precision: str) -> None:
+    layer, (x, ids, scores) = layer_of(precision), inputs_of()
+    message = f"gradients is recorded, expected torch.no_grad.*{precision}.* has no backward pass"
+    with pytest.raises(ArgumentError, match=message):
+        layer(x, ids, scores)
+    with torch.no_grad():
+        layer(x, ids, scores)  # known from here on
+    with pytest.raises(ArgumentError, match=message):
+        layer(x, ids, scores)
+    w = make_weights(layer.problem)
+    plain = megamoe.Layer(layer.problem, "alone", backend="staged")
+    plain(x, ids, scores, w)  # nothing is recorded
+    with pytest.raises(ArgumentError, match=message):
+        plain(x.clone().requires_grad_(), ids, scores, w)
+    with pytest.raises(ConfigError, match=f"precision is '{precision}'"):
+        Variant(precision, "swiglu", kernel="train")
+    with pytest.raises(ConfigError, match=f"precision is '{precision}'"):
+        Variant(precision, "swiglu", kernel="backward")
+    for each in (layer, plain):
+        each.close()
