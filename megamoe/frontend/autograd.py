@@ -27,6 +27,7 @@ from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend import main_grad
 from megamoe.frontend.backward import DIFFERENTIABLE, gradients, library
+from megamoe.frontend.delayed import Delayed
 from megamoe.frontend.runtime import Runtime, flat, runtime_of
 
 __all__ = ["Runtime", "apply", "refuse_tangents", "runtime_of", "watched"]
@@ -102,12 +103,15 @@ class _Call(torch.autograd.Function):
     """One call whose gradients are recorded.
 
     Arguments: those of moe_forward; state_bytes, 0: recompute; direct: nobody has to see the operators; ExpertWeights
-    whose gradients are added to their main_grad, or None.
+    whose gradients are added to their main_grad, or None; ExpertWeights whose gradients wait, their tensors in place of
+    those above, and where they wait, or None; Delayed.anchor, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        *inputs, state_bytes, ctx.direct, ctx.adding = args
+        *inputs, state_bytes, ctx.direct, ctx.adding, ctx.delaying, _ = args
+        if ctx.delaying is not None:
+            inputs[3:9] = ctx.delaying[1]
         if not ctx.direct:
             with torch._C._AutoDispatchBelowAutograd():
                 result = _operator(inputs, state_bytes)
@@ -135,7 +139,12 @@ class _Call(torch.autograd.Function):
             raise
         wanted = ctx.needs_input_grad  # made anew at each look
         needs = [wanted[i] for i in DIFFERENTIABLE]
-        if ctx.adding is not None:
+        if ctx.delaying is not None:
+            anchor = ctx.next_functions[-1][0]
+            asked = torch._C._will_engine_execute_node(anchor)  # not by grad(loss, inputs=[x])
+            waits = ctx.delaying if asked else None
+            grads = _delayed(waits, dy, inputs, handle, state, needs)
+        elif ctx.adding is not None:
             grads = _added(ctx.adding, dy, inputs, handle, state, needs)
         elif not ctx.direct or watched() or torch.is_grad_enabled():
             dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
@@ -144,7 +153,7 @@ class _Call(torch.autograd.Function):
         else:
             grads = gradients(runtime_of(handle), dy, inputs, state, needs)
         dx, d_topk_weights, *of_weights = grads
-        return dx, None, d_topk_weights, *of_weights, *[None] * 7
+        return dx, None, d_topk_weights, *of_weights, *[None] * 9
 
 
 def _added(
@@ -171,6 +180,28 @@ def _added(
     return grads
 
 
+def _delayed(
+    waits: tuple[ExpertWeights, Any, Delayed] | None,
+    dy: Tensor | None,
+    inputs: Sequence[Any],
+    handle: Tensor,
+    state: Tensor | None,
+    needs: list[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of x and topk_weights; those of weights wait, if they are asked for."""
+    runtime = runtime_of(handle)
+    if torch.is_grad_enabled():
+        runtime.refuse()
+        raise ArgumentError("create_graph", True, "False with delay_wgrad")
+    grads: list[Tensor | None] = [None] * 6
+    if any(needs):
+        grads = gradients(runtime, dy, inputs, state, needs)
+    if waits is not None:
+        weights, _, delayed = waits
+        delayed.add(weights, dy, inputs, state)
+    return grads
+
+
 def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
     if state_bytes:
         return torch.ops.megamoe.moe_forward_train(*inputs, state_bytes)
@@ -179,7 +210,7 @@ def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
 
 def _autograd(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return _Call.apply(*inputs, state_bytes, False, None)
+        return _Call.apply(*inputs, state_bytes, False, None, None, None)
     with torch._C._AutoDispatchBelowAutograd():
         return _operator(inputs, state_bytes)
 
@@ -231,20 +262,26 @@ def apply(
     state_bytes: int = 0,
     direct: bool = False,
     adding: bool = False,
+    delayed: Delayed | None = None,
 ) -> Tensor:
     """Call the layer; arguments as in Layer.__call__, already checked, contiguous.
 
     state_bytes: that the backend's training forward saves; 0: the backward pass, if any, recomputes.
     direct: gradients are recorded, all tensors are plain, and nobody has to see the operators.
     adding: gradients are recorded, and those of weights are added to their main_grad.
+    delayed: gradients are recorded, and those of weights wait there.
     """
     w = weights
-    inputs = (
-        x, topk_ids, topk_weights, w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale,
-        num_tokens_device, handle,
-    )  # fmt: skip
-    if direct or adding:
-        result = _Call.apply(*inputs, state_bytes, direct, weights if adding else None)
+    of_weights = (w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale)
+    inputs = (x, topk_ids, topk_weights, *of_weights, num_tokens_device, handle)
+    if delayed is not None:
+        # The weights are no inputs of the node: autograd would take it that their gradients are zero.
+        inputs = (x, topk_ids, topk_weights, *[None] * 6, num_tokens_device, handle)
+        waits = (weights, of_weights, delayed), delayed.anchor
+        result = _Call.apply(*inputs, state_bytes, direct, None, *waits)
+    elif direct or adding:
+        adds = weights if adding else None
+        result = _Call.apply(*inputs, state_bytes, direct, adds, None, None)
     else:
         result = _operator(inputs, state_bytes)
     y: Tensor = result[0] if state_bytes else result

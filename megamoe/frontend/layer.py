@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
@@ -19,6 +20,7 @@ from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend import main_grad
 from megamoe.frontend.agreement import ALONE, check_equal, process_group, tell
 from megamoe.frontend.autograd import apply, refuse_tangents, watched
+from megamoe.frontend.delayed import Delayed
 from megamoe.frontend.functional import (
     agree,
     check_call,
@@ -44,6 +46,8 @@ class Layer:
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
         main_grad.py; not inside torch.compile.
+    delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
+        Not inside torch.compile.
     options: those of make_backend.
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
@@ -58,23 +62,28 @@ class Layer:
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
         accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
         **options: Any,
     ) -> None:
         group = process_group(group)
 
-        def state() -> tuple[Problem, float]:
+        def state() -> tuple[Problem, tuple[float, bool]]:
             made = problem(group) if callable(problem) else problem
             check_options(made, group, options)
             number = isinstance(routed_scaling_factor, (int, float))
             if not (number and isfinite(routed_scaling_factor)):
                 raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
-            return made, float(routed_scaling_factor)
+            return made, (float(routed_scaling_factor), bool(delay_wgrad))
 
-        self.problem, factors = agree(group, backend, state)
-        check_equal("routed_scaling_factor", factors)
+        self.problem, stated = agree(group, backend, state)
+        for i, name in enumerate(("routed_scaling_factor", "delay_wgrad")):
+            check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
         self.group, self.backend = group, backend
         self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
+        self._delayed = Delayed(self.accumulate_into_main_grad) if delay_wgrad else None
+        # Gradients of weights go elsewhere than to their grad, or later.
+        self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
         self._runtime: Runtime | None = None
         self._masters = replace(self.problem, precision="bf16")
@@ -113,8 +122,8 @@ class Layer:
                 return runtime.backend.forward(*call)
             if out is None and self.problem.formats.trains:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
-                if self.accumulate_into_main_grad:
-                    return self._adding(weights, (*call, runtime.state_bytes), True)
+                if self._elsewhere:
+                    return self._uncompiled(weights, (*call, runtime.state_bytes), True)
                 return apply(*call, runtime.state_bytes, True)
         return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out)
 
@@ -166,23 +175,47 @@ class Layer:
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0
         call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
-        if recording and self.accumulate_into_main_grad:
-            return self._adding(weights, (*call, state_bytes), direct)
+        if recording and self._elsewhere:
+            return self._uncompiled(weights, (*call, state_bytes), direct)
         y = apply(*call, state_bytes, direct)
         return y if out is None else out.copy_(y)
 
     @torch.compiler.disable(
-        reason="a backward pass that adds to main_grad is not seen by torch.compile: leave the layer out of the graph, "
-        "or accumulate_into_main_grad=False"
+        reason="a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
+        "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
     )
-    def _adding(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
-        """Call the layer; its gradients of weights are added to their main_grad."""
+    def _uncompiled(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
+        """Call the layer; its gradients of weights are added to their main_grad, or wait."""
         try:
-            main_grad.check(weights)
+            if self.accumulate_into_main_grad:
+                main_grad.check(weights)
+            if self._delayed is not None:
+                self._delayed.check()
         except ArgumentError as error:
             self.refuse(error)
             raise
-        return apply(*call, direct, True)
+        return apply(*call, direct, self.accumulate_into_main_grad, self._delayed)
+
+    @property
+    def num_delayed(self) -> int:
+        """How many backward passes wait for backward_dw()."""
+        return 0 if self._delayed is None else len(self._delayed)
+
+    @torch.compiler.disable(
+        reason="backward_dw() is not seen by torch.compile: call it outside of the graph"
+    )
+    def backward_dw(self) -> None:
+        """Make the weight gradients of the oldest backward pass that waits for them: the bits that it would have made.
+
+        They are added to grad, or main_grad, as if by that pass, hooks included. Collective: all ranks call it equally
+        often, in the same order among their calls and backward passes. Raises ConfigError without delay_wgrad=True,
+        ArgumentError where no pass waits, or a tensor that the pass was given has changed in place.
+        """
+        if self._delayed is None:
+            raise ConfigError("delay_wgrad", False, "True where backward_dw() is called")
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        self._delayed.make(self._runtime)
 
     def refuse(self, error: Exception) -> None:
         """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
@@ -250,6 +283,7 @@ class Layer:
             "backend": self.backend,
             "routed_scaling_factor": self.routed_scaling_factor,
             "accumulate_into_main_grad": self.accumulate_into_main_grad,
+            "delay_wgrad": self._delayed is not None,
         }
         group = ALONE if self.group is None else self.group
         return Layer(self.problem, group, **arguments, **self._options)
@@ -299,4 +333,9 @@ class Layer:
             meet(self.group, [CLOSING, 0])  # a barrier that says who comes for something else
         self._runtime = None
         self._known.clear()
+        if self._delayed is not None and len(self._delayed):
+            waiting = len(self._delayed)
+            self._delayed.forget(waiting)
+            message = f"close() while {waiting} backward passes wait for backward_dw(): their weight gradients are lost"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         runtime.backend.close()

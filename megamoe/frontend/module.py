@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
@@ -23,6 +24,7 @@ from megamoe.formats.weights import (
     expected_weights,
 )
 from megamoe.frontend.functional import check_device
+from megamoe.frontend.initial import draw
 from megamoe.frontend.layer import Layer
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
@@ -43,6 +45,7 @@ class MegaMoE(nn.Module):
         prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
+    delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(), one call for each backward pass.
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not
         change them. None takes the seed from torch's generator (the same on all ranks only if they
@@ -69,6 +72,7 @@ class MegaMoE(nn.Module):
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
         accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
         reserve_sms: int | None = None,
         window: Any = None,
         init_seed: int | None = None,
@@ -103,11 +107,12 @@ class MegaMoE(nn.Module):
             backend=backend,
             routed_scaling_factor=routed_scaling_factor,
             accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad=delay_wgrad,
             reserve_sms=reserve_sms,
             window=window,
         )
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
-        self._init_seed = init_seed
+        self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
         self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
         self._loaded = False
@@ -131,20 +136,7 @@ class MegaMoE(nn.Module):
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
-        if self.w13.is_meta:
-            return
-        seed = self._init_seed
-        if seed is None:
-            seed = int(torch.randint(2**31, (), device="cpu"))
-        generator = torch.Generator(device=self.w13.device)
-        (w13, begin), (w2, _) = self.place.rows(self.w13), self.place.rows(self.w2)
-        for local in range(w13.shape[0]):
-            generator.manual_seed(seed * 1_000_003 + begin + local)
-            for w in (w13[local], w2[local]):
-                std = w.shape[1] ** -0.5
-                drawn = torch.empty(w.shape, dtype=torch.float32, device=w.device)
-                nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
-                w.copy_(drawn)
+        draw(self.place, self._init_seed, self.w13, self.w2)
 
     def forward(
         self,
@@ -161,14 +153,11 @@ class MegaMoE(nn.Module):
         """
         if not self._checked and not torch.compiler.is_compiling():
             self._checked = self._check_experts()
-        return self._layer(
-            x,
-            topk_ids,
-            topk_weights,
-            self._experts(),
-            num_tokens_device=num_tokens_device,
-            out=out,
-        )
+        if self._delays and isinstance(self, FSDPModule):
+            expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
+            raise ConfigError("delay_wgrad", True, expected)
+        call = x, topk_ids, topk_weights, self._experts()
+        return self._layer(*call, num_tokens_device=num_tokens_device, out=out)
 
     def expert_weights(self) -> ExpertWeights:
         """Return the parameters as they are: bf16 masters, or what load_fp8_weights or load_mxfp4_weights was given."""
@@ -207,6 +196,15 @@ class MegaMoE(nn.Module):
     def accumulate_into_main_grad(self) -> bool:
         """Whether gradients of w13 and w2 are in their main_grad, not in their grad."""
         return self._layer.accumulate_into_main_grad
+
+    @property
+    def num_delayed(self) -> int:
+        """How many backward passes wait for backward_dw()."""
+        return self._layer.num_delayed
+
+    def backward_dw(self) -> None:
+        """Make the weight gradients of the oldest backward pass that waits for them, see Layer.backward_dw()."""
+        self._layer.backward_dw()
 
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.

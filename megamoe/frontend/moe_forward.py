@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import refuse_tangents
 from megamoe.frontend.functional import Backend, check_call
@@ -45,6 +45,10 @@ def moe_forward(
     """
     call = x, topk_ids, topk_weights, weights
     if isinstance(backend, str):
+        if options.get("delay_wgrad"):
+            raise ConfigError(
+                "delay_wgrad", True, "False, or a megamoe.Layer, which has backward_dw()"
+            )
         options["routed_scaling_factor"] = routed_scaling_factor
         layer = _shared_layer(weights, (backend, problem, group), options)
         try:

@@ -71,6 +71,10 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     norm_type: p, or inf.
     """
     _refuse_main_grad(model.named_modules())
+    for name, module in model.named_modules():
+        if isinstance(module, MegaMoE) and module.num_delayed:
+            waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
+            raise ArgumentError(name or "model", waiting, "none when gradients are read")
     own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
     for _, layer in _layers(model):
         for p in layer.parameters():

@@ -1,0 +1,25 @@
+"""The first values of a layer's experts: each drawn from a seed of its own, whichever rank holds it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.frontend.shards import Place
+
+
+@torch.no_grad()
+def draw(place: Place, init_seed: int | None, w13: Tensor, w2: Tensor) -> None:
+    """Fill both from (init_seed, global expert): truncated normal, std fan_in ** -0.5. None: a seed of torch's."""
+    if w13.is_meta:
+        return
+    seed = int(torch.randint(2**31, (), device="cpu")) if init_seed is None else init_seed
+    generator = torch.Generator(device=w13.device)
+    (own13, begin), (own2, _) = place.rows(w13), place.rows(w2)
+    for local in range(own13.shape[0]):
+        generator.manual_seed(seed * 1_000_003 + begin + local)
+        for w in (own13[local], own2[local]):
+            std = w.shape[1] ** -0.5
+            drawn = torch.empty(w.shape, dtype=torch.float32, device=w.device)
+            nn.init.trunc_normal_(drawn, 0.0, std, -2 * std, 2 * std, generator=generator)
+            w.copy_(drawn)
