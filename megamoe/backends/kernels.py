@@ -141,7 +141,7 @@ def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
 
 def rows_of_forward(views: dict[str, Tensor]) -> dict[str, Tensor]:
     """views: the regions of workspace and state of a single pass -> what it left by pool row."""
-    found = {name: views[name] for name in ("x_pool", "h", "y_rows", "row_route")}
+    found = {name: views[name] for name in ("x_pool", "h", "y_rows", "route_rows")}
     for name in ("x_pool_scale", "h_scale"):
         if name in views:
             found[name] = views[name].t()

@@ -71,8 +71,8 @@ class Training:
         found = {n: r.view(self.workspace) for n, r in self._plan.backward.items()}
         by_row = {"dy_rows": workspace["x_pool"], "hs": workspace["h"]} | found
         by_row |= {"dgu": found["dgu"].flatten(1), "dx_rows": workspace["y_rows"]}
-        by_row["row_route"] = workspace["row_route"]
-        names = ("dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "row_route")
+        by_row["route_rows"] = workspace["route_rows"]
+        names = ("dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "route_rows")
         return {name: by_row[name] for name in names}
 
     def forward(

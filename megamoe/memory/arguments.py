@@ -162,6 +162,7 @@ def fill_static(
     args.hidden, args.intermediate = p.hidden, p.intermediate
     args.pool_rows = plan.pool_rows
     args.max_chunks = layout.max_chunks(p)
+    args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = step_blocks
     args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation

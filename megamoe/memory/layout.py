@@ -75,6 +75,9 @@ def total_bytes(regions: dict[str, Region]) -> int:
 
 # --- the window: symmetric memory, the same offsets on every rank ---
 
+# A partial of few tokens goes in slices, each with a flag of its own: sum_slices_of in csrc/megamoe/schedule/order.h.
+LEAST_READY_CELLS = 8192
+
 # Flags that carry an epoch; a reset zeroes them on all ranks.
 WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_ready")
 
@@ -97,7 +100,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_abort", (1,), torch.int32
     yield "window_routes", (2, ranks, 4), torch.int32  # RouteCell is four words
     yield "window_staged", (ranks,), torch.int32
-    yield "window_ready", (ranks, tokens), torch.int32
+    yield "window_ready", (ranks, max(tokens, LEAST_READY_CELLS)), torch.int32
     yield "window_ids", (2, tokens, top_k), torch.int32
     yield "window_weights", (2, tokens, top_k), torch.float32
     yield "window_d_weights", (tokens, top_k), torch.float32
@@ -154,7 +157,7 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     for cell in WORKSPACE_CONTROL:
         yield cell, (1,), torch.int32
     yield "route_rows", (max_chunks(p) * CHUNK_TOKENS, p.top_k), torch.int32
-    yield "row_route", (rows,), torch.int32
+    yield "pool_routes", (rows,), torch.int32
     yield "block_table", (blocks, 2), torch.int32
     yield "rows_ready", (blocks,), torch.int32
     yield "gemm1_done", (blocks,), torch.int32

@@ -105,6 +105,13 @@ def test_ctas_without_tiles(num_ctas: int) -> None:
     check(Emulation(problem, num_ctas=num_ctas), Call.make(problem, [200]))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_of_few_tokens_move_in_slices(bias: bool) -> None:
+    """Gradients of routing weights come with one slice of dx; with biases rows of dy are pulled whole."""
+    problem = Problem(2320, 80, 4, 3, ep_size=2, max_tokens=40, bias=bias)
+    check(Emulation(problem, num_ctas=16), Call.make(problem, [2, 1]))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_several_passes(precision: str) -> None:
     """gu of later passes is computed again; weight gradients of all passes are added."""

@@ -165,6 +165,14 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
             )
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rows_of_few_tokens_move_in_slices(precision: str) -> None:
+    """By as many warps as there are: 2 CTAs pull whole rows, 16 pull slices; sums are in slices, one not full."""
+    problem = Problem(2320, 80, 4, 3, ep_size=2, max_tokens=40, precision=precision)
+    found = [check(Emulation(problem, num_ctas=n), [2, 1], seed=n) for n in (2, 16)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_orders_of_execution(seed: int) -> None:
     problem = Problem(

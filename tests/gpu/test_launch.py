@@ -98,7 +98,7 @@ def test_forward(precision):
     assert close(y, want(problem, call))
     assert torch.equal(backend.forward(*call), y)
     assert 0.3 < backend.clock_ghz() < 2.5
-    assert set(backend.intermediates()) >= {"x_pool", "h", "y_rows", "partials", "row_route"}
+    assert set(backend.intermediates()) >= {"x_pool", "h", "y_rows", "partials", "route_rows"}
     backend.close()
 
 

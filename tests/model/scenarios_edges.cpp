@@ -54,14 +54,16 @@ void x_ready(World& w, const Flaw& flaw) {
     }
 }
 
-// Two dispatch warps, the first with two lanes, fill a block of three rows; a second block has one row.
+// Two dispatch warps, the first with two lanes, fill a block of three rows; of a second block's one row, each
+// fills a slice.
 void rows_ready(World& w, const Flaw& flaw) {
-    std::array<int, 4> row;
-    for (int i = 0; i < 4; ++i) row[i] = w.payload(name_of("row", i));
+    std::array<int, 5> row;  // the last two are one row's slices
+    for (int i = 0; i < 5; ++i) row[i] = w.payload(name_of("row", i));
     int block0 = w.cell("rows_ready[0]"), block1 = w.cell("rows_ready[1]");
     int lanes = w.barrier("warp_sync", 2), fenced = w.barrier("fenced", 2);
     bool synced = !flaw("no warp_sync before publish");
     uint32_t rows = flaw("awaits one row of the block") ? 1 : 3;
+    uint32_t slices = flaw("awaits rows, not their slices") ? 1 : 2;
     bool elsewhere = flaw("TMA by another thread than the one that fenced");
     w.thread("dispatch.lane1", 0, 0, [=](Mem& m) {
         m.write(row[0]);
@@ -71,6 +73,8 @@ void rows_ready(World& w, const Flaw& flaw) {
         m.write(row[1]);
         if (synced) m.sync(lanes);
         RowsReady::publish(m, block0, 2);
+        m.write(row[4]);
+        RowsReady::publish(m, block1, 1);
     });
     w.thread("dispatch@1", 0, 1, [=](Mem& m) {
         m.write(row[3]);
@@ -82,8 +86,8 @@ void rows_ready(World& w, const Flaw& flaw) {
         RowsReady::await(m, block0, rows, 0);
         m.arrive(fenced);
         for (int i = 0; i < 3; ++i) m.tma_load(row[i]);
-        RowsReady::await(m, block1, 1, 1);
-        m.tma_load(row[3]);
+        RowsReady::await(m, block1, slices, 1);
+        m.tma_load(row[3]), m.tma_load(row[4]);
     });
     w.thread("other thread", 0, 2, [=](Mem& m) {
         m.sync(fenced);
@@ -178,6 +182,34 @@ void partials_ready(World& w, const Flaw& flaw) {
     });
 }
 
+// A partial in two slices, each summed by a mover of the expert rank and then by one of the home, which waits
+// for the flag of its own slice. In the next launch the same cells are of another token's, in one slice.
+void partial_slices(World& w, const Flaw& flaw) {
+    std::array<int, 2> slice, cell;
+    for (int s = 0; s < 2; ++s) {
+        slice[s] = w.payload(name_of("slice", s)), cell[s] = w.cell(name_of("partial_ready", s), 4);
+    }
+    int whole = w.payload("another token's partial");
+    bool first_only = flaw("every slice goes by the first one's flag"), numbered = !flaw("flags without an epoch");
+    for (int s = 0; s < 2; ++s) {
+        w.thread(name_of("reduce@1", s), 1, s, [=](Mem& m) {
+            m.write(slice[s]);
+            PartialsReady::publish(m, cell[s], numbered ? 5 : 1);
+            if (s == 0) return;
+            m.write(whole);
+            PartialsReady::publish(m, cell[1], numbered ? 6 : 1);
+        });
+        w.thread(name_of("combine@0", s), 0, s, [=](Mem& m) {
+            int own = first_only ? 0 : s;
+            m.poll([&] { return PartialsReady::ready(m, cell[own], numbered ? 5 : 1); });
+            m.read(slice[s]);
+            if (s == 0) return;
+            m.poll([&] { return PartialsReady::ready(m, cell[1], numbered ? 6 : 1); });
+            m.read(whole);
+        });
+    }
+}
+
 }  // namespace
 
 const std::vector<Scenario> edge_scenarios = {
@@ -188,7 +220,7 @@ const std::vector<Scenario> edge_scenarios = {
     {"x_ready", x_ready, {"no cta_sync before publish"}, {}},
     {"rows_ready",
      rows_ready,
-     {"no warp_sync before publish", "awaits one row of the block",
+     {"no warp_sync before publish", "awaits one row of the block", "awaits rows, not their slices",
       "TMA by another thread than the one that fenced"},
      {}},
     {"h_ready",
@@ -200,6 +232,10 @@ const std::vector<Scenario> edge_scenarios = {
     {"partials_ready",
      partials_ready,
      {"no warp_sync before publish", "home waits for its own partial only"},
+     {}},
+    {"partial_slices",
+     partial_slices,
+     {"every slice goes by the first one's flag", "flags without an epoch"},
      {}},
 };
 

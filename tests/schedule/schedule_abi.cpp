@@ -14,6 +14,14 @@ int abi_token_of(int ordered, int r) { return token_of(ordered, r); }
 int abi_ordered_of(int home, int token, int r) { return ordered_of(home, token, r); }
 int abi_num_chunks_of(int tokens, int r) { return num_chunks_of(tokens, r); }
 int abi_padded_rows(int rows, int block_rows) { return padded_rows(rows, block_rows); }
+void abi_slices_of(int vectors, int step, int most, int* out) {
+    Slices s = slices_of(vectors, step, most);
+    out[0] = s.count, out[1] = s.vectors;
+}
+void abi_sum_slices_of(int hidden, int tokens, int r, int cells, int* out) {
+    Slices s = sum_slices_of(hidden, tokens, r, cells);
+    out[0] = s.count, out[1] = s.vectors;
+}
 void abi_group_of(int first_block, int blocks, int block, int* out) {
     Group g = group_of(first_block, blocks, block);
     out[0] = g.first, out[1] = g.size;

@@ -262,6 +262,36 @@ def test_ordered_round_trip(order, ordered, num_ranks):
     assert order.abi_ordered_of(home, token, num_ranks) == ordered
 
 
+def slices(function, *arguments):
+    out = (ctypes.c_int * 2)()
+    function(*arguments, out)
+    return tuple(out)
+
+
+@settings(max_examples=300, deadline=None)
+@given(vectors=st.integers(1, 4096), step=st.sampled_from([64, 128]), most=st.integers(-1, 9000))
+def test_slices_cover_a_row_once(order, vectors, step, most):
+    count, size = slices(order.abi_slices_of, vectors, step, most)
+    assert 1 <= count <= max(most, 1)
+    assert size % step == 0
+    assert (count - 1) * size < vectors <= count * size
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    hidden=st.integers(1, 1024).map(lambda i: 16 * i),
+    tokens=st.integers(0, 40000),
+    num_ranks=st.integers(1, 8),
+)
+def test_slices_of_partials_have_a_flag_each(order, hidden, tokens, num_ranks):
+    cells = max(tokens, 8192)
+    count, size = slices(order.abi_sum_slices_of, hidden, tokens, num_ranks, cells)
+    assert tokens * count <= cells
+    assert (count - 1) * size < hidden // 8 <= count * size
+    if tokens * num_ranks <= 64:  # every warp's step is a slice
+        assert size == 64
+
+
 def test_chunks_interleave_homes(order):
     """Consecutive chunks come from consecutive home ranks: the first blocks of an expert draw on all links."""
     chunk = order.abi_chunk_tokens()

@@ -91,7 +91,7 @@ def test_shapes_are_those_of_the_header():
     tables = {name: region for regions in regions_of(problem) for name, region in regions.items()}
     values = {
         "L": 2, "K": 3, "H": 272, "I": 144, "M": rows, "C": 12, "R": 4, "max_tokens": 70,
-        "P": 2, "S": 4,
+        "P": 2, "S": 4, "ready_cells": 8192,
     }  # fmt: skip
 
     def number(text):

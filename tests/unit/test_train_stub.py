@@ -358,7 +358,7 @@ print(json.dumps(found))
     forward, train, backward, gone, again = seen
     assert [forward[0], train[0], backward[0], again[0]] == [7, 11, 11, 11]
     assert set(train[1]) == {*forward[1], "gate_up"}
-    rows = {"dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "row_route"}
+    rows = {"dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "route_rows"}
     assert set(backward[1]) == rows | {"partials"}
     assert "its state is gone" in gone
     assert again[1] == forward[1]

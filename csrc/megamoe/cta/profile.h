@@ -20,8 +20,10 @@ enum class Mark : int {
     h_wait,
     slot_wait,
     staged,
-    restored,  // backward: x rows
-    data_done  // math's first tile of weight gradients
+    restored,   // backward: x rows
+    data_done,  // math's first tile of weight gradients
+    planned,    // the pass's plan
+    first_slot  // math has seen the first slot of the pass filled
 };
 
 template <class T>

@@ -19,32 +19,38 @@ enum class Phase : int { data, recompute };
 struct PassPlan {
     int chunk_begin, chunk_end;  // chunks whose rows are in the pool
     int num_blocks;              // 0 when the launch is poisoned
+    int num_rows;                // without padding
     int is_last;
     Phase phase;
+    int share_rows;  // that a warp takes at a time, see roles/shares.cuh
+    Slices pulls;    // of a row in dispatch: rows_ready counts so many for each
 };
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
 // movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
-// flight take the registers; five and three words, so that a warp's accesses meet no bank conflicts.
+// flight take the registers; odd numbers of words, so that a warp's accesses meet no bank conflicts.
 struct ReducerState {
-    int32_t rows, row;  // of the share: how many, the first
-    int32_t done;       // blocks before this one are done
-    uint32_t route;     // of this lane's row of the share
-    uint32_t closers;   // lanes of the share whose tokens are still to be summed
+    int32_t row;       // the share's first; no share: negative
+    int32_t block;     // the last that has a row of the share's closers
+    int32_t done;      // blocks before this one are done
+    uint32_t route;    // of this lane's row of the share
+    uint16_t slice;    // of the share: what is summed of its rows
+    uint16_t closers;  // lanes of the share whose tokens are still to be summed
 };
-struct CombinerState {    // of one (token, expert rank)
-    int32_t token;        // or -1
-    uint32_t is_owed;     // the rank owes the token a partial
-    uint32_t is_waiting;  // which has not been seen ready yet
+struct CombinerState {  // of one (token, expert rank)
+    int32_t token;      // or -1
+    int32_t slice;
+    uint32_t owed;  // bit 0: the rank owes the token a partial; bit 1: which has not been seen ready yet
 };
 
-// What a mover sums: out[0..hidden) = sum over the set bits i of `sources`, lowest first, of
-// weight[i] * the bf16 row number row[i] of those at `from`.
+// What a mover sums: of the 16-byte vectors [begin, end) of a row, out = sum over the set bits i of
+// `sources`, lowest first, of weight[i] * the bf16 row number row[i] of those at `from`.
 constexpr int max_top_k = 32;  // a lane for each
 struct SumJob {
     uint64_t out, from;
     int32_t row[max_top_k];
     float weight[max_top_k];
+    int32_t begin, end;
     uint32_t sources;
 };
 
@@ -67,11 +73,13 @@ struct alignas(1024) TileSmem {
 };
 
 // What routing and the plan count in the bytes of the pipeline's slots, while nothing is in flight there:
-// rows of each expert, one row of counters a warp, and the first block of each expert in this pass. The
+// rows of each expert, one row of counters a warp; each expert's first block in this pass, and the padding
+// rows before it. The
 // cluster barrier behind the plan, after a proxy fence of each writer, separates the two lives.
 struct RoutingSmem {
     int32_t expert_counters[num_warps / 2][max_local_experts];
     int32_t expert_start[max_local_experts + 1];
+    int32_t padding_before[max_local_experts];
 };
 
 struct Smem {
@@ -86,6 +94,8 @@ struct Smem {
     int32_t cta, num_ctas;  // among those that take part in the launch; num_ctas = 0: this one does not
     int32_t own_tokens;
     int32_t num_chunks;
+    int32_t num_tokens;              // of all ranks
+    Slices sum_slices;               // of partials and y, equal on all ranks
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
 };

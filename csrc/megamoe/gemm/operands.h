@@ -43,8 +43,8 @@ struct RowsOfPool {
 
     static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
         if (tile.stage != Stage::gemm2) {
-            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block, rows_filled<T>(tile.rows()),
-                             tile.block);
+            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block,
+                             rows_filled<T>(tile.rows()) * ctx.smem.plan.pulls.count, tile.block);
         } else {
             HReady::await(ctx.mem, ctx.args.gemm[0].done + tile.block,
                           Shape<T>::tiles(ctx.args, Stage::gemm1), tile.block);

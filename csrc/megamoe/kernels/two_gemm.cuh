@@ -100,6 +100,7 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     for (PassStart start = first_pass;;) {
         if (is_transport) {
             plan_pass<T>(ctx, start);
+            Profile<T>::mark(ctx.args, Mark::planned);
             arch::warp_sync();
             arch::cluster_sync();
             fill_pool<T>(ctx);

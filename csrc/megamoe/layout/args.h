@@ -120,7 +120,7 @@ struct Args {
     uint32_t* joined;        // [1] pairs of CTAs that have come to the door, see protocol/edges.h
     uint32_t* members;       // [1] epoch << 8 | pairs that take part
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
-    uint32_t* row_route;    // [M] chunk-order token * 32 + k, with the leader and closer bits
+    uint32_t* pool_routes;  // [M] routes in pool order, without padding: chunk-order token * 32 + k, leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
     void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch
@@ -142,7 +142,7 @@ struct Args {
     int64_t window_weights;   // [2, max_tokens, K] float
     int64_t window_x;         // [max_tokens, H] bf16 or e4m3
     int64_t window_x_scale;   // fp8: [max_tokens, ceil(H/128)] float
-    int64_t window_ready;     // [R, max_tokens] uint32 epoch: rank r's partial of my token exists
+    int64_t window_ready;     // [R, ready_cells] uint32 epoch: rank r's slice of a partial of my token exists
     int64_t window_partials;  // [R, max_tokens, H] bf16: rank r's partials of my tokens
     uint64_t timeout_ns;
     // sizes
@@ -158,6 +158,7 @@ struct Args {
     int32_t intermediate;
     int32_t pool_rows;   // M, a multiple of 128
     int32_t max_chunks;  // row length of chunk_prefix is max_chunks + 1
+    int32_t ready_cells;  // of a rank: max_tokens or more, so that slices of few tokens have one each
     int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
     uint32_t join_ns;     // how long a launch waits for SMs before it does without; 0: it has all of its CTAs
     int32_t ids_are_int64;

@@ -14,30 +14,33 @@ class Combiner {
 
     MEGAMOE_DEVICE bool finished(const Context& ctx) const { return !has_tokens(ctx) && all_taken(ctx); }
     MEGAMOE_DEVICE bool waiting(const Context& ctx) const {  // this lane
-        return own(ctx).token >= 0 && own(ctx).is_waiting != 0;
+        return own(ctx).token >= 0 && (own(ctx).owed & waits_bit) != 0;
     }
 
-    // A token whose partials are all there, if there is one: y[token] = their sum in rank order, zero without
-    // routes.
+    // A token whose partials are all there, if there is one: of y[token] a slice = their sum in rank order,
+    // zero without routes.
     MEGAMOE_DEVICE bool next(Context& ctx) {
         CombinerState& s = own(ctx);
         if (!has_tokens(ctx)) {
             take(ctx);
-            s.is_owed = s.is_waiting = owes(ctx.args, s.token) ? 1 : 0;
+            s.owed = owes(ctx.args, s.token) ? owed_bit | waits_bit : 0;
         }
-        if (waiting(ctx) && PartialsReady::ready(ctx.mem, ready_cell(ctx), ctx.epoch())) s.is_waiting = 0;
-        uint32_t missing = arch::ballot(waiting(ctx)), owed = arch::ballot(s.is_owed != 0);
+        if (waiting(ctx) &&
+            PartialsReady::ready(ctx.mem, ready_cell(ctx, ctx.args.rank, expert_rank(), s.token, s.slice),
+                                 ctx.epoch()))
+            s.owed = owed_bit;
+        uint32_t missing = arch::ballot(waiting(ctx)), owed = arch::ballot(s.owed != 0);
         uint32_t ready = arch::ballot(s.token >= 0 && lanes_of_token(missing, arch::lane_idx()) == 0);
         if (ready == 0) return false;
         arch::warp_sync();  // the lanes' acquires cover the whole warp's loads
         int chosen = arch::ffs0(ready), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
-        if constexpr (T::direction == Direction::backward) take_d_weights(ctx.args, token, false);
+        if (T::direction == Direction::backward && s.slice == 0) take_d_weights(ctx.args, token, false);
         set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes,
                 ctx.args.window[ctx.args.rank] + ctx.args.window_partials, lane * ctx.args.max_tokens + token,
                 1.0f,  // the partial of rank `lane`
-                lanes_of_token(owed, chosen));
+                lanes_of_token(owed, chosen), s.slice);
         if (lane / max_ranks == chosen / max_ranks) s.token = -1;
         return true;
     }
@@ -57,19 +60,20 @@ class Combiner {
             for (int first = 0; first < 32; first += max_ranks) {
                 int token = arch::shfl(s.token, first);
                 uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{token} * ctx.args.hidden * 2;
-                int vectors = token >= 0 ? ctx.args.hidden / 8 : 0;
+                if (token < 0) continue;
+                VectorRange range = slice_range(ctx, s.slice);
                 MEGAMOE_UNROLL_BY(1)
-                for (int v = arch::lane_idx(); v < vectors; v += 32)
+                for (int v = range.begin + arch::lane_idx(); v < range.end; v += 32)
                     arch::store_vec(out + int64_t{v} * sizeof(uint4_t), {~0u, ~0u, ~0u, ~0u});
-                if constexpr (T::direction == Direction::backward) {
-                    if (token >= 0) take_d_weights(ctx.args, token, true);
-                }
+                if (T::direction == Direction::backward && s.slice == 0)
+                    take_d_weights(ctx.args, token, true);
             }
             s.token = -1;
         }
     }
 
   private:
+    static constexpr uint32_t owed_bit = 1, waits_bit = 2;  // CombinerState::owed
     static_assert(32 % max_ranks == 0, "a token's lanes stand in one warp");
     static MEGAMOE_DEVICE int expert_rank() { return arch::lane_idx() % max_ranks; }
     static MEGAMOE_DEVICE uint32_t lanes_of_token(uint32_t lanes, int lane) {  // bit i is expert rank i
@@ -89,22 +93,26 @@ class Combiner {
         return arch::ballot(own(ctx).token >= 0) != 0;
     }
 
-    // Tokens of a share: few enough that every mover has some.
+    // Tokens of a share, of which it has one slice: few enough that every mover has some.
     static MEGAMOE_DEVICE int tokens_per_share(const Context& ctx) {
         int tokens = 32 / max_ranks;
         while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * num_ctas(ctx)) tokens /= 2;
         return tokens;
     }
+    static MEGAMOE_DEVICE int first_token(const Context& ctx, int share) {
+        return share / ctx.smem.sum_slices.count * tokens_per_share(ctx);
+    }
     // A look at a count that others add to: an old value costs one empty share.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
         int taken = arch::look_at_count(&ctx.smem.token_shares_taken);
         int next = arch::shfl(taken, 0) * num_ctas(ctx) + cta_idx(ctx);
-        return next * tokens_per_share(ctx) >= ctx.smem.own_tokens;
+        return first_token(ctx, next) >= ctx.smem.own_tokens;
     }
     static MEGAMOE_DEVICE void take(const Context& ctx) {
-        int tokens = tokens_per_share(ctx), i = arch::lane_idx() / max_ranks;
-        int token = next_share(ctx, &ctx.smem.token_shares_taken) * tokens + i;
-        own(ctx).token = i < tokens && token < ctx.smem.own_tokens ? token : -1;
+        int share = next_share(ctx, &ctx.smem.token_shares_taken), i = arch::lane_idx() / max_ranks;
+        int token = first_token(ctx, share) + i;
+        own(ctx).token = i < tokens_per_share(ctx) && token < ctx.smem.own_tokens ? token : -1;
+        own(ctx).slice = share % ctx.smem.sum_slices.count;
     }
 
     // Does this lane's expert rank owe the token a partial? A token's lanes look at its routes together.
@@ -118,11 +126,6 @@ class Combiner {
         MEGAMOE_UNROLL
         for (int mask = max_ranks / 2; mask > 0; mask /= 2) ranks |= arch::shfl_xor(ranks, mask);
         return (ranks >> expert_rank() & 1) != 0;
-    }
-
-    static MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx) {
-        return ctx.window<uint32_t>(ctx.args.rank, ctx.args.window_ready) +
-               int64_t{expert_rank()} * ctx.args.max_tokens + own(ctx).token;
     }
 
     // Found anew at every use, for no register holds it over a sum.

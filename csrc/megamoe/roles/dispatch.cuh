@@ -9,52 +9,63 @@
 
 namespace megamoe {
 
-// A transport warp's part of the pool: token(ordered) at each leader, until it returns false, and zero(row)
-// for each row that has to be zeros. False if token() did.
-template <class T, class Token, class Zero>
-MEGAMOE_DEVICE bool walk_pool(const Context& ctx, Token token, Zero zero) {
-    constexpr int block_rows = T::Tiling::rows;
-    const Args& args = ctx.args;
+// A transport warp's part of the rows that have to be zeros: zero(row) for each.
+template <class T, class Zero>
+MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
+    constexpr int rows = 4;  // of one block, at a time
     int lane = arch::lane_idx();
-    int rows = rows_per_share(ctx, block_rows);
-    int shares = ctx.smem.plan.num_blocks * (block_rows / rows);
-    for (int i = transport_index(ctx); i < shares; i += num_transports(ctx)) {
-        int row = i * rows + lane, of_block = row % block_rows;
-        int used = block_entry(args, i * rows / block_rows).rows();
-        uint32_t route = lane < rows && of_block < used ? args.row_route[row] : 0;
+    for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * (group_rows / rows);
+         i += num_transports(ctx)) {
+        int block = i / (group_rows / rows), used = block_entry(ctx.args, block).rows();
+        int of_block = used + i % (group_rows / rows) * rows + lane;
+        for (uint32_t left = arch::ballot(lane < rows && of_block < rows_filled<T>(used)); left != 0;
+             left &= left - 1)
+            zero(block * T::Tiling::rows + arch::shfl(of_block, arch::ffs0(left)));
+    }
+}
+
+// A transport warp's part of the pool: token(ordered, slice) for each of so many slices at each leader, until
+// it returns false, and before, zero(row) for each row that has to be zeros, which waits for nothing. False
+// if token() did. A look tells of as many of the warp's shares as there are lanes for their rows.
+template <class T, class Token, class Zero>
+MEGAMOE_DEVICE bool walk_pool(const Context& ctx, int slices, Token token, Zero zero) {
+    if constexpr (T::direction != Direction::forward) walk_zeros<T>(ctx, zero);
+    const PassPlan& plan = ctx.smem.plan;
+    int rows = plan.share_rows, num_rows = plan.num_rows, stride = num_transports(ctx);
+    int shares = ceil_div(num_rows, rows) * slices;
+    for (int first = transport_index(ctx); first < shares; first += stride * (32 / rows)) {
+        int share = first + arch::lane_idx() / rows * stride;
+        int row = share / slices * rows + arch::lane_idx() % rows;
+        uint32_t route = share < shares && row < num_rows ? ctx.args.pool_routes[row] : 0;
         for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
-            if (!token(route_token(arch::shfl(route, arch::ffs0(left))))) return false;
-        }
-        if constexpr (T::direction != Direction::forward) {
-            bool is_zero = lane < rows && of_block >= used && of_block < rows_filled<T>(used);
-            for (uint32_t left = arch::ballot(is_zero); left != 0; left &= left - 1)
-                zero(i * rows + arch::ffs0(left));
+            int from = arch::ffs0(left);
+            if (!token(route_token(arch::shfl(route, from)), arch::shfl(share, from) % slices)) return false;
         }
     }
     return true;
 }
 
-// One warp: the row at `from`, of so many 16-byte vectors, to a row of the pool for each bit i of `targets`:
-// lane i holds its number. And to `also`, if that is not null.
-MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int lane_row, uint32_t targets,
-                            uint4_t* also) {
-    constexpr int in_flight = 4;
-    int lane = arch::lane_idx();
+// One warp: [begin, end) of the row at `from`, which has so many 16-byte vectors, to a row of the pool for
+// each bit i of `targets`: lane i holds its number. And to `also`, if that is not null.
+MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int begin, int end, int lane_row,
+                            uint32_t targets, uint4_t* also) {
+    constexpr int in_flight = pulls_in_flight;
     MEGAMOE_UNROLL_BY(1)
-    for (int v = lane; v - lane < vectors; v += in_flight * 32) {
+    for (int v0 = begin; v0 < end; v0 += in_flight * 32) {
+        int v = v0 + arch::lane_idx();
         // No register of `data` may be left unset: such a one counts as live everywhere before, in math too.
         uint4_t data[in_flight];
         MEGAMOE_UNROLL
-        for (int j = 0; j < in_flight; ++j) data[j] = arch::load_streaming_below(from, v + 32 * j, vectors);
+        for (int j = 0; j < in_flight; ++j) data[j] = arch::load_streaming_below(from, v + 32 * j, end);
         for (uint32_t left = targets; left != 0; left &= left - 1) {
             int64_t row = arch::shfl(lane_row, arch::ffs0(left));
             uint4_t* to = pool + row * vectors;
             MEGAMOE_UNROLL
-            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(to, v + 32 * j, vectors, data[j]);
+            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(to, v + 32 * j, end, data[j]);
         }
         if (also != nullptr) {
             MEGAMOE_UNROLL
-            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(also, v + 32 * j, vectors, data[j]);
+            for (int j = 0; j < in_flight; ++j) arch::store_vec_below(also, v + 32 * j, end, data[j]);
         }
     }
 }
@@ -67,10 +78,6 @@ MEGAMOE_DEVICE void zero_row(uint4_t* row, int vectors) {
 MEGAMOE_DEVICE int row_of_lane(const Args& args, int ordered) {
     int lane = arch::lane_idx();
     return lane < args.top_k ? args.route_rows[int64_t{ordered} * args.top_k + lane] : -1;
-}
-template <class X>
-MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
-    return args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
 }
 
 // Where the state has a token of x, or -1: a rank's own tokens are there only if they have scales, since x
@@ -112,7 +119,7 @@ MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_r
 }
 
 template <class T>
-MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
+MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
     using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
     int lane = arch::lane_idx();
@@ -123,13 +130,14 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered) {
     int vectors = vectors_of_row<X>(args);
     int64_t saved = T::direction == Direction::train ? saved_token(args, X::scaled, home, token) : -1;
     fan_out(ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors,
-            static_cast<uint4_t*>(args.x_pool), vectors, lane_row, targets,
+            static_cast<uint4_t*>(args.x_pool), vectors, slice * ctx.smem.plan.pulls.vectors,
+            min_of(vectors, (slice + 1) * ctx.smem.plan.pulls.vectors), lane_row, targets,
             saved >= 0 ? static_cast<uint4_t*>(args.training.tokens) + saved * vectors : nullptr);
     if constexpr (X::scaled) {
         int groups = ceil_div(args.hidden, scale_group);
         const auto* scales = ctx.window<const float>(home, args.window_x_scale) + int64_t{token} * groups;
         MEGAMOE_UNROLL_BY(1)
-        for (int g = lane; g - lane < groups; g += 32) {
+        for (int g = lane + slice * 32; g - lane < groups; g += ctx.smem.plan.pulls.count * 32) {
             float scale = g < groups ? scales[g] : 0.0f;
             for (uint32_t left = targets; left != 0; left &= left - 1) {
                 int64_t row = arch::shfl(lane_row, arch::ffs0(left));
@@ -158,7 +166,8 @@ MEGAMOE_DEVICE void fill_zero_row(Context& ctx, int64_t row) {
     }
     if (T::direction == Direction::backward && arch::lane_idx() == 0) args.training.row_weight[row] = 0.0f;
     arch::warp_sync();
-    if (arch::lane_idx() == 0) RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, 1);
+    if (arch::lane_idx() == 0)
+        RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, ctx.smem.plan.pulls.count);
 }
 
 // False after an abort.
@@ -167,8 +176,8 @@ MEGAMOE_DEVICE bool dispatch(Context& ctx) {
     const Args& args = ctx.args;
     uint32_t staged = 0;  // home ranks known to have staged x
     return walk_pool<T>(
-        ctx,
-        [&](int ordered) {
+        ctx, ctx.smem.plan.pulls.count,
+        [&](int ordered, int slice) {
             int home = home_of(ordered, args.num_ranks);
             if ((staged >> home & 1) == 0) {
                 bool ok = XReady::await(ctx.mem, ctx.window<uint32_t>(args.rank, args.window_staged) + home,
@@ -178,7 +187,7 @@ MEGAMOE_DEVICE bool dispatch(Context& ctx) {
                 arch::warp_sync();
                 staged |= 1u << home;
             }
-            pull_token<T>(ctx, ordered);
+            pull_token<T>(ctx, ordered, slice);
             return true;
         },
         [&](int row) { fill_zero_row<T>(ctx, row); });

@@ -51,9 +51,11 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& output_ring) {
     OutputSlots<T> output{ctx, output_ring};
-    bool is_data = true;  // of the profile alone
+    bool is_first = true, is_data = true;  // of the profile alone
     for (;;) {
         await_slot<T>(ctx, ring);
+        if (is_first) Profile<T>::mark(ctx.args, Mark::first_slot);
+        is_first = false;
         begin_tile<T>(ring.slot());
         Tile tile = current_tile<T>();
         if (!tile.valid()) break;

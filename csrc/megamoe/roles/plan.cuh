@@ -3,6 +3,7 @@
 // without talking.
 #pragma once
 #include "megamoe/roles/routes.cuh"
+#include "megamoe/roles/shares.cuh"
 
 namespace megamoe {
 
@@ -41,27 +42,40 @@ MEGAMOE_DEVICE int pass_end(const Context& ctx, int begin) {
     return max_of(fits, begin + 1);  // the host checked that one chunk always fits
 }
 
-// First block of each expert, for one warp: expert_start[e], and the total behind the last.
+struct PoolUse {
+    int blocks, rows;  // rows without padding
+};
+
+// First block of each expert, for one warp: expert_start[e], and the total behind the last;
+// padding_before[e].
 template <int block_rows>
-MEGAMOE_DEVICE int place_experts(const Context& ctx, int begin, int end) {
+MEGAMOE_DEVICE PoolUse place_experts(const Context& ctx, int begin, int end) {
     const Args& args = ctx.args;
-    int lane = arch::lane_idx(), running = 0;
+    int lane = arch::lane_idx();
+    PoolUse running = {0, 0};
     MEGAMOE_UNROLL_BY(1)
     for (int e0 = 0; e0 < args.num_local_experts; e0 += 32) {
         int e = e0 + lane;
-        int own = e < args.num_local_experts
-                      ? padded_rows(routes_between(args, e, begin, end), block_rows) / block_rows
-                      : 0;
-        int inclusive = own;
+        int rows = e < args.num_local_experts ? routes_between(args, e, begin, end) : 0;
+        PoolUse own = {ceil_div(rows, block_rows), rows}, inclusive = own;
         MEGAMOE_UNROLL_BY(1)
         for (int step = 1; step < 32; step <<= 1) {
-            int left = arch::shfl(inclusive, max_of(lane - step, 0));
-            if (lane >= step) inclusive += left;
+            int from = max_of(lane - step, 0);
+            int blocks_left = arch::shfl(inclusive.blocks, from),
+                rows_left = arch::shfl(inclusive.rows, from);
+            if (lane < step) continue;
+            inclusive.blocks += blocks_left;
+            inclusive.rows += rows_left;
         }
-        if (e < args.num_local_experts) ctx.routing.expert_start[e] = running + inclusive - own;
-        running += arch::shfl(inclusive, 31);
+        if (e < args.num_local_experts) {
+            int first = running.blocks + inclusive.blocks - own.blocks;
+            ctx.routing.expert_start[e] = first;
+            ctx.routing.padding_before[e] = first * block_rows - (running.rows + inclusive.rows - own.rows);
+        }
+        running.blocks += arch::shfl(inclusive.blocks, 31);
+        running.rows += arch::shfl(inclusive.rows, 31);
     }
-    if (lane == 0) ctx.routing.expert_start[args.num_local_experts] = running;
+    if (lane == 0) ctx.routing.expert_start[args.num_local_experts] = running.blocks;
     return running;
 }
 
@@ -138,7 +152,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
                 args.route_rows[int64_t{ordered} * args.top_k + k] = row;
                 if (e >= 0) {
                     uint32_t flags = (k == leader_k ? route_leader : 0) | (k == closer_k ? route_closer : 0);
-                    args.row_route[row] =
+                    args.pool_routes[row - ctx.routing.padding_before[e]] =
                         flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
                     if constexpr (T::direction == Direction::backward)
                         args.training.row_weight[row] = args.route_weights[int64_t{ordered} * args.top_k + k];
@@ -186,9 +200,19 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     if (transport_warp() == 0) {
         bool poisoned = arch::ballot(ctx.mem.aborted()) != 0;
         int end = poisoned ? begin : pass_end<block_rows>(ctx, begin);
-        int blocks = poisoned ? 0 : place_experts<block_rows>(ctx, begin, end);
+        PoolUse use = poisoned ? PoolUse{0, 0} : place_experts<block_rows>(ctx, begin, end);
         bool is_last = poisoned || (end == ctx.smem.num_chunks && start.phase == Phase::data);
-        if (leads) plan = {begin, end, blocks, is_last ? 1 : 0, poisoned ? Phase::data : start.phase};
+        Phase phase = poisoned ? Phase::data : start.phase;
+        if (leads) {
+            plan = {begin,
+                    end,
+                    use.blocks,
+                    use.rows,
+                    is_last ? 1 : 0,
+                    phase,
+                    rows_per_share(ctx, use.rows),
+                    pull_slices<T>(ctx, phase)};
+        }
     }
     if (leads) ctx.smem.row_shares_taken = ctx.smem.token_shares_taken = 0;
     transport_sync();
@@ -203,7 +227,8 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     wait_for_grid(ctx, leads);
     if (leads && pair_member() == 0) {
         if (ctx.mem.aborted())
-            plan = {begin, plan.chunk_end, 0, 1, Phase::data};  // other CTAs' tables may be missing
+            plan = {begin, plan.chunk_end, 0, 0,
+                    1,     Phase::data,    1, {1, 0}};  // other CTAs' tables may be missing
         ctx.smem.plan = plan;
         *arch::in_member(&ctx.smem.plan, 1) = plan;
     }

@@ -68,6 +68,15 @@ MEGAMOE_DEVICE uint32_t launch_hash(const Args& args) {
            args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
 }
 
+// One thread. `most`: of any rank; `all`: of all together.
+MEGAMOE_DEVICE void count_tokens(Context& ctx, int most, int all, int own) {
+    const Args& args = ctx.args;
+    ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
+    ctx.smem.num_tokens = all;
+    ctx.smem.own_tokens = own;
+    ctx.smem.sum_slices = sum_slices_of(args.hidden, most, args.num_ranks, args.ready_cells);
+}
+
 // Every rank's token count, into shared memory. A rank with another configuration is a fault, and counts as
 // empty.
 template <class T>
@@ -93,11 +102,13 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     }
     crew_sync();
     if (crew_thread() == 0) {
-        int most = 0;
+        int most = 0, all = 0;
         MEGAMOE_UNROLL_BY(1)
-        for (int r = 0; r < args.num_ranks; ++r) most = max_of(most, ctx.smem.tokens_of_rank[r]);
-        ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
-        ctx.smem.own_tokens = own_tokens<T>(args);
+        for (int r = 0; r < args.num_ranks; ++r) {
+            most = max_of(most, ctx.smem.tokens_of_rank[r]);
+            all += ctx.smem.tokens_of_rank[r];
+        }
+        count_tokens(ctx, most, all, own_tokens<T>(args));
     }
     crew_sync();
 }
@@ -229,8 +240,7 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
     }
     if (crew_thread() == 0) {
         if (cta_idx(ctx) == 0) ctx.mem.fault(Wait{Edge::state, max_ranks, 0}, header.begun, header.complete);
-        ctx.smem.num_chunks = 0;  // no row, and no token that is combined: all of dx becomes NaN
-        ctx.smem.own_tokens = args.num_tokens;
+        count_tokens(ctx, 0, 0, args.num_tokens);  // no row, no token that is combined: all of dx becomes NaN
     }
     crew_sync();
 }

@@ -1,5 +1,5 @@
 // reduce: movers walk the pool in row order; at a token's closer, once every block up to there is done, they
-// sum its rows into its home's window.
+// sum its rows, or a slice of each, into its home's window.
 #pragma once
 #include "megamoe/roles/routes.cuh"
 #include "megamoe/roles/shares.cuh"
@@ -15,16 +15,12 @@ class Reducer {
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
         ReducerState& s = own(ctx);
-        s.rows = rows_per_share(ctx, block_rows);
-        s.row = take(ctx);
+        s.row = -1;
         s.done = 0;
         s.closers = 0;
     }
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const {
-        ReducerState& s = own(ctx);
-        return s.row >= ctx.smem.plan.num_blocks * block_rows;
-    }
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return own(ctx).row >= ctx.smem.plan.num_rows; }
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
         return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
     }
@@ -36,10 +32,12 @@ class Reducer {
     MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
         ReducerState& s = own(ctx);
         while (s.closers == 0) {
-            if (finished(ctx) || !blocks_done(ctx, tiles2)) return false;
+            if (s.row < 0) take(ctx);
+            if (finished(ctx)) return false;
             load_share(ctx);
-            if (s.closers == 0) s.row = take(ctx);
+            if (s.closers == 0) s.row = -1;
         }
+        if (!blocks_done(ctx, tiles2)) return false;
         set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
     }
@@ -47,57 +45,69 @@ class Reducer {
     // The job of next() is done; with the last of a share, the share's partials are published.
     MEGAMOE_DEVICE void done(Context& ctx) {
         ReducerState& s = own(ctx);
-        s.closers &= s.closers - 1;
-        if (s.closers != 0) return;
+        uint32_t left = s.closers & (s.closers - 1u);
+        s.closers = static_cast<uint16_t>(left);
+        if (left != 0) return;
         const Args& args = ctx.args;
         arch::warp_sync();  // all lanes' stores happen before each lane's release
         if ((s.route & route_closer) != 0) {
             int ordered = route_token(s.route);
             int ranks = args.num_ranks, home = home_of(ordered, ranks);
-            auto* ready =
-                ctx.window<uint32_t>(home, args.window_ready) + int64_t{args.rank} * args.max_tokens;
-            PartialsReady::publish(ctx.mem, ready + token_of(ordered, ranks), ctx.epoch());
+            PartialsReady::publish(
+                ctx.mem, ready_cell(ctx, home, args.rank, token_of(ordered, ranks), s.slice), ctx.epoch());
         }
-        s.row = take(ctx);
+        s.row = -1;
     }
 
   private:
-    MEGAMOE_DEVICE int take(const Context& ctx) const {
-        return next_share(ctx, &ctx.smem.row_shares_taken) * own(ctx).rows;
+    // A share: so many rows, and of their partials one slice.
+    static MEGAMOE_DEVICE void take(const Context& ctx) {
+        int share = next_share(ctx, &ctx.smem.row_shares_taken), slices = ctx.smem.sum_slices.count;
+        own(ctx).row = share / slices * ctx.smem.plan.share_rows;
+        own(ctx).slice = static_cast<uint16_t>(share % slices);
     }
 
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
         ReducerState& s = own(ctx);
-        int block = s.row / block_rows;
-        while (s.done <= block) {  // 32 blocks a look
-            int b = s.done + arch::lane_idx();
-            bool ready = b > block || YRowsReady::ready(ctx.mem, ctx.args.gemm[1].done + b, tiles2);
+        if (s.done > s.block) return true;
+        for (int first = s.done; first <= s.block; first += 32) {  // 32 blocks a look
+            int b = first + arch::lane_idx();
+            bool ready = b > s.block || YRowsReady::ready(ctx.mem, ctx.args.gemm[1].done + b, tiles2);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
-                s.done += arch::ffs0(missing);
+                s.done = first + arch::ffs0(missing);
                 return false;
             }
-            s.done += 32;
         }
-        s.done = block + 1;
         arch::warp_sync();
         // After the acquire: of a poisoned launch y_rows may be garbage, so nothing of it is published.
-        return arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) == 0;
+        if (arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) != 0) return false;
+        s.done = s.block + 1;
+        return true;
     }
 
     MEGAMOE_DEVICE void load_share(const Context& ctx) {
+        const Args& args = ctx.args;
         ReducerState& s = own(ctx);
-        int row = s.row + arch::lane_idx();
-        bool mine =
-            arch::lane_idx() < s.rows && row % block_rows < block_entry(ctx.args, s.row / block_rows).rows();
-        s.route = mine ? ctx.args.row_route[row] : 0;
-        s.closers = arch::ballot((s.route & route_closer) != 0);
+        int lane = arch::lane_idx(), row = s.row + lane;
+        bool mine = lane < ctx.smem.plan.share_rows && row < ctx.smem.plan.num_rows;
+        s.route = mine ? args.pool_routes[row] : 0;
+        bool closes = (s.route & route_closer) != 0;
+        uint32_t closers = arch::ballot(closes);
+        s.closers = static_cast<uint16_t>(closers);
+        if (closers == 0) return;
+        int64_t route = int64_t{route_token(s.route)} * args.top_k + s.route % max_top_k;  // its k
+        int block = closes ? args.route_rows[route] / block_rows : 0;
+        MEGAMOE_UNROLL
+        for (int mask = max_share_rows / 2; mask > 0; mask /= 2)
+            block = max_of(block, arch::shfl_xor(block, mask));
+        s.block = arch::shfl(block, 0);
     }
 
-    // One token's partial: rows in k order times routing weights, into this rank's slot in its home's window.
-    // It crosses the link now, while tiles are computed, and not when the home has all partials of the token:
-    // half of them come true in the last tenth of a launch.
-    // Gradients' rows have their routing weight already.
+    // A slice of a token's partial: rows in k order times routing weights, into this rank's slot in its
+    // home's window. It crosses the link now, while tiles are computed, and not when the home has all
+    // partials of the token: half of them come true in the last tenth of a launch. Gradients' rows have their
+    // routing weight already.
     MEGAMOE_DEVICE void set_partial(const Context& ctx, int ordered) const {
         const Args& args = ctx.args;
         int lane = arch::lane_idx();
@@ -109,13 +119,13 @@ class Reducer {
         float weight = 0.0f;
         if constexpr (T::direction == Direction::backward) {
             weight = 1.0f;
-            if (row >= 0)
+            if (row >= 0 && own(ctx).slice == 0)
                 push_d_weight(ctx, row, home, int64_t{token_of(ordered, ranks)} * args.top_k + lane);
         } else {
             if (row >= 0) weight = args.route_weights[route];
         }
         set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0));
+                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0), own(ctx).slice);
     }
 
     // One lane: the gradient of a routing weight, the parts of its row in order, to its home.

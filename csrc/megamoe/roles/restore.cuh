@@ -47,8 +47,8 @@ MEGAMOE_DEVICE void restore_token(const Context& ctx, int ordered, int lane_row)
     }
     int vectors = vectors_of_row<Bf16Rows>(args);
     const void* from = saved < 0 ? training.x : training.tokens;
-    fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors,
-            lane_row, targets, nullptr);
+    fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, 0,
+            vectors, lane_row, targets, nullptr);
 }
 
 // `publishes`: a GEMM waits for the rows of each block.
@@ -59,8 +59,8 @@ MEGAMOE_DEVICE void restore(Context& ctx, bool publishes) {
         if (publishes) RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, 1);
     };
     walk_pool<T>(
-        ctx,
-        [&](int ordered) {
+        ctx, 1,
+        [&](int ordered, int) {
             int lane_row = row_of_lane(args, ordered);
             restore_token<T>(ctx, ordered, lane_row);
             arch::warp_sync();

@@ -4,7 +4,7 @@
 
 namespace megamoe {
 
-// row_route: ordered token * 32 + k, and whether the row is its token's first or last in pool order.
+// pool_routes: ordered token * 32 + k, and whether the row is its token's first or last in pool order.
 constexpr uint32_t route_leader = 1u << 31;
 constexpr uint32_t route_closer = 1u << 30;
 constexpr int route_k_bits = 5;

@@ -1,15 +1,41 @@
 // How much of the pool, or of the rank's own tokens, a warp takes at a time.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/gemm/operands.h"
 
 namespace megamoe {
 
 // Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
 // are not many rows, so that every warp has some. Affects timing only.
-MEGAMOE_DEVICE int rows_per_share(const Context& ctx, int block_rows) {
-    int rows = 4;
-    while (rows > 1 && ctx.smem.plan.num_blocks * block_rows < rows * num_transports(ctx)) rows /= 2;
+constexpr int max_share_rows = 4;
+MEGAMOE_DEVICE int rows_per_share(const Context& ctx, int num_rows) {
+    int rows = max_share_rows;
+    while (rows > 1 && num_rows < rows * num_transports(ctx)) rows /= 2;
     return rows;
+}
+
+template <class X>
+MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
+    return args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
+}
+
+// Slices of a row that is dispatched: a warp's loads of one in flight, where there are warps enough. Of the
+// rank's own making, like rows_ready, which counts them.
+constexpr int pulls_in_flight = 4;  // vectors of a lane
+template <class T>
+MEGAMOE_DEVICE Slices pull_slices(const Context& ctx, Phase phase) {
+    int vectors = vectors_of_row<typename T::Gemm1::A>(ctx.args);
+    int most = num_transports(ctx) / max_of(1, ctx.smem.num_tokens);
+    if constexpr (T::direction ==
+                  Direction::backward) {  // <dy, b2> is of a whole row, and restore moves such
+        if (ctx.args.training.b2 != nullptr || phase == Phase::recompute) most = 1;
+    }
+    return slices_of(vectors, pulls_in_flight * 32, most);
+}
+
+// At home `home`: says that expert rank `rank`'s slice of a token's partial is there.
+MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int home, int rank, int token, int slice) {
+    return ctx.window<uint32_t>(home, ctx.args.window_ready) + int64_t{rank} * ctx.args.ready_cells +
+           token * ctx.smem.sum_slices.count + slice;
 }
 
 // Work of reduce and combine is dealt out to CTAs in shares, round robin; a CTA's movers take its shares as

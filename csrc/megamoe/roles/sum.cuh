@@ -19,17 +19,29 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
 
 MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[mover_warp()]; }
 
+// What slice `slice` of a partial, or of a row of y, holds.
+struct VectorRange {
+    int begin, end;
+};
+MEGAMOE_DEVICE VectorRange slice_range(const Context& ctx, int slice) {
+    int begin = slice * ctx.smem.sum_slices.vectors;
+    return {begin, min_of(begin + ctx.smem.sum_slices.vectors, ctx.args.hidden / sum_vector)};
+}
+
 // All lanes together; lane i brings row and weight of source i.
 MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t from, int row, float weight,
-                            uint32_t sources) {
+                            uint32_t sources, int slice) {
     SumJob& job = current_job(ctx);
     int lane = arch::lane_idx();
     arch::warp_sync();  // no lane reads the last job any more
     job.row[lane] = row;
     job.weight[lane] = weight;
     if (lane == 0) {
+        VectorRange range = slice_range(ctx, slice);
         job.out = out;
         job.from = from;
+        job.begin = range.begin;
+        job.end = range.end;
         job.sources = sources;
     }
     arch::warp_sync();
@@ -39,11 +51,11 @@ MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t from, int
 // in flight in each lane, 1 MB on the device, which is what NVLink needs; more would not fit the registers
 // that FP8 math leaves.
 MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
-    constexpr int width = 2, positions = 2;
+    constexpr int width = 2, positions = sum_step / 32;
     const SumJob& job = current_job(ctx);
-    int vectors = ctx.args.hidden / 8;
+    int vectors = ctx.args.hidden / sum_vector, end = job.end;
     MEGAMOE_UNROLL_BY(1)
-    for (int v = arch::lane_idx(); v < vectors; v += 32 * positions) {
+    for (int v = job.begin + arch::lane_idx(); v < end; v += sum_step) {
         float sum[positions][8] = {};
         MEGAMOE_UNROLL_BY(1)
         for (uint32_t left = job.sources; left != 0;) {
@@ -51,7 +63,7 @@ MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
             float weight[width];
             MEGAMOE_UNROLL
             for (int s = 0; s < width; ++s) {
-                int source = left != 0 ? arch::ffs0(left) : 0, limit = left != 0 ? vectors : 0;
+                int source = left != 0 ? arch::ffs0(left) : 0, limit = left != 0 ? end : 0;
                 auto* from = reinterpret_cast<const uint4_t*>(job.from) + int64_t{job.row[source]} * vectors;
                 weight[s] = left != 0 ? job.weight[source] : 0.0f;
                 MEGAMOE_UNROLL
@@ -67,8 +79,7 @@ MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
         }
         MEGAMOE_UNROLL
         for (int p = 0; p < positions; ++p) {
-            arch::store_vec_below(reinterpret_cast<uint4_t*>(job.out), v + 32 * p, vectors,
-                                  pack_vector(sum[p]));
+            arch::store_vec_below(reinterpret_cast<uint4_t*>(job.out), v + 32 * p, end, pack_vector(sum[p]));
         }
     }
 }

@@ -34,6 +34,27 @@ MEGAMOE_PURE int num_chunks_of(int max_tokens_any_rank, int num_ranks) {
     return ceil_div(max_tokens_any_rank, chunk_tokens) * num_ranks;
 }
 
+// Where there are fewer tokens than warps, a warp moves a slice of a row: so many of its 16-byte vectors.
+struct Slices {
+    int count, vectors;  // the last slice may be shorter
+};
+// Not more than `most`, in steps of what a warp moves in one go.
+MEGAMOE_PURE Slices slices_of(int vectors, int step, int most) {
+    int steps = ceil_div(vectors, step), per_slice = ceil_div(steps, max_of(1, min_of(most, steps)));
+    return {ceil_div(steps, per_slice), per_slice * step};
+}
+// Of a token's partials, and of its y. Each slice has a flag of its own, so all ranks must cut alike,
+// whatever CTAs take part. Four times as many as an H200 has warps that sum: else some are done long before
+// others.
+constexpr int sum_vector = 8;  // values of bf16 in 16 bytes
+constexpr int sum_step = 64;   // vectors
+constexpr int max_sum_slices = 4 * 12 * 132;
+MEGAMOE_PURE Slices sum_slices_of(int hidden, int max_tokens_any_rank, int num_ranks, int ready_cells) {
+    int tokens = max_of(1, max_tokens_any_rank);
+    return slices_of(hidden / sum_vector, sum_step,
+                     min_of(max_sum_slices / (tokens * num_ranks), ready_cells / tokens));
+}
+
 MEGAMOE_PURE int padded_rows(int rows, int block_rows) { return ceil_div(rows, block_rows) * block_rows; }
 
 // A group: up to `max_group` consecutive blocks of one expert whose tiles run m-fastest, so that a weight
