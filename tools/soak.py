@@ -30,7 +30,7 @@ from common import Rank, header
 from soak_backward import train_faults
 from soak_faults import kill, killed_rank, late, mismatch
 from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
-from soak_train import train, train_graph, train_nccl
+from soak_train import hold_host, train, train_graph, train_nccl
 
 import megamoe
 from megamoe.formats.table import PRECISIONS, TRAINED
@@ -106,7 +106,7 @@ def graph(me: Rank, args: argparse.Namespace) -> Outcome:
 
 
 def nccl(me: Rank, args: argparse.Namespace) -> Outcome:
-    """All-gathers on a second stream: half of the ranks launch NCCL first, half the kernel."""
+    """All-gathers on a second stream: half of the ranks launch NCCL first, and may wait for it, half the kernel."""
     total, out = args.calls or 1000, Outcome("")
     layer = Layer(me, problem_of(me), reserve_sms=None).start()  # None: the default, for training
     out.require(layer.backend.share.join_ns > 0, "a launch waits for all SMs beside NCCL")
@@ -130,6 +130,7 @@ def nccl(me: Rank, args: argparse.Namespace) -> Outcome:
         i = order.randrange(len(layer.inputs))
         if me.rank < me.size // 2:
             exchange(n)
+            hold_host(me, n)
         y = layer.call(i)
         if me.rank >= me.size // 2:
             exchange(n)

@@ -272,8 +272,22 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
     return out
 
 
+def hold_host(me: Rank, n: int) -> bool:
+    """In a few of the steps let the host wait for all that is on the device, by name or as an allocator does."""
+    if n % 20 == 5:
+        torch.cuda.synchronize(me.device)
+    elif n % 20 == 15:
+        torch.empty((1 << 25) + (n << 21), dtype=torch.uint8, device=me.device)
+        torch.cuda.empty_cache()
+    return n % 10 == 5
+
+
 def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
-    """Training beside all-gathers on a second stream, before it on half of the ranks and behind it on the others."""
+    """Training beside all-gathers on a second stream, before it on half of the ranks and behind it on the others.
+
+    In a few steps the former's hosts wait for their device in between: so for an all-gather that comes behind launches
+    which need theirs.
+    """
     out, steps, start = Outcome(""), args.calls or 300, time.monotonic()
     with torch.enable_grad():  # so that launches take the SMs that are free
         window, layers = shared_layers(me, "bf16", reserve_sms=None)
@@ -299,7 +313,7 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
         trainer.backward(*batch, trainer.forward(*batch), add=False)
     torch.cuda.synchronize()
     gather(me, None)
-    runs = []
+    runs, held = [], 0
     for _ in range(2):
         trainer.reset()
         for n in range(steps):
@@ -310,6 +324,7 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
             ):  # an all-gather beside the forwards and one beside the backwards
                 if early:
                     exchange(2 * n + forwards)
+                    held += hold_host(me, n)
                 if forwards:
                     passed = [trainer.forward(*batch) for batch in batches]
                 else:
@@ -329,7 +344,9 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     text = verdict(out, trainer, runs)
     out.require(layers[0].share.join_ns > 0, "a launch waits for all SMs beside NCCL")
     seconds = time.monotonic() - start
-    beside = f"{len(bad)} all-gathers, the last launch with {layers[0].num_ctas()} CTAs"
+    out.require(held > 0 or not early, "no host waited for an all-gather")
+    last = f"the last launch with {layers[0].num_ctas()} CTAs"
+    beside = f"{len(bad)} all-gathers, {held} of which the host waited for, {last}"
     out.text = f"2 x {steps} steps beside {beside}, in {seconds:.1f} s: {text}"
     window.close()
     return out

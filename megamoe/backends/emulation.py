@@ -40,7 +40,8 @@ class Emulation:
     """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
-    flags: further ones for g++, such as "-fsanitize=undefined". join_ns: see arguments.fill_static; emulated time.
+    flags: further ones for g++, such as "-fsanitize=undefined". join_ns, peers_ns: see
+    arguments.fill_static; emulated time.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
     robin. layer: which of the window's, see arguments.fill_static.
@@ -56,12 +57,13 @@ class Emulation:
         timeout_s: float | None = None,
         flags: tuple[str, ...] = (),
         join_ns: int = 0,
+        peers_ns: int = 10**6,
     ) -> None:
         if not 2 <= num_ctas <= 64 or num_ctas % 2:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
         self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
-        self._flags, self.join_ns = flags, join_ns
+        self._flags, self.join_ns, self.peers_ns = flags, join_ns, peers_ns
         self.ranks = [
             Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
         ]
@@ -223,6 +225,7 @@ class Emulation:
                 step_blocks=self.step_blocks,
                 layer=layer,
                 join_ns=self.join_ns,
+                peers_ns=self.peers_ns,
             )
             fill(index, args)
         report = ctypes.create_string_buffer(REPORT_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ class LayerKernels:
     window: Window
     layer: int  # of the window
     grid: int  # CTAs
-    join_ns: int  # see arguments.fill_static
+    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.fill_static
     timeout_ns: int
     pdl: bool
     step_blocks: int | None  # None: as arguments.py has it
@@ -50,7 +51,7 @@ class LayerKernels:
             kernel.check_resident(self.grid)
             workspace = self.window.workspace(self.plan)
             options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
-            args = abi.aligned(abi.Args)
+            args, (join_ns, peers_ns) = abi.aligned(abi.Args), self.patience_ns
             fill_static(
                 args,
                 self.plan,
@@ -62,17 +63,19 @@ class LayerKernels:
                 profile=0 if self.profile is None else self.profile.data_ptr(),
                 epoch=self.window.epoch_address,
                 layer=self.layer,
-                join_ns=self.join_ns,
+                join_ns=join_ns,
+                # Eight ranks, one after the other: no other wait of the launch may be over before.
+                peers_ns=min(peers_ns, self.timeout_ns // 16),
                 **options,
             )
             # A cooperative launch would have all CTAs or none.
-            cooperative = self.join_ns == 0
+            cooperative = join_ns == 0
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
 
 
 def num_ctas(layer: LayerKernels) -> int:
     """Return how many CTAs took part in the last launch of a layer that shares its workspace. Waits."""
-    if layer.join_ns == 0:
+    if layer.patience_ns[0] == 0:
         return layer.grid
     members = layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))
     return PAIR_CTAS * (int(members) & 0xFF)

@@ -14,7 +14,7 @@ from megamoe import env
 from megamoe.backends import kernels
 from megamoe.backends.kernels import MAX_GROUP, PAIR_CTAS, LayerKernels
 from megamoe.backends.mega_training import Training
-from megamoe.backends.reserve import share_of
+from megamoe.backends.reserve import agree_on, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
@@ -91,10 +91,9 @@ class MegaBackend:
 
         if step_blocks and step_blocks < MAX_GROUP:
             raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_GROUP}")
-        wrapped = as_group(group)
         self.problem = problem
         self._owns_window = window is None
-        self.window = window or Window(problem, wrapped, device=device)
+        self.window = window or Window(problem, group, device=device)
         if not self._owns_window:
             self.window.admit(problem)
             self.window.agree(problem)
@@ -108,7 +107,7 @@ class MegaBackend:
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
-        reserve, join_ns = self.share = share_of(wrapped, reserve_sms)
+        reserve, *patience_ns = self.share = share_of(as_group(group), reserve_sms)
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
@@ -119,7 +118,7 @@ class MegaBackend:
             window=self.window,
             layer=self.window.add_layer(),
             grid=self.grid,
-            join_ns=join_ns,
+            patience_ns=patience_ns,
             timeout_ns=self.window.timeout_ns,
             pdl=env.pdl() if pdl is None else pdl,
             step_blocks=step_blocks,
@@ -148,6 +147,7 @@ class MegaBackend:
         """
         if self._launcher is None:
             refuse_capture("call prepare(weights) before CUDA graph capture")
+            agree_on(self.window.group, self.share)
             load = partial(self._kernels.load, self.variant)
             self._launcher = all_or_none(self.window.group, load, "prepare the kernel")
             self._args = self._launcher.argument
@@ -167,8 +167,7 @@ class MegaBackend:
             w.validate(self.problem, self.device)
             fill_weights(self._args, self.plan, w, encode)
             self._weights_key = key
-        if type(weights) is SealedWeights:
-            self._sealed = weights
+        self._sealed = weights if type(weights) is SealedWeights else None
 
     def forward(
         self,

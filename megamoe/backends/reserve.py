@@ -7,10 +7,16 @@ from typing import NamedTuple
 import torch
 
 from megamoe import env
+from megamoe.errors import RankMismatch
 from megamoe.memory.transport.group import Group
 
 # What a launch waits at most for SMs that others hold; as much is lost where they hold them for longer.
 JOIN_NS = 50_000
+
+# What it waits at most, with all of its SMs, for the launch of each peer to begin; then it leaves half of them to
+# others, since the peer's host or stream may wait for a kernel of NCCL's that finds no SM here. As long as large
+# launches take: so a peer that is merely late costs at most about twice the time for which it is late.
+PEERS_NS = 10_000_000
 
 
 class Share(NamedTuple):
@@ -18,6 +24,7 @@ class Share(NamedTuple):
 
     reserve_sms: int  # SMs that are never taken
     join_ns: int  # how long a launch waits for those that others hold; 0: until it has all
+    peers_ns: int  # how long it keeps all that it has while a peer's launch has not begun
 
 
 def share_of(group: Group, reserve_sms: int | None) -> Share:
@@ -30,6 +37,21 @@ def share_of(group: Group, reserve_sms: int | None) -> Share:
     """
     stated = env.reserve_sms() if reserve_sms is None else reserve_sms
     if stated is not None:
-        return Share(stated, 0)
+        return Share(stated, 0, 0)
     trains_beside_others = torch.is_grad_enabled() and not group.in_process
-    return Share(0, JOIN_NS if trains_beside_others else 0)
+    return Share(0, JOIN_NS, PEERS_NS) if trains_beside_others else Share(0, 0, 0)
+
+
+def agree_on(group: Group, share: Share) -> None:
+    """Refuse ranks of which some share their SMs and some do not, and so never say that they have begun. Collective.
+
+    Raises RankMismatch on all ranks.
+    """
+    shares = group.all_gather(share.join_ns > 0)
+    if len(set(shares)) > 1:
+        free, all_ = shares.index(True), shares.index(False)
+        raise RankMismatch(
+            f"the ranks of this group differ: launches of rank {free} take the SMs that are free, those of rank {all_} "
+            f"all of theirs. State reserve_sms (or MEGAMOE_RESERVE_SMS) on every rank or on none, and make the layer "
+            f"with gradients on or off on all of them"
+        )

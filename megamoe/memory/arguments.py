@@ -127,6 +127,7 @@ def fill_static(
     step_blocks: int = DEFAULT_STEP_BLOCKS,
     layer: int = 0,
     join_ns: int = 0,
+    peers_ns: int = 0,
 ) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
@@ -134,7 +135,8 @@ def fill_static(
     plan.workspace_bytes; calls leave their state there unless fill_state says otherwise. epoch: address of the epoch
     cell when it is not the workspace's own (layers that share a window share one). layer: which of the
     window's; it goes into the hash, so that ranks that call equal layers in different orders notice. join_ns: how long
-    a launch waits for SMs that others hold, before it does without; 0: until it has all of its CTAs.
+    a launch waits for SMs that others hold, before it does without; 0: until it has all of its CTAs. peers_ns: how long
+    it waits with all of its SMs for a peer's launch to begin, before it leaves half of them to others.
     """
     p = plan.strided
     address = {n: workspace_base + region.offset for n, region in plan.workspace.items()}
@@ -152,7 +154,7 @@ def fill_static(
         elif name != "window_dy":  # which is where window_x is
             setattr(args, name, region.offset)
     args.abort = args.window[p.rank] + args.window_abort
-    args.timeout_ns, args.join_ns = timeout_ns, join_ns
+    args.timeout_ns, args.join_ns, args.peers_ns = timeout_ns, join_ns, peers_ns
     args.max_tokens = p.max_tokens
     args.num_ranks, args.rank = p.ep_size, p.rank
     args.num_experts = p.num_experts

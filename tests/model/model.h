@@ -53,8 +53,9 @@ class Memory {
     void fence_proxy_async_shared() { world_.fence_proxy_async_shared(thread_); }
 
     // Impatient with ns = 0, otherwise as patient as can be.
-    void await_for(Cell c, uint32_t target, uint32_t ns) {
-        if (ns != 0) await_ordered(c, Until::equal, target, Scope::gpu, false);
+    bool await_for(Cell c, uint32_t target, uint32_t ns) {
+        if (ns == 0) return load(c, Order::relaxed, Scope::system) == target;
+        return await_ordered(c, Until::equal, target, Scope::system, false);
     }
     bool await_ordered(Cell c, Until until, uint32_t target, Scope scope, bool acquire) {
         auto satisfied = [=](uint32_t v) {
@@ -159,6 +160,12 @@ class MutantMemory : public Memory {
         if (mutate("await of target - 1", c)) --target;
         bool acquire = !mutate("await acquire->relaxed", c);
         return await_ordered(c, until, target, narrow("await", c, scope), acquire);
+    }
+    bool await_for(Cell c, uint32_t target, uint32_t ns) {
+        if (mutate("await_for dropped", c)) return true;
+        if (mutate("await_for of target + 1", c)) ++target;
+        if (mutate("await_for of target - 1", c)) --target;
+        return Memory::await_for(c, target, ns);
     }
     using Memory::arrive;
     using Memory::expect;

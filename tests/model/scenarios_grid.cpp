@@ -78,9 +78,19 @@ void last_arrival(World& w, const Flaw& flaw) {
     });
 }
 
+// The peers of a rank at its door.
+struct Peers {
+    std::vector<int> to_cells, from_cells;
+    uint32_t ns;
+    int count() const { return static_cast<int>(to_cells.size()); }
+    int to(int r) const { return to_cells[r]; }
+    int from(int r) const { return from_cells[r]; }
+    uint32_t patience_ns() const { return ns; }
+};
+
 // Pairs at the door of a launch: each that takes part has a number of its own, all know how many they are,
 // and the next launch finds the door open.
-void door(World& w, const Flaw& flaw, int num_pairs, uint32_t launches, uint32_t patience_ns) {
+void door(World& w, const Flaw& flaw, int num_pairs, uint32_t launches) {
     int joined = w.cell("joined"), members = w.cell("members"), ticket = w.cell("exit_ticket");
     int arrivals = w.cell("arrivals"), generation = w.cell("generation");
     std::array<int, 3> slot;
@@ -91,8 +101,7 @@ void door(World& w, const Flaw& flaw, int num_pairs, uint32_t launches, uint32_t
     for (int p = 0; p < num_pairs; ++p) {
         w.thread(name_of("pair", p), 0, p, [=](Mem& m) {
             for (uint32_t epoch = 1; epoch <= launches; ++epoch) {
-                int count = 0,
-                    number = Door::enter(m, joined, members, epoch, num_pairs, patience_ns, &count);
+                auto [number, count] = Door::enter(m, joined, members, epoch, num_pairs, 0, Peers{{}, {}, 0});
                 if (number < 0 && stay) number = count = num_pairs - 1;
                 if (number >= 0) {
                     m.write(slot[number], epoch);
@@ -113,9 +122,69 @@ void door(World& w, const Flaw& flaw, int num_pairs, uint32_t launches, uint32_t
         });
     }
 }
-void door_3(World& w, const Flaw& flaw) { door(w, flaw, 3, 1, 0); }
-void door_twice(World& w, const Flaw& flaw) { door(w, flaw, 2, 2, 0); }
-void door_patient(World& w, const Flaw& flaw) { door(w, flaw, 2, 1, 1); }
+void door_3(World& w, const Flaw& flaw) { door(w, flaw, 3, 1); }
+void door_twice(World& w, const Flaw& flaw) { door(w, flaw, 2, 2); }
+
+// All come to the door in time: two pairs of rank 0, one of rank 1. Nobody leaves.
+void door_in_time(World& w, const Flaw& flaw) {
+    int joined = w.cell("joined"), members = w.cell("members");
+    std::array<int, 2> launched = {w.cell("launched[0]"), w.cell("launched[1]")};  // by the rank that says it
+    bool waits = !flaw("does not wait for the other pairs");
+    for (int p = 0; p < 2; ++p) {
+        w.thread(name_of("pair", p), 0, p, [=](Mem& m) {
+            Peers peers{{launched[0]}, {launched[1]}, 1};
+            m.expect(Door::enter(m, joined, members, 1, 2, waits, peers).count, 2, "count");
+        });
+    }
+    w.thread("pair@1", 1, 0, [=, joined = w.cell("joined@1"), members = w.cell("members@1")](Mem& m) {
+        Peers peers{{launched[1]}, {launched[0]}, 1};
+        m.expect(Door::enter(m, joined, members, 1, 1, 1, peers).count, 1, "count");
+    });
+}
+
+// Rank 0's host waits for a kernel of NCCL's before it makes its launch; on rank 1 that kernel comes behind
+// the launch, which has both of the SMs there. Twice.
+void door_beside_nccl(World& w, const Flaw& flaw) {
+    int joined = w.cell("joined"), members = w.cell("members"), ticket = w.cell("exit_ticket");
+    int joined_0 = w.cell("joined@0"), members_0 = w.cell("members@0");
+    std::array<int, 2> launched = {w.cell("launched[0]"), w.cell("launched[1]")},
+                       routes = {w.cell("routes[0]"), w.cell("routes[1]")};
+    int left = w.cell("left"), gathered = w.cell("gathered"), boundary = w.barrier("launch boundary", 2);
+    bool stay = flaw("all stay without the peer");
+    uint32_t launches = 2;
+    auto await_peer = [=](Mem& m, int peer, uint32_t epoch) {
+        m.Memory::await(routes[peer], Until::equal, epoch, Scope::system, {});
+    };
+    for (int p = 0; p < 2; ++p) {
+        w.thread(name_of("pair", p), 1, p, [=](Mem& m) {
+            for (uint32_t epoch = 1; epoch <= launches; ++epoch) {
+                Peers peers{{launched[1]}, {launched[0]}, 0};
+                int number = Door::enter(m, joined, members, epoch, 2, 0, peers).number;
+                if (number == 0) m.Memory::store(routes[1], epoch, Order::release, Scope::system);
+                if (number >= 0 || stay) await_peer(m, 0, epoch);
+                auto& last = static_cast<Memory&>(m);  // without mutants, which "two launches" has
+                if (LastArrival::arrive(last, ticket, 2)) m.store(joined, 0, Order::relaxed, Scope::gpu);
+                m.Memory::add(left, 1, Order::release);  // an SM is free
+                if (epoch < launches) m.launch_boundary(boundary);
+            }
+        });
+    }
+    w.thread("nccl@1", 1, 2, [=](Mem& m) {
+        for (uint32_t epoch = 1; epoch <= launches; ++epoch) {
+            m.Memory::await(left, Until::at_least, 2 * epoch - 1, Scope::gpu, {});
+            m.Memory::store(gathered, epoch, Order::release, Scope::system);
+        }
+    });
+    w.thread("host and pair@0", 0, 0, [=](Mem& m) {
+        for (uint32_t epoch = 1; epoch <= launches; ++epoch) {
+            m.Memory::await(gathered, Until::at_least, epoch, Scope::system, {});
+            Door::enter(m, joined_0, members_0, epoch, 1, 0, Peers{{launched[0]}, {launched[1]}, 0});
+            m.Memory::store(routes[0], epoch, Order::release, Scope::system);
+            await_peer(m, 1, epoch);
+            m.Memory::store(joined_0, 0, Order::relaxed, Scope::gpu);
+        }
+    });
+}
 
 // The last arrival's thread tells another thread of its CTA, which publishes: one peer a thread.
 void last_arrival_cta(World& w, const Flaw& flaw) {
@@ -214,8 +283,37 @@ const std::vector<Scenario> grid_scenarios = {
       {"value - 1 at joined", leaves},
       {"target + 1 at members", count_below},
       {"target - 1 at members", count_below},
+      {"await_for dropped at joined", impatient},
+      {"await_for of target + 1 at joined", impatient},
+      {"await_for of target - 1 at joined", impatient},
       {"value + 1 at generation", only_grows}}},
-    {"door, a patient first pair", door_patient, {}, {}, false},
+    {"door, all in time",
+     door_in_time,
+     {"does not wait for the other pairs"},
+     {{"acquire at joined", only_count},
+      {"release at joined", only_count},
+      {"relaxed at members", only_count},
+      {"target + 1 at members", count_below},
+      {"target - 1 at members", count_below},
+      {"await_for dropped at launched", nobody_late},
+      {"await_for of target - 1 at launched", nobody_late}}},
+    {"door, a peer's host waits for NCCL",
+     door_beside_nccl,
+     {"all stay without the peer"},
+     {{"acquire at joined", only_count},
+      {"release at joined", only_count},
+      {"relaxed at members", only_count},
+      {"value - 1 at joined", leaves},
+      {"target + 1 at members", count_below},
+      {"target - 1 at members", count_below},
+      {"value - 1 at members", "one takes part, the other would leave anyway"},
+      {"await_for dropped at joined", impatient},
+      {"await_for of target + 1 at joined", impatient},
+      {"await_for of target - 1 at joined", impatient},
+      {"await_for of target + 1 at launched", thought_missing},
+      {"store dropped at launched", thought_missing},
+      {"value - 1 at launched", thought_missing},
+      {"system->gpu at launched", "never seen here in time: see the scenario before"}}},
     {"last_arrival, whole CTAs",
      last_arrival_cta,
      {"no cta_sync before arrive", "no cta_sync before publish"},

@@ -54,6 +54,12 @@ def test_scenarios_hold_and_mutants_are_caught(tmp_path):
         found = [line for line in lines if f"grads_ready / flaw: no fence in {loader}" in line]
         assert len(found) == 1
         assert f"{loader} (async) is not ordered after the write" in found[0]
+    # Without peers at the door, all of a launch's CTAs and a kernel that finds no SM wait for each other.
+    for mutant in ("await_for dropped", "await_for of target - 1"):
+        found = [line for line in lines if f"waits for NCCL / mutant: {mutant} at launched" in line]
+        assert len(found) == 1
+        assert "deadlock:" in found[0]
+        assert "nccl@1 waits for left" in found[0]
     # Caught for the right reason: a partner that stops early is waited for.
     fewer = [line for line in lines if "walks one unit fewer" in line]
     assert fewer

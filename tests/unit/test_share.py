@@ -1,10 +1,13 @@
 """Which SMs a launch takes beside other kernels: the default, what is stated, and how the launch is made."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from megamoe.backends.reserve import JOIN_NS, Share, share_of
-from megamoe.memory.transport.group import Alone
+from megamoe.backends.reserve import JOIN_NS, PEERS_NS, Share, agree_on, share_of
+from megamoe.errors import RankMismatch
+from megamoe.memory.transport.group import Alone, ThreadGroup
 
 
 class Ranks:
@@ -13,16 +16,37 @@ class Ranks:
 
 def test_a_launch_that_trains_beside_others_takes_what_is_free(monkeypatch):
     monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
-    assert share_of(Ranks(), None) == Share(0, JOIN_NS)
-    assert share_of(Alone(), None) == Share(0, 0)  # it waits for no other rank
+    assert share_of(Ranks(), None) == Share(0, JOIN_NS, PEERS_NS)
+    assert share_of(Alone(), None) == Share(0, 0, 0)  # it waits for no other rank
     with torch.no_grad():
-        assert share_of(Ranks(), None) == Share(0, 0)
+        assert share_of(Ranks(), None) == Share(0, 0, 0)
 
 
 def test_a_number_is_kept_and_then_a_launch_has_all_of_its_ctas(monkeypatch):
     monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "12")
-    assert share_of(Ranks(), None) == Share(12, 0)
-    assert share_of(Ranks(), 0) == Share(0, 0)
+    assert share_of(Ranks(), None) == Share(12, 0, 0)
+    assert share_of(Ranks(), 0) == Share(0, 0, 0)
+
+
+def test_ranks_of_which_some_share_are_refused(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
+    groups = ThreadGroup.create(2)
+    shares = [share_of(Ranks(), stated) for stated in (8, None)]
+    with ThreadPoolExecutor(2) as pool:
+        for pair in (shares, shares[::-1]):
+            found = list(pool.map(refusal, groups, pair))
+            assert "take the SMs that are free" in found[0]
+            assert found[0] == found[1]
+        numbers = [share_of(Ranks(), stated) for stated in (8, 16)]
+        assert list(pool.map(refusal, groups, numbers)) == [None, None]
+
+
+def refusal(group, share):
+    try:
+        agree_on(group, share)
+    except RankMismatch as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("reserve_sms", [None, 20])
@@ -32,23 +56,26 @@ class Ranks:
     rank, size, in_process = 0, 1, False
     def all_gather(self, value): return [value]
     def barrier(self): pass
+def patience():
+    return argument().join_ns, argument().peers_ns
 with on_cpu():
     found, share = [], {reserve_sms!r}
     layer = mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"), reserve_sms=share)
     call(layer)
-    found.append([config()["grid"][0], config()["ids"], argument().join_ns, layer.num_ctas()])
+    found.append([config()["grid"][0], config()["ids"], *patience(), layer.num_ctas()])
     layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
     found.append(layer.num_ctas())
     x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
     y, state = layer.forward_train(x, ids, scores, weights)
-    found.append([config()["ids"], argument().join_ns])
+    found.append([config()["ids"], *patience()])
     masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
     layer.backward(x, x, ids, masters, state, [True] * 4 + [False] * 2)
-    found.append([config()["ids"], argument().join_ns])
+    found.append([config()["ids"], *patience()])
 print(json.dumps(found))
 """)
-    cooperative, grid, join_ns = ([], 132, JOIN_NS) if reserve_sms is None else ([2], 112, 0)
+    waits = [JOIN_NS, PEERS_NS] if reserve_sms is None else [0, 0]
+    cooperative, grid = ([], 132) if reserve_sms is None else ([2], 112)
     first, taken, train, backward = seen
-    assert first[:3] == [grid, cooperative, join_ns]
-    assert taken == (108 if join_ns else grid)
-    assert train == backward == [cooperative, join_ns]
+    assert first[:4] == [grid, cooperative, *waits]
+    assert taken == (108 if waits[0] else grid)
+    assert train == backward == [cooperative, *waits]

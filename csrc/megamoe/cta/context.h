@@ -26,6 +26,12 @@ struct Context {
     MEGAMOE_DEVICE int parity() const { return static_cast<int>(smem.epoch & 1); }
 };
 
+// What rank `of` says of this launch, in rank `at`'s window.
+MEGAMOE_DEVICE RouteCell* route_cell(const Context& ctx, int at, int of) {
+    const Args& args = ctx.args;
+    return ctx.window<RouteCell>(at, args.window_routes) + ctx.parity() * args.num_ranks + of;
+}
+
 // Which CTA this is of those that take part in the launch, and how many do. Volatile for the reason that
 // special registers are.
 MEGAMOE_DEVICE int cta_idx(const Context& ctx) { return *static_cast<volatile int32_t*>(&ctx.smem.cta); }

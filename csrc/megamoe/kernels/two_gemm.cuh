@@ -200,18 +200,25 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
     if constexpr (T::direction == Direction::backward) arch::cluster_sync();
 }
 
+// For the door: every rank of the launch, this one too.
+struct Peers {
+    const Context& ctx;
+    MEGAMOE_DEVICE int count() const { return ctx.args.num_ranks; }
+    MEGAMOE_DEVICE uint32_t patience_ns() const { return ctx.args.peers_ns; }
+    MEGAMOE_DEVICE uint32_t* to(int peer) const { return &route_cell(ctx, peer, ctx.args.rank)->launched; }
+    MEGAMOE_DEVICE uint32_t* from(int peer) const { return &route_cell(ctx, ctx.args.rank, peer)->launched; }
+};
+
 // All threads, behind init_barriers(). Says which of the launch's CTAs this one is, and of how many.
 MEGAMOE_DEVICE void join(Context& ctx) {
     const Args& args = ctx.args;
     if (args.join_ns == 0) return;
     if (arch::thread_idx() == 0 && pair_member() == 0) {
-        int count = 0;
-        int pair = Door::enter(ctx.mem, args.joined, args.members, ctx.epoch(), arch::grid_dim() / pair_ctas,
-                               args.join_ns, &count);
-        if (pair < 0) count = 0;
+        Door::Place pair = Door::enter(ctx.mem, args.joined, args.members, ctx.epoch(),
+                                       arch::grid_dim() / pair_ctas, args.join_ns, Peers{ctx});
         for (int member = 0; member < pair_ctas; ++member) {
-            *arch::in_member(&ctx.smem.cta, member) = pair * pair_ctas + member;
-            *arch::in_member(&ctx.smem.num_ctas, member) = count * pair_ctas;
+            *arch::in_member(&ctx.smem.cta, member) = pair.number * pair_ctas + member;
+            *arch::in_member(&ctx.smem.num_ctas, member) = pair.count * pair_ctas;
         }
     }
     arch::warp_sync();

@@ -161,6 +161,7 @@ struct Args {
     int32_t ready_cells;  // of a rank: max_tokens or more, so that slices of few tokens have one each
     int32_t step_blocks;  // blocks of a step of the tile order, see schedule/order.h; 0 = two gemm1 tiles a CTA
     uint32_t join_ns;     // how long a launch waits for SMs before it does without; 0: it has all of its CTAs
+    uint32_t peers_ns;    // how long it keeps all that it has while a peer's launch has not begun
     int32_t ids_are_int64;
     uint32_t config_hash;  // equal on all ranks, or Edge::config is raised
     float act_alpha;
@@ -174,7 +175,7 @@ struct Args {
 struct RouteCell {  // one writer; `epoch` stored last, with release
     uint32_t num_tokens;
     uint32_t config_hash;
-    uint32_t unused;
+    uint32_t launched;  // epoch of a launch that has begun, before all else; see protocol/edges.h
     uint32_t epoch;
 };
 

@@ -129,35 +129,62 @@ struct GridBarrier {
     }
 };
 
-// Where a launch must not wait for SMs that others hold (NCCL's kernels may hold them until this launch is
-// done on another rank): its first pair of CTAs waits for the others for a while, then it closes the door.
-// Who came before that takes part, who comes later leaves at once. `joined` counts pairs, and `closed` once;
-// the last CTA out zeroes it. `members` has the epoch above the count.
+// rank -> rank: a launch has SMs, so it needs nothing of its host or stream any more. Cell:
+// RouteCell::launched in the peer's window. It hands nothing over but itself.
+struct Launched {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell, uint32_t epoch) {
+        mem.store(cell, epoch, Order::relaxed, Scope::system);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t epoch, uint32_t patience_ns) {
+        return mem.await_for(cell, epoch, patience_ns);
+    }
+};
+
+// Where a launch must not wait for SMs that others hold, nor hold SMs that others wait for (NCCL's kernels,
+// here and on another rank): its first pair of CTAs waits for all peers' launches and then for the other
+// pairs, for a while each; then it closes the door. Who came before that takes part, who comes later leaves
+// at once. While a peer is missing, its host or stream may wait for a kernel that finds no SM here: then half
+// of the pairs are enough, and those with higher numbers leave, too. `joined` counts pairs, and `closed`
+// once; the last CTA out zeroes it. `members` has the epoch above the count.
 struct Door {
     static constexpr uint32_t closed = 1 << 16;
     static constexpr int epoch_shift = 8;
 
-    // Called by one thread of each pair. Returns the pair's number or -1, and how many pairs take part.
-    template <class Mem, class Cell>
-    static MEGAMOE_DEVICE int enter(Mem& mem, Cell joined, Cell members, uint32_t epoch, uint32_t num_pairs,
-                                    uint32_t patience_ns, int* count) {
+    struct Place {
+        int number, count;  // of the pair, of pairs that take part; -1, 0 for one that leaves
+    };
+    static MEGAMOE_PURE uint32_t without_peers(uint32_t num_pairs) { return (num_pairs + 1) / 2; }
+
+    // Called by one thread of each pair. peers: how many ranks there are, `to(r)`, where rank r looks for
+    // this one's launch, `from(r)`, where this one looks for rank r's, and patience_ns.
+    template <class Mem, class Cell, class Peers>
+    static MEGAMOE_DEVICE Place enter(Mem& mem, Cell joined, Cell members, uint32_t epoch, uint32_t num_pairs,
+                                      uint32_t patience_ns, const Peers& peers) {
         uint32_t number = mem.fetch_add(joined, 1);
-        if (number >= closed) return -1;
+        if (number >= closed) return {-1, 0};
         if (number == 0) {
-            mem.await_for(joined, num_pairs, patience_ns);
+            bool all = true;
+            MEGAMOE_UNROLL_BY(1)
+            for (int r = 0; r < peers.count(); ++r) Launched::publish(mem, peers.to(r), epoch);
+            MEGAMOE_UNROLL_BY(1)
+            for (int r = 0; r < peers.count() && all; ++r)
+                all = Launched::await(mem, peers.from(r), epoch, peers.patience_ns());
+            if (all) mem.await_for(joined, num_pairs, patience_ns);
             uint32_t found = mem.fetch_add(joined, closed);
+            if (!all && found > without_peers(num_pairs)) found = without_peers(num_pairs);
             mem.store(members, epoch << epoch_shift | found, Order::release, Scope::gpu);
-            *count = static_cast<int>(found);
-            return 0;
+            return {0, static_cast<int>(found)};
         }
         // Unlike other waits it goes on in a launch that is given up, until the first pair's patience ends:
         // all must know the same count.
         while (!mem.await(members, Until::at_least, epoch << epoch_shift, Scope::gpu,
                           Wait{Edge::grid_barrier, max_ranks, 0})) {
         }
-        uint32_t found = mem.load(members, Order::relaxed, Scope::gpu);
-        *count = static_cast<int>(found & ((1u << epoch_shift) - 1));
-        return static_cast<int>(number);
+        uint32_t found = mem.load(members, Order::relaxed, Scope::gpu) & ((1u << epoch_shift) - 1);
+        if (number >= found) return {-1, 0};
+        return {static_cast<int>(number), static_cast<int>(found)};
     }
 };
 

@@ -79,10 +79,12 @@ struct Memory : Mbarriers {
         return false;
     }
 
-    void await_for(Cell cell, uint32_t target, uint32_t ns) const {
+    bool await_for(Cell cell, uint32_t target, uint32_t ns) const {
         uint64_t start = arch::globaltimer_ns();
-        while (load(cell, Order::relaxed, Scope::gpu) != target && arch::globaltimer_ns() - start < ns) {
+        while (load(cell, Order::relaxed, Scope::system) != target) {
+            if (arch::globaltimer_ns() - start >= ns) return false;
         }
+        return true;
     }
 
     void fence_proxy_async() const {}

@@ -6,6 +6,7 @@
 //   void add(Cell, uint32_t, Order)                      relaxed or release reduction
 //   uint32_t fetch_add(Cell, uint32_t)                   acquire + release
 //   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = poisoned launch
+//   bool await_for(Cell, uint32_t target, uint32_t ns)     relaxed; false = that time was over first
 //   void fence_proxy_async()                             orders generic accesses with later async-proxy ones
 //   void async_complete()                                waits until this thread's bulk stores are written
 //

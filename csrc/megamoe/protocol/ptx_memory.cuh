@@ -73,12 +73,13 @@ struct Memory : Mbarriers {
         }
     }
 
-    // Until the cell holds `target`, or that time is over.
-    MEGAMOE_DEVICE void await_for(Cell cell, uint32_t target, uint32_t ns) const {
+    MEGAMOE_DEVICE bool await_for(Cell cell, uint32_t target, uint32_t ns) const {
         uint64_t start = arch::globaltimer_ns();
         MEGAMOE_UNROLL_BY(1)
-        while (load(cell, Order::relaxed, Scope::gpu) != target && arch::globaltimer_ns() - start < ns) {
+        while (load(cell, Order::relaxed, Scope::system) != target) {
+            if (arch::globaltimer_ns() - start >= ns) return false;
         }
+        return true;
     }
 
     // True once any rank has given up on a launch of this window: from then on waits return at once (abort =

@@ -41,8 +41,7 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     if (!last_to_arrive(ctx, args.ids_ticket)) return;
     int peer = crew_thread();
     if (peer < args.num_ranks) {
-        auto* cell =
-            ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
+        RouteCell* cell = route_cell(ctx, peer, args.rank);
         RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
                              static_cast<uint32_t>(num_tokens), args.config_hash);
     }
@@ -84,8 +83,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     const Args& args = ctx.args;
     int peer = crew_thread();
     if (peer < args.num_ranks) {
-        auto* cell =
-            ctx.window<RouteCell>(args.rank, args.window_routes) + ctx.parity() * args.num_ranks + peer;
+        RouteCell* cell = route_cell(ctx, args.rank, peer);
         uint32_t tokens = 0;
         if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
@@ -229,8 +227,7 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
     if (fits) {
         int peer = crew_thread();
         if (cta_idx(ctx) == 0 && peer < args.num_ranks) {
-            auto* cell =
-                ctx.window<RouteCell>(peer, args.window_routes) + ctx.parity() * args.num_ranks + args.rank;
+            RouteCell* cell = route_cell(ctx, peer, args.rank);
             RoutesReady::publish(ctx.mem, &cell->epoch, &cell->num_tokens, &cell->config_hash, ctx.epoch(),
                                  static_cast<uint32_t>(header.tokens_of_rank[args.rank]),
                                  launch_hash<T>(args));
