@@ -105,6 +105,7 @@ class EmulateBackend:
         *,
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
+        only_weights: bool = False,
     ) -> list[Tensor | None]:
         """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
 
@@ -113,13 +114,13 @@ class EmulateBackend:
         """
         check_tensor("state", state, (self.state_bytes,), torch.uint8, x.device)
         sums = {name: _to(t, "cpu") for name, t in (into or {}).items()}
-        given = (dy, x, topk_ids, state, num_tokens_device, tuple(needs), sums)
+        given = (dy, x, topk_ids, state, num_tokens_device, tuple(needs), sums, only_weights)
 
         def run(dys: Any, xs: Any, ids: Any, states: Any, counts: Any, *rest: Any) -> list[Any]:
-            wanted, all_sums, experts = rest
+            wanted, all_sums, only, experts = rest
             found = self.emulation.backward_all(
                 *(dys, xs, ids, experts, states),
-                needs=wanted, into=all_sums, num_tokens_device=counts,
+                needs=wanted, into=all_sums, num_tokens_device=counts, only_weights=only,
             )  # fmt: skip
             return list(zip(found, all_sums, strict=True))
 

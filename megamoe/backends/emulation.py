@@ -156,13 +156,15 @@ class Emulation:
         needs: Sequence[Sequence[bool]] | None = None,
         into: Sequence[Mapping[str, Tensor] | None] | None = None,
         num_tokens_device: Sequence[Tensor | None] | None = None,
+        only_weights: Sequence[bool] | None = None,
         seed: int = 0,
         layer: int = 0,
     ) -> list[list[Tensor | None]]:
         """Run one backward launch of all ranks. Return of each: dx, d_topk_weights, dw13, dw2, db13, db2.
 
         weights: the bf16 masters. states: train_all's. needs: flags in the order of what is returned; into: by name,
-        what is added to instead (megamoe/backends/gradients.py). They may differ from rank to rank.
+        what is added to instead (megamoe/backends/gradients.py). They may differ from rank to rank. only_weights: the
+        launch makes neither dx nor d_topk_weights.
         """
         kept = Kept()
         ranks = range(len(self.ranks))
@@ -191,6 +193,7 @@ class Emulation:
                 dx=dxs[index],
                 d_topk_weights=d_weights[index],
                 num_tokens_device=kept.flat(counts[index]),
+                only_weights=only_weights is not None and only_weights[index],
             )
 
         self.written = [[dxs[r], d_weights[r], *targets[r].tensors] for r in ranks]

@@ -254,6 +254,7 @@ class MegaBackend:
         *,
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
+        only_weights: bool = False,
     ) -> list[Tensor | None]:
         """Launch the backward of the call that made `state`; return the gradients that are needed, else None.
 
@@ -262,6 +263,7 @@ class MegaBackend:
         needs: 6 bools, for dx [T, H] bf16, d_topk_weights [T, K] fp32, and the gradients of w13, w2, b13, b2, each
             like its master. Ranks may need different ones: the launch is the same.
         into: name -> tensor like that master, fp32 or bf16, to which its gradient is added; it is not returned.
+        only_weights: the launch makes no dx and no d_topk_weights: on all ranks, a fault by name otherwise.
         Collective, in the same order of calls on all ranks; the host waits for nothing. Raises as forward() does.
         """
         if self._on_gpu and current_device() != self._ordinal:
@@ -270,12 +272,13 @@ class MegaBackend:
                     *(dy, x, topk_ids, weights, state, needs),
                     num_tokens_device=num_tokens_device,
                     into=into,
+                    only_weights=only_weights,
                 )
         self.window.poll()
         if self._training is None:
             raise ArgumentError("state", "given", "one that forward_train() of this layer returned")
         return self._training.backward(
-            dy, x, topk_ids, weights, state, needs, num_tokens_device, into
+            dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights
         )
 
     # --- looking inside ---

@@ -111,11 +111,16 @@ class Training:
         needs: Sequence[bool],
         num_tokens_device: Tensor | None,
         into: Mapping[str, Tensor] | None,
+        only_weights: bool,
     ) -> list[Tensor | None]:
         """Return the gradients, see MegaBackend.backward."""
         self._check(dy, x, topk_ids, state, num_tokens_device)
         self._use_device()
         need_x, need_scores, *need_weights = needs
+        if only_weights and (need_x or need_scores):
+            raise ArgumentError(
+                "needs", list(needs), "no dx and no d_topk_weights with only_weights"
+            )
         args = self._backward.argument
         make = torch.empty if num_tokens_device is None else torch.zeros  # rows behind have none
         dx = make(x.shape, dtype=torch.bfloat16, device=self._device)
@@ -133,6 +138,7 @@ class Training:
                 dx=dx,
                 d_topk_weights=d_scores,
                 num_tokens_device=num_tokens_device,
+                only_weights=only_weights,
             )
             tensors = (dy, x, topk_ids, state, dx, d_scores, num_tokens_device)
             self._launch(self._backward, "backward", tensors)

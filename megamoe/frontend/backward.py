@@ -36,11 +36,13 @@ def gradients(
     state: Tensor | None,
     needs: list[bool],
     into: Mapping[str, Tensor] | None = None,
+    only_weights: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of DIFFERENTIABLE inputs, in their dtypes, shapes and strides. Collective.
 
     dy: like x; None is zero. state: of this call's training forward, never changed; None: recompute.
     into: "w13", "w2" -> a tensor like the weight, fp32 or bf16, that the gradient is added to; None in the list.
+    only_weights: no rank needs gradients of x or topk_weights in this pass.
     Raises ArgumentError, on all ranks, for a dy that is unlike y.
     """
     x, topk_ids, topk_weights, w13, w2, b13, b2, s13, s2, num_tokens_device = inputs
@@ -60,6 +62,7 @@ def gradients(
         found = runtime.backend.backward(
             flat(dy), flat(x), flat(topk_ids), runtime.masters(given), state, needs,
             num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
+            **({"only_weights": True} if only_weights else {}),
         )  # fmt: skip
     if into and state is None:
         for index, name in ((2, "w13"), (3, "w2")):

@@ -122,7 +122,8 @@ class Delayed:
             return
         with torch.no_grad():
             needs = [False, False, *wanted]
-            found = gradients(runtime, pending.dy, pending.inputs, pending.state, needs, into)[2:]
+            passed = pending.dy, pending.inputs, pending.state
+            found = gradients(runtime, *passed, needs, into, only_weights=True)[2:]
         for name in into:
             found[NAMES.index(name)] = main_grad.added(given[NAMES.index(name)])
         made = [(w, g) for w, g in zip(given, found, strict=True) if g is not None]

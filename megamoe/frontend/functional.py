@@ -78,12 +78,14 @@ class Backend(Protocol):
         *,
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
+        only_weights: bool = False,
     ) -> list[Tensor | None]:
         """Return dx [T, H] bf16, d_topk_weights [T, K] fp32, dw13, dw2 bf16 like the masters, db13, db2 fp32.
 
         dy, x: [T, H] bf16, contiguous. weights: bf16 w13 and w2, whatever the forward pass used. state: unchanged.
         needs: a flag for each; None in the list where it is False, and for "w13", "w2" of `into`: tensors like the
         masters, fp32 or bf16, that these gradients are added to. Where both are needed, both are in `into` or none.
+        only_weights: no rank needs the first two in this pass; a backend may leave out what makes them.
         """
 
     def statistics(self) -> Statistics:

@@ -186,10 +186,12 @@ def fill_backward_call(
     dx: Tensor,
     d_topk_weights: Tensor,
     num_tokens_device: Tensor | None = None,
+    only_weights: bool = False,
 ) -> None:
     """Fill the tensors of a backward call. The routing weights come from the state.
 
     dy, x, dx: [T, H] bf16; topk_ids: [T, K]; d_topk_weights: [T, K] fp32; all contiguous.
+    only_weights: dx and d_topk_weights are not written, unless the launch is given up. The same on all ranks.
     """
     fill_call(args, dy, topk_ids, d_topk_weights, dx, num_tokens_device)
     args.topk_weights = None
@@ -197,3 +199,4 @@ def fill_backward_call(
         raise ArgumentError("x", hex(x.data_ptr()), "16-byte aligned storage")
     args.training.x = x.data_ptr()
     args.training.d_topk_weights = d_topk_weights.data_ptr()
+    args.training.only_weights = only_weights

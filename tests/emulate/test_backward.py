@@ -280,6 +280,27 @@ def test_gradients_that_nobody_needs() -> None:
                 assert got is None or torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_weights_alone(seed: int) -> None:
+    """The same bits, between other launches, in one pass and in several; no row of dx is computed, reduced or sent."""
+    problem = Problem(144, 80, 4, 4, ep_size=2, max_tokens=200, bias=True)
+    pool_rows = least_pool(problem) if seed == 1 else None
+    emulation = Emulation(problem, pool_rows=pool_rows)
+    calls = [Call.make(problem, [200, 130], seed=s, routing="dropped") for s in (seed, 9)]
+    states = [call.forward(emulation, seed=seed)[1] for call in calls]
+    assert (int(emulation.statistics(0).passes) > 1) == (seed == 1)
+    full = [call.backward(emulation, s) for call, s in zip(calls, states, strict=True)]
+    left = [emulation.region(r, n) for r in range(2) for n in ("dx_rows", "window_partials")]
+    for region in left:
+        region.fill_(7)
+    only = {"needs": [(False, False, True, True, True, True)] * 2, "only_weights": [True] * 2}
+    for order in (0, 1):
+        found = calls[order].backward(emulation, states[order], seed=seed, **only)
+        assert_equal(found, [[None, None, *of_rank[2:]] for of_rank in full[order]])
+    assert all(bool((region == 7).all()) for region in left)
+    assert_equal(calls[0].backward(emulation, states[0], seed=seed), full[0])
+
+
 def test_fewer_tokens_by_device_count() -> None:
     """Gradients of what lies behind the count are zero, as that was not used."""
     problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)

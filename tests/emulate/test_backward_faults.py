@@ -76,6 +76,15 @@ def test_ranks_at_other_microbatches(numbers: None) -> None:
     assert_no_numbers(emulation)
 
 
+def test_a_rank_that_makes_weight_gradients_only(numbers: None) -> None:
+    """Its partials would be rows of the launch before."""
+    emulation = Emulation(PROBLEM)
+    calls, states = two_calls(emulation)
+    with pytest.raises(RankMismatch, match=FOREIGN):
+        calls[0].backward(emulation, states[0], only_weights=[False, True])
+    assert_no_numbers(emulation)
+
+
 def test_the_state_of_another_layer(numbers: None) -> None:
     emulation = Emulation(PROBLEM)
     call = Call.make(PROBLEM, [20, 9])

@@ -50,9 +50,20 @@ class Saving(StagedBackend):
         return y, state
 
     def backward(
-        self, dy, x, topk_ids, weights, state, needs, *, num_tokens_device=None, into=None
+        self,
+        dy,
+        x,
+        topk_ids,
+        weights,
+        state,
+        needs,
+        *,
+        num_tokens_device=None,
+        into=None,
+        only_weights=False,
     ):
         self.calls.append(("backward", tuple(needs), weights))
+        assert not (only_weights and any(needs[:2]))
         assert int(state[0]) == COMPLETE, "not the state of a forward pass"
         assert dy.is_contiguous()
         assert dy.data_ptr() % 16 == 0

@@ -109,6 +109,26 @@ print(json.dumps(launches))
     assert seen == [4, 7]
 
 
+def test_weight_gradients_alone_are_said_to_the_launch_and_no_longer_to_the_next(train):
+    seen = train("""
+with on_cpu():
+    layer = mega.MegaBackend(problem, device="cpu")
+    call, found = forward(layer), []
+    for only in (True, False):
+        gradients = backward(layer, call, needs=[not only] * 2 + [True] * 4, only_weights=only)
+        found.append([g is None for g in gradients] + [argument().training.only_weights])
+    try:
+        backward(layer, call, only_weights=True)
+    except ArgumentError as error:
+        found.append(str(error))
+print(json.dumps(found))
+""")
+    only, whole, error = seen
+    assert only == [True, True, False, False, False, False, 1]
+    assert whole == [False] * 6 + [0]
+    assert "no dx and no d_topk_weights with only_weights" in error
+
+
 def test_gradients_have_their_masters_layout_and_only_what_is_needed_is_made(train):
     seen = train("""
 with on_cpu():

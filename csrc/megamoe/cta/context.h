@@ -139,6 +139,17 @@ MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 // Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
 // first pass's.
 MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) { return ctx.smem.plan.chunk_begin != 0; }
+// Are dx and d_topk_weights left out? Then reduce and combine hand over flags alone: a home still has to
+// learn that its rows were pulled.
+template <class T>
+MEGAMOE_DEVICE bool only_weights(const Args& args) {
+    return T::direction == Direction::backward && args.training.only_weights != 0;
+}
+// The last tiles that rows wait for before they are reduced.
+template <class T>
+MEGAMOE_DEVICE Stage reduced_stage(const Args& args) {
+    return only_weights<T>(args) ? Stage::gemm1 : Stage::gemm2;
+}
 // Are weight gradients of this pass added to what is there?
 MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
     return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;
@@ -180,7 +191,8 @@ class Tiles {
           stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
                   units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx),
                   cta_idx(ctx) / pair_ctas, num_ctas(ctx) / pair_ctas) {
-        if (recomputes() || all_weights) stream_.next2 = stream_.num_blocks * stream_.units2;
+        if (recomputes() || all_weights || only_weights<T>(ctx.args))
+            stream_.next2 = stream_.num_blocks * stream_.units2;
         if (all_weights) stream_.next1 = stream_.num_blocks * stream_.units1;
     }
 

@@ -99,6 +99,7 @@ struct Training {
     int32_t weights_wanted;    // bit 0: dw13, bit 1: dw2
     int32_t dw_bytes;          // of an element of dw: 2 or 4
     int32_t accumulate;        // add to what dw13, dw2, db13 and db2 hold
+    int32_t only_weights;      // on all ranks: gemm2 is left out, dx and d_topk_weights are not written
 };
 
 struct Args {

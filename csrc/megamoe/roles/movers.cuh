@@ -18,9 +18,9 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
         if (reduced && combined) return;
-        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, Stage::gemm2));
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, reduced_stage<T>(ctx.args)));
         if (reduces || (!combined && combiner.next(ctx))) {
-            sum_rows(ctx);
+            if (!only_weights<T>(ctx.args)) sum_rows(ctx);
             if (reduces) reducer.done(ctx);
             polls = 0;
             continue;
@@ -36,7 +36,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
             give_up = true;
             reduced = reducer.finished(ctx);  // since the look above the last shares may have been empty
             if (!reduced && arch::lane_idx() == 0) {
-                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, Stage::gemm2),
+                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, reduced_stage<T>(ctx.args)),
                               reducer.seen(ctx));
             } else if (reduced && combiner.waiting(ctx)) {
                 ctx.mem.fault(combiner.waits_for(ctx), ctx.epoch(), 0);

@@ -58,12 +58,13 @@ MEGAMOE_DEVICE void stage(Context& ctx) {
     }
 }
 
-// What all ranks must agree on in this launch: layer and configuration; in backward the direction and the
-// forward launch, so that another microbatch's is a fault by name.
+// What all ranks must agree on in this launch: layer and configuration; in backward the direction, the
+// forward launch, so that another microbatch's is a fault by name, and whether it makes rows of dx.
 template <class T>
 MEGAMOE_DEVICE uint32_t launch_hash(const Args& args) {
     if (T::direction != Direction::backward) return args.config_hash;
-    return args.config_hash + 0x7f4a7c15u +
+    uint32_t made = only_weights<T>(args) ? 0x40000000u : 0;
+    return args.config_hash + 0x7f4a7c15u + made +
            args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
 }
 

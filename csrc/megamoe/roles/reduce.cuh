@@ -25,11 +25,11 @@ class Reducer {
         return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
     }
     MEGAMOE_DEVICE uint32_t seen(const Context& ctx) const {  // its tiles so far
-        return ctx.mem.load(ctx.args.gemm[1].done + own(ctx).done, Order::relaxed, Scope::gpu);
+        return ctx.mem.load(tiles_done(ctx.args) + own(ctx).done, Order::relaxed, Scope::gpu);
     }
 
     // The next token's sum, if its share's blocks, and all before them, are done. Not when finished.
-    MEGAMOE_DEVICE bool next(Context& ctx, int tiles2) {
+    MEGAMOE_DEVICE bool next(Context& ctx, int num_tiles) {
         ReducerState& s = own(ctx);
         while (s.closers == 0) {
             if (s.row < 0) take(ctx);
@@ -37,7 +37,7 @@ class Reducer {
             load_share(ctx);
             if (s.closers == 0) s.row = -1;
         }
-        if (!blocks_done(ctx, tiles2)) return false;
+        if (!blocks_done(ctx, num_tiles)) return false;
         set_partial(ctx, route_token(arch::shfl(s.route, arch::ffs0(s.closers))));
         return true;
     }
@@ -60,6 +60,9 @@ class Reducer {
     }
 
   private:
+    static MEGAMOE_DEVICE uint32_t* tiles_done(const Args& args) {
+        return gemm_of(args, reduced_stage<T>(args)).done;
+    }
     // A share: so many rows, and of their partials one slice.
     static MEGAMOE_DEVICE void take(const Context& ctx) {
         int share = next_share(ctx, &ctx.smem.row_shares_taken), slices = ctx.smem.sum_slices.count;
@@ -67,12 +70,12 @@ class Reducer {
         own(ctx).slice = static_cast<uint16_t>(share % slices);
     }
 
-    MEGAMOE_DEVICE bool blocks_done(Context& ctx, int tiles2) {
+    MEGAMOE_DEVICE bool blocks_done(Context& ctx, int num_tiles) {
         ReducerState& s = own(ctx);
         if (s.done > s.block) return true;
         for (int first = s.done; first <= s.block; first += 32) {  // 32 blocks a look
             int b = first + arch::lane_idx();
-            bool ready = b > s.block || YRowsReady::ready(ctx.mem, ctx.args.gemm[1].done + b, tiles2);
+            bool ready = b > s.block || YRowsReady::ready(ctx.mem, tiles_done(ctx.args) + b, num_tiles);
             uint32_t missing = ~arch::ballot(ready);
             if (missing != 0) {
                 s.done = first + arch::ffs0(missing);

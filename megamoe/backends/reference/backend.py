@@ -107,6 +107,7 @@ class ReferenceBackend:
         *,
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
+        only_weights: bool = False,
     ) -> list[Tensor | None]:
         """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
 
