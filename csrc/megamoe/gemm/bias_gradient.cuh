@@ -17,18 +17,24 @@ class BiasGradient {
         int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
         weights_ =
             tile.stage == Stage::dw13 || row >= ctx.args.pool_rows ? nullptr : training.row_weight + row;
+        slots_ = tile.slots;
+        ask_for_weights(0);
     }
 
-    // The slot's 64 rows, from the tile's row 64 * i on.
+    // The slot's 64 rows, from the tile's row 64 * i on. Each lane asked for two of their weights a slot
+    // before: loads in this loop made GPT-OSS's backward 2 to 5 % slower (H200, 2026-11-22).
     MEGAMOE_DEVICE void add(int slot, int i) {
         if (out_ == nullptr) return;
+        const float s[2] = {next_[0], next_[1]};
+        ask_for_weights(i + 1);
         const uint8_t* box = tile_smem<T>().slots[slot].a + math_group() * box_bytes;
-        MEGAMOE_UNROLL_BY(4)
-        for (int r = arch::lane_idx() / lanes; r < group_rows; r += 32 / lanes) {
+        MEGAMOE_UNROLL
+        for (int j = 0; j < group_rows / rows_at_once; ++j) {
+            int r = j * rows_at_once + arch::lane_idx() / lanes;
             uint32_t pair = *reinterpret_cast<const uint32_t*>(box + swizzled(r, 2 * column()));
-            float s = weights_ != nullptr ? weights_[i * group_rows + r] : 1.0f;
-            sum_[0] += s * arch::bf16_lo(pair);
-            sum_[1] += s * arch::bf16_hi(pair);
+            float weight = arch::shfl(s[j * rows_at_once / 32], r % 32);
+            sum_[0] += weight * arch::bf16_lo(pair);
+            sum_[1] += weight * arch::bf16_hi(pair);
         }
         arch::warp_sync();  // before one lane releases the slot for all
     }
@@ -59,6 +65,15 @@ class BiasGradient {
 
   private:
     static constexpr int lanes = 8;  // of a row
+    static constexpr int rows_at_once = 32 / lanes;
+
+    // Those of slot i: rows lane and 32 + lane.
+    MEGAMOE_DEVICE void ask_for_weights(int i) {
+        if (out_ == nullptr || i == slots_) return;
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j)
+            next_[j] = weights_ != nullptr ? weights_[i * group_rows + 32 * j + arch::lane_idx()] : 1.0f;
+    }
     // db13 or db2, where it is wanted and this tile's to make.
     static MEGAMOE_DEVICE float* gradient_of(const Context& ctx, const Tile& tile) {
         const Training& training = ctx.args.training;
@@ -80,6 +95,8 @@ class BiasGradient {
 
     float* out_;
     const float* weights_;
+    int slots_;
+    float next_[2] = {0.0f, 0.0f};  // weights of the next slot's rows
     float sum_[2] = {0.0f, 0.0f};
 };
 
