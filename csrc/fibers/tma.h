@@ -10,8 +10,8 @@
 
 namespace fibers {
 
-// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes with
-// 128B swizzle.
+// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes: with
+// the 128B swizzle where they are 128 bytes wide, without one where they are narrower.
 struct alignas(64) EmulatedTensorMap {
     static constexpr uint32_t valid_mark = 0x70614d54;
     uint64_t base;
@@ -19,22 +19,26 @@ struct alignas(64) EmulatedTensorMap {
     uint32_t rank;
     uint64_t dims[4];           // elements
     uint64_t strides_bytes[3];  // of dimensions 1 ...
-    uint32_t box[4];            // elements; box[0] covers 128 bytes
+    uint32_t box[4];            // elements
     uint32_t element_bytes;
     uint32_t unused[5];
 };
 static_assert(sizeof(EmulatedTensorMap) == 128);
 
-constexpr uint32_t row_bytes = 128;  // of a box
-constexpr uint8_t poison = 0xff;     // NaN in e4m3, bf16 and fp32
+constexpr uint8_t poison = 0xff;  // NaN in e4m3, bf16 and fp32
+
+inline uint32_t row_bytes(const EmulatedTensorMap& map) {
+    return map.box[0] * map.element_bytes;
+}  // of a box
+inline bool is_swizzled(const EmulatedTensorMap& map) { return row_bytes(map) == 128; }
 
 inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
     const auto& map = *static_cast<const EmulatedTensorMap*>(pointer);
     if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
     if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
-    if (map.box[0] * map.element_bytes != row_bytes)
-        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128", what,
-                     map.box[0] * map.element_bytes);
+    if (row_bytes(map) != 128 && row_bytes(map) != 64 && row_bytes(map) != 32)
+        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128, none 64 or 32", what,
+                     row_bytes(map));
     if (map.base % 16) machine.fail("%s: the tensor's address is not a multiple of 16", what);
     for (uint32_t d = 0; d < rank; ++d) {
         if (map.dims[d] == 0) machine.fail("%s: dimension %u is empty", what, d);
@@ -49,7 +53,7 @@ inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, co
 inline uint32_t box_bytes(const EmulatedTensorMap& map) {
     uint32_t rows = 1;
     for (uint32_t d = 1; d < map.rank; ++d) rows *= map.box[d];
-    return rows * row_bytes;
+    return rows * row_bytes(map);
 }
 
 // Calls visit(row of the box, its address or null when out of bounds, bytes in bounds), rows in the order of
@@ -80,8 +84,9 @@ inline void for_each_row(const EmulatedTensorMap& map, const int (&at)[4], Visit
 // A box from global memory, unswizzled; zeros where it is out of bounds.
 inline void gather_box(const EmulatedTensorMap& map, const int (&at)[4], uint8_t* out) {
     for_each_row(map, at, [&](uint32_t row, const uint8_t* address, uint32_t bytes) {
-        if (bytes) memcpy(out + row * row_bytes, address, bytes);
-        memset(out + row * row_bytes + bytes, 0, row_bytes - bytes);
+        uint8_t* to = out + row * row_bytes(map);
+        if (bytes) memcpy(to, address, bytes);
+        memset(to + bytes, 0, row_bytes(map) - bytes);
     });
 }
 // What a reduction does to elements of 2 bytes (bf16, rounded to nearest even) and 4 (fp32, subnormals
@@ -106,9 +111,9 @@ inline void add_elements(uint8_t* to, const uint8_t* from, uint32_t bytes, uint3
 inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const uint8_t* in, bool adds) {
     for_each_row(map, at, [&](uint32_t row, uint8_t* address, uint32_t bytes) {
         if (bytes && adds)
-            add_elements(address, in + row * row_bytes, bytes, map.element_bytes);
+            add_elements(address, in + row * row_bytes(map), bytes, map.element_bytes);
         else if (bytes)
-            memcpy(address, in + row * row_bytes, bytes);
+            memcpy(address, in + row * row_bytes(map), bytes);
     });
 }
 inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, bool to_shared) {
@@ -132,7 +137,7 @@ inline void read_source(Load& load) {
 inline void land(Load& load) {
     if (load.data.empty()) read_source(load);
     Cta& cta = *load.cta;
-    if (load.map)
+    if (load.map && is_swizzled(*static_cast<const EmulatedTensorMap*>(load.map)))
         copy_swizzled(cta.shared, size_t(load.destination - cta.shared), load.data.data(), load.bytes, true);
     else
         memcpy(load.destination, load.data.data(), load.bytes);
@@ -156,8 +161,8 @@ inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* ba
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     uint32_t bytes = box_bytes(map);
-    check_shared(cta, s_dst, bytes, 1024,
-                 "tma_load");  // the swizzle pattern's period, as the wgmma descriptors assume
+    // 1024: the swizzle pattern's period, as the wgmma descriptors assume.
+    check_shared(cta, s_dst, bytes, is_swizzled(map) ? 1024 : 128, "tma_load");
     if (c0 < 0) machine.fail("tma_load: column %d", c0);
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
           "tma_load");
@@ -187,6 +192,7 @@ inline void tensor_store(const void* s_src, const void* pointer, uint32_t rank, 
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, what);
     uint32_t bytes = box_bytes(map);
+    if (!is_swizzled(map)) machine.fail("%s: the box is %u bytes wide", what, row_bytes(map));
     check_shared(*current->cta, s_src, bytes, 1024, what);
     if (at[0] < 0) machine.fail("%s: column %d", what, at[0]);
     if (adds && map.element_bytes != 2 && map.element_bytes != 4)

@@ -117,7 +117,8 @@ def plain_scales(scales: Tensor, planes: int, rows: int, width: int) -> Tensor:
     num, height, k, _ = scales.shape
     blocks = scales.view(num, height, k, _HALVES, _ROWS, _GROUPS).permute(0, 1, 4, 2, 3, 5)
     padded = blocks.reshape(num, planes, height // planes * _ROWS, k * _HALVES * _GROUPS)
-    return padded[:, :, :rows, : width // MXFP4_GROUP].reshape(num, planes * rows, -1)
+    groups = width // MXFP4_GROUP
+    return padded[:, :, :rows, :groups].reshape(num, planes * rows, groups)
 
 
 def from_checkpoint(
@@ -144,7 +145,7 @@ def from_checkpoint(
     ):
         expected = f"[L, {planes}*I, K/2] or [L, {planes}*I, K/32, {block}] beside scales [L, {planes}*I, K/32]"
         raise ArgumentError(f"{name}.shape", [list(packed.shape), list(scales.shape)], expected)
-    if scales.numel() and int(scales.max()) > 2 * BIAS - LARGEST_EXPONENT:
+    if scales.numel() > 0 and int(scales.max()) > 2 * BIAS - LARGEST_EXPONENT:
         raise ArgumentError(
             f"{name}_scale", int(scales.max()), f"at most {2 * BIAS - LARGEST_EXPONENT}"
         )

@@ -80,6 +80,7 @@ MXFP4 = Format(
     scale_dtype=torch.uint8,
     block_scales=SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
     multiple=MXFP4_GROUP,
+    cpp="Mxfp4",
 )
 
 

@@ -200,14 +200,16 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     weights: with a contiguous b13, see ExpertWeights.with_flat_bias.
     """
     p = plan.problem
-    size = p.formats.w.bytes
-    box = (abi.SLOT_K_BYTES // size, abi.TILES[TILE].half_columns, 1, 1)
+    stored = p.formats.w
+    size = stored.bytes
+    slot_k = abi.SLOT_K_BYTES // p.formats.x.bytes  # h's numbers have as many bytes
+    box = (stored.width(slot_k), abi.TILES[TILE].half_columns, 1, 1)
     local, planes = p.num_local_experts(p.rank), p.activation.planes
     for gemm, w, w_planes, scale, bias in (
         (args.gemm[0], weights.w13, planes, weights.w13_scale, weights.b13),
         (args.gemm[1], weights.w2, 1, weights.w2_scale, weights.b2),
     ):
-        height, width = gemm.n, gemm.k
+        height, width = gemm.n, stored.width(gemm.k)
         base, strides = args.x_pool, (width * size,) * 3  # any legal ones
         if local:
             base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
@@ -216,6 +218,8 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
         dims = (width, height, w_planes, max(local, 1))
         set_map(gemm.b, encoder(base, dims, strides, box, size))
         gemm.b_scale = scale.data_ptr() if scale is not None else None
+        if stored.block_scales > 1 and (gemm.b_scale or 0) % 16:
+            raise ArgumentError("weights' scales", hex(gemm.b_scale), "16-byte aligned storage")
         gemm.bias = bias.data_ptr() if bias is not None else None
 
 

@@ -70,6 +70,9 @@ struct alignas(1024) TileSmem {
     Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
     Slots<S::num_slots, PairBarrier> pipeline;
     Slots<S::num_output_slots, uint64_t> outputs[num_math_groups];
+    struct {
+        uint64_t full[S::num_slots];
+    } expanded;  // weights that math warps expand in their slots, before the MMAs
 };
 
 // What routing and the plan count in the bytes of the pipeline's slots, while nothing is in flight there:

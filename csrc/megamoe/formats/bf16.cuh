@@ -52,7 +52,8 @@ struct Bf16Rows {
 
 struct Bf16Weights {
     using Element = bf16_t;
-    static constexpr int element_bytes = 2;
+    static constexpr int element_bytes = 2, packed = 1;
+    static constexpr bool expanded = false;
 
     struct Scales {
         template <class Halves>

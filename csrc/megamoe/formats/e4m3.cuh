@@ -108,7 +108,8 @@ struct E4m3Rows {
 
 struct E4m3Weights {
     using Element = e4m3_t;
-    static constexpr int element_bytes = 1;
+    static constexpr int element_bytes = 1, packed = 1;
+    static constexpr bool expanded = false;
 
     // One float a pipeline slot and half. A half past the last column has no scales of its own and takes the
     // first half's: its products are zero.

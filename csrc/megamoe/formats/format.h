@@ -4,8 +4,9 @@
 //   rows (x and h)   Element, element_bytes; scaled: one fp32 scale a row and 128 columns stands beside them;
 //                    stage(ctx, tokens): x -> window; write_half(output, sums, row_scale, f): a half of a
 //                    tile -> output slots of 128 bytes a row
-//   weights          Element, element_bytes; Scales(gemm, tile, halves): fetch() reads what the next pipeline
-//                    slot needs, put(slot) hands it to the math warps
+//   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
+//                    MMAs read (mxfp4.cuh), else Element, element_bytes; Scales(gemm, tile, halves): fetch()
+//                    reads what the next pipeline slot needs, put(slot) hands it to the math warps
 //
 // How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
 #pragma once

@@ -5,6 +5,7 @@
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
+#include "megamoe/formats/mxfp4.cuh"
 #include "megamoe/gemm/bias_gradient.cuh"
 
 namespace megamoe {
@@ -36,8 +37,51 @@ struct Operands {
     }
 };
 
-// How rows of one format are multiplied by weights of another: run(sum, ...) over so many pipeline slots,
-// with so many registers of a thread.
+// Weights that are expanded where they arrived, in the pipeline's slots. Of each slot every half has to be
+// expanded by the four warps of a warpgroup, in every lap; a slot without data they just pass on.
+template <class T>
+MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
+    arch::warp_sync();  // the warp's writes and fences
+    if (arch::lane_idx() == 0) ring.commit(ctx.mem, tile_smem<T>().expanded);
+}
+template <class T>
+MEGAMOE_DEVICE void expand_half(Context& ctx, const PipelineRing<T>& ring, int half) {
+    auto& smem = tile_smem<T>();
+    int slot = ring.slot();
+    expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half], &smem.b_scale[slot][half],
+                                      [] { math_group_sync(); });
+    pass_half<T>(ctx, ring);
+}
+// This warpgroup's half of a tile's slots, where both have rows.
+template <class T>
+class Expansion {
+  public:
+    MEGAMOE_DEVICE Expansion(Context& ctx, const PipelineRing<T>& ring, int slots)
+        : ctx_(ctx), ring_(ring), slots_(slots) {}
+    MEGAMOE_DEVICE void next() {
+        if (slots_ == 0) return;
+        --slots_;
+        await_slot<T>(ctx_, ring_);
+        expand_half<T>(ctx_, ring_, math_group());
+        ring_.advance();
+    }
+
+  private:
+    Context& ctx_;
+    PipelineRing<T> ring_;
+    int slots_;
+};
+
+// MMAs may read the slot.
+template <class T>
+MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring) {
+    await_slot<T>(ctx, ring);
+    if constexpr (T::Gemm1::B::expanded) ring.await(ctx.mem, tile_smem<T>().expanded);
+}
+
+// How rows of one format are multiplied by weights of another: run(sum, ..., beside) over so many pipeline
+// slots, with so many registers of a thread. `beside` is called for each slot: in BF16 while its MMAs run, in
+// FP8 before them, as registers do not suffice for both.
 template <class Rows, class Weights>
 struct Multiply;
 
@@ -46,7 +90,6 @@ struct Multiply;
 template <Major a_major, Major b_major>
 struct MultiplyBf16 {
     static constexpr int registers = 184;  // 128 sums
-    // `beside`: called for each slot while its MMAs run.
     template <class T, class Beside>
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots,
                                    Beside beside) {
@@ -58,7 +101,7 @@ struct MultiplyBf16 {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             arch::Desc b1 = arch::desc_advance(b0, S::half_columns * slot_k_bytes);
-            await_slot<T>(ctx, ring);
+            await_operands<T>(ctx, ring);
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
             arch::wgmma_fence();
@@ -95,8 +138,9 @@ struct Multiply<Bf16Columns, Bf16Columns> : MultiplyBf16<Major::mn, Major::mn> {
 template <>
 struct Multiply<E4m3Rows, E4m3Weights> {
     static constexpr int registers = 208;  // 128 sums and 64 of one promotion
-    template <class T>
-    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+    template <class T, class Beside>
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots,
+                                   Beside beside) {
         using S = typename T::Tiling;
         TileSmem<S>& smem = tile_smem<T>();
         Operands<Major::k, Major::k> operands(smem, math_group());
@@ -105,7 +149,8 @@ struct Multiply<E4m3Rows, E4m3Weights> {
         for (; slots > 0; --slots) {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
-            await_slot<T>(ctx, ring);
+            beside(ring.slot(), 0);
+            await_operands<T>(ctx, ring);
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half) {
                 arch::Desc b = arch::desc_advance(b0, half * S::half_columns * slot_k_bytes);
@@ -141,7 +186,16 @@ struct Multiply<E4m3Rows, E4m3Weights> {
             ring.advance();
         }
     }
+    template <class T>
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+        run<T>(sum, ctx, ring, slots, [](int, int) {});
+    }
 };
+// Behind the expansion.
+template <>
+struct Multiply<Bf16Rows, Mxfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
+template <>
+struct Multiply<E4m3Rows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
 
 template <class G>
 using MultiplyOf = Multiply<typename G::A, typename G::B>;
@@ -167,6 +221,13 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
             return;
         }
     }
+    if constexpr (T::Gemm1::B::expanded) {
+        static_assert(same<M1, M2>, "both GEMMs' rows have one format");
+        Expansion<T> ahead(ctx, ring, tile.rows() > group_rows ? slots : 0);
+        ahead.next();
+        M1::template run<T>(sum, ctx, ring, slots, [&](int, int) { ahead.next(); });
+        return;
+    }
     if (same<M1, M2> || tile.stage == Stage::gemm1) {
         M1::template run<T>(sum, ctx, ring, slots);
     } else {
@@ -174,15 +235,33 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
 }
 
-// A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
+// A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing,
 template <class T>
 MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < slots; ++i) {
         ring.await(ctx.mem, tile_smem<T>().pipeline);
+        if constexpr (T::Gemm1::B::expanded) pass_half<T>(ctx, ring);
         arch::warp_sync();
         ring.release(ctx.mem, tile_smem<T>().pipeline);
         ring.advance();
+    }
+}
+
+// or expands both halves for the other one.
+template <class T>
+MEGAMOE_DEVICE void idle_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
+    if constexpr (T::Gemm1::B::expanded) {
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < slots; ++i) {
+            await_slot<T>(ctx, ring);
+            expand_half<T>(ctx, ring, 0);
+            expand_half<T>(ctx, ring, 1);
+            ring.release(ctx.mem, tile_smem<T>().pipeline);
+            ring.advance();
+        }
+    } else {
+        skip_slots<T>(ctx, ring, slots);
     }
 }
 

@@ -67,7 +67,8 @@ struct WeightRows {
           slot_k(Shape<T>::slot_k(tile.stage)),
           expert(tile.expert()) {}
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
-        load_4d(both, to, map, full, slot * slot_k, halves.column(half), halves.plane(half), expert);
+        constexpr int packed = T::Gemm1::B::packed;
+        load_4d(both, to, map, full, slot * slot_k / packed, halves.column(half), halves.plane(half), expert);
     }
 };
 

@@ -8,6 +8,7 @@
 // load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
 // that; a slot without data and with a tile that is not valid ends the pass.
 #pragma once
+#include "megamoe/formats/mxfp4.cuh"
 #include "megamoe/gemm/operands.h"
 
 namespace megamoe {
@@ -127,8 +128,14 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
             scales.fetch();  // in flight while this thread waits for the slot
             ring.acquire(ctx.mem, smem.pipeline);
             auto& b = smem.slots[ring.slot()].b;
-            ring.expect(ctx.mem, smem.pipeline, sizeof(b));
             uint64_t* full = &smem.pipeline.full[ring.slot()];
+            if constexpr (W::expanded) {
+                using Packed = PackedHalf<typename T::Gemm1::A>;
+                ring.expect(ctx.mem, smem.pipeline, 2 * Packed::bytes);
+                scales.template load<Packed>(b, full, i);
+            } else {
+                ring.expect(ctx.mem, smem.pipeline, sizeof(b));
+            }
             if (tile.shared == Shared::b) {
                 int half = pair_member();
                 weights.load(b[half], full, i, half, true);

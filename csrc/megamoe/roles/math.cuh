@@ -66,7 +66,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
         if (tile.absent()) {
             skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
         } else if (tile.rows() <= math_group() * group_rows) {
-            skip_slots<T>(ctx, ring, tile.slots);
+            idle_slots<T>(ctx, ring, tile.slots);
             int slots = tile.inputs != 0 ? tile.inputs : output_slots<T>(ctx.args, tile.stage);
             for (int c = 0; c < slots; ++c) {
                 if (tile.inputs != 0) output.claim_input(ring);

@@ -288,6 +288,21 @@ MEGAMOE_DEVICE void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
             : "h"(static_cast<uint16_t>(v >> 16 * i)));
     }
 }
+// A byte for each nibble of `selector`'s lower half: of the eight of `lo` and `hi`, or where bit 3 is set
+// eight times the sign of that one.
+MEGAMOE_DEVICE uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t selector) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "r"(selector));
+    return r;
+}
+MEGAMOE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+// Of two 16-bit halves each.
+MEGAMOE_DEVICE uint32_t larger_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+MEGAMOE_DEVICE uint32_t largest_of_warp(uint32_t v) { return __reduce_max_sync(~0u, v); }
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }
