@@ -254,6 +254,11 @@ inline void tma_reduce_add_4d(const void* map, const void* s_src, int c0, int c1
     tensor_store(s_src, map, 4, {c0, c1, c2, c3}, true, "tma_reduce_add_4d");
 }
 
+inline void tma_prefetch_4d(const void* map, int, int, int, int) {
+    machine.preemption_point();
+    check_map(map, 4, "tma_prefetch_4d");
+}
+
 inline void bulk_commit() {
     for (Store& store : current->cta->stores)
         if (store.owner == current) store.committed = true;

@@ -315,6 +315,9 @@ void misuse(const Args& args) {
         case 18:  // adding what is not added
             if (first) arch::tma_reduce_add_4d(&args.gemm[0].b, smem, 0, 0, 0, 0);
             break;
+        case 19:  // a hint about another tensor
+            if (first) arch::tma_prefetch_4d(&args.gemm[0].a, 0, 0, 0, 0);
+            break;
         case 16:  // two budgets in a warpgroup
             if (arch::warp_idx() == 0) {
                 arch::registers_shrink<40>();

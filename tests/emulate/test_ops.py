@@ -522,6 +522,7 @@ def test_missing_arrival_is_a_deadlock(library: Any, seed: int) -> None:
         (16, "the warps of a warpgroup differ: setmaxnreg"),
         (17, "tma_store_4d: the tensor map has 2 dimensions"),
         (18, "tma_reduce_add_4d: elements of 1 bytes"),
+        (19, "tma_prefetch_4d: the tensor map has 2 dimensions"),
     ],
 )
 def test_mistakes_are_named(library: Any, mistake: int, message: str) -> None:

@@ -68,7 +68,8 @@ def test_instructions(built, tmp_path):
     assert count[other] == 0
     assert count["UTMALDG"] >= 3  # A, and two halves of B
     assert count["UTMASTG"] >= 1
-    assert (count["UTMAREDG"] > 0) == (variant.kernel == "backward")  # adds to main_grad
+    assert (count["UTMAREDG"] > 0) == (variant.kernel == "backward")  # adds to main_grad,
+    assert (count["UTMAPF"] > 0) == (variant.kernel == "backward")  # which is asked into L2 before
     assert count["USETMAXREG"] >= 2
     assert count["LDL"] == count["STL"] == 0
 

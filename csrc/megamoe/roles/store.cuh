@@ -54,6 +54,10 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
         if (tile.absent()) continue;
         if constexpr (T::direction == Direction::backward) {
             for (int i = 0; i < tile.inputs; ++i, output.advance()) store_input<T>(ctx, tile, i, output);
+            // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
+            // much of it left L2 again.
+            if (is_weight_gradient(tile.stage) && adds_weight_gradients(ctx))
+                T::WeightGemm::Epilogue::prefetch(ctx, tile);
         }
         int slots = tile.inputs != 0 ? 0 : output_slots<T>(args, tile.stage);
         MEGAMOE_UNROLL_BY(1)

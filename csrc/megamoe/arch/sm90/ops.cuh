@@ -196,6 +196,12 @@ MEGAMOE_DEVICE void tma_store_4d(const TensorMap* map, const void* s_src, int c0
         "r"(smem_address(s_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
+// The box into L2: a hint.
+MEGAMOE_DEVICE void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
 // The map's element type says what is added: bf16 rounded to nearest even, fp32 with subnormals flushed.
 MEGAMOE_DEVICE void tma_reduce_add_4d(const TensorMap* map, const void* s_src, int c0, int c1, int c2,
                                       int c3) {
