@@ -170,7 +170,7 @@ def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> l
                 measured = Measurement(
                     shape.name, entry.precision, me.size, tokens, mode, entry.backend, us,
                     tflops, clock, used, *entry.floors(shape, tokens, me.size),
-                    entry.direction, entry.gradients, entry.reserve_sms, contender.ctas,
+                    entry.direction, entry.gradients, entry.reserve_sms, contender.ctas(),
                 )  # fmt: skip
                 found.append(measured)
                 me.print(line(measured))
@@ -267,7 +267,8 @@ def main() -> int:
     )
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
-    add("--tokens", type=int, nargs="+", default=[8, 64, 128, 256, 1024, 8192], help="per rank")
+    add("--tokens", type=int, nargs="+", help="per rank",
+        default=[8, 64, 128, 256, 512, 1024, 2048, 8192])  # fmt: skip
     add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
     add("--mode", default="cool", choices=("cool", "hot", "both"))
     add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")

@@ -233,10 +233,13 @@ class Contender:
             return None
         return self.backend.clock_ghz()
 
-    @property
     def ctas(self) -> int | None:
-        """The kernel's grid."""
-        return None if self.layer is not None else getattr(self.backend, "grid", None)
+        """Return how many CTAs took part in the last call, on the rank that had the fewest. Collective; waits."""
+        if self.layer is not None or not hasattr(self.backend, "num_ctas"):
+            return None
+        fewest = torch.tensor([self.backend.num_ctas()], device=self.device)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN)
+        return int(fewest)
 
     def close(self) -> None:
         """Free what is shared with other ranks. Collective."""

@@ -35,7 +35,7 @@ class Measurement:
     direction: str = "forward"
     gradients: str | None = None  # of weights: bf16, or main_grad, added to fp32
     reserve_sms: int | None = None  # None: the default
-    ctas: int | None = None  # of the kernel's grid
+    ctas: int | None = None  # that took part in the last call, on the rank with the fewest
 
     @property
     def contender(self) -> str:

@@ -41,7 +41,8 @@ class Emulation:
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
     flags: further ones for g++, such as "-fsanitize=undefined". join_ns, peers_ns: see
-    arguments.fill_static; emulated time.
+    arguments.fill_static; emulated time. profile: the variants with timestamps; `profiles` has the marks of the last
+    launch, [num_ctas, 16] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
     robin. layer: which of the window's, see arguments.fill_static.
@@ -58,6 +59,7 @@ class Emulation:
         flags: tuple[str, ...] = (),
         join_ns: int = 0,
         peers_ns: int = 10**6,
+        profile: bool = False,
     ) -> None:
         if not 2 <= num_ctas <= 64 or num_ctas % 2:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
@@ -66,6 +68,12 @@ class Emulation:
         self._flags, self.join_ns, self.peers_ns = flags, join_ns, peers_ns
         self.ranks = [
             Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
+        ]
+        self.profiles = [
+            torch.zeros(
+                num_ctas if profile else 0, arguments.PROFILE_SLOTS, dtype=torch.int64, device="cpu"
+            )
+            for _ in self.ranks
         ]
         self.report = ""
         self.broken: MegaMoEError | None = None
@@ -77,7 +85,8 @@ class Emulation:
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
         precision = "bf16" if kind == "backward" else self.problem.precision
-        variant = Variant(precision, self.problem.activation.kind, kernel=kind)
+        profile = self.profiles[0].numel() > 0
+        variant = Variant(precision, self.problem.activation.kind, profile, kernel=kind)
         return getattr(_load(variant, self._flags), variant.entry)
 
     def forward_all(
@@ -229,6 +238,7 @@ class Emulation:
                 layer=layer,
                 join_ns=self.join_ns,
                 peers_ns=self.peers_ns,
+                profile=self.profiles[index].data_ptr(),
             )
             fill(index, args)
         report = ctypes.create_string_buffer(REPORT_BYTES)

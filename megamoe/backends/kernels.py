@@ -14,11 +14,10 @@ from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.jit.source import Variant
-from megamoe.memory.arguments import Plan, fill_static
+from megamoe.memory.arguments import PROFILE_SLOTS, Plan, fill_static
 from megamoe.memory.launches import on_device
 from megamoe.memory.window import Window
 
-PROFILE_SLOTS = 16
 PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
 

@@ -266,20 +266,14 @@ class MegaBackend:
         only_weights: the launch makes no dx and no d_topk_weights: on all ranks, a fault by name otherwise.
         Collective, in the same order of calls on all ranks; the host waits for nothing. Raises as forward() does.
         """
-        if self._on_gpu and current_device() != self._ordinal:
-            with on_device(self.device):
-                return self.backward(
-                    *(dy, x, topk_ids, weights, state, needs),
-                    num_tokens_device=num_tokens_device,
-                    into=into,
-                    only_weights=only_weights,
-                )
         self.window.poll()
         if self._training is None:
             raise ArgumentError("state", "given", "one that forward_train() of this layer returned")
-        return self._training.backward(
-            dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights
-        )
+        call = (dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights)
+        if self._on_gpu and current_device() != self._ordinal:
+            with on_device(self.device):
+                return self._training.backward(*call)
+        return self._training.backward(*call)
 
     # --- looking inside ---
 
