@@ -8,21 +8,31 @@
 namespace megamoe {
 
 // What stands in the place of a half of B until it is expanded: its rows, `row_bytes` each, then their
-// scales, [slot_k / 64, 128 rows, 2].
+// scales, [slot_k / 64, 128 rows, 2]. A thread of the warpgroup that expands it takes every 128th unit: 32
+// numbers with their scale. All of a thread's stand at the same place of rows that are alike for the swizzle.
 template <class Rows>
 struct PackedHalf {
     static constexpr int slot_k = slot_k_bytes / Rows::element_bytes;
-    static constexpr int group = 32;                             // numbers that share a scale
-    static constexpr int row_units = slot_k / group;             // of 16 bytes
-    static constexpr int num_units = scale_group * row_units;    // in a half
-    static constexpr int unit_bytes = group / 2;                 // packed
-    static constexpr int row_bytes = row_units * unit_bytes;     //
-    static constexpr int scale_offset = num_units * unit_bytes;  // bytes of all rows
+    static constexpr int group = 32;                           // numbers that share a scale
+    static constexpr int row_units = slot_k / group;           // of 16 bytes
+    static constexpr int num_units = scale_group * row_units;  // in a half
+    static constexpr int unit_bytes = group / 2, row_bytes = row_units * unit_bytes;  // packed
+    static constexpr int scale_offset = num_units * unit_bytes;                       // bytes of all rows
     static constexpr int scale_bytes = num_units;
     static constexpr int bytes = scale_offset + scale_bytes;
-    static MEGAMOE_DEVICE int scale_at(int unit) {
-        int row = unit / row_units, k = unit % row_units;
+
+    static constexpr unsigned threads = 128, rows_apart = threads / row_units;
+    static constexpr int num_shares = num_units / threads;  // units of a thread
+    static_assert(rows_apart % 8 == 0, "the swizzle repeats every eight rows");
+    static MEGAMOE_DEVICE unsigned thread() { return static_cast<unsigned>(arch::thread_idx()) % threads; }
+    static MEGAMOE_DEVICE unsigned packed_at() { return thread() * unit_bytes; }
+    static MEGAMOE_DEVICE unsigned scale_at() {
+        unsigned row = thread() / row_units, k = thread() % row_units;
         return scale_offset + k / 2 * (2 * scale_group) + 2 * row + k % 2;
+    }
+    static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
+        unsigned row = thread() / row_units, k = thread() % row_units;
+        return row * slot_k_bytes + ((k * (slot_k_bytes / row_units) + chunk * 16) ^ (row % 8 << 4));
     }
 };
 
@@ -59,139 +69,163 @@ struct Mxfp4Weights {
     };
 };
 
-// Bytes of eight e2m1 magnitudes, by code: what PRMT looks up.
+// Bytes of eight e2m1 magnitudes, by code: what PRMT looks up for four codes at a time.
 struct Magnitudes {
     uint32_t lo, hi;
-    MEGAMOE_DEVICE uint32_t of(uint32_t codes) const { return arch::prmt(lo, hi, codes & 0x7777); }
+    MEGAMOE_DEVICE uint32_t of(uint32_t codes) const { return arch::prmt(lo, hi, codes); }
 };
-// The signs of four codes, at the highest bit of each byte.
-MEGAMOE_DEVICE uint32_t signs_of(uint32_t codes) {
-    return arch::prmt(0x80808080, 0x80808080, codes) << 7 & 0x80808080;  // a byte is 0xff or 0x80
-}
+// Eight codes of a word: their magnitudes, and signs at the highest bit of a byte each.
+struct Codes {
+    uint32_t magnitudes, odd, even;  // bytes of `odd` and `even` have a sign on top
+    MEGAMOE_DEVICE explicit Codes(uint32_t word)
+        : magnitudes(word & 0x77777777), odd(word), even(word << 4) {}
+    MEGAMOE_DEVICE uint32_t magnitudes_of(int half) const { return magnitudes >> 16 * half; }
+    MEGAMOE_DEVICE uint32_t signs_of(int half) const {
+        return arch::prmt(even, odd, half == 0 ? 0x5140 : 0x7362) & 0x80808080;
+    }
+};
 
-// e4m3 times a power of two that the whole half shares.
+// How a unit is expanded: Half(half) is what its units share, Unit(half, s) what its scale makes of them.
 template <class Rows>
 struct ExpandTo;
 
+// e4m3 times a power of two that the whole half shares, the largest scale's: 6 becomes 384.
 template <>
 struct ExpandTo<E4m3Rows> {
     using Packed = PackedHalf<E4m3Rows>;
-    static constexpr int headroom = 6;  // 6 * 2^6 = 384
-    int largest;                        // scale of the half
+    static constexpr int headroom = 6;
+    static constexpr int chunks = 2;  // of 16 bytes, in a unit
 
-    MEGAMOE_DEVICE explicit ExpandTo(const uint8_t* half) {
-        static_assert(Packed::scale_bytes == 32 * sizeof(uint4_t));
-        uint4_t v = reinterpret_cast<const uint4_t*>(half + Packed::scale_offset)[arch::lane_idx()];
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-        uint32_t most = 0;
-        MEGAMOE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            most = arch::larger_u16x2(most, words[i] & 0x00ff00ff);
-            most = arch::larger_u16x2(most, words[i] >> 8 & 0x00ff00ff);
-        }
-        most = arch::largest_of_warp(arch::larger_u16x2(most, most >> 16) & 0xff);
-        largest = max_of(static_cast<int>(most), headroom + 1);
-    }
-    // The half's power of two; NaN where a scale is.
-    MEGAMOE_DEVICE float scale() const {
-        return arch::bf16_hi(largest == 255 ? 0x7fc00000u : uint32_t(largest - headroom) << 23);
-    }
-
-    // Magnitudes times 2^d, d at most 6: from -5 on, an exponent added to all codes but zero's. Smaller ones
-    // reach e4m3's subnormal numbers, where they are rounded from -9 on.
-    static MEGAMOE_DEVICE Magnitudes scaled(int d) {
-        if (d >= -5) {
-            uint32_t by = static_cast<uint32_t>(d);
-            return {0x3c383000 + by * 0x08080800, 0x4c484440 + by * 0x08080808};
-        }
-        switch (d) {
-            case -6:
-                return {0x0c080400, 0x1c181410};
-            case -7:
-                return {0x06040200, 0x14100c08};
-            case -8:
-                return {0x03020100, 0x0c080604};
-            case -9:
-                return {0x02010000, 0x06040302};
-            case -10:
-                return {0x01000000, 0x03020201};
-            case -11:
-                return {0, 0x02010100};
-            case -12:
-                return {0, 0x01000000};
-            default:
-                return {0, 0};
-        }
-    }
-    // 32 numbers with scale s, to 32 bytes of a row.
-    template <class Store>
-    MEGAMOE_DEVICE void unit(const uint32_t (&packed)[4], int s, Store store) const {
-        Magnitudes magnitudes = scaled(s - largest + headroom);
-        MEGAMOE_UNROLL
-        for (int i = 0; i < 4; i += 2) {
-            uint32_t out[4];
+    struct Half {
+        int largest;
+        MEGAMOE_DEVICE explicit Half(const uint8_t* half) {
+            static_assert(Packed::scale_bytes == 32 * sizeof(uint4_t));
+            uint4_t v = reinterpret_cast<const uint4_t*>(half + Packed::scale_offset)[arch::lane_idx()];
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            uint32_t even = words[0] & 0x00ff00ff, odd = words[0] >> 8 & 0x00ff00ff;
             MEGAMOE_UNROLL
-            for (int j = 0; j < 4; ++j) {
-                uint32_t codes = packed[i + j / 2] >> 16 * (j % 2);
-                out[j] = magnitudes.of(codes) | signs_of(codes);
+            for (int i = 1; i < 4; ++i) {
+                even = arch::larger_u16x2(even, words[i] & 0x00ff00ff);
+                odd = arch::larger_u16x2(odd, words[i] >> 8 & 0x00ff00ff);
             }
-            store(i / 2, uint4_t{out[0], out[1], out[2], out[3]});
+            uint32_t most = arch::larger_u16x2(even, odd);
+            most = arch::largest_of_warp(arch::larger_u16x2(most, most >> 16) & 0xff);
+            largest = max_of(static_cast<int>(most), headroom + 1);
         }
+        // The half's power of two; NaN where a scale is.
+        MEGAMOE_DEVICE float scale() const {
+            return arch::bf16_hi(largest == 255 ? 0x7fc00000u : uint32_t(largest - headroom) << 23);
+        }
+    };
+
+    // Magnitudes times 2^d in e4m3. Down to 2^-5 that adds an exponent to all codes but zero's; only where a
+    // unit of the warp is below, numbers are rounded one by one.
+    template <int num>
+    static MEGAMOE_DEVICE void look_ups(Magnitudes (&to)[num], const Half& half, const int (&scales)[num]) {
+        int least = scales[0];
+        MEGAMOE_UNROLL
+        for (int i = 1; i < num; ++i) least = min_of(least, scales[i]);
+        int to_exponent = headroom - half.largest;
+        if (arch::ballot(least + to_exponent < -5) == 0) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < num; ++i) {
+                uint32_t d = static_cast<uint32_t>(scales[i] + to_exponent);
+                to[i] = {0x3c383000 + d * 0x08080800, 0x4c484440 + d * 0x08080808};
+            }
+            return;
+        }
+        MEGAMOE_UNROLL
+        for (int i = 0; i < num; ++i) {
+            int d = max_of(scales[i] + to_exponent, -20);  // 0 from -13 on
+            float one = arch::bf16_hi(uint32_t(127 + d) << 23);
+            to[i] = {
+                arch::pack_e4m3x2(0, 0.5f * one) | uint32_t{arch::pack_e4m3x2(one, 1.5f * one)} << 16,
+                arch::pack_e4m3x2(2 * one, 3 * one) | uint32_t{arch::pack_e4m3x2(4 * one, 6 * one)} << 16};
+        }
+    }
+    using LookUp = Magnitudes;
+
+    static MEGAMOE_DEVICE uint4_t chunk(const uint32_t (&packed)[4], const LookUp& look_up, int c) {
+        uint32_t out[4];
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            Codes codes(packed[2 * c + i]);
+            out[2 * i] = look_up.of(codes.magnitudes_of(0)) | codes.signs_of(0);
+            out[2 * i + 1] = look_up.of(codes.magnitudes_of(1)) | codes.signs_of(1);
+        }
+        return {out[0], out[1], out[2], out[3]};
     }
 };
 
+// bf16: both bytes of the magnitude, times the scale.
 template <>
 struct ExpandTo<Bf16Rows> {
-    using Packed = PackedHalf<Bf16Rows>;
-    MEGAMOE_DEVICE explicit ExpandTo(const uint8_t*) {}
-    MEGAMOE_DEVICE float scale() const { return 1.0f; }
+    static constexpr int chunks = 4;
 
-    template <class Store>
-    MEGAMOE_DEVICE void unit(const uint32_t (&packed)[4], int s, Store store) const {
-        constexpr Magnitudes high = {0x3f3f3f00, 0x40404040},
-                             low = {0xc0800000, 0xc0804000};  // bytes of bf16
-        uint32_t bits = s == 0 ? 0x40u : s == 255 ? 0x7fc0u : static_cast<uint32_t>(s) << 7;
-        uint32_t power = bits << 16 | bits;
+    struct Half {
+        MEGAMOE_DEVICE explicit Half(const uint8_t*) {}
+        MEGAMOE_DEVICE float scale() const { return 1.0f; }
+    };
+    using LookUp = uint32_t;  // the scale, twice
+    template <int num>
+    static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half&, const int (&scales)[num]) {
         MEGAMOE_UNROLL
-        for (int i = 0; i < 4; ++i) {
-            uint32_t out[4];
-            MEGAMOE_UNROLL
-            for (int j = 0; j < 2; ++j) {
-                uint32_t codes = packed[i] >> 16 * j;
-                uint32_t upper = high.of(codes) | signs_of(codes), lower = low.of(codes);
-                out[2 * j] = arch::mul_bf16x2(arch::prmt(lower, upper, 0x5140), power);
-                out[2 * j + 1] = arch::mul_bf16x2(arch::prmt(lower, upper, 0x7362), power);
-            }
-            store(i, uint4_t{out[0], out[1], out[2], out[3]});
+        for (int i = 0; i < num; ++i) {
+            int s = scales[i];
+            uint32_t bits = s == 0 ? 0x40u : s == 255 ? 0x7fc0u : static_cast<uint32_t>(s) << 7;
+            to[i] = bits << 16 | bits;
         }
+    }
+    static MEGAMOE_DEVICE uint4_t chunk(const uint32_t (&packed)[4], LookUp power, int c) {
+        constexpr Magnitudes upper = {0x3f3f3f00, 0x40404040}, lower = {0xc0800000, 0xc0804000};
+        Codes codes(packed[c]);
+        uint32_t out[4];
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            uint32_t high = upper.of(codes.magnitudes_of(i)) | codes.signs_of(i);
+            uint32_t low = lower.of(codes.magnitudes_of(i));
+            out[2 * i] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), power);
+            out[2 * i + 1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), power);
+        }
+        return {out[0], out[1], out[2], out[3]};
     }
 };
 
-// Expands a half in place, by the 128 threads of a math warpgroup, which `meet` when all have read it.
-template <class Rows, class Meet>
-MEGAMOE_DEVICE void expand_half(uint8_t* half, float* scale, Meet meet) {
+// Expands halves in place, by the 128 threads of a math warpgroup, which `meet` when all have read them.
+// `scale` returns where a half's goes.
+template <class Rows, int num_halves, class HalfOf, class ScaleOf, class Meet>
+MEGAMOE_DEVICE void expand_halves(HalfOf half_of, ScaleOf scale_of, Meet meet) {
     using Packed = PackedHalf<Rows>;
-    constexpr int threads = 128, num = Packed::num_units / threads;
-    int thread = arch::thread_idx() % threads;
-    uint32_t packed[num][4];
-    int s[num];
+    using To = ExpandTo<Rows>;
+    constexpr int num = Packed::num_shares;
+    uint32_t packed[num_halves][num][4];
+    typename To::LookUp look_up[num_halves][num];
     MEGAMOE_UNROLL
-    for (int i = 0; i < num; ++i) {
-        int unit = thread + i * threads;
-        uint4_t v = reinterpret_cast<const uint4_t*>(half)[unit];
-        packed[i][0] = v.x, packed[i][1] = v.y, packed[i][2] = v.z, packed[i][3] = v.w;
-        s[i] = half[Packed::scale_at(unit)];
+    for (int h = 0; h < num_halves; ++h) {
+        const uint8_t* half = half_of(h);
+        int s[num];
+        MEGAMOE_UNROLL
+        for (int i = 0; i < num; ++i) {
+            s[i] = half[Packed::scale_at() + i * 2 * Packed::rows_apart];
+            uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
+                                                          i * Packed::threads * Packed::unit_bytes);
+            packed[h][i][0] = v.x, packed[h][i][1] = v.y, packed[h][i][2] = v.z, packed[h][i][3] = v.w;
+        }
+        typename To::Half of_half(half);
+        To::look_ups(look_up[h], of_half, s);
+        if (Packed::thread() == 0) *scale_of(h) = of_half.scale();
     }
-    ExpandTo<Rows> expand(half);
     meet();
-    if (thread == 0) *scale = expand.scale();
     MEGAMOE_UNROLL
-    for (int i = 0; i < num; ++i) {
-        int unit = thread + i * threads, row = unit / Packed::row_units, k = unit % Packed::row_units;
-        expand.unit(packed[i], s[i], [&](int chunk, uint4_t v) {
-            int byte = k * (slot_k_bytes / Packed::row_units) + chunk * static_cast<int>(sizeof(v));
-            *reinterpret_cast<uint4_t*>(half + swizzled(row, byte)) = v;
-        });
+    for (int h = 0; h < num_halves; ++h) {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < num; ++i) {
+            MEGAMOE_UNROLL
+            for (int c = 0; c < To::chunks; ++c) {
+                uint8_t* to = half_of(h) + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
+                *reinterpret_cast<uint4_t*>(to) = To::chunk(packed[h][i], look_up[h][i], c);
+            }
+        }
     }
     arch::fence_proxy_async_shared();  // MMAs read it, and TMA will overwrite it
 }

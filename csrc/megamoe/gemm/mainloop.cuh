@@ -44,13 +44,16 @@ MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
     arch::warp_sync();  // the warp's writes and fences
     if (arch::lane_idx() == 0) ring.commit(ctx.mem, tile_smem<T>().expanded);
 }
-template <class T>
-MEGAMOE_DEVICE void expand_half(Context& ctx, const PipelineRing<T>& ring, int half) {
+// Halves from `first` on of the slot.
+template <class T, int num>
+MEGAMOE_DEVICE void expand_halves(Context& ctx, const PipelineRing<T>& ring, int first) {
     auto& smem = tile_smem<T>();
     int slot = ring.slot();
-    expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half], &smem.b_scale[slot][half],
-                                      [] { math_group_sync(); });
-    pass_half<T>(ctx, ring);
+    expand_halves<typename T::Gemm1::A, num>([&](int h) { return smem.slots[slot].b[first + h]; },
+                                             [&](int h) { return &smem.b_scale[slot][first + h]; },
+                                             [] { math_group_sync(); });
+    MEGAMOE_UNROLL
+    for (int h = 0; h < num; ++h) pass_half<T>(ctx, ring);
 }
 // This warpgroup's half of a tile's slots, where both have rows.
 template <class T>
@@ -62,7 +65,7 @@ class Expansion {
         if (slots_ == 0) return;
         --slots_;
         await_slot<T>(ctx_, ring_);
-        expand_half<T>(ctx_, ring_, math_group());
+        expand_halves<T, 1>(ctx_, ring_, math_group());
         ring_.advance();
     }
 
@@ -255,8 +258,7 @@ MEGAMOE_DEVICE void idle_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < slots; ++i) {
             await_slot<T>(ctx, ring);
-            expand_half<T>(ctx, ring, 0);
-            expand_half<T>(ctx, ring, 1);
+            expand_halves<T, 2>(ctx, ring, 0);
             ring.release(ctx.mem, tile_smem<T>().pipeline);
             ring.advance();
         }
