@@ -31,7 +31,7 @@ LAYERS = [
     ("frontend.known", "frontend.shards"),
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
-    ("frontend.training", "frontend.report"),
+    ("frontend.training", "frontend.report", "adapters.transformers"),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,1 @@
+"""Hooks of other libraries, one file each; none is imported by default."""
