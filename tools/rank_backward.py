@@ -34,16 +34,20 @@ EMULATED = ("dy_rows", "x_rows", "row_weight", "dgu", "hs", "d_s", "dx_rows")
 Gradients = dict[str, Tensor | None]
 
 
-def through_backend(backend: Any, d: Drawn, into: Any = None, only: int = 6) -> tuple[Any, ...]:
+def through_backend(
+    backend: Any, d: Drawn, into: Any = None, wanted: tuple[str, ...] = GRADIENTS
+) -> tuple[Any, ...]:
     """Return y, the gradients by name, and the state, of a forward that saves and a backward. Collective.
 
-    only: how many of the gradients are wanted; dx and d_topk_weights come first.
+    wanted: gradients; of the experts alone: by a launch that makes no others.
     """
     dy, x, ids, scores = d.own
     masters = d.masters[d.me.rank]
-    needs = [i < only and (i < 4 or d.problem.bias) for i in range(6)]
+    biased = d.problem.bias
+    needs = [name in wanted and (biased or not name.startswith("db")) for name in GRADIENTS]
     y, state = backend.forward_train(x, ids, scores, d.weights, d.live)
-    call = {"num_tokens_device": d.live, "into": into}
+    alone = not any(needs[:2])
+    call = {"num_tokens_device": d.live, "into": into, **({"only_weights": True} if alone else {})}
     found = backend.backward(dy, x, ids, masters, state, needs, **call)
     return y, dict(zip(GRADIENTS, found, strict=True)), state
 
@@ -250,11 +254,13 @@ def check_again(
     checker.require(same_bits(plain[:tokens], y[:tokens]), "y is another one where forward saves")
     for call in range(1, repeat):
         same_gradients(checker, found, through_backend(backend, d)[1], f"call {call + 1}")
-    _, alone, _ = through_backend(backend, d, only=2)
+    _, alone, _ = through_backend(backend, d, wanted=GRADIENTS[:2])
     checker.require(
         all(alone[name] is None for name in OF_EXPERTS), "gradients that nobody needed came back"
     )
     same_gradients(checker, found, alone, "without weight gradients", GRADIENTS[:2])
+    _, weights, _ = through_backend(backend, d, wanted=OF_EXPERTS)
+    same_gradients(checker, found, weights, "weight gradients alone", OF_EXPERTS)
     named = {n: t for n, t in masters.named().items() if n in ("w13", "w2", "b13", "b2")}
     if 4 * sum(t.numel() for t in named.values()) > MAX_MAIN_GRAD_BYTES:
         return

@@ -145,6 +145,10 @@ def of_another_grid(found):
     found["dw13"].view(torch.int16)[2, 3, 4] ^= 1
 
 
+def of_weights_alone(found):
+    found["dw2"].view(torch.int16)[2, 3, 4] ^= 1
+
+
 def lost_partial(found):
     found["partials"][0, 9] = 0
 
@@ -186,11 +190,15 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
 
     faults = {None: "", **OF_RESULTS, **OF_STAGES, an_expert_is_added_twice: "FAIL dw2_added"}
     faults |= {of_another_grid: "another grid: other bits of dw13"}
+    faults |= {of_weights_alone: "weight gradients alone: other bits of dw2"}
     for fault, text in faults.items():
 
         def spoilt(*given, fault=fault, **options):
             y, found, state = through(*given, **options)
-            if fault in OF_RESULTS and found["dw13"] is not None:
+            whole = all(found[name] is not None for name in ("dx", "dw13"))
+            if fault in OF_RESULTS and whole:
+                fault(found)
+            if fault is of_weights_alone and found["dx"] is None:
                 fault(found)
             if (
                 fault is of_another_grid
