@@ -40,6 +40,6 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *no_tma = "no TMA here: see rows_ready";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
-    pair_scenarios, backward_scenarios, training_scenarios;
+    pair_scenarios, expansion_scenarios, backward_scenarios, training_scenarios;
 
 }  // namespace model
