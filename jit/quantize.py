@@ -31,6 +31,8 @@ class _Args(ctypes.Structure):
         ("w", ctypes.c_void_p),
         ("q", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
+        ("turned", ctypes.c_void_p),
+        ("turned_scale", ctypes.c_void_p),
         ("planes", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
@@ -50,34 +52,53 @@ def _kernel(device: int) -> Kernel:
     return Kernel(compile_quantize().cubin, ENTRY, device)
 
 
-def quantize_weights(
-    w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """w: [L, P*I, H] or [L, P, I, H] bf16 on CUDA, strided as TMA takes it -> (q, scale).
+Pair = tuple[Tensor, Tensor]
 
-    q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32.
-    out: where to put them. Runs on the current stream; the same bits as quantization.quantize_blockwise.
+
+def quantize_weights(
+    w: Tensor,
+    planes: int = 1,
+    out: Pair | None = None,
+    turned: bool = False,
+    turned_out: Pair | None = None,
+) -> tuple[Pair, Pair | None]:
+    """w: [L, P*I, H] or [L, P, I, H] bf16 on CUDA, strided as TMA takes it -> (q, scale), their transposes or None.
+
+    q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32. turned: make transposes, see
+    quantization.transpose_blocks; I is a multiple of 16. out, turned_out: where to put them. Runs on the current
+    stream; the same bits as quantization.quantize_blockwise. Raises ArgumentError for what it cannot read.
     """
     if w.dtype != torch.bfloat16 or w.dim() not in (3, 4) or not w.is_cuda:
         raise ArgumentError("w", f"{w.dtype} {list(w.shape)} on {w.device}", "bf16 on CUDA")
     check_strides("w", w)
     num, height, columns = stored_shape(w)
-    if height % planes or columns % 8 or w.data_ptr() % 16:
-        raise ArgumentError(
-            "w.shape", list(w.shape), f"[L, {planes} * I, multiple of 8], 16-byte aligned"
-        )
     rows = height // planes
+    if height % planes or columns % 8 or w.data_ptr() % 16 or (turned and rows % 16):
+        of_rows = "I, a multiple of 16" if turned else "I"
+        raise ArgumentError(
+            "w.shape", list(w.shape), f"[L, {planes} * {of_rows}, multiple of 8], 16-byte aligned"
+        )
     grid = (-(-columns // 128), planes * -(-rows // 128), num)
     if out is None:
         q = torch.empty((num, height, columns), dtype=E4M3_BLOCKS.dtype, device=w.device)
         scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
     else:
         q, scale = out
+    if turned and turned_out is None:
+        shape = num, planes, columns, rows
+        turned_out = (
+            torch.empty(shape, dtype=q.dtype, device=w.device),
+            scale.new_empty(num, grid[0], grid[1]),
+        )
     if w.numel():
         strides = by_plane(w, planes).stride()[:3]
-        args = _Args(w.data_ptr(), q.data_ptr(), scale.data_ptr(), planes, rows, columns, *strides)
+        places = [
+            t.data_ptr() for t in (w, q, scale, *(turned_out if turned and turned_out else ()))
+        ]
+        places += [0] * (5 - len(places))
+        args = _Args(*places, planes, rows, columns, *strides)
         with torch.cuda.device(w.device):
             stream = torch.cuda.current_stream(w.device)
             kernel = _kernel(stream.device.index)
             Launcher(kernel, grid, args, cooperative=False).launch(stream.cuda_stream)
-    return q, scale
+    return (q, scale), turned_out if turned else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megamoe.errors import ConfigError
-from megamoe.formats.table import BACKWARD_PRECISION, PRECISIONS, TRAINED
+from megamoe.formats.table import PRECISIONS, TRAINED
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -24,10 +24,7 @@ TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels.
-
-    Backward computes in one precision whatever the layer's, so it exists in that one only.
-    """
+    """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels."""
 
     precision: str
     activation: str
@@ -37,16 +34,12 @@ class Variant:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
             raise ConfigError("precision", repr(self.precision), "one that has a kernel")
-        if self.kernel == "train" and not PRECISIONS[self.precision].trains:
+        if self.kernel != "forward" and not PRECISIONS[self.precision].trains:
             raise ConfigError(
                 "precision", repr(self.precision), f"{' or '.join(TRAINED)}, to train"
             )
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
-        if self.kernel == "backward" and self.precision != BACKWARD_PRECISION.name:
-            raise ConfigError(
-                "precision", repr(self.precision), f"{BACKWARD_PRECISION.name!r}, for backward"
-            )
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
@@ -80,17 +73,9 @@ MEGAMOE_KERNEL({self.entry}, megamoe::Traits)
 def variants(profile: bool = False) -> list[Variant]:
     """Return every kernel that a Problem can ask for."""
     have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
-    kinds = [("forward", name) for name in have] + [
-        ("train", name) for name in have if name in TRAINED
-    ]
-    made = product(kinds, ACTIVATIONS)
+    made = product(KERNELS, have, ACTIVATIONS)
     return [
-        *(
-            Variant(precision, activation, profile, kernel)
-            for (kernel, precision), activation in made
-        ),
-        *(
-            Variant(BACKWARD_PRECISION.name, activation, profile, "backward")
-            for activation in ACTIVATIONS
-        ),
+        Variant(precision, activation, profile, kernel)
+        for kernel, precision, activation in made
+        if kernel == "forward" or precision in TRAINED
     ]

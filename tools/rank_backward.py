@@ -47,7 +47,9 @@ def through_backend(
     needs = [name in wanted and (biased or not name.startswith("db")) for name in GRADIENTS]
     y, state = backend.forward_train(x, ids, scores, d.weights, d.live)
     alone = not any(needs[:2])
-    call = {"num_tokens_device": d.live, "into": into, **({"only_weights": True} if alone else {})}
+    call = {"num_tokens_device": d.live, "into": into, **d.turned}
+    if alone:
+        call["only_weights"] = True
     found = backend.backward(dy, x, ids, masters, state, needs, **call)
     return y, dict(zip(GRADIENTS, found, strict=True)), state
 
@@ -166,14 +168,13 @@ def compare_all(
     saved: Tensor | None,
     both_kernels: bool,
 ) -> None:
-    """Compare with the oracle that rounds as the kernel, where that started from equal pre-activations, and with fp32.
+    """Compare with the oracle that rounds as the kernel, and with fp32.
 
-    Without saved ones (several passes) a BF16 kernel rounds its own as the oracle does; in FP8 it recomputes them from
-    the masters, which the oracle does for every row, not for those of a further pass only.
+    Without saved pre-activations (several passes) both make them again, from what forward multiplied.
     """
-    d, rank = oracle.d, oracle.rank
+    rank = oracle.rank
     own = oracle.kept[rank]
-    if both_kernels and (saved is not None or not d.problem.formats.w.scaled):
+    if both_kernels:
         gate_up = None if saved is None else oracle.shared_gate_up(saved)
         want = oracle.of_tokens("kernel", gate_up)
         for name in ("dx", "d_topk_weights"):
@@ -205,9 +206,8 @@ def compare_stages(
     """Compare what this rank computed as expert rank, in the rows of the kept tokens, and the partials it was sent."""
     d, rank = oracle.d, oracle.rank
     rows = want["rows"][rank]
-    weights = [d.weights if r == rank else m.quantized(d.problem) for r, m in enumerate(d.masters)]
     forward = reference.forward(
-        d.problem, d.x, d.valid_ids, d.scores, weights,
+        d.problem, d.x, d.valid_ids, d.scores, d.everyones,
         check_tokens=oracle.kept,
     )  # fmt: skip
     expected = {name: want[name][rank] for name in BACKWARD_STAGES}

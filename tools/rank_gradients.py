@@ -14,6 +14,7 @@ from megamoe import ExpertWeights
 from megamoe.backends import reference
 from megamoe.backends.reference.route import Rows, route
 from megamoe.backends.staged import without_rows_behind
+from megamoe.formats.weights import TurnedWeights
 from megamoe.testing.gradients import OF_EXPERTS
 
 CHECKED_ELEMENTS = 1 << 27  # of dw13 and dw2: sampled experts of a rank
@@ -44,6 +45,20 @@ class Drawn:
         """This rank's, as forward takes them."""
         return self.masters[self.me.rank].quantized(self.problem)
 
+    @cached_property
+    def everyones(self) -> list[ExpertWeights]:
+        """All ranks', as forward takes them."""
+        mine = self.me.rank
+        pairs = enumerate(self.masters)
+        return [self.weights if r == mine else m.quantized(self.problem) for r, m in pairs]
+
+    @cached_property
+    def turned(self) -> dict[str, TurnedWeights]:
+        """What backward takes besides."""
+        if not self.problem.formats.w.scaled:
+            return {}
+        return {"turned": TurnedWeights.of(self.problem, self.weights)}
+
     @property
     def own(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dy, x, ids and weights of this rank's tokens."""
@@ -72,11 +87,12 @@ class Oracle:
 
     def of_tokens(self, rounding: str, gate_up: list[Tensor] | None = None) -> dict[str, list[Any]]:
         """Return the oracle's values of the kept tokens; those of its own rank's only without rounding."""
-        d, kept, problem = self.d, self.kept, self.d.problem
+        d, kept, problem, weights = self.d, self.kept, self.d.problem, self.d.everyones
         if rounding == "none":
+            weights = d.masters
             problem = replace(problem, precision="bf16")
             kept = [t if rank == self.rank else t[:0] for rank, t in enumerate(kept)]
-        call = d.dy, d.x, d.valid_ids, d.scores, d.masters
+        call = d.dy, d.x, d.valid_ids, d.scores, weights
         return reference.backward(
             problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept
         )
@@ -100,7 +116,7 @@ class Oracle:
             p, num_experts=num, ep_size=1, rank=0, max_tokens=max(1, ids.shape[0]),
             precision="bf16" if rounding == "none" else p.precision,
         )  # fmt: skip
-        weights = d.masters[self.rank]
+        weights = d.masters[self.rank] if rounding == "none" else d.weights
         weights = replace(weights, **{n: t[experts] for n, t in weights.named().items()})
         gate_up = None
         if saved is not None:

@@ -11,6 +11,7 @@ from rank_gradients import Drawn
 from torch import Tensor
 
 from megamoe.backends.reference.gemm import full_fp32
+from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
 from megamoe.testing import compare
 from megamoe.testing.gradients import GradientChecker
 
@@ -62,15 +63,21 @@ def rows_of_experts(d: Drawn) -> Iterator[tuple[int, Tensor]]:
 
 def of_expert(d: Drawn, found: Gradients, left: dict[str, Tensor], e: int) -> dict[str, float]:
     """Return the largest error of a block (or row) of each gradient of an expert, as a part of its norm."""
-    p, masters = d.problem, d.masters[d.me.rank]
+    p = d.problem
     over_h, over_i = (signs(n, d.me.device) for n in (p.hidden, p.intermediate))
     dw13, dw2 = found["dw13"][e].reshape(-1, p.hidden).float(), found["dw2"][e].float()
-    w13 = masters.w13[e].reshape(-1, p.hidden).float()
-    dx_rows, dgu = left["dx_rows"], left["dgu"]
+    w13, dx_rows, dgu = d.weights.w13[e].reshape(-1, p.hidden).float(), left["dx_rows"], left["dgu"]
+    multiplied = dgu
+    if p.formats.x.scaled:
+        w13 = dequantize_block(d.weights.w13[e], d.weights.w13_scale[e], p.activation.planes)
+        planes = [quantize_rows(plane) for plane in dgu.chunk(p.activation.planes, dim=1)]
+        multiplied = torch.cat([dequantize_rows(*plane) for plane in planes], dim=1)
     errors = {
         "dw13": by_block(dw13 @ over_h, dgu.T @ (left["x_rows"] @ over_h), dw13),
         "dw2": by_block(dw2 @ over_i, left["dy_rows"].T @ (left["hs"] @ over_i), dw2),
-        "dx_rows": largest((dx_rows @ over_h - dgu @ (w13 @ over_h)).abs(), dx_rows.norm(dim=1)),
+        "dx_rows": largest(
+            (dx_rows @ over_h - multiplied @ (w13 @ over_h)).abs(), dx_rows.norm(dim=1)
+        ),
     }
     if p.bias:
         db2 = left["dy_rows"].T @ left["row_weight"]

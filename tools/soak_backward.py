@@ -38,7 +38,7 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
         inputs, count = batches[batch]
         dy, needs = torch.zeros_like(inputs.x), [True] * 4 + [False] * 2
         call = dy, inputs.x, inputs.topk_ids, trainer.masters[layer], state, needs
-        layers[layer].backward(*call, num_tokens_device=count)
+        layers[layer].backward(*call, num_tokens_device=count, **trainer.turned(layer))
         window.check()
 
     def late(saved: Saved) -> None:

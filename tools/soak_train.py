@@ -58,7 +58,13 @@ class Trainer:
             layer.prepare(self._given(w, cache))
 
     def _given(self, w: megamoe.ExpertWeights, cache: QuantizedCache) -> megamoe.ExpertWeights:
-        return cache.weights(self.problem, w) if self.problem.formats.w.scaled else w
+        return cache.weights(self.problem, w, trains=True) if self.problem.formats.w.scaled else w
+
+    def turned(self, i: int) -> dict[str, Any]:
+        """Return what backward of layer i is given besides."""
+        if not self.problem.formats.w.scaled:
+            return {}
+        return {"turned": self.caches[i].turned(self.problem, self.masters[i])}
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -99,9 +105,8 @@ class Trainer:
             needs = [True, True, True, True, False, False]
             into = self.into[i] if add else None
             call = dy, x, drawn.topk_ids, self.masters[i], state, needs
-            dy, d_scores, *dw = self.layers[i].backward(*call, num_tokens_device=count, into=into)[
-                :4
-            ]
+            options = {"num_tokens_device": count, "into": into, **self.turned(i)}
+            dy, d_scores, *dw = self.layers[i].backward(*call, **options)[:4]
             found.insert(0, [self.into[i][n] for n in ("w13", "w2")] if add else dw)
             lost = lost + sum((~t.isfinite()).sum() for t in (dy, d_scores, *found[0]))
         row = torch.stack([t.double() for t in (*sums, _bits(dy), _bits(d_scores), lost)])

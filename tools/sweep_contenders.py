@@ -57,7 +57,7 @@ class Entry:
         """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
         load = Load(shape, tokens, ranks)
         parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
-        parts["backward"] = [load.backward(self.gradients)]
+        parts["backward"] = [load.backward(self.precision, self.gradients)]
         parts["step"] = parts["forward"] + parts["backward"]
         gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
         return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
@@ -86,17 +86,20 @@ class Load:
         memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
         return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
 
-    def backward(self, gradients: str | None) -> tuple[float, float, float]:
-        """BF16 whatever the precision."""
-        h, i = self.shape.hidden, self.shape.intermediate
-        gemm = 2 * self.shape.flops(self.tokens) / (GEMM_TFLOPS["bf16"] * 1e6)
-        # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu.
+    def backward(self, precision: str, gradients: str | None) -> tuple[float, float, float]:
+        """Weight gradients are BF16 whatever the precision."""
+        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
+        rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
+        gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
+        # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
         row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
-        memory = self.hit_weights * BF16_BYTES + self.rows * (
+        if stored.x.scaled:
+            row += (h + self.planes * i) * stored.x.bytes
+        memory = self.hit_weights * stored.w.bytes + self.rows * (
             2 * row + self.planes * i * BF16_BYTES
         )
         memory += self.weights * (8 if gradients == "main_grad" else BF16_BYTES)  # fp32: and read
-        return gemm, memory, self.crossings * 2 * h * BF16_BYTES
+        return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
 
     def quantize(self) -> tuple[float, float, float]:
         return 0.0, self.weights * (BF16_BYTES + PRECISIONS["fp8"].w.bytes), 0.0
@@ -167,7 +170,8 @@ class Contender:
         """Return the experts as the backend takes them."""
         if not self.problem.formats.w.scaled:
             return self.masters
-        return self.cache.weights(self.problem, self.masters)
+        trains = self.entry.direction in ("backward", "step") and self.layer is None
+        return self.cache.weights(self.problem, self.masters, trains)
 
     def quantized_again(self) -> megamoe.ExpertWeights:
         """Do the same as after an optimizer step."""
@@ -204,7 +208,10 @@ class Contender:
             return self.backend.forward_train(x, ids, scores, weights)[1]
 
         def backward(state: Tensor) -> object:
-            return self.backend.backward(dy, x, ids, self.masters, state, needs, into=self.into)
+            options = {"into": self.into}
+            if self.problem.formats.w.scaled:
+                options["turned"] = self.cache.turned(self.problem, self.masters)
+            return self.backend.backward(dy, x, ids, self.masters, state, needs, **options)
 
         return forward, backward
 

@@ -14,8 +14,8 @@ from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import MegaMoEError
-from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
 from megamoe.memory.transport.group import Group, TorchGroup, as_group
@@ -106,21 +106,48 @@ class EmulateBackend:
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
         only_weights: bool = False,
+        turned: TurnedWeights | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
 
         weights: the bf16 masters. state: forward_train's. into: tensors by name ("w13", "w2", "b13", "b2") that
-        gradients are added to; the list then holds None for them.
+        gradients are added to; the list then holds None for them. turned: with precision "fp8", what is multiplied.
         """
+        if self.problem.formats.w.scaled != (turned is not None):
+            value = None if turned is None else "given"
+            raise ArgumentError("turned", value, "TurnedWeights with precision 'fp8', else None")
         check_tensor("state", state, (self.state_bytes,), torch.uint8, x.device)
         sums = {name: _to(t, "cpu") for name, t in (into or {}).items()}
-        given = (dy, x, topk_ids, state, num_tokens_device, tuple(needs), sums, only_weights)
+        packed = None
+        for name, need in zip(("w13", "w2"), needs[2:], strict=False):
+            dtype = getattr(weights, name).dtype
+            if need and dtype != torch.bfloat16:
+                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
+        if turned is not None:
+            turned.validate(self.problem, x.device)
+            packed = pack(turned.forward), pack(ExpertWeights(**turned.named()))
+        given = (
+            dy,
+            x,
+            topk_ids,
+            state,
+            num_tokens_device,
+            tuple(needs),
+            sums,
+            only_weights,
+            packed,
+        )
 
         def run(dys: Any, xs: Any, ids: Any, states: Any, counts: Any, *rest: Any) -> list[Any]:
-            wanted, all_sums, only, experts = rest
+            wanted, all_sums, only, all_packed, experts = rest
+            all_turned = None
+            if turned is not None:
+                pairs = [(unpack(forward), unpack(turns)) for forward, turns in all_packed]
+                all_turned = [TurnedWeights(forward, **turns.named()) for forward, turns in pairs]
             found = self.emulation.backward_all(
                 *(dys, xs, ids, experts, states),
                 needs=wanted, into=all_sums, num_tokens_device=counts, only_weights=only,
+                turned=all_turned,
             )  # fmt: skip
             return list(zip(found, all_sums, strict=True))
 
@@ -143,8 +170,10 @@ class EmulateBackend:
     ) -> Any:
         """Return this rank's part of what run() returns: given what each rank has, then weights, as lists by rank."""
         device = given[0].device
-        dense = self.problem if counted else replace(self.problem, precision="bf16")
-        weights.validate(dense, device)
+        masters = not counted and weights.w13_scale is None
+        weights.validate(
+            replace(self.problem, precision="bf16") if masters else self.problem, device
+        )
         mine = tuple(_to(t, "cpu") if isinstance(t, Tensor) else t for t in given)
         experts = ExpertWeights(**{n: _to(t, "cpu") for n, t in weights.named().items()})
         self._meet(flags)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
@@ -23,8 +23,7 @@ MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 # Data that the kernel must write before it reads: filled with NaN patterns when a rank's memory is made.
 _POISONED = (
     *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows"),
-    *("window_weights", "window_x", "window_x_scale", "window_dy", "window_partials"),
-    "window_d_weights",
+    *("window_weights", "window_x", "window_x_scale", "window_partials", "window_d_weights"),
 )
 
 
@@ -115,6 +114,11 @@ class Kept:
             n: (self.in_place if n in strided else self.flat)(t) for n, t in given.named().items()
         }
         return ExpertWeights(**kept)
+
+    def turned(self, given: TurnedWeights) -> TurnedWeights:
+        """Return the transposes in place, beside forward's weights as weights() has them."""
+        kept = {n: self.in_place(t) for n, t in given.named().items()}
+        return TurnedWeights(self.weights(given.forward).with_flat_bias(), **kept)
 
 
 def nan_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

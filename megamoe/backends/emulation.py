@@ -20,7 +20,7 @@ from megamoe.backends.gradients import Targets
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
 from megamoe.memory import arguments, layout, training
@@ -84,9 +84,10 @@ class Emulation:
 
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
-        precision = "bf16" if kind == "backward" else self.problem.precision
         profile = self.profiles[0].numel() > 0
-        variant = Variant(precision, self.problem.activation.kind, profile, kernel=kind)
+        variant = Variant(
+            self.problem.precision, self.problem.activation.kind, profile, kernel=kind
+        )
         return getattr(_load(variant, self._flags), variant.entry)
 
     def forward_all(
@@ -166,14 +167,16 @@ class Emulation:
         into: Sequence[Mapping[str, Tensor] | None] | None = None,
         num_tokens_device: Sequence[Tensor | None] | None = None,
         only_weights: Sequence[bool] | None = None,
+        turned: Sequence[TurnedWeights] | None = None,
         seed: int = 0,
         layer: int = 0,
     ) -> list[list[Tensor | None]]:
         """Run one backward launch of all ranks. Return of each: dx, d_topk_weights, dw13, dw2, db13, db2.
 
-        weights: the bf16 masters. states: train_all's. needs: flags in the order of what is returned; into: by name,
-        what is added to instead (megamoe/backends/gradients.py). They may differ from rank to rank. only_weights: the
-        launch makes neither dx nor d_topk_weights.
+        weights: the bf16 masters. turned: what is multiplied in FP8; None: made from the masters. states: train_all's.
+        needs: flags in the order of what is returned; into: by name, what is added to instead
+        (megamoe/backends/gradients.py). They may differ from rank to rank. only_weights: the launch makes neither dx
+        nor d_topk_weights.
         """
         kept = Kept()
         ranks = range(len(self.ranks))
@@ -181,6 +184,11 @@ class Emulation:
         sums = [None] * len(ranks) if into is None else into
         counts = num_tokens_device or [None] * len(ranks)
         masters = [kept.weights(w) for w in weights]
+        if self.problem.formats.w.scaled and turned is None:
+            turned = [
+                TurnedWeights.of(r.plan.problem, w.quantized(r.plan.problem))
+                for r, w in zip(self.ranks, weights, strict=True)
+            ]
         targets = [Targets.make(masters[r], wanted[r][2:], sums[r], nan_like) for r in ranks]
         # The kernel leaves tokens behind the count alone: they have no gradient.
         empty = [nan_like if count is None else torch.zeros_like for count in counts]
@@ -190,7 +198,12 @@ class Emulation:
         def fill(index: int, args: Any) -> None:
             rank = self.ranks[index]
             training.fill_backward(args, rank.plan, rank.backward.data_ptr(), encode_emulated)
-            training.fill_masters(args, rank.plan, masters[index].with_flat_bias(), encode_emulated)
+            if turned is None:
+                training.fill_masters(
+                    args, rank.plan, masters[index].with_flat_bias(), encode_emulated
+                )
+            else:
+                training.fill_turned(args, rank.plan, kept.turned(turned[index]), encode_emulated)
             state = kept.flat(states[index])
             training.fill_train_state(args, rank.plan, state.data_ptr(), encode_emulated)
             training.fill_gradients(args, rank.plan, encode_emulated, **targets[index].arguments)

@@ -18,7 +18,7 @@ from megamoe.backends.reserve import agree_on, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.formats.weights import ExpertWeights, SealedWeights
+from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
 from megamoe.jit import compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
@@ -255,11 +255,12 @@ class MegaBackend:
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
         only_weights: bool = False,
+        turned: TurnedWeights | None = None,
     ) -> list[Tensor | None]:
         """Launch the backward of the call that made `state`; return the gradients that are needed, else None.
 
         dy, x: [T, H] bf16, contiguous; x, topk_ids and num_tokens_device as that call had them.
-        weights: w13 and w2 in bf16, the masters; biases.
+        weights: w13 and w2 in bf16, the masters; biases. turned: with precision "fp8", what is multiplied.
         needs: 6 bools, for dx [T, H] bf16, d_topk_weights [T, K] fp32, and the gradients of w13, w2, b13, b2, each
             like its master. Ranks may need different ones: the launch is the same.
         into: name -> tensor like that master, fp32 or bf16, to which its gradient is added; it is not returned.
@@ -269,11 +270,11 @@ class MegaBackend:
         self.window.poll()
         if self._training is None:
             raise ArgumentError("state", "given", "one that forward_train() of this layer returned")
-        call = (dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights)
+        call = dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights
         if self._on_gpu and current_device() != self._ordinal:
             with on_device(self.device):
-                return self._training.backward(*call)
-        return self._training.backward(*call)
+                return self._training.backward(*call, turned)
+        return self._training.backward(*call, turned)
 
     # --- looking inside ---
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megamoe.backends.gradients import Targets
 from megamoe.backends.kernels import LayerKernels, check_rows, weights_key
 from megamoe.errors import ArgumentError, MegaMoEError
-from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.jit.source import Variant
 from megamoe.memory.arguments import fill_call, fill_weights
 from megamoe.memory.launches import launch_lock, launch_order
@@ -24,6 +24,7 @@ from megamoe.memory.training import (
     fill_gradients,
     fill_masters,
     fill_train_state,
+    fill_turned,
 )
 
 ALIGNMENT = 16  # of what TMA and vector loads read
@@ -46,7 +47,7 @@ class Training:
         self._device = self._window.device
         self._order = launch_order(self._device.index or 0)
         self._train = kernels.load(replace(variant, kernel="train"))
-        self._backward = kernels.load(replace(variant, kernel="backward", precision="bf16"))
+        self._backward = kernels.load(replace(variant, kernel="backward"))
         self.workspace = self._window.backward_workspace(self._plan)
         fill_backward(self._backward.argument, self._plan, self.workspace.data_ptr(), encode)
         place = self._plan.state["chunk_prefix"]
@@ -88,7 +89,7 @@ class Training:
         self._use_device()
         args = self._train.argument
         with launch_lock:
-            self._set_weights("train", weights)
+            self._set_train_weights(weights)
             y = torch.empty_like(x)
             state = torch.empty(
                 self._plan.train_state_bytes, dtype=torch.uint8, device=self._device
@@ -112,6 +113,7 @@ class Training:
         num_tokens_device: Tensor | None,
         into: Mapping[str, Tensor] | None,
         only_weights: bool,
+        turned: TurnedWeights | None,
     ) -> list[Tensor | None]:
         """Return the gradients, see MegaBackend.backward."""
         self._check(dy, x, topk_ids, state, num_tokens_device)
@@ -126,7 +128,13 @@ class Training:
         dx = make(x.shape, dtype=torch.bfloat16, device=self._device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self._device)
         with launch_lock:
-            self._set_weights("backward", weights)
+            self._set_backward_weights(weights, turned)
+            for name, need in zip(("w13", "w2"), need_weights, strict=False):
+                dtype = getattr(weights, name).dtype
+                if need and dtype != torch.bfloat16:
+                    raise ArgumentError(
+                        f"weights.{name}.dtype", dtype, "bf16, of what has gradients"
+                    )
             targets = Targets.make(weights, need_weights, into)
             fill_train_state(args, self._plan, state.data_ptr(), self._encode)
             fill_gradients(args, self._plan, self._encode, **targets.arguments)
@@ -154,20 +162,45 @@ class Training:
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(self._order.stream)
 
-    def _set_weights(self, kernel: str, weights: ExpertWeights) -> None:
-        """Point a launch at these weights: train at what forward has, backward at the masters."""
+    def _set_train_weights(self, weights: ExpertWeights) -> None:
+        """Point the train launch at what forward has."""
         w = weights if weights.b13 is None else weights.with_flat_bias()
         key = weights_key(w)
-        if self._keys.get(kernel) == key:
+        if self._keys.get("train") == key:
             return
-        problem = self._plan.problem
-        self._keys.pop(kernel, None)  # until all is filled
-        if kernel == "train":
-            w.validate(problem, self._device)
-            fill_weights(self._train.argument, self._plan, w, self._encode)
+        self._keys.pop("train", None)  # until all is filled
+        w.validate(self._plan.problem, self._device)
+        fill_weights(self._train.argument, self._plan, w, self._encode)
+        self._keep("train", key, w)
+
+    def _set_backward_weights(self, weights: ExpertWeights, turned: TurnedWeights | None) -> None:
+        """Point the backward launch at the masters, or in FP8 at what stands in for them."""
+        scaled = self._plan.problem.formats.w.scaled
+        if scaled != (turned is not None):
+            value = None if turned is None else "given"
+            raise ArgumentError(
+                "turned", value, "TurnedWeights of these weights with precision 'fp8', else None"
+            )
+        w = weights if turned is None else turned.forward
+        w = w if w.b13 is None else w.with_flat_bias()
+        key = weights_key(w)
+        if turned is not None:
+            key += weights_key(weights) + tuple(t.data_ptr() for t in turned.named().values())
+        if self._keys.get("backward") == key:
+            return
+        self._keys.pop("backward", None)  # until all is filled
+        problem, args = self._plan.problem, self._backward.argument
+        masters = replace(problem, precision="bf16") if weights.w13_scale is None else problem
+        weights.validate(masters, self._device)
+        if turned is None:
+            fill_masters(args, self._plan, w, self._encode)
         else:
-            w.validate(replace(problem, precision="bf16"), self._device)
-            fill_masters(self._backward.argument, self._plan, w, self._encode)
+            turned = replace(turned, forward=w)
+            turned.validate(problem, self._device)
+            fill_turned(args, self._plan, turned, self._encode)
+        self._keep("backward", key, w)
+
+    def _keep(self, kernel: str, key: tuple[Any, ...], w: ExpertWeights) -> None:
         self._keys[kernel], self._kept[kernel] = key, replace(w, w13=w.w13[:0], w2=w.w2[:0])
 
     def _keep_routes(self, state: Tensor) -> None:

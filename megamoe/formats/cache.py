@@ -15,9 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError, MegaMoEError
-from megamoe.formats.quantization import codec, quantize_blockwise, stored_shape
+from megamoe.formats.quantization import (
+    codec,
+    quantize_blockwise,
+    stored_shape,
+    transpose_blocks,
+)
 from megamoe.formats.table import E4M3_BLOCKS, Format
-from megamoe.formats.weights import ExpertWeights, SealedWeights
+from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
 
 log = logging.getLogger("megamoe")
 
@@ -35,17 +40,24 @@ def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return fused
 
 
+Pair = tuple[Tensor, Tensor]  # numbers and scales
+
+
 def _quantize_weights(
-    w: Tensor, planes: int, out: tuple[Tensor, Tensor] | None, stored: Format
-) -> tuple[Tensor, Tensor]:
-    """Quantize, to e4m3 by the fused kernel on Hopper where there is one, else by torch; the same bits."""
+    w: Tensor, planes: int, stored: Format, out: Pair | None, turned: bool, turned_out: Pair | None
+) -> tuple[Pair, Pair | None]:
+    """Return (q, scale), and their transposes if `turned`. The `out`s: memory for them.
+
+    To e4m3 by the fused kernel on Hopper where there is one, else by torch; the same bits.
+    """
     formulas = codec(stored)  # raises for a format that this cannot make
     if stored != E4M3_BLOCKS and formulas is not None:
-        return formulas.quantize(w, planes, out)
+        return formulas.quantize(w, planes, out), None
     on_hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
     if on_hopper and w.numel() and (fused := _fused_quantizer()) is not None:
-        return fused(w, planes, out=out)
-    return quantize_blockwise(w, planes, out=out)
+        return fused(w, planes, out=out, turned=turned, turned_out=turned_out)
+    made = quantize_blockwise(w, planes, out=out)
+    return made, transpose_blocks(*made, planes, turned_out) if turned else None
 
 
 # Steps of any optimizer of this process. FSDP2 gathers into one storage without touching _version,
@@ -89,14 +101,16 @@ class _Entry:
     q: Tensor
     scale: Tensor
     volatile: bool  # quantized inside a graph whose replays nobody counts
+    turned: Pair | None  # their transposes, once a backward pass needs them
 
 
 class QuantizedCache:
     """Quantized copies of bf16 parameters, made once per parameter version and refreshed in place.
 
     A version is (storage, offset, tensor._version, optimizer steps of the process, strides): at most one
-    quantization per parameter and optimizer step, plus one per write that torch counts. What is
-    not counted needs invalidate(). While a CUDA graph is captured, a parameter that requires a
+    quantization per parameter and optimizer step, plus one per write that torch counts. Of a layer that trains each
+    makes the transposes too, which a backward pass multiplies; others have none. What is not counted needs
+    invalidate(). While a CUDA graph is captured, a parameter that requires a
     gradient is quantized at every use, so that replays follow it; from then on it is quantized at
     every use outside graphs as well, since a replay changes no counter.
     """
@@ -104,75 +118,117 @@ class QuantizedCache:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._last: tuple[ExpertWeights, tuple[Version, Version], ExpertWeights] | None = None
-        self._dense: tuple[list[Tensor], list[Version], ExpertWeights] | None = None
+        self._turned: tuple[list[Tensor], list[Version], TurnedWeights] | None = None
 
     def get(
-        self, name: str, w: Tensor, planes: int = 1, stored: Format = E4M3_BLOCKS
-    ) -> tuple[Tensor, Tensor]:
-        """Return (q, scale) of w; the same storage on every call with the same name and shape."""
+        self,
+        name: str,
+        w: Tensor,
+        planes: int = 1,
+        stored: Format = E4M3_BLOCKS,
+        trains: bool = False,
+    ) -> Pair:
+        """Return (q, scale) of w; the same storage on every call with the same name and shape.
+
+        trains: their transposes are needed too, from now on.
+        """
         version = _version(w)
         captured = w.requires_grad and _capturing(w)
-        entry, out, volatile = self._entries.get(name), None, captured
+        entry, volatile = self._entries.get(name), captured
+        out = turned_out = None
         if entry is not None:
+            trains |= entry.turned is not None
             counted = not (captured or entry.volatile)
             if counted and entry.version == version and entry.source.shape == w.shape:
+                if trains and entry.turned is None:
+                    _refuse_capture(w)
+                    entry.turned = transpose_blocks(entry.q, entry.scale, planes)
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
-                out = entry.q, entry.scale
+                out, turned_out = (entry.q, entry.scale), entry.turned
             volatile |= entry.volatile and _storage(entry.source) == version[0]
         with torch.no_grad():
-            q, scale = _quantize_weights(w.detach(), planes, out, stored)
-        self._entries[name] = _Entry(w.detach(), version, q, scale, volatile)
+            (q, scale), turned = _quantize_weights(
+                w.detach(), planes, stored, out, trains, turned_out
+            )
+        self._entries[name] = _Entry(w.detach(), version, q, scale, volatile, turned)
         return q, scale
 
-    def weights(self, problem: Problem, masters: ExpertWeights) -> ExpertWeights:
-        """Return quantized weights of bf16 masters; biases handed through. The same object while all is the same."""
+    def weights(
+        self, problem: Problem, masters: ExpertWeights, trains: bool = False
+    ) -> ExpertWeights:
+        """Return quantized weights of bf16 masters; biases handed through. The same object while all is the same.
+
+        trains: turned() will be asked for their transposes.
+        """
         w13, w2, last = masters.w13, masters.w2, self._last
         versions = _version(w13), _version(w2)
         captured = (w13.requires_grad or w2.requires_grad) and _capturing(w13)
-        if last is not None and last[1] == versions and not captured and _same(last[0], masters):
+        same = last is not None and last[1] == versions and _same(last[0], masters)
+        if last is not None and same and not captured and (self._turns() or not trains):
             return last[2]
         stored = problem.formats.w
-        q13, s13 = self.get("w13", w13, problem.activation.planes, stored)
-        q2, s2 = self.get("w2", w2, 1, stored)
+        q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
+        q2, s2 = self.get("w2", w2, 1, stored, trains)
+        if last is not None and same and not captured and not self._volatile():
+            return last[2]  # its transposes came just now
         # Biases are the caller's, who may move them.
         kind = SealedWeights if masters.b13 is None and masters.b2 is None else ExpertWeights
         weights = kind(q13, q2, masters.b13, masters.b2, s13, s2)
-        volatile = any(entry.volatile for entry in self._entries.values())
-        self._last = None if volatile else (replace(masters), versions, weights)
+        self._last = None if self._volatile() else (replace(masters), versions, weights)
         return weights
 
-    def dense(self, problem: Problem, given: ExpertWeights) -> ExpertWeights:
-        """Return the bf16 values of FP8 weights, made once per version into the same storage; biases as given.
+    def turned(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
+        """Return what a backward pass multiplies: of bf16 masters what their forward pass made, biases as given.
 
-        Steps of optimizers are no part of that version.
-        Raises MegaMoEError while a graph is captured that would have to make them: nothing runs then, and what other
-        calls found here would be garbage.
+        Masters of another version than the last forward pass had are quantized again. e4m3 weights are turned around
+        once per version, into the same storage; steps of optimizers are no part of that.
+        Raises MegaMoEError while a graph is captured that would have to make what other calls find here: nothing runs
+        then, and they would find garbage.
         """
+        if given.w13_scale is not None:
+            return self._turned_of(problem, given)
+        masters = {"w13": given.w13, "w2": given.w2}
+        for name, w in masters.items():
+            entry = self._entries.get(name)
+            if entry is None or entry.turned is None or entry.version != _version(w):
+                self.weights(problem, given, trains=True)
+        (q13, s13, t13, u13), (q2, s2, t2, u2) = (self._made(name) for name in masters)
+        forward = ExpertWeights(q13, q2, given.b13, given.b2, s13, s2)
+        return TurnedWeights(forward, t13, t2, u13, u2)
+
+    def _made(self, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        entry = self._entries[name]
+        assert entry.turned is not None
+        return entry.q, entry.scale, *entry.turned
+
+    def _turns(self) -> bool:
+        return all(entry.turned is not None for entry in self._entries.values())
+
+    def _volatile(self) -> bool:
+        return any(entry.volatile for entry in self._entries.values())
+
+    def _turned_of(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
         sources = [
             t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
         ]
-        versions, last = [_version(t, _invalidations) for t in sources], self._dense
+        versions, last = [_version(t, _invalidations) for t in sources], self._turned
         if last is None or last[1] != versions:
-            if _capturing(given.w13):
-                raise MegaMoEError(
-                    "the bf16 values of FP8 weights are missing or old while a CUDA graph is captured: run a backward "
-                    "pass with these weights before the capture"
-                )
+            _refuse_capture(given.w13)
             with torch.no_grad():
-                made = given.dense(problem, torch.bfloat16)
+                made = TurnedWeights.of(problem, given)
                 if last is not None and _alike(last[2].w13, made.w13):  # graphs read that storage
-                    last[2].w13.copy_(made.w13), last[2].w2.copy_(made.w2)
+                    for name, kept in last[2].named().items():
+                        kept.copy_(getattr(made, name))
                     made = last[2]
-            self._dense = last = [t.detach() for t in sources], versions, made
-        values = last[2]
-        return ExpertWeights(values.w13, values.w2, given.b13, given.b2)
+            self._turned = last = [t.detach() for t in sources], versions, made
+        return replace(last[2], forward=given)
 
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
         self._last = None
-        if self._dense is not None:
-            self._dense = self._dense[0], [], self._dense[2]
+        if self._turned is not None:
+            self._turned = self._turned[0], [], self._turned[2]
         for entry in self._entries.values():
             entry.version = None
 
@@ -180,6 +236,14 @@ class QuantizedCache:
 def _version(w: Tensor, steps: list[int] = _steps) -> Version:
     count = -1 if w.is_inference() else w._version
     return w.untyped_storage()._cdata, w.storage_offset(), count, steps[0], w.stride()
+
+
+def _refuse_capture(w: Tensor) -> None:
+    if _capturing(w):
+        raise MegaMoEError(
+            "the transposes of FP8 weights are missing or old while a CUDA graph is captured: run a backward pass with "
+            "these weights before the capture"
+        )
 
 
 def _same(a: ExpertWeights, b: ExpertWeights) -> bool:

@@ -95,6 +95,22 @@ def quantize_blockwise(
     return q, scale
 
 
+def transpose_blocks(
+    q: Tensor, scale: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turn what quantize_blockwise made around, plane by plane: the same numbers, since blocks are square.
+
+    q: [L, P*I, K], scale: [L, P*ceil(I/128), ceil(K/128)] -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
+    out: where to put them.
+    """
+    by_plane = q.view(torch.uint8).unflatten(1, (planes, q.shape[1] // planes)).transpose(2, 3)
+    if out is None:
+        return by_plane.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
+    out[0].view(torch.uint8).copy_(by_plane)
+    out[1].copy_(scale.transpose(1, 2))
+    return out
+
+
 def dequantize_blockwise(
     q: Tensor, scale: Tensor, planes: int = 1, dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -117,5 +117,3 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
-# What the backward pass computes in, whatever the layer's.
-BACKWARD_PRECISION = PRECISIONS["bf16"]

@@ -13,7 +13,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats.mxfp4 import from_checkpoint
 from megamoe.formats.planes import check_strides
-from megamoe.formats.quantization import codec
+from megamoe.formats.quantization import codec, transpose_blocks
 
 
 @dataclass
@@ -152,6 +152,51 @@ class SealedWeights(ExpertWeights):
         if name in self.__dict__:
             raise AttributeError(f"{name} of sealed weights cannot be set: use dataclasses.replace")
         super().__setattr__(name, value)
+
+
+@dataclass(frozen=True)
+class TurnedWeights:
+    """What the backward pass of a layer with e4m3 weights multiplies; make them with `of`.
+
+    forward: as forward has them. The others are their transposes, K-major for dy w2 and dgu w13, the only order in
+    which tensor cores take e4m3; numbers and scales are the same.
+    w13: [L, P, H, I] e4m3    w13_scale: [L, ceil(H/128), P*ceil(I/128)] fp32
+    w2:  [L, 1, I, H] e4m3    w2_scale:  [L, ceil(I/128), ceil(H/128)] fp32
+    """
+
+    forward: ExpertWeights
+    w13: Tensor
+    w2: Tensor
+    w13_scale: Tensor
+    w2_scale: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, weights: ExpertWeights) -> TurnedWeights:
+        """Turn e4m3 weights around. Raises ArgumentError for weights without scales."""
+        if weights.w13_scale is None or weights.w2_scale is None:
+            raise ArgumentError("weights.w13_scale", None, "e4m3 weights, with scales")
+        w13, s13 = transpose_blocks(weights.w13, weights.w13_scale, problem.activation.planes)
+        w2, s2 = transpose_blocks(weights.w2, weights.w2_scale)
+        return cls(weights, w13, w2, s13, s2)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the transposes by name."""
+        return {n: getattr(self, n) for n in ("w13", "w2", "w13_scale", "w2_scale")}
+
+    def validate(self, problem: Problem, device: torch.device) -> None:
+        """Raise ArgumentError unless every tensor fits the problem and lies on `device`."""
+        self.forward.validate(problem, device)
+        num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
+        h, i, stored = problem.hidden, problem.intermediate, problem.formats.w
+        wide, high = stored.scale_shape(h, i)
+        shapes = {
+            "w13": ((num, planes, h, i), stored.dtype),
+            "w2": ((num, 1, i, h), stored.dtype),
+            "w13_scale": ((num, wide, planes * high), torch.float32),
+            "w2_scale": ((num, high, wide), torch.float32),
+        }
+        for name, (shape, dtype) in shapes.items():
+            check_tensor(f"turned.{name}", getattr(self, name), shape, dtype, device)
 
 
 class _Joined(torch.autograd.Function):

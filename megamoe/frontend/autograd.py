@@ -69,7 +69,7 @@ def moe_forward_train_op(
 ) -> tuple[Tensor, Tensor]:
     """Do the same, and return what backward needs besides the inputs."""
     runtime = runtime_of(handle)
-    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale), trains=True)
     rows = flat(x), flat(topk_ids), flat(topk_weights)
     y, state = runtime.backend.forward_train(*rows, weights, num_tokens_device)
     return _like(y, x), state

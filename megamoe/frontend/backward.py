@@ -59,10 +59,12 @@ def gradients(
         call = flat(x), flat(topk_ids), flat(topk_weights), given, num_tokens_device
         found = _recompute(runtime, flat(dy), *call, needs)
     else:
+        turned = runtime.turned(given)
         found = runtime.backend.backward(
-            flat(dy), flat(x), flat(topk_ids), runtime.masters(given), state, needs,
+            flat(dy), flat(x), flat(topk_ids), given, state, needs,
             num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
             **({"only_weights": True} if only_weights else {}),
+            **({"turned": turned} if turned else {}),
         )  # fmt: skip
     if into and state is None:
         for index, name in ((2, "w13"), (3, "w2")):

@@ -18,7 +18,7 @@ from megamoe import env
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
-from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.frontend.agreement import check_equal, process_group, together
 from megamoe.memory.transport.group import host_name, spans_hosts
 
@@ -79,10 +79,12 @@ class Backend(Protocol):
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
         only_weights: bool = False,
+        turned: TurnedWeights | None = None,
     ) -> list[Tensor | None]:
         """Return dx [T, H] bf16, d_topk_weights [T, K] fp32, dw13, dw2 bf16 like the masters, db13, db2 fp32.
 
-        dy, x: [T, H] bf16, contiguous. weights: bf16 w13 and w2, whatever the forward pass used. state: unchanged.
+        dy, x: [T, H] bf16, contiguous. weights: as the caller of the layer has them, bf16 masters wherever w13 or w2
+        need a gradient. turned: what is multiplied in FP8, of the same weights. state: unchanged.
         needs: a flag for each; None in the list where it is False, and for "w13", "w2" of `into`: tensors like the
         masters, fp32 or bf16, that these gradients are added to. Where both are needed, both are in `into` or none.
         only_weights: no rank needs the first two in this pass; a backend may leave out what makes them.

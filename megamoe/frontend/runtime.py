@@ -14,7 +14,7 @@ from megamoe.backends.order import Mark
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError
 from megamoe.formats.cache import QuantizedCache
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.frontend.functional import Backend
 
 
@@ -37,15 +37,20 @@ class Runtime:
         self.state_bytes = getattr(self.backend, "state_bytes", 0)
         _runtimes[number] = self
 
-    def weights(self, given: ExpertWeights) -> ExpertWeights:
-        """Return what the forward pass takes: fp8 masters quantized once per version."""
+    def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
+        """Return what the forward pass takes: fp8 masters quantized once per version.
+
+        trains: the backend's backward pass follows, which takes turned().
+        """
         if self.problem.formats.w.scaled and given.w13_scale is None:
-            return self.cache.weights(self.problem, given)
+            return self.cache.weights(self.problem, given, trains)
         return given
 
-    def masters(self, given: ExpertWeights) -> ExpertWeights:
-        """Return what the backward pass takes: bf16, the values of e4m3 weights made once per version."""
-        return given if given.w13_scale is None else self.cache.dense(self.problem, given)
+    def turned(self, given: ExpertWeights) -> TurnedWeights | None:
+        """Return what the backward pass multiplies where it is not the weights themselves."""
+        if self.problem.formats.w.scaled:
+            return self.cache.turned(self.problem, given)
+        return None
 
     def refuse(self) -> None:
         """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""

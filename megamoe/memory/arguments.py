@@ -152,7 +152,7 @@ def fill_static(
     for name, region in plan.window.items():
         if name == "window_d_weights":
             args.training.window_d_weights = region.offset
-        elif name != "window_dy":  # which is where window_x is
+        else:
             setattr(args, name, region.offset)
     args.abort = args.window[p.rank] + args.window_abort
     args.timeout_ns, args.join_ns, args.peers_ns = timeout_ns, join_ns, peers_ns

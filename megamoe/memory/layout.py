@@ -85,14 +85,9 @@ WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_read
 def window_regions(problem: Problem) -> dict[str, Region]:
     """Return the regions of one rank's window. They depend on nothing that differs between ranks.
 
-    Where x has scales, window_x and window_dy are the same memory: a launch stages one of them, once no rank reads
-    what the launch before it staged.
+    A backward launch stages dy where others stage x, once no rank reads what the launch before it staged.
     """
-    regions = _place(_window(problem))
-    if "window_dy" in regions:
-        shape, x = (problem.max_tokens, problem.hidden), problem.formats.x.dtype
-        regions["window_x"] = Region("window_x", regions["window_dy"].offset, shape, x)
-    return regions
+    return _place(_window(problem))
 
 
 def _window(p: Problem) -> Iterator[_Spec]:
@@ -105,7 +100,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_weights", (2, tokens, top_k), torch.float32
     yield "window_d_weights", (tokens, top_k), torch.float32
     x = p.formats.x
-    yield "window_dy" if x.scaled else "window_x", (tokens, hidden), torch.bfloat16
+    yield "window_x", (tokens, hidden), x.dtype
     if x.scaled:
         yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
@@ -178,7 +173,8 @@ BACKWARD_CONTROL = ("grads_ready",)
 def backward_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
     """Return the regions that a backward launch needs beside the workspace, in memory of its own.
 
-    Where x has no scales, dy_rows and hs are the workspace's x_pool and h, which have the same format.
+    dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
+    workspace's h, which has the same format.
     """
     _check_pool(problem, pool_rows)
     return _place(_backward(problem, pool_rows))
@@ -194,7 +190,10 @@ def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "dgu", (rows, planes, p.intermediate), torch.bfloat16
     yield "x_rows", (rows, p.hidden), torch.bfloat16
     if p.formats.x.scaled:
+        x, (_, groups) = p.formats.x, p.formats.x.scale_shape(rows, p.intermediate)
         yield "dy_rows", (rows, p.hidden), torch.bfloat16
+        yield "dgu_rows", (rows, planes, p.intermediate), x.dtype
+        yield "dgu_scale", (planes * groups, rows), torch.float32
     if p.formats.h.scaled:
         yield "hs", (rows, p.intermediate), torch.bfloat16
 

@@ -1,8 +1,9 @@
 """Fills what a launch that trains has besides: the state of its call, and for backward the other operands.
 
 A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
-arguments.fill_static; fill_backward and fill_masters here, once for each layer and set of weights; fill_train_state,
-fill_gradients and fill_backward_call for each call. Args must be its own: what the two directions share lies elsewhere.
+arguments.fill_static; fill_backward and fill_masters, in FP8 fill_turned, here, once for each layer and set of
+weights; fill_train_state, fill_gradients and fill_backward_call for each call. Args must be its own: what the two
+directions share lies elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from megamoe.errors import ArgumentError
 from megamoe.formats.planes import plane_strides
 from megamoe.formats.table import BF16
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.memory.arguments import Encoder, Plan, fill_call, set_map
@@ -29,12 +30,15 @@ def _box(size: int, rank: int, rows: int = _BOX_ROWS) -> tuple[int, ...]:
 
 
 def _plane_maps(
-    encoder: Encoder, base: int, rows: int, planes: int, columns: int
+    encoder: Encoder, base: int, rows: int, planes: int, columns: int, size: int = BF16.bytes
 ) -> tuple[bytes, bytes]:
-    """Return the maps of bf16 [rows, planes, columns] by plane; without a second plane, the first one's twice."""
-    row = columns * BF16.bytes
+    """Return the maps of [rows, planes, columns] by plane; without a second plane, the first one's twice.
+
+    size: bytes of an element.
+    """
+    row = columns * size
     maps = [
-        encoder(base + p * row, (columns, rows), (planes * row,), _box(BF16.bytes, 2), BF16.bytes)
+        encoder(base + p * row, (columns, rows), (planes * row,), _box(size, 2), size)
         for p in range(planes)
     ]
     return maps[0], maps[-1]
@@ -66,32 +70,42 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder) -> None:
     p, training, rows = plan.strided, args.training, plan.pool_rows
     hidden, width, planes = p.hidden, p.intermediate, p.activation.planes
     address = {name: base + region.offset for name, region in plan.backward.items()}
-    dy_rows = address.get("dy_rows", args.x_pool)
+    x_rows, dy_rows = address["x_rows"], address.get("dy_rows", args.x_pool)
     hs = address.get("hs") or _workspace_base(args, plan) + plan.workspace["h"].offset
-    args.x_pool = dy_rows
     for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
         setattr(training, name, address[name])
 
-    def rows_map(at: int, columns: int, rank: int = 2) -> bytes:
-        row = columns * BF16.bytes
+    def rows_map(at: int, columns: int, rank: int = 2, size: int = BF16.bytes) -> bytes:
+        row = columns * size
         dims, strides = (columns, rows, *[1] * (rank - 2)), (row,) + (row * rows,) * (rank - 2)
-        return encoder(at, dims, strides, _box(BF16.bytes, rank), BF16.bytes)
+        return encoder(at, dims, strides, _box(size, rank), size)
 
-    dgu = _plane_maps(encoder, address["dgu"], rows, planes, width)
-    for field, data in zip(training.dgu, dgu, strict=True):
-        set_map(field, data)
+    def set_planes(maps: Any, name: str, size: int) -> None:
+        found = _plane_maps(encoder, address[name], rows, planes, width, size)
+        for field, data in zip(maps, found, strict=True):
+            set_map(field, data)
+
+    set_planes(training.dgu, "dgu", BF16.bytes)
     set_map(training.hs, rows_map(hs, width))
-    set_map(training.x_rows_map, rows_map(address["x_rows"], hidden))
-    set_map(training.b[0], rows_map(address["x_rows"], hidden, rank=4))
+    set_map(training.dy_rows_map, rows_map(dy_rows, hidden))
+    set_map(training.b[0], rows_map(x_rows, hidden, rank=4))
     set_map(training.b[1], rows_map(hs, width, rank=4))
     first, second = args.gemm
     first.n, first.k, second.n, second.k = width, hidden, hidden, width
-    set_map(first.a, rows_map(dy_rows, hidden))
-    set_map(first.out, dgu[0])  # never used: the tile's three outputs are Training's
-    set_map(second.a, dgu[0])
+    pool = rows_map(args.x_pool, hidden, size=p.formats.x.bytes)
+    set_map(first.a, pool)
     set_map(second.out, rows_map(args.y_rows, hidden))  # dx_rows
     for gemm in (first, second):
         gemm.a_scale = gemm.b_scale = gemm.bias = gemm.out_scale = None
+    if p.formats.x.scaled:
+        training.dy_rows = dy_rows
+        set_planes(training.dgu_rows, "dgu_rows", p.formats.x.bytes)
+        set_map(training.x_rows_map, pool)
+        first.a_scale = args.x_pool_scale
+        first.out_scale = second.a_scale = address["dgu_scale"]
+    else:
+        set_planes(training.dgu_rows, "dgu", BF16.bytes)
+        set_map(training.x_rows_map, rows_map(x_rows, hidden))
 
 
 def _workspace_base(args: Any, plan: Plan) -> int:
@@ -120,6 +134,32 @@ def fill_masters(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     set_map(training.w13, encoder(*maps[1], _box(BF16.bytes, 4, half), BF16.bytes))
     for name in ("b13", "b2"):
         bias = getattr(weights, name)
+        setattr(training, name, None if bias is None else bias.data_ptr())
+
+
+def fill_turned(args: Any, plan: Plan, turned: TurnedWeights, encoder: Encoder) -> None:
+    """Do as fill_masters for a layer with e4m3 weights.
+
+    turned: of weights with a contiguous b13.
+    """
+    p, training, forward = plan.problem, args.training, turned.forward
+    local, planes, size = p.num_local_experts(p.rank), p.activation.planes, p.formats.w.bytes
+    box = _box(size, 4, abi.TILES[TILE].half_columns)
+
+    def weights_map(name: str, w: Tensor, n: int, k: int, w_planes: int) -> bytes:
+        base, strides = _place_of(f"turned.{name}", w, w_planes, args.y_rows, k, local)
+        return encoder(base, (k, n, w_planes, max(local, 1)), strides, box, size)
+
+    h, i = p.hidden, p.intermediate
+    set_map(args.gemm[0].b, weights_map("w2", turned.w2, i, h, 1))
+    set_map(args.gemm[1].b, weights_map("w13", turned.w13, h, i, planes))
+    set_map(training.w13, weights_map("forward.w13", forward.w13, i, h, planes))
+    args.gemm[0].b_scale = turned.w2_scale.data_ptr()
+    args.gemm[1].b_scale = turned.w13_scale.data_ptr()
+    assert forward.w13_scale is not None
+    training.w13_scale = forward.w13_scale.data_ptr()
+    for name in ("b13", "b2"):
+        bias = getattr(forward, name)
         setattr(training, name, None if bias is None else bias.data_ptr())
 
 

@@ -49,11 +49,21 @@ def test_every_activation_through_several_launches(activation: str) -> None:
     assert all(g is None or not g.any() for of_rank in grads for g in of_rank)
 
 
-@pytest.mark.parametrize("activation", ["swiglu_oai"])
-def test_fp8(activation: str) -> None:
-    """Saved tokens have scales, all of them are saved; the launch has rows of its own."""
+@pytest.mark.parametrize(
+    ("activation", "width"), [("swiglu_oai", 144), ("swiglu", 400), ("relu2", 272)]
+)
+def test_fp8(activation: str, width: int) -> None:
+    """Saved tokens have scales, all of them are saved; dgu goes on in e4m3, plane by plane, tiles of several halves."""
     problem = Problem(
-        272, 144, 5, 3, ep_size=2, max_tokens=70, precision="fp8", activation=activation, bias=True
+        272,
+        width,
+        5,
+        3,
+        ep_size=2,
+        max_tokens=70,
+        precision="fp8",
+        activation=activation,
+        bias=True,
     )
     emulation = Emulation(problem)
     for seed, (routing, tokens) in enumerate([("uniform", [70, 33]), ("dropped", [0, 64])]):
@@ -177,8 +187,9 @@ def assert_equal(a: Any, b: Any, what: Any = "") -> None:
             assert torch.equal(x, y) if y is not None else x is None, (r, name, what)
 
 
-def test_bits_depend_on_nothing_but_the_inputs() -> None:
-    problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, bias=True)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_bits_depend_on_nothing_but_the_inputs(precision: str) -> None:
+    problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, bias=True, precision=precision)
     call = Call.make(problem, [130, 57])
     expected, grads = call_forward(problem, call), None
     for num_ctas, step_blocks, seed in ((2, 0, 0), (4, 16, 1), (6, 17, 2), (2, 40, 3), (4, 0, 4)):
@@ -196,9 +207,10 @@ def call_forward(problem: Problem, call: Call) -> list[Tensor]:
     return Emulation(problem).forward_all(*call.routed, call.weights)
 
 
-def test_dx_does_not_depend_on_passes() -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_dx_does_not_depend_on_passes(precision: str) -> None:
     """Nor do the gradients of the routing weights; weight gradients are rounded once more a pass."""
-    problem = Problem(144, 80, 4, 2, ep_size=2, max_tokens=130)
+    problem = Problem(144, 80, 4, 2, ep_size=2, max_tokens=130, precision=precision)
     call, first = Call.make(problem, [130, 57]), None
     for pool_rows in (None, least_pool(problem), least_pool(problem) + 128):
         emulation = Emulation(problem, pool_rows=pool_rows)

@@ -14,6 +14,7 @@ from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.emulation import Emulation
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.weights import TurnedWeights
 from megamoe.memory.transport.group import ThreadGroup
 from megamoe.testing.layouts import LAYOUTS
 
@@ -64,6 +65,8 @@ def test_ranks_as_threads(precision: str) -> None:
             x, ids, _ = (column[rank] for column in c.routed)
             needs = ALL if i == 0 else (True, False, True, True, False, True)
             options = {} if i == 0 else {"into": into}
+            if precision == "fp8":
+                options["turned"] = TurnedWeights.of(backend.problem, c.weights[rank])
             grads.append(backend.backward(c.dys[rank], x, ids, master, states[i], needs, **options))
             if i == 0:
                 assert grads[0][2].shape == master.w13.shape
@@ -82,15 +85,23 @@ def test_ranks_as_threads(precision: str) -> None:
             assert torch.equal(into[name].bfloat16(), single)
 
 
-def test_quantized_weights_are_refused() -> None:
-    """Backward computes with the masters; codes taken for bf16 numbers would be garbage."""
+def test_weights_of_another_precision_are_refused() -> None:
+    """Codes taken for bf16 numbers would be garbage, and so would bf16 numbers taken for codes."""
     problem = replace(PROBLEM, ep_size=1, precision="fp8")
     call, backend = Call.make(problem, [4]), EmulateBackend(problem)
     x, ids, scores = (column[0] for column in call.routed)
     _, state = backend.forward_train(x, ids, scores, call.weights[0])
-    with pytest.raises(ArgumentError, match="weights.w13"):
-        backend.backward(call.dys[0], x, ids, call.weights[0], state, ALL)
+    turned = TurnedWeights.of(problem, call.weights[0])
+    with pytest.raises(ArgumentError, match="turned is None"):
+        backend.backward(call.dys[0], x, ids, call.masters[0], state, ALL)
+    wrong = replace(turned, w2=turned.w2.bfloat16())
+    with pytest.raises(ArgumentError, match="turned.w2.dtype"):
+        backend.backward(call.dys[0], x, ids, call.masters[0], state, ALL, turned=wrong)
+    with pytest.raises(ArgumentError, match="weights.w13.dtype"):
+        backend.backward(call.dys[0], x, ids, call.weights[0], state, ALL, turned=turned)
+    with pytest.raises(ArgumentError, match="weights.w13_scale"):
+        TurnedWeights.of(problem, call.masters[0])
     with pytest.raises(ArgumentError, match="weights.w13_scale|weights.w13"):
         backend.forward_train(x, ids, scores, call.masters[0])
     with pytest.raises(ArgumentError, match="state"):
-        backend.backward(call.dys[0], x, ids, call.masters[0], state[:-256], ALL)
+        backend.backward(call.dys[0], x, ids, call.masters[0], state[:-256], ALL, turned=turned)

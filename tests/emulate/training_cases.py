@@ -110,7 +110,7 @@ def judge(
     """
     problem = call.problem
     xs, ids, scores = call.routed
-    given = (problem, call.dys, xs, ids, scores, call.masters)
+    given = (problem, call.dys, xs, ids, scores, call.weights)
     recomputed = backward(*given)
     passes = [
         first_pass(rows, ids, problem.ep_size, emulation.ranks[r].plan.pool_rows)
@@ -247,7 +247,7 @@ def pretend(emulation: Emulation, call: Call) -> tuple[list[Tensor], list[list[T
     xs, ids, scores = call.routed
     saved = forward(problem, xs, ids, scores, call.weights)
     gate_up = [g.bfloat16() for g in saved["gate_up"]]
-    out = backward(problem, call.dys, xs, ids, scores, call.masters, gate_up=gate_up)
+    out = backward(problem, call.dys, xs, ids, scores, call.weights, gate_up=gate_up)
     states = []
     for r in ranks:
         plan, rows = emulation.ranks[r].plan, out["rows"][r]

@@ -15,6 +15,7 @@ from megamoe.backends.reference.backward import backward as oracle
 from megamoe.backends.reference.route import route
 from megamoe.config import Problem
 from megamoe.errors import MegaMoEError, RankMismatch
+from megamoe.formats.weights import TurnedWeights
 from megamoe.memory.layout import min_pool_rows
 from megamoe.memory.window import Window
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
@@ -52,12 +53,16 @@ class Case:
         )
         self.master = self.masters[rank]
         self.weights = self.master.quantized(self.problem)
+        self.turned = {}
+        if self.problem.formats.w.scaled:
+            self.turned = {"turned": TurnedWeights.of(self.problem, self.weights)}
 
     def forward(self, backend, **options):
         return backend.forward_train(self.x, self.ids, self.scores, self.weights, **options)
 
     def backward(self, backend, state, needs=ALL, **options):
-        return backend.backward(self.dy, self.x, self.ids, self.master, state, needs, **options)
+        call = self.dy, self.x, self.ids, self.master, state, needs
+        return backend.backward(*call, **self.turned, **options)
 
     def step(self, backend, **options):
         y, state = self.forward(backend)
@@ -68,7 +73,8 @@ class Case:
         columns = [[getattr(i, n) for i in self.inputs] for n in names]
         if gate_up is not None:  # of one rank, by pool row
             gate_up = [gate_up[route(self.problem, 0, columns[1]).pool_row]]
-        found = oracle(self.problem, self.dys, *columns, self.masters, gate_up=gate_up)
+        stored = [m.quantized(replace(self.problem, rank=r)) for r, m in enumerate(self.masters)]
+        found = oracle(self.problem, self.dys, *columns, stored, gate_up=gate_up)
         return [found[name][self.problem.rank] for name in NAMES]
 
 
@@ -119,7 +125,7 @@ def test_gradients_and_their_bits(make, precision):
 def test_a_launch_takes_the_sms_that_are_free(make, precision, monkeypatch):
     case = Case(precision)
     expected = case.step(make(case))
-    monkeypatch.setattr(mega, "share_of", lambda *_: reserve.Share(0, 20_000, 0))
+    monkeypatch.setattr(mega, "share_of", lambda *_: reserve.Share(0, 20_000))
     backend = make(case)
     assert_same_bits(case.step(backend), expected, "nobody else")
     assert backend.num_ctas() == backend.grid

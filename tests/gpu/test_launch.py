@@ -8,7 +8,7 @@ import torch
 from megamoe.backends import reference
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
-from megamoe.formats.quantization import quantize_blockwise
+from megamoe.formats.quantization import quantize_blockwise, transpose_blocks
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.quantize import quantize_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
@@ -24,20 +24,27 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
     w = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).bfloat16()
     w[0, :16, :16] = 0
     w[-1, -1] = 1e-30
-    q, scale = quantize_weights(w, planes)
+    (q, scale), none = quantize_weights(w, planes)
+    assert none is None
     expected_q, expected_scale = quantize_blockwise(w, planes)
     assert torch.equal(scale, expected_scale)
     assert torch.equal(q.view(torch.uint8), expected_q.view(torch.uint8))
-    again = quantize_weights(w, planes, out=(torch.empty_like(q), torch.empty_like(scale)))
-    assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
+    expected = transpose_blocks(q, scale, planes)
+    places = [tuple(t.clone().zero_() for t in pair) for pair in ((q, scale), expected)]
+    for given in (None, None), places:
+        again, turned = quantize_weights(w, planes, given[0], True, given[1])
+        assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(again[1], scale)
+        assert torch.equal(turned[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(turned[1], expected[1])
 
 
 @pytest.mark.parametrize("change", [interleaved, apart, with_gaps])
 def test_strided_weights_quantize_to_the_same_bits(change):
     torch.manual_seed(0)
     w = torch.randn(3, 2 * 144, 272, device="cuda").bfloat16()
-    q, scale = quantize_weights(w, 2)
-    found = quantize_weights(change(w), 2)
+    (q, scale), _ = quantize_weights(w, 2)
+    found, _ = quantize_weights(change(w), 2)
     assert torch.equal(found[0].view(torch.uint8), q.view(torch.uint8))
     assert torch.equal(found[1], scale)
 

@@ -58,7 +58,7 @@ KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 from megamoe.backends import mega
 from megamoe.memory import launches
 from megamoe.memory.window import Window
-from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, expected_weights
 module.load_kernel = lambda variant, device: KERNEL
 problem = Problem(272, 144, 7, 3, max_tokens=70, precision="fp8")
 weights = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()})

@@ -20,7 +20,7 @@ class Saving(StagedBackend):
 
     calls: ClassVar[
         list
-    ] = []  # of all instances: ("forward" | "forward_train", ) or ("backward", needs, weights)
+    ] = []  # of all instances: ("forward" | "forward_train", ) or ("backward", needs, weights, turned)
 
     def __init__(self, problem, group=None):
         super().__init__(problem, group)
@@ -61,9 +61,13 @@ class Saving(StagedBackend):
         num_tokens_device=None,
         into=None,
         only_weights=False,
+        turned=None,
     ):
-        self.calls.append(("backward", tuple(needs), weights))
+        self.calls.append(("backward", tuple(needs), weights, turned))
         assert not (only_weights and any(needs[:2]))
+        assert self.problem.formats.w.scaled == (turned is not None)
+        if weights.w13_scale is not None:
+            weights = weights.dense(self.problem, torch.bfloat16)
         assert int(state[0]) == COMPLETE, "not the state of a forward pass"
         assert dy.is_contiguous()
         assert dy.data_ptr() % 16 == 0

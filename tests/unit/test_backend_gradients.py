@@ -104,19 +104,18 @@ def check(name, ranks, results):
         call.ids = [t.clone() for t in call.ids]
         for ids, count in zip(call.ids, counts, strict=True):
             ids[int(count) :] = -1
-    problem, gate_up = call.problem, None
-    arguments = call.x, call.ids, call.scores, call.weights
-    if problem.precision == "fp8":
-        quantized = [w.quantized(replace(problem, rank=r)) for r, w in enumerate(call.weights)]
-        gate_up = reference.forward(problem, *arguments[:3], quantized)["gate_up"]
-    expected = reference.backward(problem, call.dy, *arguments, rounding="none", gate_up=gate_up)
+    problem = call.problem
+    stored = [w.quantized(replace(problem, rank=r)) for r, w in enumerate(call.weights)]
+    arguments = call.dy, call.x, call.ids, call.scores, stored
+    expected = reference.backward(problem, *arguments, rounding="none")
     for rank, result in enumerate(results):
         for way, gradients in result[name].items():
             for of, gradient in zip(NAMES, gradients, strict=False):
                 if gradient is None:
                     assert expected[of][rank] is None
                     continue
-                tolerance = 0.12 if problem.precision == "fp8" and way == "staged" else 0.01
+                # FP8: reference quantizes dy and dgu, 2.6e-2 each; staged h. Of few elements up to 6.1e-2.
+                tolerance = 0.08 if problem.precision == "fp8" else 0.01
                 what = f"{name}, rank {rank}, {way}: {of}"
                 assert_close(gradient, expected[of][rank], relative=tolerance, name=what)
 

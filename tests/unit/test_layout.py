@@ -11,7 +11,7 @@ import torch
 from megamoe.config import ACTIVATIONS, MAX_GROUP_TOKENS, MAX_LOCAL_EXPERTS, MAX_TOP_K, Problem
 from megamoe.errors import ArgumentError, WorkspaceTooSmall
 from megamoe.formats import table
-from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, expected_weights
 from megamoe.jit import abi, paths
 from megamoe.jit.source import TILE
 from megamoe.memory import arguments, layout, training
@@ -49,9 +49,7 @@ def test_regions_are_aligned_ordered_and_apart():
     for problem in problems():
         for regions in regions_of(problem):
             end = 0
-            for name, region in regions.items():
-                if name == "window_x" and "window_dy" in regions:
-                    continue  # the same memory, see test_dy_is_staged_where_x_was
+            for region in regions.values():
                 assert region.offset % layout.ALIGNMENT == 0
                 assert region.offset >= end
                 end = region.end
@@ -67,21 +65,12 @@ def test_names_are_fields_of_args():
         assert not set(window) & set(workspace) | set(workspace) & set(state)
         assert not (set(window) | set(workspace) | set(train_state)) & set(backward)
         assert set(state) <= set(fields)
-        assert set(window) <= windows | {"window_dy"}
+        assert set(window) <= windows
         assert set(workspace) <= {*fields, *arguments.GEMM_POINTERS, "h"}  # h: in maps only
-        assert set(backward) <= {*training_fields, "dy_rows"}  # x_pool of a backward launch
+        assert set(backward) <= {*training_fields, "dgu_scale"}  # in the GEMM table
         assert set(state) < set(train_state) <= {*fields, *training_fields}
         seen |= set(window)
-    assert seen == windows | {"window_dy"}
-
-
-def test_dy_is_staged_where_x_was():
-    """A launch stages one of them: dy, in bf16, has twice the bytes of x in FP8."""
-    problem = Problem(272, 144, 7, 3, ep_size=2, max_tokens=70, precision="fp8")
-    window = layout.window_regions(problem)
-    assert window["window_x"].offset == window["window_dy"].offset
-    assert window["window_dy"].bytes == 2 * window["window_x"].bytes == 2 * 70 * 272
-    assert "window_dy" not in layout.window_regions(replace(problem, precision="bf16"))
+    assert seen == windows
 
 
 def test_shapes_are_those_of_the_header():
@@ -123,7 +112,6 @@ def test_window_is_the_same_on_every_rank():
 def test_views_do_not_overlap():
     problem = Problem(64, 48, 5, 2, ep_size=2, max_tokens=40, precision="fp8")
     regions = layout.window_regions(problem)
-    del regions["window_x"]  # the same memory as window_dy
     memory = torch.zeros(layout.total_bytes(regions), dtype=torch.uint8)
     for i, region in enumerate(regions.values()):
         region.view(memory).view(torch.uint8).fill_(i + 1)
@@ -388,12 +376,18 @@ def filled_backward(problem, dtype=torch.bfloat16, **gradients):
         forward, plan, _, _ = filled(problem)
     recorder, weights = Recorder(), tensors[4]
     training.fill_backward(forward, plan, BACKWARD, recorder)
-    training.fill_masters(forward, plan, weights, recorder)
+    if problem.formats.w.scaled:
+        turned = TurnedWeights.of(problem, weights.quantized(problem))
+        training.fill_turned(forward, plan, turned, recorder)
+        given_back = weights, turned
+    else:
+        training.fill_masters(forward, plan, weights, recorder)
+        given_back = weights, None
     training.fill_train_state(forward, plan, STATE, recorder)
     given = {"dw13": torch.empty_like(weights.w13, dtype=dtype), **gradients}
     given.setdefault("dw2", torch.empty_like(weights.w2, dtype=dtype))
     training.fill_gradients(forward, plan, recorder, **given)
-    return forward, plan, recorder.maps, (weights, given)
+    return forward, plan, recorder.maps, (*given_back, given)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -426,35 +420,55 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
         272, 144, 4, 2, max_tokens=64, precision=precision, activation=activation, bias=True
     )
     db13 = torch.zeros(4, planes * 144)
-    args, plan, maps, (weights, given) = filled_backward(problem, dtype, db13=db13, accumulate=True)
+    args, plan, maps, found = filled_backward(problem, dtype, db13=db13, accumulate=True)
+    weights, turned, given = found
     workspace = {n: (1 << 40) + r.offset for n, r in plan.workspace.items()}
     own = {n: BACKWARD + r.offset for n, r in plan.backward.items()}
     m, box = plan.pool_rows, (64, 64)
     dy_rows, hs = own.get("dy_rows", workspace["x_pool"]), own.get("hs", workspace["h"])
-    assert ("hs" in own) == ("dy_rows" in own) == (precision == "fp8")
+    for name in ("hs", "dy_rows", "dgu_rows", "dgu_scale"):
+        assert (name in own) == (precision == "fp8")
 
-    def rows(at, columns, rank=2):
-        strides = (columns * 2, m * columns * 2, m * columns * 2)[: rank - 1]
-        return (at, (columns, m, 1, 1)[:rank], strides, (64, 64, 1, 1)[:rank], 2)
+    def rows(at, columns, rank=2, size=2):
+        strides = (columns * size, m * columns * size, m * columns * size)[: rank - 1]
+        return (at, (columns, m, 1, 1)[:rank], strides, (128 // size, 64, 1, 1)[:rank], size)
 
-    def plane(base, i):
-        return (base + i * 288, (144, m), (planes * 288,), box, 2)
+    def plane(base, i, size=2):
+        row = 144 * size
+        return (base + i * row, (144, m), (planes * row,), (128 // size, box[1]), size)
 
     def matrix(w, inner, outer, w_planes, box, size):
         strides = (inner * size, outer * inner * size, w_planes * outer * inner * size)
         return (w.data_ptr(), (inner, outer, w_planes, 4), strides, box, size)
 
+    pool, in_fp8 = workspace["x_pool"], (128, 128, 1, 1)
+    if precision == "fp8":
+        of_format = {
+            "first.a": (args.gemm[0].a, rows(pool, 272, size=1)),
+            "first.b": (args.gemm[0].b, matrix(turned.w2, 272, 144, 1, in_fp8, 1)),
+            "second.b": (args.gemm[1].b, matrix(turned.w13, 144, 272, planes, in_fp8, 1)),
+            "x_rows": (args.training.x_rows_map, rows(pool, 272, size=1)),
+            "w13": (args.training.w13, matrix(turned.forward.w13, 272, 144, planes, in_fp8, 1)),
+        }
+    else:
+        of_format = {
+            "first.a": (args.gemm[0].a, rows(pool, 272)),
+            "first.b": (args.gemm[0].b, matrix(weights.w2, 144, 272, 1, (64, 64, 1, 1), 2)),
+            "second.b": (args.gemm[1].b, matrix(weights.w13, 272, 144, planes, (64, 64, 1, 1), 2)),
+            "x_rows": (args.training.x_rows_map, rows(own["x_rows"], 272)),
+            "w13": (args.training.w13, matrix(weights.w13, 272, 144, planes, (64, 128, 1, 1), 2)),
+        }
+    dgu_rows, size_of_rows = own.get("dgu_rows", own["dgu"]), 1 if precision == "fp8" else 2
+    for i in range(2):
+        expected = plane(dgu_rows, i % planes, size_of_rows)
+        of_format[f"dgu_rows{i}"] = (args.training.dgu_rows[i], expected)
     fields = {
-        "first.a": (args.gemm[0].a, rows(dy_rows, 272)),
-        "first.b": (args.gemm[0].b, matrix(weights.w2, 144, 272, 1, (64, 64, 1, 1), 2)),
-        "second.a": (args.gemm[1].a, plane(own["dgu"], 0)),
-        "second.b": (args.gemm[1].b, matrix(weights.w13, 272, 144, planes, (64, 64, 1, 1), 2)),
+        **of_format,
         "second.out": (args.gemm[1].out, rows(workspace["y_rows"], 272)),
         "hs": (args.training.hs, rows(hs, 144)),
-        "x_rows": (args.training.x_rows_map, rows(own["x_rows"], 272)),
+        "dy_rows": (args.training.dy_rows_map, rows(dy_rows, 272)),
         "b0": (args.training.b[0], rows(own["x_rows"], 272, 4)),
         "b1": (args.training.b[1], rows(hs, 144, 4)),
-        "w13": (args.training.w13, matrix(weights.w13, 272, 144, planes, (64, 128, 1, 1), 2)),
         "dw13": (
             args.training.dw[0],
             matrix(given["dw13"], 272, 144, planes, (128 // size, 64, 1, 1), size),
@@ -476,8 +490,21 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
         assert maps[bytes(field)[0] - 1] == expected, name
     assert [(g.n, g.k, g.bias) for g in args.gemm] == [(144, 272, None), (272, 144, None)]
     assert [g.done for g in args.gemm] == [workspace["gemm1_done"], workspace["gemm2_done"]]
-    assert args.x_pool == dy_rows
-    t = args.training
+    assert args.x_pool == pool
+    t, first, second = args.training, args.gemm[0], args.gemm[1]
+    found = (first.a_scale, first.b_scale, first.out_scale, second.a_scale, second.b_scale)
+    found += (second.out_scale, t.w13_scale, t.dy_rows)
+    expected = (None,) * 8
+    if precision == "fp8":
+        scale = own["dgu_scale"]
+        expected = (workspace["x_pool_scale"], turned.w2_scale.data_ptr(), scale, scale)
+        expected += (
+            turned.w13_scale.data_ptr(),
+            None,
+            turned.forward.w13_scale.data_ptr(),
+            dy_rows,
+        )
+    assert found == expected
     for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
         assert getattr(t, name) == own[name]
     assert (t.b13, t.b2) == (weights.b13.data_ptr(), weights.b2.data_ptr())
@@ -506,7 +533,7 @@ def test_tensors_of_a_backward_call():
 
 def test_gradients_that_no_launch_can_write_are_refused():
     problem = Problem(64, 48, 4, 2, max_tokens=8, bias=True)
-    args, plan, _, (weights, given) = filled_backward(problem)
+    args, plan, _, (weights, _, given) = filled_backward(problem)
     storage = torch.zeros(weights.w2.numel() + 1, dtype=torch.bfloat16)[1:]
     cases = {
         "dw13 and dw2": {**given, "dw2": weights.w2.float()},

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megamoe.backends import reference
 from megamoe.config import ACTIVATIONS, Problem
+from megamoe.formats.quantization import dequantize_rows, quantize_rows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import assert_close, compare, make_inputs, make_weights
 
@@ -482,13 +483,38 @@ def test_fp8_takes_the_values_that_forward_used():
     values = (
         forward["x_pool"][0].float() * forward["x_pool_scale"][0].repeat_interleave(128, 1)[:, :144]
     )
-    out = reference.backward(problem, dy, x, ids, scores, masters, gate_up=[forward["gate_up"][0]])
+    stored = [masters[0].quantized(problem)]
+    out = reference.backward(problem, dy, x, ids, scores, stored)
     assert torch.equal(out["x_rows"][0], values.bfloat16())
-    assert torch.equal(out["gate_up"][0], forward["gate_up"][0].bfloat16())
+    assert torch.equal(out["gate_up"][0], forward["gate_up"][0].bfloat16())  # made again: forward's
     h = problem.activation(out["gate_up"][0])  # not quantized
     assert_close(out["h"][0], h, relative=1e-6)
-    with pytest.raises(ValueError, match="quantized, expected the masters"):
-        reference.backward(problem, dy, x, ids, scores, [masters[0].quantized(problem)])
+
+
+def test_fp8_multiplies_quantized_rows_and_weights():
+    """dy once, for dh, dw2 and d_s; dgu plane by plane and for dx alone."""
+    problem = Problem(272, 144, 4, 2, precision="fp8", bias=True)
+    dy, x, ids, scores, masters = setup(problem, (40,))
+    stored = masters[0].quantized(problem)
+    out = reference.backward(problem, dy, x, ids, scores, [stored])
+    dense, rows = stored.dense(problem, torch.float32), out["rows"][0]
+    of_dy = dequantize_rows(*quantize_rows(dy[0]))[rows.token]
+    assert torch.equal(out["dy_rows"][0], of_dy.bfloat16())
+    dh = torch.einsum("mh,mhi->mi", of_dy, dense.w2[rows.expert])
+    assert_close(out["dh"][0], dh, relative=1e-5)
+    planes = out["dgu"][0].float().split(144, dim=1)
+    multiplied = torch.cat([dequantize_rows(*quantize_rows(plane)) for plane in planes], 1)
+    dx_rows = torch.einsum("mi,mih->mh", multiplied, dense.w13[rows.expert])
+    assert_close(out["dx_rows"][0].float(), dx_rows, relative=3e-3)
+    dw2 = torch.stack(
+        [
+            out["dy_rows"][0][rows.expert == e].float().T @ out["hs"][0][rows.expert == e].float()
+            for e in range(4)
+        ]
+    )
+    assert_close(out["dw2"][0].float(), dw2, relative=3e-3)
+    exact = reference.backward(problem, dy, x, ids, scores, [stored], rounding="none")
+    assert torch.equal(exact["dy_rows"][0], dy[0].float()[rows.token])
 
 
 def test_check_tokens_is_a_subset_of_the_whole():

@@ -15,6 +15,8 @@ masters = replace(problem, precision="bf16")
 def make_weights(p):
     return ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(p).items()})
 weights, master = make_weights(problem), make_weights(masters)
+turned = TurnedWeights.of(problem, weights) if PRECISION == "fp8" else None
+biased = turned.forward if turned else master
 ALL = [True] * 6
 def tensors(tokens=5):
     return (torch.zeros(tokens, 272, dtype=torch.bfloat16), torch.zeros(tokens, 3, dtype=torch.int64),
@@ -24,6 +26,8 @@ def forward(layer, tokens=5, **options):
     return (x, ids, scores, *layer.forward_train(x, ids, scores, weights, **options))
 def backward(layer, call, needs=ALL, dy=None, w=master, **options):
     x, ids, _, y, state = call
+    if problem.precision == "fp8":
+        options.setdefault("turned", turned)
     return layer.backward(torch.zeros_like(x) if dy is None else dy, x, ids, w, state, needs, **options)
 def at(region, base, table):
     return base + table[region].offset
@@ -64,8 +68,9 @@ with on_cpu():
     second = [
         two.x == dy.data_ptr(), t.x == x.data_ptr(), two.y == dx.data_ptr(), two.topk_ids == ids.data_ptr(),
         t.d_topk_weights == gradients[1].data_ptr(), two.num_tokens_device == count.data_ptr(), two.num_tokens == 5,
-        two.gemm[0].b.words[0] == master.w2.data_ptr(), two.gemm[1].b.words[0] == master.w13.data_ptr(),
-        t.b13 == master.b13.data_ptr(), t.b2 == master.b2.data_ptr(), t.header == s, t.tokens == tokens_at,
+        two.gemm[0].b.words[0] == (turned or master).w2.data_ptr(),
+        two.gemm[1].b.words[0] == (turned or master).w13.data_ptr(),
+        t.b13 == biased.b13.data_ptr(), t.b2 == biased.b2.data_ptr(), t.header == s, t.tokens == tokens_at,
         t.gu[0].words[0] == at("gu", s, plan.train_state), t.x_rows == at("x_rows", work, plan.backward),
         t.dw[0].words[0] == dw.data_ptr(), t.dw[1].words[0] == gradients[3].data_ptr(),
         t.db13 == gradients[4].data_ptr(), t.db2 == gradients[5].data_ptr(),
@@ -79,7 +84,7 @@ print(json.dumps([before, loaded, first, second, kinds, call_again]))
     before, loaded, first, second, kinds, launches = seen
     precision = before[0].split("-")[0]
     assert before == [f"{precision}-swiglu"]
-    assert loaded[1:] == [f"train-{precision}-swiglu", "backward-bf16-swiglu"]
+    assert loaded[1:] == [f"train-{precision}-swiglu", f"backward-{precision}-swiglu"]
     assert all(first), first
     assert all(second), second
     bf16, fp32 = "torch.bfloat16", "torch.float32"
@@ -266,6 +271,8 @@ def test_weights_refused_halfway_are_not_taken_for_those_before(train):
     seen = train("""
 def crooked(w):  # w2 where no tensor map can begin
     raw = torch.zeros(w.w2.numel() + 1, dtype=w.w2.dtype)
+    if w is turned:
+        return replace(turned, w2=raw[1:].view(w.w2.shape))
     moved = make_weights(problem if w is weights else masters)
     return replace(moved, w2=raw[1:].view(w.w2.shape))
 with on_cpu():
@@ -276,7 +283,7 @@ with on_cpu():
         x, ids, scores = tensors()
         yield weights, 0, lambda w: call(layer, weights=w)
         yield weights, 0, lambda w: layer.forward_train(x, ids, scores, w)
-        yield master, 1, lambda w: backward(layer, call_of, w=w)
+        yield turned or master, 1, lambda w: backward(layer, call_of, **{"turned" if turned else "w": w})
     for good, place, launch in tries():
         launch(good)
         try:

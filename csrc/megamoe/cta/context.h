@@ -52,12 +52,24 @@ MEGAMOE_DEVICE TileSmem<typename T::Tiling>& tile_smem() {
     return cta_smem<T>().tiles;
 }
 
+// A math warp's copy of its tile: the slot that it began in may hold another before its epilogue.
+template <class T>
+MEGAMOE_DEVICE Tile& current_tile() {
+    return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
+}
+
 // What a launch does. `train` is forward, and saves what `backward` needs.
 enum class Direction { forward, train, backward };
 
 // Stage::recompute has the sizes of backward's gemm1, dy w2: both make columns of the intermediate.
 MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
     return args.gemm[stage == Stage::gemm2 ? 1 : 0];
+}
+
+template <class T>
+MEGAMOE_DEVICE const float* b_scale_of(const Args& args, Stage stage) {
+    if (T::direction == Direction::backward && stage == Stage::recompute) return args.training.w13_scale;
+    return gemm_of(args, stage).b_scale;
 }
 
 // One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue. Its K are
@@ -95,6 +107,11 @@ struct Shape {
         return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::k_planes; }) *
                ceil_div(gemm_of(args, stage).k, slot_k(stage));
     }
+    // Of B's scales, one every `group` of all its K.
+    static MEGAMOE_DEVICE int scale_columns(const Args& args, Stage stage, int group) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::k_planes; }) *
+               ceil_div(gemm_of(args, stage).k, group);
+    }
     static MEGAMOE_DEVICE int input_slots(Stage stage) {
         return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::inputs; });
     }
@@ -103,6 +120,12 @@ struct Shape {
     }
     static MEGAMOE_DEVICE bool a_scaled(Stage stage) {
         return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::A::scaled; });
+    }
+    static MEGAMOE_DEVICE bool b_scaled(Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::B::scaled; });
+    }
+    static MEGAMOE_DEVICE bool b_k_major(Stage stage) {
+        return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::B::k_major; });
     }
     static MEGAMOE_DEVICE int planes(Stage stage) {
         return of_stage<T>(stage, [](auto gemm) { return decltype(gemm)::Epilogue::planes; });

@@ -5,21 +5,33 @@
 // The pre-activations come through the pipeline, 64 columns a slot, gate in b[0] and up in b[1] (an ungated
 // layer's up in b[0]): they are on their way while the last of K is multiplied. dgu takes their place, and hs
 // that of A.
+//
+// `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, an output slot a plane, from the
+// values rounded to bf16: they take the registers of the sums that they were made of.
 #pragma once
 #include "megamoe/act/policies.h"
 #include "megamoe/epilogue/elementwise.cuh"
 
 namespace megamoe {
 
-template <class S, class Activation>
+template <class S, class Activation, class Rows>
 struct ActivationGradientEpilogue {
     static constexpr bool elementwise = false;
     static constexpr int planes = 1, columns = S::columns;  // of dh
     static constexpr int slot_columns = slot_k_bytes / 2, inputs = columns / slot_columns;
     static constexpr int gu_planes = Activation::gated ? 2 : 1;
 
-    static MEGAMOE_DEVICE int slots(const Args&) { return 0; }  // all in place
-    static MEGAMOE_DEVICE Destination output(const Context&, const Tile&, int) { return {}; }
+    static constexpr int inputs_of_half = inputs / 2;
+
+    static MEGAMOE_DEVICE int slots(const Args&) { return Rows::scaled ? 2 * gu_planes : 0; }
+    static MEGAMOE_DEVICE int slots_before(int input) {
+        return Rows::scaled ? input / inputs_of_half * gu_planes : 0;
+    }
+    static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
+        int half = slot / gu_planes;
+        return {&ctx.args.training.dgu_rows[slot - half * gu_planes],
+                tile.n * columns + half * S::half_columns, ctx.args.gemm[0].n};
+    }
 
     static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > group_rows ? 2 : 1; }
     static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) {
@@ -65,6 +77,7 @@ struct ActivationGradientEpilogue {
         int group_row = math_group() * group_rows, row = row0<T>(tile) + group_row + f.row;
         const float s[2] = {args.training.row_weight[row], args.training.row_weight[row + 8]};
         float d_s[2] = {0.0f, 0.0f};
+        uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of a half, where Rows has scales
         MEGAMOE_UNROLL
         for (int input = 0; input < inputs; ++input) {
             auto& slot = output.claim_input(ring);
@@ -73,9 +86,8 @@ struct ActivationGradientEpilogue {
             uint8_t* hs = slot.a + math_group() * box_bytes;
             MEGAMOE_UNROLL
             for (int g = 0; g < slot_columns / 8; ++g) {
-                constexpr int inputs_of_half = inputs / 2;
-                float* dh =
-                    &sum[input / inputs_of_half][(input % inputs_of_half * (slot_columns / 8) + g) * 4];
+                int of_half = input % inputs_of_half * (slot_columns / 8) + g;
+                float* dh = &sum[input / inputs_of_half][of_half * 4];
                 MEGAMOE_UNROLL
                 for (int i = 0; i < 2; ++i) {
                     int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
@@ -90,20 +102,39 @@ struct ActivationGradientEpilogue {
                                              dup[j], h[j]);
                         d_s[i] += dh_j * h[j];
                     }
-                    store_pair(gates + at, s[i] * dgate[0], s[i] * dgate[1]);
-                    if (Activation::gated) store_pair(ups + at, s[i] * dup[0], s[i] * dup[1]);
+                    dgu[0][i][of_half] = store_pair(gates + at, s[i] * dgate[0], s[i] * dgate[1]);
+                    if constexpr (Activation::gated)
+                        dgu[1][i][of_half] = store_pair(ups + at, s[i] * dup[0], s[i] * dup[1]);
                     store_pair(hs + at, s[i] * h[0], s[i] * h[1]);
                 }
             }
             // Before the last hand-over, which the tile's release follows.
             if (input == inputs - 1) store_d_s(ctx, tile, d_s, row, f);
             output.hand_over();
+            if constexpr (Rows::scaled) {
+                if (input % inputs_of_half == inputs_of_half - 1)
+                    write_rows<T>(ctx, tile, output, dgu, input / inputs_of_half, f);
+            }
         }
     }
 
   private:
-    static MEGAMOE_DEVICE void store_pair(uint8_t* to, float a, float b) {
-        *reinterpret_cast<uint32_t*>(to) = arch::pack_bf16x2(a, b);
+    static MEGAMOE_DEVICE uint32_t store_pair(uint8_t* to, float a, float b) {
+        uint32_t pair = arch::pack_bf16x2(a, b);
+        *reinterpret_cast<uint32_t*>(to) = pair;
+        return pair;
+    }
+    // A half of all planes; the scales of a plane stand behind those of the one before.
+    template <class T, class Output, int planes_, int pairs>
+    static MEGAMOE_DEVICE void write_rows(const Context& ctx, const Tile& tile, Output& output,
+                                          const uint32_t (&dgu)[planes_][2][pairs], int half, Fragment f) {
+        const Args& args = ctx.args;
+        float* scales = scales_of_half<T>(ctx, tile, half);
+        MEGAMOE_UNROLL
+        for (int plane = 0; plane < planes_; ++plane) {
+            Rows::write_bf16(output, dgu[plane], scales, f);
+            if (scales != nullptr) scales += int64_t{ceil_div(args.gemm[0].n, scale_group)} * args.pool_rows;
+        }
     }
     static MEGAMOE_DEVICE void store_d_s(const Context& ctx, const Tile& tile, float (&d_s)[2], int row,
                                          Fragment f) {

@@ -8,8 +8,9 @@
 //   slots(args), output(ctx, tile, slot)
 //              how many a warpgroup fills for a tile, in order; where the store warp puts one: several
 //              outputs are several maps
-//   inputs     pipeline slots behind those of K that it reads, or 0. Its outputs take their place:
-//              input_bytes() and load_input() for load_b, claim_input() in run(), store_input()
+//   inputs     pipeline slots behind those of K that it reads, or 0. Outputs take their place: input_bytes()
+//              and load_input() for load_b, claim_input() in run(), store_input(). slots_before(input): how
+//              many of its output slots are handed over before that
 //
 // Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
 // Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
@@ -48,6 +49,26 @@ MEGAMOE_DEVICE int output_slots(const Args& args, Stage stage) {
     return of_stage<T>(stage, [&](auto gemm) { return decltype(gemm)::Epilogue::slots(args); });
 }
 
+// What a warpgroup hands over for a tile, in order: input(i) for each pipeline slot that comes back,
+// output(c) for each output slot. Who fills them and who stores them walk alike.
+template <class T, class Input, class Output>
+MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, Output output) {
+    int slots = output_slots<T>(args, tile.stage), c = 0;
+    if constexpr (T::direction == Direction::backward) {
+        using E = typename T::Gemm1::Epilogue;  // the one that has inputs
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < tile.inputs;) {
+            if (c < E::slots_before(i)) {
+                output(c++);
+            } else {
+                input(i++);
+            }
+        }
+    }
+    MEGAMOE_UNROLL_BY(1)
+    for (; c < slots; ++c) output(c);
+}
+
 // bias[column], with columns at or past `width` left alone.
 template <int n>
 MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int width, Fragment f) {
@@ -62,6 +83,16 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
     }
 }
 
+// Where a warpgroup's scales of a half go, which is one group; null if there is no such half.
+template <class T>
+MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
+    const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+    int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
+    float* scales =
+        gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) + math_group() * group_rows;
+    return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
+}
+
 template <class Out, class T, class Output>
 MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count, Output& output,
                                  Sums<T>& sum, Fragment f) {
@@ -69,13 +100,7 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
     for (int half = 0; half < 2; ++half) {
         if (half >= count) break;
         float* scales = nullptr;
-        if constexpr (Out::scaled) {  // a half is one group; it has scales if it exists
-            const Gemm& gemm = gemm_of(ctx.args, tile.stage);
-            int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
-            scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) +
-                     math_group() * group_rows;
-            if (group >= ceil_div(gemm.n, scale_group)) scales = nullptr;
-        }
+        if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half);
         Out::write_half(output, sum[half], scales, f);
     }
 }

@@ -53,11 +53,11 @@ struct Bf16Rows {
 struct Bf16Weights {
     using Element = bf16_t;
     static constexpr int element_bytes = 2, packed = 1;
-    static constexpr bool expanded = false;
+    static constexpr bool scaled = false, k_major = true, expanded = false;
 
     struct Scales {
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const Gemm&, const Tile&, const Halves&) {}
+        MEGAMOE_DEVICE Scales(const float*, int, int, const Tile&, const Halves&) {}
         MEGAMOE_DEVICE void fetch() {}
         MEGAMOE_DEVICE void put(float (&)[2]) const {}
     };
@@ -65,7 +65,7 @@ struct Bf16Weights {
 
 // Either operand as it lies when memory has a row of M or N for each k: MN-major.
 struct Bf16Columns : Bf16Weights {
-    static constexpr bool scaled = false;
+    static constexpr bool k_major = false;
 };
 
 }  // namespace megamoe

@@ -87,18 +87,34 @@ struct E4m3Rows {
     // the half exists.
     template <class Output, int n>
     static MEGAMOE_DEVICE void write_half(Output& output, const float (&v)[n], float* row_scale, Fragment f) {
+        write_group<n / 4>(
+            output, row_scale, f, [&](int i, int g) { return v[4 * g + 2 * i]; },
+            [&](int i, int g) { return v[4 * g + 2 * i + 1]; });
+    }
+    // The same of 8 * groups columns of bf16: a thread's pairs[i][g] are those at f.column(g) of its row i.
+    template <class Output, int groups>
+    static MEGAMOE_DEVICE void write_bf16(Output& output, const uint32_t (&pairs)[2][groups],
+                                          float* row_scale, Fragment f) {
+        write_group<groups>(
+            output, row_scale, f, [&](int i, int g) { return arch::bf16_lo(pairs[i][g]); },
+            [&](int i, int g) { return arch::bf16_hi(pairs[i][g]); });
+    }
+
+  private:
+    template <int groups, class Output, class Even, class Odd>
+    static MEGAMOE_DEVICE void write_group(Output& output, float* row_scale, Fragment f, Even even, Odd odd) {
         uint8_t* chunk = output.claim();
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
             E4m3Group group;
             MEGAMOE_UNROLL
-            for (int g = 0; g < n / 4; ++g) group.include(v[4 * g + 2 * i], v[4 * g + 2 * i + 1]);
+            for (int g = 0; g < groups; ++g) group.include(even(i, g), odd(i, g));
             group.join_lanes<4>();  // a quad holds one row
             float inverse = group.inverse();
             MEGAMOE_UNROLL
-            for (int g = 0; g < n / 4; ++g) {
+            for (int g = 0; g < groups; ++g) {
                 *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
-                    arch::pack_e4m3x2(v[4 * g + 2 * i] * inverse, v[4 * g + 2 * i + 1] * inverse);
+                    arch::pack_e4m3x2(even(i, g) * inverse, odd(i, g) * inverse);
             }
             if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = group.scale();
         }
@@ -109,19 +125,21 @@ struct E4m3Rows {
 struct E4m3Weights {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1, packed = 1;
-    static constexpr bool expanded = false;
+    static constexpr bool scaled = true, k_major = true, expanded = false;
 
     // One float a pipeline slot and half. A half past the last column has no scales of its own and takes the
     // first half's: its products are zero.
     class Scales {
       public:
+        // `columns`: of the scales, one every 128 of K.
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
-            int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
+        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
+                              const Halves& halves) {
+            int rows = ceil_div(n, scale_group);  // of a plane
             int row0 = halves.column(0) / scale_group;
             int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
             int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
-            half0_ = gemm.b_scale + row * columns;
+            half0_ = scale + row * columns;
             to_half1_ = row1 < halves.num_planes() * rows ? (row1 - row0) * columns : 0;
         }
         MEGAMOE_DEVICE void fetch() {

@@ -38,19 +38,21 @@ struct PackedHalf {
 
 struct Mxfp4Weights {
     static constexpr int packed = 2;
-    static constexpr bool expanded = true;
+    static constexpr bool expanded = true, k_major = true;
+    static constexpr bool scaled = false;    // by the math warps: its scales come with the numbers
     static constexpr int block_bytes = 512;  // scales of 128 x 128 numbers
 
     // Where a tile's scales are. A half past the last column takes the first half's: its numbers are zero.
     class Scales {
       public:
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const Gemm& gemm, const Tile& tile, const Halves& halves) {
-            int rows = ceil_div(gemm.n, scale_group), columns = ceil_div(gemm.k, scale_group);  // of a plane
+        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
+                              const Halves& halves) {
+            int rows = ceil_div(n, scale_group);  // of a plane
             int row0 = halves.column(0) / scale_group;
             int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
             int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
-            half0_ = reinterpret_cast<const uint8_t*>(gemm.b_scale) + row * columns * block_bytes;
+            half0_ = reinterpret_cast<const uint8_t*>(scale) + row * columns * block_bytes;
             to_half1_ = row1 < halves.num_planes() * rows ? (row1 - row0) * columns * block_bytes : 0;
         }
         MEGAMOE_DEVICE void fetch() {}

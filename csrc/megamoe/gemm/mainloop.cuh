@@ -100,6 +100,12 @@ struct MultiplyBf16 {
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
         Ops operands(smem, math_group());
+        if constexpr (T::direction == Direction::backward) {
+            // Beside products that are promoted: while undefined they would be alive there too, and ptxas
+            // spills.
+            MEGAMOE_UNROLL
+            for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
+        }
         for (int i = 0; i < slots; ++i) {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
@@ -212,15 +218,9 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     using M1 = MultiplyOf<typename T::Gemm1>;
     using M2 = MultiplyOf<typename T::Gemm2>;
     if constexpr (T::direction == Direction::backward) {
-        if (is_weight_gradient(tile.stage)) {
-            BiasGradient<T> bias(ctx, tile);
-            MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, slots,
-                                                                [&](int slot, int i) { bias.add(slot, i); });
-            bias.store(ctx, tile);
-            return;
-        }
-        if (tile.stage == Stage::recompute) {
-            MultiplyOf<typename T::RecomputeGemm>::template run<T>(sum, ctx, ring, slots);
+        using Again = MultiplyOf<typename T::RecomputeGemm>;
+        if (!same<Again, M1> && tile.stage == Stage::recompute) {
+            Again::template run<T>(sum, ctx, ring, slots);
             return;
         }
     }
@@ -236,6 +236,16 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     } else {
         M2::template run<T>(sum, ctx, ring, slots);
     }
+}
+
+// The same of a weight tile, and its bias' gradient beside it. Its sums are not those of multiply(): where
+// the two meet, ptxas finds no registers for promoted products beside sums in place.
+template <class T>
+MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
+    BiasGradient<T> bias(ctx, tile);
+    MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, tile.slots,
+                                                        [&](int slot, int i) { bias.add(slot, i); });
+    bias.store(ctx, tile);
 }
 
 // A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing,

@@ -1,8 +1,8 @@
 // Where the operands of backward's tiles lie.
 //
 //   stage       A                        B
-//   gemm1       dy rows, K-major         w2 [L, H, I], MN-major: read as it lies
-//   gemm2       dgu, K-major, P planes   w13 [L, P, I, H], MN-major
+//   gemm1       dy rows, K-major         bf16: w2 [L, H, I], MN-major: read as it lies; fp8: w2^T, K-major
+//   gemm2       dgu, K-major, P planes   bf16: w13 [L, P, I, H], MN-major; fp8: w13^T [L, P, H, I], K-major
 //   dw13        dgu, MN-major            x rows, MN-major: both with K = rows of the expert
 //   dw2         dy rows, MN-major        hs, MN-major
 //   recompute   x rows, K-major          w13, K-major
@@ -22,9 +22,9 @@ MEGAMOE_DEVICE int first_row_of_expert(const Context& ctx, int expert, int block
 // A slot of K in planes: which plane, and where in it.
 struct PlaneOfK {
     int plane, k;
-    MEGAMOE_DEVICE PlaneOfK(int slot, int plane_slots) {
+    MEGAMOE_DEVICE PlaneOfK(int slot, int plane_slots, int slot_k) {
         plane = slot >= plane_slots ? 1 : 0;
-        k = (slot - plane * plane_slots) * (slot_k_bytes / 2);
+        k = (slot - plane * plane_slots) * slot_k;
     }
 };
 template <class T>
@@ -36,17 +36,19 @@ template <class T>
 struct GradientRows {
     const TensorMap* map;  // of the first plane
     bool mn_major;
-    int m, k, plane_slots;  // first of either
+    int m, k, plane_slots, slot_k;  // m and k: first of either
     MEGAMOE_DEVICE GradientRows(const Context& ctx, const Tile& tile) {
         const Args& args = ctx.args;
         constexpr int block_rows = T::Tiling::rows;
         mn_major = is_weight_gradient(tile.stage);
         plane_slots = slots_of_plane<T>(args, tile.stage);
+        slot_k = Shape<T>::slot_k(tile.stage);
         m = row0<T>(tile);
         k = mn_major ? first_row_of_expert(ctx, tile.expert(), block_rows) : 0;
-        map = &args.gemm[0].a;  // gemm1, dw2
+        map = &args.gemm[0].a;
         if (tile.stage == Stage::recompute) map = &args.training.x_rows_map;
-        if (tile.stage == Stage::gemm2) map = &args.training.dgu[0];
+        if (tile.stage == Stage::gemm2) map = &args.training.dgu_rows[0];
+        if (tile.stage == Stage::dw2) map = &args.training.dy_rows_map;
         if (mn_major) {
             GradientBlock<typename T::Tiling> block(args, tile);
             if (tile.stage == Stage::dw13) map = &args.training.dgu[block.plane];
@@ -58,7 +60,7 @@ struct GradientRows {
         if (!is_weight_gradient(tile.stage)) RowsOfPool<T>::ready(ctx, tile);
     }
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
-        PlaneOfK at(slot, plane_slots);
+        PlaneOfK at(slot, plane_slots, slot_k);
         int m0 = m + half * group_rows, k0 = k + at.k;
         load_2d(both, to, map + at.plane, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
     }
@@ -70,24 +72,25 @@ struct GradientWeights {
     const TensorMap* map;
     Halves<S> halves;
     bool k_major;
-    int expert, k, plane_slots;
+    int expert, k, plane_slots, slot_k;
     MEGAMOE_DEVICE GradientWeights(const Context& ctx, const Tile& tile)
         : halves(halves_of<T>(tile.stage, tile.n)) {
         const Args& args = ctx.args;
-        k_major = tile.stage == Stage::recompute;
+        k_major = Shape<T>::b_k_major(tile.stage);
         plane_slots = slots_of_plane<T>(args, tile.stage);
+        slot_k = Shape<T>::slot_k(tile.stage);
         bool is_gradient = is_weight_gradient(tile.stage);
         expert = is_gradient ? 0 : tile.expert();
         k = is_gradient ? first_row_of_expert(ctx, tile.expert(), S::rows) : 0;
         map = &gemm_of(args, tile.stage).b;
-        if (k_major) map = &args.training.w13;
+        if (tile.stage == Stage::recompute) map = &args.training.w13;
         if (is_gradient) map = &args.training.b[tile.stage == Stage::dw13 ? 0 : 1];
     }
 
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
-        PlaneOfK at(slot, plane_slots);
-        if (k_major) {
-            load_4d(both, to, map, full, at.k, halves.column(half), halves.plane(half), expert);
+        PlaneOfK at(slot, plane_slots, slot_k);
+        if (k_major) {  // planes are N's or K's
+            load_4d(both, to, map, full, at.k, halves.column(half), halves.plane(half) + at.plane, expert);
             return;
         }
         MEGAMOE_UNROLL_BY(1)

@@ -1,5 +1,6 @@
 // All gradients of the layer: dgu = s (dy w2) act', dx rows = dgu w13, then dw13 = dgu^T x and dw2 = dy^T hs.
-// The weights are read as they lie; docs/backward.md has the picture.
+// bf16 weights are read as they lie, e4m3 ones as transposed copies, for e4m3 is multiplied K-major only;
+// weight gradients are of bf16 in either precision. docs/backward.md has the picture.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"
@@ -10,15 +11,26 @@
 
 namespace megamoe {
 
+// How backward's gemm1 and gemm2 read weights of a format.
+template <class Weights>
+struct Transposed {
+    using Type = Weights;
+};
+template <>
+struct Transposed<Bf16Weights> {
+    using Type = Bf16Columns;
+};
+
 template <class P, class Activation, class S>
 struct BackwardLayer {
     static constexpr Direction direction = Direction::backward;
-    static_assert(same<typename P::X, Bf16Rows>, "gradients are computed in bf16");
+    using Rows = typename P::X;
+    using Weights = typename Transposed<typename P::W>::Type;
     using Tiling = S;
-    using Gemm1 = GemmOf<Bf16Rows, Bf16Columns, ActivationGradientEpilogue<S, Activation>>;
-    using Gemm2 = GemmOf<Bf16Rows, Bf16Columns, PlainEpilogue<S, Bf16Rows>, Activation::gated ? 2 : 1>;
+    using Gemm1 = GemmOf<Rows, Weights, ActivationGradientEpilogue<S, Activation, Rows>>;
+    using Gemm2 = GemmOf<Rows, Weights, PlainEpilogue<S, Bf16Rows>, Activation::gated ? 2 : 1>;
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
-    using RecomputeGemm = GemmOf<Bf16Rows, Bf16Weights, RecomputeEpilogue<S, Activation>>;
+    using RecomputeGemm = GemmOf<Rows, typename P::W, RecomputeEpilogue<S, Activation>>;
     template <class T>
     using RowsOf = GradientRows<T>;
     template <class T>

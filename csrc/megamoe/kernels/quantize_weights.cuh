@@ -1,7 +1,7 @@
-// bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, in one pass over memory.
-// [L, P * I, H]; blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA
-// a block. Same formula as everywhere (docs/numerics.md), so the bits equal those of
-// megamoe/formats/weights.py.
+// bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the transposes of
+// both, in one pass over memory. [L, P * I, H]; blocks restart at each of the P planes, so the last block of
+// a plane may be ragged. One CTA a block. Same formula as everywhere (docs/numerics.md), so the bits equal
+// those of megamoe/formats/quantization.py.
 #pragma once
 #include "megamoe/formats/e4m3_group.h"
 
@@ -11,11 +11,14 @@ struct QuantizeWeightsArgs {
     const void* w;                                    // [L, P, I, H] bf16, strided
     void* q;                                          // [L, P * I, H] e4m3
     float* scale;                                     // [L, P * ceil(I/128), ceil(H/128)]
-    int planes, rows, columns;                        // P, I, H; H is a multiple of 8
+    void* turned;                                     // [L, P, H, I] e4m3 or null
+    float* turned_scale;                              // [L, ceil(H/128), P * ceil(I/128)]
+    int planes, rows, columns;                        // P, I, H; multiples of 8, I of 16 with `turned`
     int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
 };
 
-constexpr int quantize_threads = 256;  // 16 columns of 8 elements x 16 rows, 8 times
+constexpr int quantize_threads = 256;  // each has 8 rows x 8 columns of the block
+constexpr int quantize_edge = 8;
 
 struct alignas(16) Bf16x8 {
     uint32_t pairs[4];
@@ -24,51 +27,102 @@ struct alignas(8) E4m3x8 {
     uint32_t quads[2];
 };
 
+// 4 x 4 bytes, transposed.
+MEGAMOE_DEVICE void transpose_bytes(uint32_t (&v)[4]) {
+    uint32_t a = __byte_perm(v[0], v[1], 0x5140), b = __byte_perm(v[2], v[3], 0x5140);
+    uint32_t c = __byte_perm(v[0], v[1], 0x7362), d = __byte_perm(v[2], v[3], 0x7362);
+    v[0] = __byte_perm(a, b, 0x5410);
+    v[1] = __byte_perm(a, b, 0x7632);
+    v[2] = __byte_perm(c, d, 0x5410);
+    v[3] = __byte_perm(c, d, 0x7632);
+}
+
+// The block on its way to its transpose: pieces of 8 rows of a column, 16 a column, swizzled so that neither
+// side meets bank conflicts.
+struct TurnedBlock {
+    E4m3x8 pieces[scale_group][scale_group / quantize_edge];
+    MEGAMOE_DEVICE E4m3x8& at(int column, int piece) {
+        return pieces[column][piece ^ column / quantize_edge];
+    }
+};
+
 // gridDim: ceil(H/128), P * ceil(I/128), L
 MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
-    constexpr int passes = 8;
+    constexpr int edge = quantize_edge, lanes = scale_group / edge;
     __shared__ E4m3Group s_groups[quantize_threads / 32];
+    __shared__ TurnedBlock s_turned;
     int blocks_in_plane = ceil_div(args.rows, scale_group);
     int plane = blockIdx.y / blocks_in_plane, block = blockIdx.y % blocks_in_plane;
-    int column = blockIdx.x * scale_group + threadIdx.x % 16 * 8;
-    int64_t first_row = (static_cast<int64_t>(blockIdx.z) * args.planes + plane) * args.rows;
+    int thread = static_cast<int>(threadIdx.x);
+    int column = blockIdx.x * scale_group + thread % lanes * edge;
+    int row0 = block * scale_group + thread / lanes * edge;
+    int64_t of_plane = static_cast<int64_t>(blockIdx.z) * args.planes + plane;
     const auto* w = static_cast<const uint16_t*>(args.w) + blockIdx.z * args.expert_stride +
                     plane * args.plane_stride + column;
-    auto row_of = [&](int pass) {
-        return block * scale_group + pass * 16 + static_cast<int>(threadIdx.x / 16);
-    };
     auto is_inside = [&](int row) { return row < args.rows && column < args.columns; };
 
-    Bf16x8 v[passes];
+    Bf16x8 v[edge];
     E4m3Group group;
     MEGAMOE_UNROLL
-    for (int pass = 0; pass < passes; ++pass) {
-        int row = row_of(pass);
-        v[pass] = is_inside(row) ? *reinterpret_cast<const Bf16x8*>(w + row * args.row_stride) : Bf16x8{};
+    for (int i = 0; i < edge; ++i) {
+        int row = row0 + i;
+        v[i] = is_inside(row) ? *reinterpret_cast<const Bf16x8*>(w + row * args.row_stride) : Bf16x8{};
         MEGAMOE_UNROLL
-        for (uint32_t pair : v[pass].pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
+        for (uint32_t pair : v[i].pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
     }
     group.join_lanes<32>();
-    if (threadIdx.x % 32 == 0) s_groups[threadIdx.x / 32] = group;
+    if (thread % 32 == 0) s_groups[thread / 32] = group;
     __syncthreads();
     MEGAMOE_UNROLL
     for (int warp = 0; warp < quantize_threads / 32; ++warp) group.include(s_groups[warp]);
 
     float inverse = group.inverse();
+    uint32_t quads[2][edge];  // 4 columns, by row
     MEGAMOE_UNROLL
-    for (int pass = 0; pass < passes; ++pass) {
-        int row = row_of(pass);
-        if (!is_inside(row)) continue;
-        int64_t at = (first_row + row) * args.columns + column;
+    for (int i = 0; i < edge; ++i) {
         E4m3x8 out;
         MEGAMOE_UNROLL
-        for (int i = 0; i < 2; ++i)
-            out.quads[i] = e4m3_of_bf16(v[pass].pairs[2 * i], v[pass].pairs[2 * i + 1], inverse);
+        for (int half = 0; half < 2; ++half)
+            out.quads[half] = quads[half][i] =
+                e4m3_of_bf16(v[i].pairs[2 * half], v[i].pairs[2 * half + 1], inverse);
+        if (!is_inside(row0 + i)) continue;
+        int64_t at = (of_plane * args.rows + row0 + i) * args.columns + column;
         *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
     }
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
         int64_t at = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
         args.scale[at * gridDim.x + blockIdx.x] = group.scale();
+        at = static_cast<int64_t>(blockIdx.z) * gridDim.x + blockIdx.x;
+        if (args.turned != nullptr) args.turned_scale[at * gridDim.y + blockIdx.y] = group.scale();
+    }
+    if (args.turned == nullptr) return;
+
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        uint32_t upper[4], lower[4];  // rows 0 to 3, and 4 to 7
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            upper[i] = quads[half][i];
+            lower[i] = quads[half][4 + i];
+        }
+        transpose_bytes(upper);
+        transpose_bytes(lower);
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 4; ++i)
+            s_turned.at(thread % lanes * edge + half * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
+    }
+    __syncthreads();
+    // 16 bytes of a row of the transpose a thread, so that 8 write a line.
+    constexpr int vectors = lanes / 2;
+    MEGAMOE_UNROLL
+    for (int pass = 0; pass < scale_group * vectors / quantize_threads; ++pass) {
+        int i = pass * quantize_threads + thread, of_block = i / vectors, piece = i % vectors * 2;
+        int to = blockIdx.x * scale_group + of_block, from = block * scale_group + piece * edge;
+        if (to >= args.columns || from >= args.rows) continue;
+        E4m3x8 first = s_turned.at(of_block, piece), second = s_turned.at(of_block, piece + 1);
+        int64_t at = (of_plane * args.columns + to) * args.rows + from;
+        *reinterpret_cast<Bf16x8*>(static_cast<uint8_t*>(args.turned) +
+                                   at) = {{first.quads[0], first.quads[1], second.quads[0], second.quads[1]}};
     }
 }
 

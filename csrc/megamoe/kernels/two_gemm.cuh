@@ -71,18 +71,18 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
-// The transport warps' work on the rows of a pass. Backward restores x behind dy, which tiles wait for first,
-// or, where pre-activations have to be made again, before it in a phase of its own.
+// The transport warps' work on the rows of a pass. Backward restores what weight gradients need behind dy,
+// which tiles wait for first; where pre-activations have to be made again, x in a phase of its own before.
 template <class T>
 MEGAMOE_DEVICE void fill_pool(Context& ctx) {
     if constexpr (T::direction == Direction::backward) {
         const Args& args = ctx.args;
         if (ctx.smem.plan.phase == Phase::recompute) {
-            restore<T>(ctx, true);
+            restore_for_recompute<T>(ctx);
             return;
         }
         if (!dispatch<T>(ctx)) return;
-        if (!is_recomputed(ctx) && (args.training.weights_wanted & 1) != 0) restore<T>(ctx, false);
+        restore_for_weights<T>(ctx);
         arch::warp_sync();
         Profile<T>::mark(args, Mark::restored);
         // Rows of a launch that was given up may be missing.

@@ -67,23 +67,28 @@ struct Gemm {
     int32_t k;
 };
 
-// What a launch that trains has besides: `train`, which saves, and `backward`. There gemm1 is dy w2, its A dy_rows and
-// its outputs dgu and hs; gemm2 is dgu w13, its out dx_rows. B of both is MN-major, with boxes of 64 rows x 128 bytes.
-// All maps but dw's are of bf16 and have boxes of 64 rows x 128 bytes.
+// What a launch that trains has besides: `train`, which saves, and `backward`. There gemm1 is dy w2, its A dy's rows in
+// x_pool and its outputs dgu and hs; gemm2 is dgu w13, its A dgu_rows, its out dx_rows. Their B, the weights, is
+// bf16: w2 and w13 as they lie, MN-major with boxes of 64 rows x 128 bytes; fp8: transposed, [L, 1, I, H] and
+// [L, P, H, I], as forward's are. Maps here have boxes of 64 rows x 128 bytes but for w13, and are of bf16 where they
+// say no other.
 struct Training {
     TensorMap gu[2];    // by plane: pre-activations, state's gu; [M, I] each
     TensorMap dgu[2];   // by plane: [M, I] each
     TensorMap hs;       // [M, I]
-    TensorMap x_rows_map;  // [M, H]
+    TensorMap dgu_rows[2];  // by plane: [M, I] each, A of gemm2: dgu, or e4m3 of it
+    TensorMap dy_rows_map;  // [M, H], A of dw2
+    TensorMap x_rows_map;   // [M, H], A of recompute: x_rows, or x_pool in e4m3
     TensorMap b[2];     // of the weight tiles: x_rows [1, 1, M, H], hs [1, 1, M, I]
     TensorMap dw[2];    // dw13 [L, P, I, H], dw2 [L, 1, H, I]; bf16 or fp32
-    TensorMap w13;      // as forward's gemm1 has it, bf16, for passes whose gu was not saved
+    TensorMap w13;      // as forward's gemm1 has it, for passes whose gu was not saved
     // state
     StateHeader* header;
     void* tokens;           // [S, max_tokens, H] in x's format; S = R - 1 without the own rank, or R if x has scales
     float* tokens_scale;    // scaled x: [S, max_tokens, ceil(H/128)]
     // backward's part of the workspace
     void* x_rows;           // [M, H] bf16, written by restore
+    void* dy_rows;          // scaled x: [M, H] bf16, likewise; else dy in x_pool is bf16
     float* row_weight;      // [M] routing weights
     float* d_s;             // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
     int32_t* expert_rows;   // [L, 2] first block and rows in this pass
@@ -93,6 +98,7 @@ struct Training {
     float* d_topk_weights;  // [T, K]
     float* db13;            // [L, P * I] or null
     float* db2;             // [L, H] or null
+    const float* w13_scale;  // scaled w13: as forward's gemm1 has it, for recompute
     const float* b13;       // [L, P * I] or null, for recompute
     const float* b2;        // [L, H] or null
     int64_t window_d_weights;  // [max_tokens, K] float, of the home's own tokens

@@ -88,13 +88,40 @@ MEGAMOE_DEVICE int64_t saved_token(const Args& args, bool scaled, int home, int 
     return int64_t{slot} * args.max_tokens + token;
 }
 
-// <dy, b2> of each target's expert: its routing weight's gradient has that part too. Each lane reads what it
-// has written to the row.
+// One warp: a token's row, and its scales if rows have them, to x_pool, and to slot `saved` of the state if
+// that is not negative.
+template <class T>
+MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const float* scales, int lane_row,
+                              uint32_t targets, int64_t saved, int slice, const Slices& slices) {
+    using X = typename T::Gemm1::A;
+    const Args& args = ctx.args;
+    int vectors = vectors_of_row<X>(args), lane = arch::lane_idx();
+    fan_out(from, static_cast<uint4_t*>(args.x_pool), vectors, slice * slices.vectors,
+            min_of(vectors, (slice + 1) * slices.vectors), lane_row, targets,
+            saved >= 0 ? static_cast<uint4_t*>(args.training.tokens) + saved * vectors : nullptr);
+    if constexpr (X::scaled) {
+        int groups = ceil_div(args.hidden, scale_group);
+        MEGAMOE_UNROLL_BY(1)
+        for (int g = lane + slice * 32; g - lane < groups; g += slices.count * 32) {
+            float scale = g < groups ? scales[g] : 0.0f;
+            for (uint32_t left = targets; left != 0; left &= left - 1) {
+                int64_t row = arch::shfl(lane_row, arch::ffs0(left));
+                if (g < groups) args.x_pool_scale[int64_t{g} * args.pool_rows + row] = scale;
+            }
+            if (saved >= 0 && g < groups) args.training.tokens_scale[saved * groups + g] = scale;
+        }
+    }
+}
+
+// <dy, b2> of each target's expert: its routing weight's gradient has that part too. A lane reads the values
+// that it has written to the row, and scales of others.
 template <class T>
 MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
+    using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
     int parts = ceil_div(args.gemm[0].n, T::Tiling::columns) + 1;
-    int vectors = vectors_of_row<Bf16Rows>(args);
+    int vectors = vectors_of_row<X>(args);
+    if constexpr (X::scaled) arch::warp_sync();
     for (uint32_t left = targets; left != 0; left &= left - 1) {
         int k = arch::ffs0(left);
         int64_t row = arch::shfl(lane_row, k);
@@ -106,10 +133,21 @@ MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_r
         for (int v = arch::lane_idx(); v < vectors; v += 32) {
             uint4_t data = arch::load_vec(dy + v);
             const uint32_t words[4] = {data.x, data.y, data.z, data.w};
-            MEGAMOE_UNROLL
-            for (int w = 0; w < 4; ++w) {
-                sum += arch::bf16_lo(words[w]) * bias[8 * v + 2 * w];
-                sum += arch::bf16_hi(words[w]) * bias[8 * v + 2 * w + 1];
+            if constexpr (X::scaled) {
+                float scale = args.x_pool_scale[int64_t{v * 16 / scale_group} * args.pool_rows + row];
+                MEGAMOE_UNROLL
+                for (int w = 0; w < 4; ++w) {
+                    float value[4];
+                    arch::unpack_e4m3x4(words[w], value);
+                    MEGAMOE_UNROLL
+                    for (int j = 0; j < 4; ++j) sum += scale * value[j] * bias[16 * v + 4 * w + j];
+                }
+            } else {
+                MEGAMOE_UNROLL
+                for (int w = 0; w < 4; ++w) {
+                    sum += arch::bf16_lo(words[w]) * bias[8 * v + 2 * w];
+                    sum += arch::bf16_hi(words[w]) * bias[8 * v + 2 * w + 1];
+                }
             }
         }
         MEGAMOE_UNROLL
@@ -122,30 +160,16 @@ template <class T>
 MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
     using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
-    int lane = arch::lane_idx();
     int home = home_of(ordered, args.num_ranks);
     int token = token_of(ordered, args.num_ranks);
     int lane_row = row_of_lane(args, ordered);
     uint32_t targets = arch::ballot(lane_row >= 0);
-    int vectors = vectors_of_row<X>(args);
     int64_t saved = T::direction == Direction::train ? saved_token(args, X::scaled, home, token) : -1;
-    fan_out(ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors,
-            static_cast<uint4_t*>(args.x_pool), vectors, slice * ctx.smem.plan.pulls.vectors,
-            min_of(vectors, (slice + 1) * ctx.smem.plan.pulls.vectors), lane_row, targets,
-            saved >= 0 ? static_cast<uint4_t*>(args.training.tokens) + saved * vectors : nullptr);
-    if constexpr (X::scaled) {
-        int groups = ceil_div(args.hidden, scale_group);
-        const auto* scales = ctx.window<const float>(home, args.window_x_scale) + int64_t{token} * groups;
-        MEGAMOE_UNROLL_BY(1)
-        for (int g = lane + slice * 32; g - lane < groups; g += ctx.smem.plan.pulls.count * 32) {
-            float scale = g < groups ? scales[g] : 0.0f;
-            for (uint32_t left = targets; left != 0; left &= left - 1) {
-                int64_t row = arch::shfl(lane_row, arch::ffs0(left));
-                if (g < groups) args.x_pool_scale[int64_t{g} * args.pool_rows + row] = scale;
-            }
-            if (saved >= 0 && g < groups) args.training.tokens_scale[saved * groups + g] = scale;
-        }
-    }
+    fill_rows<T>(ctx,
+                 ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors_of_row<X>(args),
+                 ctx.window<const float>(home, args.window_x_scale) +
+                     int64_t{token} * ceil_div(args.hidden, scale_group),
+                 lane_row, targets, saved, slice, ctx.smem.plan.pulls);
     if constexpr (T::direction == Direction::backward) {
         if (args.training.b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }

@@ -102,9 +102,10 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
 
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
-    using W = typename T::Gemm1::B;
     using B = typename T::template WeightsOf<T>;
-    static_assert(same<W, typename T::Gemm2::B>, "both GEMMs' weights have one format");
+    using W = typename T::Gemm1::B;
+    using Scales = typename W::Scales;
+    static_assert(same<Scales, typename T::Gemm2::B::Scales>, "both GEMMs' weights have one format");
     auto& smem = tile_smem<T>();
     // Behind the plan's barriers: other CTAs' TMA stores of pre-activations in the phase before are complete.
     if constexpr (T::direction == Direction::backward) ctx.mem.fence_proxy_async();
@@ -122,10 +123,12 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
         }
         gradients.await(ctx, tile);
         B weights(ctx, tile);
-        typename W::Scales scales(gemm_of(ctx.args, tile.stage), tile, weights.halves);
+        bool scaled = Shape<T>::b_scaled(tile.stage);  // a weight gradient's B is not
+        Scales scales(b_scale_of<T>(ctx.args, tile.stage), gemm_of(ctx.args, tile.stage).n,
+                      Shape<T>::scale_columns(ctx.args, tile.stage, scale_group), tile, weights.halves);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-            scales.fetch();  // in flight while this thread waits for the slot
+            if (scaled) scales.fetch();  // in flight while this thread waits for the slot
             ring.acquire(ctx.mem, smem.pipeline);
             auto& b = smem.slots[ring.slot()].b;
             uint64_t* full = &smem.pipeline.full[ring.slot()];
@@ -143,7 +146,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
                 weights.load(b[0], full, i, 0, false);
                 weights.load(b[1], full, i, 1, false);
             }
-            scales.put(smem.b_scale[ring.slot()]);
+            if (scaled) scales.put(smem.b_scale[ring.slot()]);
             ring.commit(ctx.mem, smem.pipeline);  // the scales too, and the tile
         }
         load_inputs<T>(ctx, ring, tile);

@@ -35,11 +35,7 @@ struct OutputSlots {
     }
 };
 
-// The warp's copy of the tile that begins in `slot`: the slot may hold another before this one's epilogue.
-template <class T>
-MEGAMOE_DEVICE Tile& current_tile() {
-    return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
-}
+// Makes that copy, of the tile that begins in `slot`.
 template <class T>
 MEGAMOE_DEVICE void begin_tile(int slot) {
     Tile& tile = current_tile<T>();
@@ -67,13 +63,26 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
             skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
         } else if (tile.rows() <= math_group() * group_rows) {
             idle_slots<T>(ctx, ring, tile.slots);
-            int slots = tile.inputs != 0 ? tile.inputs : output_slots<T>(ctx.args, tile.stage);
-            for (int c = 0; c < slots; ++c) {
-                if (tile.inputs != 0) output.claim_input(ring);
-                if (tile.inputs == 0) output.claim();
-                output.hand_over();
-            }
+            walk_slots<T>(
+                ctx.args, tile,
+                [&](int) {
+                    output.claim_input(ring);
+                    output.hand_over();
+                },
+                [&](int) {
+                    output.claim();
+                    output.hand_over();
+                });
         } else {
+            if constexpr (T::direction == Direction::backward) {
+                if (is_weight_gradient(tile.stage)) {
+                    Sums<T> sum;
+                    multiply_gradient<T>(sum, ctx, ring, tile);
+                    tile = current_tile<T>();
+                    T::WeightGemm::Epilogue::template run<T>(ctx, tile, ring, output, sum);
+                    continue;
+                }
+            }
             Sums<T> sum;
             multiply<T>(sum, ctx, ring, tile, tile.slots);
             tile = current_tile<T>();

@@ -25,9 +25,10 @@ template <class T>
 MEGAMOE_DEVICE Slices pull_slices(const Context& ctx, Phase phase) {
     int vectors = vectors_of_row<typename T::Gemm1::A>(ctx.args);
     int most = num_transports(ctx) / max_of(1, ctx.smem.num_tokens);
-    if constexpr (T::direction ==
-                  Direction::backward) {  // <dy, b2> is of a whole row, and restore moves such
-        if (ctx.args.training.b2 != nullptr || phase == Phase::recompute) most = 1;
+    // <dy, b2> is of a whole row; restore moves such, and reads again what its warp has pulled of e4m3.
+    if constexpr (T::direction == Direction::backward) {
+        bool rereads = T::Gemm1::A::scaled && (ctx.args.training.weights_wanted & 2) != 0;
+        if (ctx.args.training.b2 != nullptr || rereads || phase == Phase::recompute) most = 1;
     }
     return slices_of(vectors, pulls_in_flight * 32, most);
 }

@@ -40,10 +40,34 @@ MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const
     ctx.mem.arrive(smem.pipeline.empty[slot], math_role.num_warps);
 }
 
+// One of either warpgroup.
+template <class T>
+MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const OutputRing<T>& output) {
+    auto& smem = tile_smem<T>();
+    Destination to =
+        of_stage<T>(tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, slot); });
+    MEGAMOE_UNROLL_BY(1)
+    for (int group = 0; group < num_math_groups; ++group) {
+        output.await(ctx.mem, smem.outputs[group]);
+        const void* from = smem.output[group][output.slot()];
+        int row = group * group_rows;
+        if (to.column >= to.width || tile.rows() <= row) continue;
+        if constexpr (T::direction == Direction::backward) {
+            if (is_weight_gradient(tile.stage)) {
+                T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
+                continue;
+            }
+        }
+        arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
+    }
+    arch::bulk_commit();
+    arch::bulk_wait_read();
+    for (int group = 0; group < num_math_groups; ++group) output.release(ctx.mem, smem.outputs[group]);
+}
+
 template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
     const Args& args = ctx.args;
-    auto& smem = tile_smem<T>();
     // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
     ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx);
@@ -53,36 +77,21 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
         if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
         if (tile.absent()) continue;
         if constexpr (T::direction == Direction::backward) {
-            for (int i = 0; i < tile.inputs; ++i, output.advance()) store_input<T>(ctx, tile, i, output);
             // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
             // much of it left L2 again.
             if (is_weight_gradient(tile.stage) && adds_weight_gradients(ctx))
                 T::WeightGemm::Epilogue::prefetch(ctx, tile);
         }
-        int slots = tile.inputs != 0 ? 0 : output_slots<T>(args, tile.stage);
-        MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < slots; ++c, output.advance()) {
-            Destination to = of_stage<T>(
-                tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, c); });
-            MEGAMOE_UNROLL_BY(1)
-            for (int group = 0; group < num_math_groups; ++group) {
-                output.await(ctx.mem, smem.outputs[group]);
-                const void* from = smem.output[group][output.slot()];
-                int row = group * group_rows;
-                if (to.column >= to.width || tile.rows() <= row) continue;
-                if constexpr (T::direction == Direction::backward) {
-                    if (is_weight_gradient(tile.stage)) {
-                        T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
-                        continue;
-                    }
-                }
-                arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
-            }
-            arch::bulk_commit();
-            arch::bulk_wait_read();
-            for (int group = 0; group < num_math_groups; ++group)
-                output.release(ctx.mem, smem.outputs[group]);
-        }
+        walk_slots<T>(
+            args, tile,
+            [&](int input) {
+                store_input<T>(ctx, tile, input, output);
+                output.advance();
+            },
+            [&](int slot) {
+                store_output<T>(ctx, tile, slot, output);
+                output.advance();
+            });
         if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
         if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }

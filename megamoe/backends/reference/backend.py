@@ -108,10 +108,12 @@ class ReferenceBackend:
         num_tokens_device: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
         only_weights: bool = False,
+        turned: Any = None,
     ) -> list[Tensor | None]:
         """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
 
-        weights: the bf16 masters, also in FP8. state: forward_train's; routes and the number of tokens are its own.
+        weights: the bf16 masters, also in FP8. turned: in FP8, TurnedWeights; None: made from the masters.
+        state: forward_train's; routes and the number of tokens are its own.
         into: tensors by name ("w13", "w2", "b13", "b2") that gradients are added to; the list then holds None.
         Raises ArgumentError, on the other ranks RankMismatch, for a state that is not of this layer and call.
         """
@@ -121,16 +123,14 @@ class ReferenceBackend:
             self.refuse()
             raise
         mark = self.mark.ints(BACKWARD)
-        dys, *call, masters = self._gather(mark, (dy, x, *routes), weights)
-        gate_up = None
-        if self.problem.formats.w.scaled:
-            quantized = [quantize_experts(self.problem, experts) for experts in masters]
-            gate_up = forward(self.problem, *call, quantized)["gate_up"]
+        given = weights if turned is None else turned.forward
+        dys, *call, stored = self._gather(mark, (dy, x, *routes), given)
+        if self.problem.formats.w.scaled and turned is None:
+            stored = [quantize_experts(self.problem, experts) for experts in stored]
         into = into or {}
         out = backward(
-            *(self.problem, dys, *call, masters),
+            *(self.problem, dys, *call, stored),
             rounding=self.rounding,
-            gate_up=gate_up,
             dw_dtype=torch.float32 if into else None,
         )
         masters_of = {"x": x, "topk_weights": routes[1], **vars(weights)}
@@ -140,7 +140,9 @@ class ReferenceBackend:
             if need and name in into:
                 into[name].add_(gradient.reshape(into[name].shape))
             wanted = need and name not in into and gradient is not None
-            found.append(torch.empty_like(masters_of[name]).copy_(gradient) if wanted else None)
+            master = masters_of[name]
+            made = gradient.reshape(master.shape) if wanted else None
+            found.append(None if made is None else torch.empty_like(master).copy_(made))
         return found
 
     def _gather(self, mark: list[int], tensors: tuple[Tensor, ...], weights: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import full_fp32, grouped_gemm, grouped_outer
 from megamoe.backends.reference.layer import keep_rows, kept_tokens
-from megamoe.backends.reference.quant import ROWS, formulas
+from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
 from megamoe.config import Activation, Problem
 
@@ -32,18 +32,19 @@ def backward(
     """Compute every intermediate of every rank; the lists have one entry per rank.
 
     dy, x: [T, H], topk_ids, topk_weights: [T, K] of each home rank, all on one device; T may differ.
-    weights: ExpertWeights of each expert rank without scales, also in FP8: the masters. problem.rank is not used.
+    weights: ExpertWeights of each expert rank, in FP8 with scales, or as before that. problem.rank is not used.
     rounding: "kernel" rounds to bf16 what the kernel does: gate_up, dgu, hs, dx_rows, partials, dx, and dw13 and dw2
-        at their end; FP8's x is quantized, x_rows is its value in bf16. "none" rounds nothing but FP8's x. All sums
-        are in fp64 where x is float64, else in fp32.
+        at their end; in FP8 it quantizes x and dy by 1x128, and dgu, plane by plane, for dx_rows alone; x_rows and
+        dy_rows are their values in bf16. "none" rounds nothing but FP8's x. All sums are in fp64 where x is float64,
+        else in fp32.
     gate_up: [M, P*I] (or [M, P, I]) of each expert rank, in the order of its rows: the pre-activations that another
         forward saved. None: from x and `weights`, as the kernel recomputes them. A clamp can flip between the two.
     check_tokens: as in layer.forward. dw13, dw2, db13 and db2 need all tokens; with it they are lists of None.
     dw_dtype: of dw13 and dw2 instead, as when they are added to fp32 main_grad.
     Returns, by home rank: dx [T, H], d_topk_weights [T, K]. By expert rank: rows (Rows), dy_rows, x_rows [M, H],
     row_weight [M], gate_up [M, P*I], dh, h [M, I], d_s [M], dgu [M, P*I], hs [M, I], dx_rows [M, H], partials
-    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). Raises ValueError for an unknown rounding, quantized
-    weights, and lists or a gate_up of another size.
+    [all T, H], dw13, dw2, db13, db2 (shapes of the weights). Raises ValueError for an unknown rounding, and lists or a
+    gate_up of another size.
     """
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
@@ -60,34 +61,38 @@ def backward(
     kept = kept_tokens(x, check_tokens)
     if check_tokens is not None:
         all_rows = keep_rows(all_rows, topk_ids, kept)
-    x_NH = torch.cat([_x_values(problem, t[of], wide) for t, of in zip(x, kept, strict=True)])
-    dy_NH, score_NK = (
+    x_NH, dy_NH, score_NK = (
         torch.cat([t[of] for t, of in zip(per_rank, kept, strict=True)])
-        for per_rank in (dy, topk_weights)
+        for per_rank in (x, dy, topk_weights)
     )
+    x_NH = _values(problem, x_NH, wide)
+    if rounding == "kernel":
+        dy_NH = _values(problem, dy_NH, wide)
     d_scores = torch.zeros(score_NK.shape, dtype=wide, device=score_NK.device)
 
     with full_fp32(x_NH.device):
         for rank, (rows, experts) in enumerate(zip(all_rows, weights, strict=True)):
             note("rows", rows)
-            dy_rows = note("dy_rows", dy_NH[rows.token]).to(wide)
+            dy_values = dy_NH[rows.token].to(wide)
+            dy_rows = note("dy_rows", dy_values.to(stored)).to(wide)
             x_rows = note("x_rows", x_NH[rows.token].to(stored)).to(wide)
             s = note("row_weight", score_NK[rows.token, rows.k]).to(wide)[:, None]
             given = None if gate_up is None else gate_up[rank]
-            gu = _gate_up(problem, rows, x_rows, experts, given)
+            gu = _gate_up(problem, rows, x_NH[rows.token], experts, given)
             gu = note("gate_up", gu.to(stored)).to(wide)
 
-            dh = note("dh", _times_w2(problem, rows, dy_rows, experts))
+            dh = note("dh", _times_w2(problem, rows, dy_values, experts))
             unscaled, h = activation_gradient(problem.activation, gu, dh)
             note("h", h)
             d_s = (dh * h).sum(1)
             if experts.b2 is not None:
-                d_s = d_s + (dy_rows * experts.b2.to(wide)[rows.expert]).sum(1)
+                d_s = d_s + (dy_values * experts.b2.to(wide)[rows.expert]).sum(1)
             d_scores[rows.token, rows.k] = note("d_s", d_s)  # a (token, k) has one expert
             dgu = note("dgu", (s * unscaled).to(stored)).to(wide)
             hs = note("hs", (s * h).to(stored)).to(wide)
 
-            dx_rows = note("dx_rows", _times_w13(problem, rows, dgu, experts).to(stored))
+            multiplied = dgu if rounding == "none" else _by_plane(problem, dgu, wide)
+            dx_rows = note("dx_rows", _times_w13(problem, rows, multiplied, experts).to(stored))
             note("partials", reduce(rows, dx_rows, torch.ones_like(score_NK), stored))
             found = dict.fromkeys(("dw13", "dw2", "db13", "db2"))
             if check_tokens is None:
@@ -175,15 +180,26 @@ def _check(problem: Problem, gate_up: list[Tensor] | None, **lists: list[Any]) -
     for name, given in lists.items():
         if len(given) != problem.ep_size:
             raise ValueError(f"{name} has {len(given)} entries, expected one for each rank")
-    for rank, experts in enumerate(lists["weights"]):
-        if getattr(experts, "w13_scale", None) is not None:
-            raise ValueError(f"weights[{rank}] are quantized, expected the masters")
 
 
-def _x_values(problem: Problem, x: Tensor, wide: torch.dtype) -> Tensor:
-    """x: [T, H] as given -> as forward multiplied it."""
+def _values(problem: Problem, rows: Tensor, wide: torch.dtype) -> Tensor:
+    """rows: [T, K] as given -> the numbers that a GEMM multiplies in their place."""
     codec = formulas(ROWS, problem.formats.x.name)
-    return x.to(wide) if codec is None else codec[1](*codec[0](x)).to(wide)
+    return rows.to(wide) if codec is None else codec[1](*codec[0](rows)).to(wide)
+
+
+def _by_plane(problem: Problem, dgu: Tensor, wide: torch.dtype) -> Tensor:
+    """dgu: [M, P*I] -> the same, with groups that restart at a plane."""
+    planes = dgu.chunk(problem.activation.planes, dim=1)
+    return torch.cat([_values(problem, plane, wide) for plane in planes], dim=1)
+
+
+def _matrix(problem: Problem, w: Tensor, scale: Tensor | None, e: int, planes: int) -> Tensor:
+    """w: [L, N, K] or [L, P, I, K] as stored, or before that (no scale) -> expert e's values [N, K]."""
+    matrix = w[e].reshape(-1, w.shape[-1])
+    if scale is None:
+        return matrix
+    return formulas(BLOCKS, problem.formats.w.name)(matrix, scale[e], planes)
 
 
 def _gate_up(
@@ -198,7 +214,8 @@ def _gate_up(
         return given.to(x_rows.device).reshape(-1, width)
 
     def matrix(e: int) -> Tensor:
-        return experts.w13[e].reshape(width, -1).to(x_rows.dtype)
+        planes = problem.activation.planes
+        return _matrix(problem, experts.w13, experts.w13_scale, e, planes).to(x_rows.dtype)
 
     return grouped_gemm(x_rows, rows.expert, matrix, experts.b13, width)
 
@@ -207,7 +224,7 @@ def _times_w2(problem: Problem, rows: Rows, dy_rows: Tensor, experts: Any) -> Te
     """Return dh [M, I] = dy W2: W2 is [H, I] as stored, which grouped_gemm takes transposed."""
 
     def matrix(e: int) -> Tensor:
-        return experts.w2[e].to(dy_rows.dtype).T
+        return _matrix(problem, experts.w2, experts.w2_scale, e, 1).to(dy_rows.dtype).T
 
     return grouped_gemm(dy_rows, rows.expert, matrix, None, problem.intermediate)
 
@@ -216,6 +233,7 @@ def _times_w13(problem: Problem, rows: Rows, dgu: Tensor, experts: Any) -> Tenso
     """Return [M, H] = dgu W13."""
 
     def matrix(e: int) -> Tensor:
-        return experts.w13[e].reshape(dgu.shape[1], -1).to(dgu.dtype).T
+        planes = problem.activation.planes
+        return _matrix(problem, experts.w13, experts.w13_scale, e, planes).to(dgu.dtype).T
 
     return grouped_gemm(dgu, rows.expert, matrix, None, problem.hidden)
