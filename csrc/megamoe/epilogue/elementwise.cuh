@@ -124,7 +124,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     const Gemm& gemm = gemm_of(args, tile.stage);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
-        if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
+        if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());
         E1::transform(args, sum);
     } else {
         E2::transform(args, sum);
@@ -133,7 +133,9 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     using Out2 = typename E2::Out;
     if constexpr (!same<Out1, Out2>) {
         if (first) {
-            write_halves<Out1, T>(ctx, tile, E1::halves, output, sum, f);
+            // What the halves saved before have left no registers for is asked again.
+            write_halves<Out1, T>(ctx, E1::saves ? current_tile<T>() : tile, E1::halves, output, sum,
+                                  E1::saves ? Fragment() : f);
             return;
         }
     }
