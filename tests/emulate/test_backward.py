@@ -50,7 +50,12 @@ def test_every_activation_through_several_launches(activation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "width"), [("swiglu_oai", 144), ("swiglu", 400), ("relu2", 272)]
+    ("activation", "width"),
+    [
+        ("swiglu", 400),
+        pytest.param("swiglu_oai", 144, marks=pytest.mark.slow),
+        pytest.param("relu2", 272, marks=pytest.mark.slow),
+    ],
 )
 def test_fp8(activation: str, width: int) -> None:
     """Saved tokens have scales, all of them are saved; dgu goes on in e4m3, plane by plane, tiles of several halves."""
