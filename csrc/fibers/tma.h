@@ -27,9 +27,8 @@ static_assert(sizeof(EmulatedTensorMap) == 128);
 
 constexpr uint8_t poison = 0xff;  // NaN in e4m3, bf16 and fp32
 
-inline uint32_t row_bytes(const EmulatedTensorMap& map) {
-    return map.box[0] * map.element_bytes;
-}  // of a box
+// Of a box.
+inline uint32_t row_bytes(const EmulatedTensorMap& map) { return map.box[0] * map.element_bytes; }
 inline bool is_swizzled(const EmulatedTensorMap& map) { return row_bytes(map) == 128; }
 
 inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {

@@ -77,8 +77,8 @@ struct alignas(1024) TileSmem {
 
 // What routing and the plan count in the bytes of the pipeline's slots, while nothing is in flight there:
 // rows of each expert, one row of counters a warp; each expert's first block in this pass, and the padding
-// rows before it. The
-// cluster barrier behind the plan, after a proxy fence of each writer, separates the two lives.
+// rows before it. The cluster barrier behind the plan, after a proxy fence of each writer, separates the two
+// lives.
 struct RoutingSmem {
     int32_t expert_counters[num_warps / 2][max_local_experts];
     int32_t expert_start[max_local_experts + 1];

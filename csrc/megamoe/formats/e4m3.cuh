@@ -122,25 +122,36 @@ struct E4m3Rows {
     }
 };
 
+// Where the scales of a tile's halves lie, in rows of blocks of 128 x 128. A half past the last column has
+// none of its own and takes the first half's: its products are zero.
+struct ScaleRows {
+    int64_t first;
+    int to_half1;
+    template <class Halves>
+    MEGAMOE_DEVICE ScaleRows(int n, const Tile& tile, const Halves& halves) {
+        int rows = ceil_div(n, scale_group);  // of a plane
+        int row0 = halves.column(0) / scale_group;
+        int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
+        first = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
+        to_half1 = row1 < halves.num_planes() * rows ? row1 - row0 : 0;
+    }
+};
+
 struct E4m3Weights {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1, packed = 1;
     static constexpr bool scaled = true, k_major = true, expanded = false;
 
-    // One float a pipeline slot and half. A half past the last column has no scales of its own and takes the
-    // first half's: its products are zero.
+    // One float a pipeline slot and half.
     class Scales {
       public:
         // `columns`: of the scales, one every 128 of K.
         template <class Halves>
         MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
                               const Halves& halves) {
-            int rows = ceil_div(n, scale_group);  // of a plane
-            int row0 = halves.column(0) / scale_group;
-            int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
-            int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
-            half0_ = scale + row * columns;
-            to_half1_ = row1 < halves.num_planes() * rows ? (row1 - row0) * columns : 0;
+            ScaleRows rows(n, tile, halves);
+            half0_ = scale + rows.first * columns;
+            to_half1_ = rows.to_half1 * columns;
         }
         MEGAMOE_DEVICE void fetch() {
             scale_[0] = half0_[0];

@@ -42,18 +42,15 @@ struct Mxfp4Weights {
     static constexpr bool scaled = false;    // by the math warps: its scales come with the numbers
     static constexpr int block_bytes = 512;  // scales of 128 x 128 numbers
 
-    // Where a tile's scales are. A half past the last column takes the first half's: its numbers are zero.
+    // Where a tile's scales are.
     class Scales {
       public:
         template <class Halves>
         MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
                               const Halves& halves) {
-            int rows = ceil_div(n, scale_group);  // of a plane
-            int row0 = halves.column(0) / scale_group;
-            int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
-            int64_t row = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
-            half0_ = reinterpret_cast<const uint8_t*>(scale) + row * columns * block_bytes;
-            to_half1_ = row1 < halves.num_planes() * rows ? (row1 - row0) * columns * block_bytes : 0;
+            ScaleRows rows(n, tile, halves);
+            half0_ = reinterpret_cast<const uint8_t*>(scale) + rows.first * columns * block_bytes;
+            to_half1_ = rows.to_half1 * columns * block_bytes;
         }
         MEGAMOE_DEVICE void fetch() {}
         MEGAMOE_DEVICE void put(float (&)[2]) const {}
