@@ -170,7 +170,7 @@ class Contender:
         """Return the experts as the backend takes them."""
         if not self.problem.formats.w.scaled:
             return self.masters
-        trains = self.entry.direction in ("backward", "step") and self.layer is None
+        trains = self.entry.direction != "forward" and self.layer is None
         return self.cache.weights(self.problem, self.masters, trains)
 
     def quantized_again(self) -> megamoe.ExpertWeights:

@@ -16,6 +16,7 @@ from megamoe.testing.stages import (
     SUM_NOISE,
     StageChecker,
     few_steps,
+    rms,
 )
 
 # The oracle rounds where the kernel does and starts from the pre-activations that the kernel saved: what is left is
@@ -73,7 +74,7 @@ class GradientChecker(StageChecker):
         """
         tolerance = rounding_step(stored, torch.bfloat16) + 1e-6
         if passes > 1:
-            tolerance = tolerance + DEVIATIONS * LARGE_ROW * KERNEL_LIMIT * _rms(stored, True)
+            tolerance = tolerance + DEVIATIONS * LARGE_ROW * KERNEL_LIMIT * rms(stored, True)
         if stored.numel():
             self.judge(f"{name}_added", got, stored, KERNEL_LIMIT * passes, tolerance)
 
@@ -87,20 +88,12 @@ class GradientChecker(StageChecker):
         """Return how far apart single elements may be: a step of the stored format, and the noise of their sums."""
         step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
         if name == "gate_up":
-            return step + SUM_NOISE[self.precision] * _rms(expected)
+            return step + SUM_NOISE[self.precision] * rms(expected)
         if name in ("dgu", "hs"):
-            return step + PRODUCT_NOISE[self.precision] * _rms(expected)
+            return step + PRODUCT_NOISE[self.precision] * rms(expected)
         noise = DEVIATIONS * LARGE_ROW * self._sums(name)
-        return step + noise * _rms(expected, name in OF_EXPERTS)
+        return step + noise * rms(expected, name in OF_EXPERTS)
 
     def _sums(self, name: str) -> float:
         # gate_up: forward's own
         return LIMIT[self.precision] if name in ("gate_up", *OF_DX) else KERNEL_LIMIT
-
-
-def _rms(values: Tensor, by_expert: bool = False) -> Tensor:
-    """Return the root mean square, of each expert by itself: one with few rows has small gradients."""
-    squares = values.double().square()
-    if not by_expert:
-        return squares.mean().sqrt() if values.numel() else squares.new_zeros(())
-    return squares.flatten(1).mean(1).sqrt().view(-1, *[1] * (values.dim() - 1))

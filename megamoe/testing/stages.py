@@ -65,15 +65,15 @@ class StageChecker:
             return 0.0
         if name == "h_scale":  # amax / largest
             largest = self.problem.formats.h.largest
-            return SUM_NOISE[self.precision] * _rms(_values(expected, "h")) / largest
+            return SUM_NOISE[self.precision] * rms(_values(expected, "h")) / largest
         larger = torch.maximum(got[name].double().abs(), expected[name].double().abs())
         step = rounding_step(larger, got[name].dtype)
         if name != "h":
             noise = DEVIATIONS * max(self.limit(rows=1), LARGE_ROW * limit)
-            return step + noise * _rms(expected[name])
+            return step + noise * rms(expected[name])
         if "h_scale" in expected:
             step = dequantize_rows(step, torch.maximum(got["h_scale"], expected["h_scale"]))
-        return step + SUM_NOISE[self.precision] * _rms(_values(expected, "h"))
+        return step + SUM_NOISE[self.precision] * rms(_values(expected, "h"))
 
     def judge(
         self,
@@ -92,7 +92,7 @@ class StageChecker:
             where = "" if found.first is None else f"; too far: {found}"
             self.lines.append(
                 f"  {'ok  ' if good else 'FAIL'} {name:<12} relative error {found.relative:.2e} "
-                f"(limit {limit:.2g}), largest {found.largest:.2e} at rms {_rms(expected):.2e}{where}"
+                f"(limit {limit:.2g}), largest {found.largest:.2e} at rms {rms(expected):.2e}{where}"
             )
 
     def require(self, condition: bool, message: str) -> None:
@@ -103,10 +103,11 @@ class StageChecker:
 
 
 def few_steps(problem: Problem, rows: int, elements: int) -> float:
-    """Return the relative error that single roundings cause in so few elements, behind which are so many rows of h."""
+    """Return the relative error that single roundings cause in few elements, or in so few rows of h behind them."""
+    of_h = rows * problem.intermediate
     if problem.formats.h.scaled:
-        return TWO_STEPS / max(rows * problem.intermediate, FEWEST) ** 0.5
-    return 0.0 if elements >= ENOUGH else BF16_STEP
+        return TWO_STEPS / max(of_h, FEWEST) ** 0.5
+    return 0.0 if min(elements, of_h) >= ENOUGH else BF16_STEP
 
 
 def _values(stages: Stages, name: str) -> Tensor:
@@ -116,5 +117,14 @@ def _values(stages: Stages, name: str) -> Tensor:
     return stages[name]
 
 
-def _rms(values: Tensor) -> float:
-    return values.double().square().mean().sqrt().item() if values.numel() else 0.0
+def rms(values: Tensor, by_expert: bool = False) -> Tensor:
+    """Return the root mean square, of each expert by itself: one with few rows has small gradients.
+
+    Rows of zeros, of tokens that go nowhere, say nothing of the others.
+    """
+    squares = values.double().square()
+    if by_expert:
+        return squares.flatten(1).mean(1).sqrt().view(-1, *[1] * (values.dim() - 1))
+    if values.dim() > 1:
+        squares = squares[squares.flatten(1).any(1)]
+    return squares.mean().sqrt() if squares.numel() else squares.new_zeros(())
