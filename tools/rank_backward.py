@@ -1,7 +1,9 @@
 """rank_check.py's other half: every gradient of a rank, and the backward pass's stages, against the oracle."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +106,8 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             saved = saved if on_all_ranks(saved is not None, me) else None
             if saved is not None:  # the launches that follow overwrite the stages
                 stages = backward_stages(backend, me, problem.bias)
-            compare_all(checker, oracle, found, stages, saved, both_kernels=True)
+            passes = int(backend.statistics().passes)
+            compare_all(checker, oracle, found, stages, saved, passes)
             if stages:
                 check_everywhere(checker, d, found, stages, saved)
             del state, saved, stages
@@ -115,7 +118,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
         else:
             checker.require(args.backend != "mega", "mega has no backward pass of its own here")
             y, found = through_autograd(args.backend, group, d)
-            compare_all(checker, oracle, found, {}, None, both_kernels=False)
+            compare_all(checker, oracle, found, {}, None)
             for call in range(1, args.repeat):
                 same_gradients(
                     checker, found, through_autograd(args.backend, group, d)[1], f"call {call + 1}"
@@ -166,15 +169,15 @@ def compare_all(
     found: Gradients,
     stages: dict[str, Tensor],
     saved: Tensor | None,
-    both_kernels: bool,
+    passes: int | None = None,
 ) -> None:
-    """Compare with the oracle that rounds as the kernel, and with fp32.
+    """Compare with the oracle that rounds as the kernel, if one took so many passes, and with fp32.
 
     Without saved pre-activations (several passes) both make them again, from what forward multiplied.
     """
     rank = oracle.rank
     own = oracle.kept[rank]
-    if both_kernels:
+    if passes is not None:
         gate_up = None if saved is None else oracle.shared_gate_up(saved)
         want = oracle.of_tokens("kernel", gate_up)
         for name in ("dx", "d_topk_weights"):
@@ -182,22 +185,26 @@ def compare_all(
         if saved is not None:
             compare_stages(checker, oracle, stages | {"gate_up": saved}, want)
         del want
-        compare_experts(checker, oracle, found, oracle.of_experts("kernel", saved), "kernel")
+        as_the_kernel = partial(checker.compare_kernel, passes=passes)
+        compare_experts(as_the_kernel, oracle, found, oracle.of_experts("kernel", saved))
     want = oracle.of_tokens("none")
     for name in ("dx", "d_topk_weights"):
         checker.compare_fp32(name, found[name][own], want[name][rank])
     del want
-    compare_experts(checker, oracle, found, oracle.of_experts("none"), "fp32")
+    compare_experts(checker.compare_fp32, oracle, found, oracle.of_experts("none"))
 
 
 def compare_experts(
-    checker: GradientChecker, oracle: Oracle, found: Gradients, want: Gradients, with_: str
+    compare: Callable[[str, Tensor, Tensor], None],
+    oracle: Oracle,
+    found: Gradients,
+    want: Gradients,
 ) -> None:
     for name in OF_EXPERTS:
         if want[name] is None:
             continue
         got = found[name][oracle.experts].reshape(want[name].shape)
-        getattr(checker, f"compare_{with_}")(name, got, want[name])
+        compare(name, got, want[name])
 
 
 def compare_stages(
