@@ -14,9 +14,11 @@ CU13 = [
     "nvidia-cuda-cccl>=13.0,<13.2",  # 13.2 and later refuse -default-device, which NVRTC needs
 ]
 PLOT = ["matplotlib>=3.8", "tqdm>=4.60"]
+HF = ['transformers>=5.20; python_version >= "3.11"']
 TEST = [
     *CU13,
     *PLOT,
+    *HF,
     "nvidia-cuda-nvdisasm>=13.2",
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -62,6 +64,7 @@ setup(
         "cu13": CU13,
         "nvshmem": ["nvshmem4py-cu13>=0.4", "cuda-core", "nvidia-nvshmem-cu13>=3.4.5"],
         "plot": PLOT,
+        "hf": HF,
         "test": TEST,
         "dev": [*TEST, *DEV],
     },

@@ -38,7 +38,11 @@ def _strings(node: ast.expr) -> list[str]:
 
 
 def is_installed(requirement: str) -> bool:
-    """Return whether the package is there, in a version that the requirement allows."""
+    """Return whether the package is there, in a version that the requirement allows, or not meant for this Python."""
+    requirement, _, marker = requirement.partition(";")
+    oldest = re.search(r'python_version >= "([\d.]+)"', marker)
+    if oldest and sys.version_info < _numbers(oldest[1]):
+        return True
     name, limits = re.match(r"([\w.-]+)(.*)", requirement).groups()
     try:
         found = _numbers(version(name))
@@ -81,7 +85,9 @@ def missing_runtime() -> list[str]:
 def missing_dev() -> list[str]:
     """Return what tests, plots and linting need."""
     lists = requirements()
-    found = [r for name in ("TEST", "PLOT", "DEV") for r in lists[name] if not is_installed(r)]
+    found = [
+        r for name in ("TEST", "PLOT", "HF", "DEV") for r in lists[name] if not is_installed(r)
+    ]
     has_disassembler = any((home / "bin" / "nvdisasm").exists() for home in toolkits())
     return [r for r in found if not (has_disassembler and "nvdisasm" in r)]
 

@@ -8,7 +8,7 @@ import torch
 from megamoe.errors import ConfigError
 from megamoe.testing import assert_close
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 from megamoe.adapters import transformers as adapter  # noqa: E402
 
 SMALL = {

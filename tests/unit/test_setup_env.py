@@ -18,6 +18,7 @@ TORCH = "class cuda:\n    is_available = staticmethod(lambda: True)\n__version__
 SETUP = """
 CU13 = []
 PLOT = []
+HF = []
 TEST = ["fake-checker>=2"]
 DEV = []
 setup(install_requires=["torch>=2.11", "fake-headers==4.2.0.0"])
@@ -141,7 +142,11 @@ def test_nothing_is_installed_where_nothing_is_missing(machine):
 
 @pytest.mark.parametrize(
     ("requirement", "installed"),
-    [("pytest>=8", True), ("pytest>=8,<9.0", False), ("pytest==1.0", False), ("pytest", True), ("no-such", False)],
+    [
+        ("pytest>=8", True), ("pytest>=8,<9.0", False), ("pytest==1.0", False), ("pytest", True), ("no-such", False),
+        ('no-such>=5; python_version >= "3.10"', False), ('no-such; python_version >= "4.0"', True),
+        ('pytest>=99; python_version >= "3.10"', False),
+    ],
 )  # fmt: skip
 def test_versions_count(requirement, installed):
     code = f"from missing import is_installed; print(is_installed({requirement!r}))"
@@ -154,5 +159,5 @@ def test_the_lists_of_setup_py_are_read():
     code = "from missing import requirements as r; print(r()['install_requires'], sorted(r()))"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True, check=True)
-    for words in ("torch>=2.11", "nvidia-cutlass==", "'CU13'", "'DEV'", "'PLOT'", "'TEST'"):
+    for words in ("torch>=2.11", "nvidia-cutlass==", "'CU13'", "'DEV'", "'HF'", "'PLOT'", "'TEST'"):
         assert words in done.stdout
