@@ -1,50 +1,72 @@
-"""Experts of Hugging Face transformers (5.x) through a megamoe layer, on one GPU or CPU.
+"""Experts of Hugging Face transformers (5.20 and newer) through megamoe layers.
 
     import megamoe.adapters.transformers as adapter
 
-    adapter.register()  # options: those of megamoe.Layer
+    adapter.register()
     model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, experts_implementation="megamoe")
 
 The experts' parameters stay where they are, so that checkpoints, optimizers and `save_pretrained` know nothing of it;
-they are read by their strides, gate and up rows interleaved or not. Stored transposed (GPT-OSS), or in another type
-than bf16, they are copied in every call. Gradients reach x, routing weights and all parameters.
-
-The activation is not looked up by name: it is the one of megamoe's that gives what the module's own gate gives, so that
-a model with another one is refused, not computed wrongly.
+transformers_weights.py says how they are read. Gradients reach x, routing weights and all float parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from megamoe.config import Activation, Problem, activation_by_name
+from megamoe.adapters.transformers_weights import activation_of, precisions_of, weights_of
+from megamoe.config import Problem
 from megamoe.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import check_options, choose, resolve
 from megamoe.frontend.layer import Layer
+from megamoe.memory.window import Window, WindowSpec
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface
+except ImportError:  # before 5.23
+    EPImplementationInterface = None
 
 NAME = "megamoe"
 MAX_TOKENS = 8192
-_GATED = ("swiglu", "geglu", "geglu_tanh")
-_SAMPLES = 4096
-_TOLERANCE = 1e-5  # both are fp32, by other formulas
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Experts:
     """What is registered: a function of the experts' module, with a layer for each of them.
 
-    precision: "bf16" or "fp8". max_tokens: of a call of the layer; longer inputs take several. options: of Layer.
+    backend: of megamoe.Layer. precision: None means what the weights are stored in, bf16 for floats; see
+    megamoe.config.Problem. max_tokens: of a call of the layer; longer inputs take several. options: of the backends.
+    Raises ConfigError for any that no layer could have.
     """
 
     def __init__(
-        self, *, precision: str = "bf16", max_tokens: int = MAX_TOKENS, **options: Any
+        self,
+        *,
+        backend: str = "auto",
+        precision: str | None = None,
+        max_tokens: int = MAX_TOKENS,
+        **options: Any,
     ) -> None:
-        self._precision, self._max_tokens, self._options = precision, max_tokens, options
-        self._layers: WeakKeyDictionary[nn.Module, Layer] = WeakKeyDictionary()
+        stated = "bf16" if precision is None else precision
+        problem = Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)
+        check_options(problem, None, options)
+        resolve(backend)
+        self._backend, self._precision, self._max_tokens = backend, precision, max_tokens
+        self._options = options
+        self._layers: WeakKeyDictionary[nn.Module, dict[Any, Layer]] = WeakKeyDictionary()
+        self._windows: dict[Any, Window] = {}
 
     def __call__(
         self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -53,97 +75,122 @@ class Experts:
 
         Raises ConfigError for a module that a layer cannot stand for.
         """
+        if getattr(module, "_is_expert_parallel", False):
+            expected = f'all experts on one rank, or ep_implementation="{NAME}"'
+            raise ConfigError("experts", f"{type(module).__name__} over several ranks", expected)
         weights = weights_of(module)
-        layer = self._layers.get(module)
-        if layer is None:
-            problem = self._problem(module, weights, top_k_index.shape[-1])
-            layer = self._layers[module] = Layer(problem, "alone", **self._options)
+        layer = self._layer(module, weights, top_k_index.shape[-1], None)
         x = hidden_states.to(torch.bfloat16)
         calls = (t.split(self._max_tokens) for t in (x, top_k_index, top_k_weights))
         parts = [layer(*call, weights) for call in zip(*calls, strict=True)]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return y.to(hidden_states.dtype)
 
-    def _problem(self, module: Any, weights: ExpertWeights, top_k: int) -> Problem:
-        num_experts, hidden, intermediate = weights.w2.shape
+    def over_ranks(self, module: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> Call:
+        """Return the experts' call over the ranks of `ep_mesh`, which hold as many each, for `ep_implementation`.
+
+        tp_mesh: ranks that are given the same tokens; each brings its slice of them.
+        A call is collective. More than max_tokens tokens raise ArgumentError on all ranks.
+        """
+
+        def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            weights = weights_of(module)
+            layer = self._layer(module, weights, top_k_index.shape[-1], ep_mesh.get_group())
+            mine = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
+            if tp_mesh.size() > 1:
+                mine = tuple(_slice(t, tp_mesh) for t in mine)
+            y = layer(*mine, weights)
+            if tp_mesh.size() > 1:
+                whole = hidden_states.shape
+                shards = DTensor.from_local(
+                    y, tp_mesh, [Shard(0)], shape=whole, stride=(whole[1], 1), run_check=False
+                )
+                y = shards.full_tensor()
+            return y.to(hidden_states.dtype)
+
+        return call
+
+    @property
+    def num_layers(self) -> int:
+        """How many modules have been called."""
+        return len(self._layers)
+
+    def close(self) -> None:
+        """Close all layers and free what they hold. A call makes them anew. Collective where they are."""
+        for layers in self._layers.values():
+            for layer in layers.values():
+                layer.close()
+        for window in self._windows.values():
+            window.close()
+        self._layers.clear()
+        self._windows.clear()
+
+    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Layer:
+        device = weights.w2.device
+        key = device, top_k  # a module may be moved
+        layer = self._layers.get(module, {}).get(key)
+        if layer is None:
+            problem = self._problem(module, weights, top_k, group)
+            options = self._options | self._window(problem, group, device)
+            place = "alone" if group is None else group
+            layer = Layer(problem, place, backend=self._backend, **options)
+            self._layers.setdefault(module, {})[key] = layer
+        return layer
+
+    def _problem(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Problem:
+        num_experts, hidden, _ = weights.w2.shape
+        stored = precisions_of(module)
+        precision = self._precision or (stored[0] if stored else "bf16")
+        if stored and precision not in stored:
+            expected = f"{' or '.join(stored)}, as {type(module).__name__} stores its weights"
+            raise ConfigError("precision", precision, expected)
+        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        activation = activation_of(module)
+        planes, rows = activation.planes, weights.w13.shape[1:-1].numel()
         return Problem(
             hidden=hidden,
-            intermediate=intermediate,
-            num_experts=num_experts,
+            intermediate=rows // planes,
+            num_experts=num_experts * size,
             top_k=top_k,
+            ep_size=size,
+            rank=rank,
             max_tokens=self._max_tokens,
-            precision=self._precision,
-            activation=activation_of(module),
+            precision=precision,
+            activation=activation,
             bias=module.has_bias,
         )
 
-    def close(self) -> None:
-        """Close the layers of all modules. A call reopens its layer."""
-        for layer in self._layers.values():
-            layer.close()
+    def _window(self, problem: Problem, group: Any, device: torch.device) -> dict[str, Window]:
+        """Return the window of all layers of these sizes where the kernel runs; one of each would take memory each."""
+        if device.type != "cuda" or self._options.get("window") is not None:
+            return {}
+        if choose(self._backend, problem, group, device, self._options) != "mega":
+            return {}
+        key = WindowSpec.of(problem), group, device
+        if key not in self._windows:
+            self._windows[key] = Window(problem, group, device=device)
+        return {"window": self._windows[key]}
+
+
+def _slice(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's rows of what all ranks of the mesh have; the gradient of all reaches all."""
+    same = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
+    return same.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def register(name: str = NAME, **options: Any) -> Experts:
-    """Make `experts_implementation=name` known to transformers. options: of Experts. Returns what was registered."""
+    """Make `experts_implementation=name` known to transformers and, where it has that, `ep_implementation=name`.
+
+    options: of Experts. Returns what was registered. Raises ConfigError for options that no layer could have, and for a
+    name that is transformers' own.
+    """
     made = Experts(**options)
-    ExpertsInterface.register(name, made)
+    found = ExpertsInterface().get(name)
+    taken = name == "eager" or not (found is None or isinstance(found, Experts))
+    if taken or not isinstance(name, str):
+        raise ConfigError("name", repr(name), "one that transformers has not taken")
+    for interface in (ExpertsInterface, FP8ExpertsInterface):
+        interface.register(name, made)
+    if EPImplementationInterface is not None:
+        EPImplementationInterface.register(name, partial(Experts.over_ranks, made))
     return made
-
-
-def weights_of(module: Any) -> ExpertWeights:
-    """Return a module's experts as a layer takes them: views of its parameters where they are bf16, not transposed."""
-    _check(module)
-    w13 = module.gate_up_proj if module.has_gate else module.up_proj
-    w2, b13, b2 = module.down_proj, None, None
-    if module.has_bias:
-        b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        b13, b2 = b13.float(), module.down_proj_bias.float()
-    w13, w2 = w13.to(torch.bfloat16), w2.to(torch.bfloat16)
-    if module.is_transposed:
-        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
-    if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
-        w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2)
-        b13 = None if b13 is None else b13.unflatten(1, (-1, 2)).transpose(1, 2)
-    return ExpertWeights(w13, w2, b13, b2)
-
-
-def _check(module: Any) -> None:
-    """Raise ConfigError for what a layer of one rank does not compute."""
-    kind = type(module).__name__
-    if getattr(module, "has_post_expert_norm", False):
-        raise ConfigError("experts", kind, "no norm behind each expert")
-    if getattr(module, "_is_expert_parallel", False):
-        raise ConfigError("experts", f"{kind} over several ranks", "all experts on one rank")
-    matrix = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
-    if not isinstance(matrix, Tensor) or matrix.dim() != 3:
-        raise ConfigError(
-            "experts", kind, "parameters of all experts in one tensor of 3 dimensions"
-        )
-
-
-@torch.no_grad()
-def activation_of(module: Any) -> Activation:
-    """Return the activation that gives what the module's own gate gives, on random pre-activations."""
-    planes = 2 if module.has_gate else 1
-    candidates = [activation_by_name(name) for name in (_GATED if planes == 2 else ("relu2",))]
-    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", 1.0)
-    if planes == 2 and limit is not None:
-        candidates += [
-            Activation("clamped_swiglu", alpha=float(alpha), limit=float(limit), up_offset=offset)
-            for offset in (0.0, 1.0)
-        ]
-    device = next(module.parameters()).device
-    scale = 5.0 if limit is None else 2.0 * float(limit)  # far enough that clamps matter
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, planes, _SAMPLES, generator=generator) * scale
-    drawn = drawn.to(device)
-    given = drawn.flatten(1)
-    if planes == 2 and not module.is_concatenated:
-        given = drawn.transpose(1, 2).flatten(1)
-    wanted = module._apply_gate(given) if planes == 2 else module.act_fn(given)
-    for candidate in candidates:
-        found = candidate(drawn.flatten(1))
-        if bool(((found - wanted).abs() <= _TOLERANCE * (1 + wanted.abs())).all()):
-            return candidate
-    expected = "one of " + ", ".join(c.kind for c in candidates)
-    raise ConfigError("activation", f"that of {type(module).__name__}", expected)

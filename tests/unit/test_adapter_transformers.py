@@ -1,33 +1,40 @@
 """Tiny models of transformers, with its own experts and with a megamoe layer over the same parameters."""
 
-import copy
+import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megamoe.config import ACTIVATIONS, Activation, Problem
 from megamoe.errors import ConfigError
 from megamoe.testing import assert_close
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
-from megamoe.adapters import transformers as adapter  # noqa: E402
+from hf_models import (  # noqa: E402
+    ALL_EXPERTS,
+    MODELS,
+    eager_copy,
+    experts_of,
+    model_of,
+    routes,
+    rows,
+    token_ids,
+)
 
-SMALL = {
-    **{"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+from megamoe.adapters import transformers as adapter  # noqa: E402
+from megamoe.adapters.transformers import Experts  # noqa: E402
+from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
+
+OTHER_ACTIVATIONS = {
+    "GptOss": ACTIVATIONS["swiglu_oai"],
+    "MiniMaxM3VLText": ACTIVATIONS["swiglu_oai"],
+    "NemotronH": ACTIVATIONS["relu2"],
+    "Gemma4Text": ACTIVATIONS["geglu_tanh"],
+    "DeepseekV4": Activation("clamped_swiglu", limit=10.0),
 }
-MODELS = {
-    "Qwen3Moe": {
-        "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16
-    },
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "GptOss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16},
-    "DeepseekV3": {
-        "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-        "v_head_dim": 16, "num_key_value_heads": 4,
-    },
-}  # fmt: skip
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("NemotronH", "Gemma4Text")]
 
 
 @pytest.fixture(scope="module")
@@ -37,59 +44,115 @@ def experts():
     registered.close()
 
 
-def model_of(name, implementation):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**SMALL | MODELS[name])
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, experts_implementation=implementation
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.1)
-    return model
+@pytest.fixture(scope="module")
+def emulated():
+    registered = adapter.register("megamoe_emulated", backend="emulate", max_tokens=16)
+    yield registered
+    registered.close()
 
 
-def experts_of(model):
-    return [m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "has_gate")]
+def results(module, x, topk_weights, ids, dy):
+    """Return y and the gradients of x, routing weights and all parameters, by name."""
+    leaves = {"x": x.clone().requires_grad_(), "weights": topk_weights.clone().requires_grad_()}
+    y = module(leaves["x"], ids, leaves["weights"])
+    assert y.dtype == x.dtype
+    y.backward(dy)
+    found = {name: t.grad for name, t in (leaves | dict(module.named_parameters())).items()}
+    return {"y": y.detach()} | found
+
+
+def compare_experts(name, implementation, tokens):
+    module = experts_of(model_of(name, implementation))[-1]
+    topk_weights, ids = routes(tokens, module.num_experts)
+    given = rows(tokens), topk_weights, ids, rows(tokens, seed=4)
+    expected = results(eager_copy(module), *given)
+    found = results(module, *given)
+    assert len(expected) == (7 if name == "GptOss" else 5)
+    for key, value in expected.items():
+        assert value.abs().max() > 0
+        assert_close(found[key], value, relative=0.02, name=key)
+    return module
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_are_those_of_transformers(experts, name):
-    module = experts_of(model_of(name, "megamoe"))[-1]
-    eager = copy.deepcopy(module)
-    eager.config._experts_implementation = "eager"
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(40, 64, generator=generator).bfloat16()  # three calls of 16 tokens
-    scores = torch.randn(40, module.num_experts, generator=generator).softmax(-1)
-    weights, ids = scores.topk(2)
-    dy = torch.randn(40, 64, generator=generator).bfloat16()
-    found = []
-    for each in (module, eager):
-        leaves = [x.clone().requires_grad_(), weights.bfloat16().requires_grad_()]
-        y = each(leaves[0], ids, leaves[1])
-        assert y.dtype == torch.bfloat16
-        y.backward(dy)
-        named = dict(zip(("x", "weights"), leaves, strict=True)) | dict(each.named_parameters())
-        found.append({"y": y.detach()} | {n: t.grad for n, t in named.items()})
-    assert len(found[0]) == (7 if name == "GptOss" else 5)
-    for key, value in found[1].items():
-        assert value.abs().max() > 0
-        assert_close(found[0][key], value, relative=0.02, name=key)
-    assert any(m is module for m in experts._layers)
-    assert not any(m is eager for m in experts._layers)
+    module = compare_experts(name, "megamoe", 40)  # three calls of 16 tokens
+    assert module in experts._layers
+    assert activation_of(module) == OTHER_ACTIVATIONS.get(name, ACTIVATIONS["swiglu"])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss", *SLOW])
+def test_experts_through_the_source_of_the_kernel(emulated, name):
+    compare_experts(name, "megamoe_emulated", 9)
+
+
+def test_a_call_without_tokens(experts):
+    module = experts_of(model_of("Qwen3Moe", "megamoe"))[0]
+    topk_weights, ids = routes(0, 6)
+    assert module(rows(0), ids, topk_weights).shape == (0, 64)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_than_bf16(experts, name, dtype):
+    module = experts_of(model_of(name, "megamoe"))[0].to(dtype)
+    topk_weights, ids = routes(20, module.num_experts)
+    given = rows(20).to(dtype), topk_weights.to(dtype), ids, rows(20, seed=4).to(dtype)
+    expected = results(eager_copy(module), *given)
+    for key, value in results(module, *given).items():
+        assert value.dtype == dtype
+        assert_close(value, expected[key], relative=0.02, name=key)
+
+
+@pytest.mark.filterwarnings("ignore:.*_checkpointing_:FutureWarning")
+@pytest.mark.parametrize("name", ALL_EXPERTS)
+def test_whole_models(experts, name):
+    """Logits, all gradients, also by gradient checkpointing, and generated text."""
+    model = model_of(name, "megamoe", **ALL_EXPERTS[name])
+    eager = model_of(name, "eager", **ALL_EXPERTS[name])
+    ids = token_ids(2, 12)
+    logits, expected = model(ids, labels=ids), eager(ids, labels=ids)
+    assert_close(logits.logits, expected.logits, relative=0.03)
+    logits.loss.backward()
+    expected.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for key, parameter in eager.named_parameters():
+        assert (parameter.grad is None) == (key not in gradients), key
+        if parameter.grad is not None and parameter.grad.norm() > 1e-3:
+            assert_close(gradients[key], parameter.grad, relative=0.06, name=key)
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    calls = []
+    experts_of(model)[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 2  # once more in the backward pass
+    for key, parameter in model.named_parameters():
+        if key in gradients:
+            assert_close(parameter.grad, gradients[key], relative=1e-6, name=key)
+    model.gradient_checkpointing_disable()
+    texts = model.eval().generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert torch.equal(texts[:, :12], ids)
+    with torch.no_grad():
+        scores = eager.eval()(texts).logits[:, 11:-1].float()
+    chosen = scores.gather(-1, texts[:, 12:, None]).squeeze(-1)
+    allowed = chosen + 0.05 * scores.std(-1)  # a near tie may go the other way
+    scores[..., 2] = -torch.inf  # the end, which min_new_tokens excludes
+    assert (scores.amax(-1) <= allowed).all()
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss", "NemotronH", "AriaText"])
 def test_a_model_trains_and_is_saved(experts, name, tmp_path):
     model = model_of(name, "megamoe")
-    ids = torch.randint(128, (2, 12), generator=torch.Generator().manual_seed(2))
-    loss = model(ids, labels=ids).loss
-    loss.backward()
+    ids = token_ids(2, 12)
+    model(ids, labels=ids).loss.backward()
     for module in experts_of(model):
         for key, parameter in module.named_parameters():
             assert parameter.grad.isfinite().all(), key
             assert parameter.grad.any(), key
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    before = [p.detach().clone() for m in experts_of(model) for p in m.parameters()]
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = [p for m in experts_of(model) for p in m.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     model.eval()
     with torch.no_grad():
         logits = model(ids).logits
@@ -102,31 +165,139 @@ def test_a_model_trains_and_is_saved(experts, name, tmp_path):
         assert all(torch.equal(t, own.state_dict()[n]) for n, t in model.state_dict().items())
 
 
-def test_what_a_layer_does_not_compute_is_refused():
-    module = experts_of(model_of("Mixtral", "eager"))[0]
+def experts_alone(family, name, **sizes):
+    """Return the experts of a family whose models are large even when they are tiny."""
+    path = f"transformers.models.{family}.modeling_{family}"
+    sizes |= {"hidden_size": 64, "moe_intermediate_size": 48, "hidden_act": "silu"}
+    config = SimpleNamespace(**sizes, _experts_implementation="megamoe")
+    module = getattr(pytest.importorskip(path), name)(config)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
+REFUSED = {
+    "muse_spark MuseSparkExperts": "experts is MuseSparkExperts, expected no norm behind each expert",
+    "inkling2 Inkling2Experts": "activation is that of Inkling2Experts, expected one of swiglu, ",
+}
+
+
+@pytest.mark.parametrize("names", REFUSED)
+def test_families_that_a_layer_does_not_compute_are_refused(experts, names):
+    sizes = {"num_local_experts": 4, "moe_hidden_size": 64, "post_norm_eps": 1e-6}
+    caps = {"n_routed_experts": 4, "mlp_gate_softcap": 5.0, "mlp_up_softcap": 5.0}
+    module = experts_alone(*names.split(), **sizes, **caps)
+    topk_weights, ids = routes(4, 4)
+    with pytest.raises(ConfigError, match=REFUSED[names]):
+        module(rows(4), ids, topk_weights)
+    assert module not in experts._layers
+
+
+def test_what_a_layer_does_not_compute_is_refused(experts):
+    module = experts_of(model_of("Mixtral", "megamoe"))[0]
+    topk_weights, ids = routes(4, 4)
+    given = rows(4), ids, topk_weights
+    module._is_expert_parallel = True
+    with pytest.raises(
+        ConfigError, match="MixtralExperts over several ranks, expected all experts"
+    ):
+        module(*given)
+    module._is_expert_parallel = False
     module.act_fn = torch.nn.ReLU()
     with pytest.raises(ConfigError, match="activation is that of MixtralExperts, expected one of"):
-        adapter.activation_of(module)
-    module.has_post_expert_norm = True
-    with pytest.raises(ConfigError, match="no norm behind each expert"):
-        adapter.weights_of(module)
+        module(*given)
+    parameter = module.gate_up_proj
+    module.gate_up_proj = torch.nn.Parameter(parameter[0])
+    with pytest.raises(ConfigError, match="one tensor of 3 dimensions"):
+        module(*given)
+    module.gate_up_proj = torch.nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False)
+    with pytest.raises(ConfigError, match="dtype is torch.float8_e5m2, expected a float type"):
+        module(*given)
 
 
-def test_activations_are_told_apart():
+@pytest.mark.parametrize("up_to", [7.0, 1000.0])
+def test_activations_are_told_apart(up_to):
     module = experts_of(model_of("GptOss", "eager"))[0]
-    assert adapter.activation_of(module).up_offset == 1.0
-    assert adapter.activation_of(module).limit == module.limit
-    module.alpha = 1.5
-    assert adapter.activation_of(module).alpha == 1.5
-    kinds = {"gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "silu": "swiglu"}
+    module.limit, module.alpha = up_to, 1.5
+    expected = Activation("clamped_swiglu", alpha=1.5, limit=up_to, up_offset=1.0)
+    assert activation_of(module) == expected
+    del module.limit  # the gate knows a limit that the module does not name
+    module._apply_gate = lambda x: expected(x.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
+    with pytest.raises(
+        ConfigError, match="expected one of swiglu, geglu, geglu_tanh, clamped_swiglu$"
+    ):
+        activation_of(module)
+
+
+def test_activations_are_found_by_what_they_give():
+    kinds = {
+        "gelu": "geglu",
+        "gelu_new": "geglu_tanh",
+        "gelu_pytorch_tanh": "geglu_tanh",
+        "silu": "swiglu",
+    }
     module = experts_of(model_of("Mixtral", "eager"))[0]
     for name, kind in kinds.items():
         module.act_fn = transformers.activations.ACT2FN[name]
-        assert adapter.activation_of(module).kind == kind
+        assert activation_of(module).kind == kind
+    module = experts_of(model_of("NemotronH", "eager"))[0]
+    module.act_fn = torch.nn.SiLU()
+    with pytest.raises(ConfigError, match="NemotronHExperts, expected one of relu2"):
+        activation_of(module)
 
 
-def test_weights_are_views_where_they_can_be():
-    module = experts_of(model_of("Qwen3Moe", "eager"))[0]
-    weights = adapter.weights_of(module)
-    assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
+@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH"])
+def test_weights_are_views_where_they_can_be(name):
+    module = experts_of(model_of(name, "eager"))[0]
+    weights = weights_of(module)
+    assert weights.w13.data_ptr() == next(module.parameters()).data_ptr()
     assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, expected 1.."),
+        ({"max_tokens": 16.0}, "max_tokens is 16.0, expected an int"),
+        ({"precision": "fp9"}, "precision is 'fp9', expected bf16 or fp8"),
+        ({"precision": ""}, "precision is '', expected bf16 or fp8"),
+        ({"backend": "magma"}, "backend is 'magma', expected auto, mega"),
+        ({"backend": None}, "backend is None, expected auto, mega"),
+        ({"reserve_sm": 3}, "option is 'reserve_sm', expected one of"),
+        ({"routed_scaling_factor": 2.0}, "option is 'routed_scaling_factor', expected one of"),
+        ({"reserve_sms": -1}, "reserve_sms is -1, expected"),
+        ({"name": "eager"}, "name is 'eager', expected one that transformers has not taken"),
+        ({"name": "grouped_mm"}, "name is 'grouped_mm', expected one that"),
+        ({"name": 3}, "name is 3, expected"),
+    ],
+)
+def test_wrong_options_are_named_when_they_are_registered(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        adapter.register(**options)
+
+
+def test_closed_layers_open_again(experts):
+    own = adapter.register("megamoe_closed", backend="staged")
+    module = experts_of(model_of("Qwen3Moe", "megamoe_closed"))[0]
+    topk_weights, ids = routes(5, 6)
+    y = module(rows(5), ids, topk_weights)
+    assert own.num_layers == 1
+    own.close()
+    assert own.num_layers == 0
+    assert torch.equal(module(rows(5), ids, topk_weights), y)
+    own.close()
+
+
+def test_layers_of_one_size_share_a_window(monkeypatch):
+    """Where the kernel runs, each layer's own window and workspace would take hundreds of MB for each."""
+    made = []
+    monkeypatch.setattr(adapter, "choose", lambda *_: "mega")
+    monkeypatch.setattr(
+        adapter, "Window", lambda problem, group, device: made.append(problem) or len(made)
+    )
+    own, cuda = Experts(max_tokens=64), torch.device("cuda", 0)
+    small = Problem(64, 48, 6, 2, max_tokens=64)
+    windows = [own._window(small, None, cuda), own._window(replace(small, num_experts=8), None, cuda),
+               own._window(replace(small, top_k=3), None, cuda), own._window(small, None, torch.device("cuda", 1)),
+               own._window(small, None, torch.device("cpu"))]  # fmt: skip
+    assert [w.get("window") for w in windows] == [1, 1, 2, 3, None]

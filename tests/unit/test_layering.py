@@ -31,7 +31,8 @@ LAYERS = [
     ("frontend.known", "frontend.shards"),
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
-    ("frontend.training", "frontend.report", "adapters.transformers"),
+    ("frontend.training", "frontend.report", "adapters.transformers_weights"),
+    ("adapters.transformers",),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

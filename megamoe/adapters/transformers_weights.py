@@ -1,0 +1,186 @@
+"""What a layer needs to know of an experts module of transformers: its weights as they are, its activation.
+
+A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each of all experts in one tensor, and flags
+that say how they lie. They are read by their strides, gate and up rows interleaved or not; what is stored transposed
+(GPT-OSS), or in another float type than bf16, is copied in every call. FP8 is read in place with its scales; of packed
+FP4 only the scales are copied, once.
+
+The activation is not looked up by name: it is the one of megamoe's that gives what the module's own gate gives, so that
+a module with another one is refused, not computed wrongly.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megamoe.config import Activation, activation_by_name
+from megamoe.errors import ConfigError
+from megamoe.formats.table import SCALE_GROUP
+from megamoe.formats.weights import ExpertWeights
+
+_GATED = ("swiglu", "geglu", "geglu_tanh")
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
+_SAMPLES = 8192
+_TOLERANCE = 1e-6  # beside the product of gate and up: both sides are fp32, by other formulas
+_PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def precisions_of(module: Any) -> tuple[str, ...]:
+    """Return the precisions that compute with the weights as they are stored, none for floats: those are masters.
+
+    Raises ConfigError for a module whose weights no layer reads.
+    """
+    _check(module)
+    dtype = _matrices(module)[0].dtype
+    if dtype in _PACKED:
+        return ("fp8xmxfp4", "bf16xmxfp4")
+    if dtype == torch.float8_e4m3fn:
+        return ("fp8",)
+    if dtype not in FLOATS:
+        raise ConfigError(
+            "experts' dtype", dtype, "a float type, torch.float8_e4m3fn or packed e2m1"
+        )
+    return ()
+
+
+def weights_of(module: Any) -> ExpertWeights:
+    """Return a module's experts as a layer takes them: views wherever their memory can be read as it lies.
+
+    Gradients reach float parameters; stored FP8 and FP4 have none. Raises ConfigError for what a layer does not read.
+    """
+    stored = precisions_of(module)
+    if stored == ("fp8",):
+        return _fp8(module)
+    return _mxfp4(module) if stored else _masters(module)
+
+
+def _matrices(module: Any) -> tuple[Tensor, Tensor]:
+    return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+
+
+def _masters(module: Any) -> ExpertWeights:
+    w13, w2 = (w.to(torch.bfloat16) for w in _matrices(module))
+    b13 = b2 = None
+    if module.has_bias:
+        b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        b13, b2 = b13.float(), module.down_proj_bias.float()
+    if module.is_transposed:
+        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+    if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
+        w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2)
+        b13 = None if b13 is None else b13.unflatten(1, (-1, 2)).transpose(1, 2)
+    return ExpertWeights(w13, w2, b13, b2)
+
+
+def _scales(module: Any) -> tuple[Tensor, Tensor]:
+    first = module.gate_up_proj_scale_inv if module.has_gate else module.up_proj_scale_inv
+    return first.detach(), module.down_proj_scale_inv.detach()
+
+
+def _fp8(module: Any) -> ExpertWeights:
+    """e4m3 with a scale for each 128 x 128, of fp32 or a power of two."""
+    _check_quantized(module)
+    w13, w2 = (w.detach() for w in _matrices(module))
+    block = getattr(module, "block_size", None)
+    if block is None or tuple(block) != (SCALE_GROUP, SCALE_GROUP):
+        raise ConfigError("weight_block_size", block, f"[{SCALE_GROUP}, {SCALE_GROUP}]")
+    # A block that held gate and up rows would have one scale for both.
+    if module.has_gate and w2.shape[-1] % SCALE_GROUP:
+        raise ConfigError(
+            "intermediate size", w2.shape[-1], f"a multiple of {SCALE_GROUP} in FP8 checkpoints"
+        )
+    s13, s2 = (s.float() for s in _scales(module))
+    return ExpertWeights(w13, w2, w13_scale=s13, w2_scale=s2)
+
+
+_arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeights]] = (
+    WeakKeyDictionary()
+)
+
+
+def _mxfp4(module: Any) -> ExpertWeights:
+    """Two e2m1 a byte and a power of two for each 32 along K, whose order is changed once for each version of them."""
+    _check_quantized(module)
+    given = [w.detach() for w in (*_matrices(module), *_scales(module))]
+    versions = [-1 if t.is_inference() else t._version for t in given]
+    sources, known, weights = _arranged.get(module, ([], [], None))
+    same = [t.data_ptr() for t in sources] == [t.data_ptr() for t in given]
+    if weights is None or not same or known != versions:
+        weights = ExpertWeights.from_mxfp4(*given, planes=2 if module.has_gate else 1)
+        _arranged[module] = (
+            given,
+            versions,
+            weights,
+        )  # which keeps their memory from being another's
+    return weights
+
+
+def _check_quantized(module: Any) -> None:
+    scheme = getattr(module, "activation_scheme", "dynamic")
+    if scheme != "dynamic":
+        raise ConfigError(
+            "activation_scheme", repr(scheme), "'dynamic': x is quantized as it comes"
+        )
+    if module.has_bias or module.is_transposed or not module.is_concatenated:
+        kind = type(module).__name__
+        raise ConfigError("experts", f"{kind} in FP8 or FP4", "no biases; [E, N, K]; gate, then up")
+
+
+def _check(module: Any) -> None:
+    """Raise ConfigError for what a layer does not compute."""
+    kind = type(module).__name__
+    if getattr(module, "has_post_expert_norm", False):
+        raise ConfigError("experts", kind, "no norm behind each expert")
+    matrix = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
+    if not isinstance(matrix, Tensor) or matrix.dim() != 3:
+        raise ConfigError(
+            "experts", kind, "parameters of all experts in one tensor of 3 dimensions"
+        )
+    if isinstance(matrix, DTensor):
+        raise ConfigError("experts", f"{kind} of DTensors", "tensors of this rank")
+
+
+@torch.no_grad()
+def activation_of(module: Any) -> Activation:
+    """Return the activation that gives what the module's own gate gives, on random pre-activations of all magnitudes.
+
+    Raises ConfigError where none does.
+    """
+    planes = 2 if module.has_gate else 1
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(1, planes, _SAMPLES, generator=generator)
+    exponents = torch.rand(1, planes, _SAMPLES, generator=generator) * 5 - 2
+    drawn = (drawn * 10**exponents).to(next(module.parameters()).device)  # far beyond any clamp
+    given = drawn.flatten(1)
+    if planes == 2 and not module.is_concatenated:
+        given = drawn.transpose(1, 2).flatten(1)
+    wanted = module._apply_gate(given) if planes == 2 else module.act_fn(given)
+    factors = 1 + drawn.abs()
+    tolerance = _TOLERANCE * (factors.prod(1) if planes == 2 else factors.flatten(1).square())
+    candidates = _candidates(module)
+    for candidate in candidates:
+        if bool(((candidate(drawn.flatten(1)) - wanted).abs() <= tolerance).all()):
+            return candidate
+    expected = "one of " + ", ".join(dict.fromkeys(c.kind for c in candidates))
+    raise ConfigError("activation", f"that of {type(module).__name__}", expected)
+
+
+def _candidates(module: Any) -> list[Activation]:
+    if not module.has_gate:
+        return [activation_by_name("relu2")]
+    found = [activation_by_name(name) for name in _GATED]
+    limits, alphas = (
+        [v for v in (getattr(module, name, None) for name in names) if v is not None]
+        for names in (_LIMITS, _ALPHAS)
+    )
+    for limit, alpha, offset in product(limits or [inf], [*alphas, 1.0], (0.0, 1.0)):
+        found.append(Activation("clamped_swiglu", alpha=alpha, limit=limit, up_offset=offset))
+    return found
