@@ -9,7 +9,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Evaluated when a recipe needs them, after setup.
 GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
-XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --maxprocesses 16")
+XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --maxprocesses 16 --dist worksteal")
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 PYTHON_SOURCES := setup.py megamoe jit tests tools
