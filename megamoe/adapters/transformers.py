@@ -24,7 +24,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from megamoe.adapters.transformers_weights import activation_of, precisions_of, weights_of
+from megamoe.adapters.transformers_weights import (
+    activation_of,
+    arranged,
+    precisions_of,
+    weights_of,
+)
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
@@ -124,6 +129,7 @@ class Experts:
             window.close()
         self._layers.clear()
         self._windows.clear()
+        arranged.clear()
 
     def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Layer:
         device = weights.w2.device

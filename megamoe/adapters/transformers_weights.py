@@ -101,7 +101,8 @@ def _fp8(module: Any) -> ExpertWeights:
     return ExpertWeights(w13, w2, w13_scale=s13, w2_scale=s2)
 
 
-_arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeights]] = (
+# Sources, their versions, and what was made of them.
+arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeights]] = (
     WeakKeyDictionary()
 )
 
@@ -111,15 +112,12 @@ def _mxfp4(module: Any) -> ExpertWeights:
     _check_quantized(module)
     given = [w.detach() for w in (*_matrices(module), *_scales(module))]
     versions = [-1 if t.is_inference() else t._version for t in given]
-    sources, known, weights = _arranged.get(module, ([], [], None))
+    sources, known, weights = arranged.get(module, ([], [], None))
     same = [t.data_ptr() for t in sources] == [t.data_ptr() for t in given]
     if weights is None or not same or known != versions:
         weights = ExpertWeights.from_mxfp4(*given, planes=2 if module.has_gate else 1)
-        _arranged[module] = (
-            given,
-            versions,
-            weights,
-        )  # which keeps their memory from being another's
+        # Holding `given` keeps their addresses from becoming another tensor's.
+        arranged[module] = (given, versions, weights)
     return weights
 
 
