@@ -15,10 +15,12 @@ CU13 = [
 ]
 PLOT = ["matplotlib>=3.8", "tqdm>=4.60"]
 HF = ['transformers>=5.20; python_version >= "3.11"']
+CHECKPOINTS = ["safetensors>=0.6"]
 TEST = [
     *CU13,
     *PLOT,
     *HF,
+    *CHECKPOINTS,
     "nvidia-cuda-nvdisasm>=13.2",
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -65,6 +67,7 @@ setup(
         "nvshmem": ["nvshmem4py-cu13>=0.4", "cuda-core", "nvidia-nvshmem-cu13>=3.4.5"],
         "plot": PLOT,
         "hf": HF,
+        "checkpoints": CHECKPOINTS,
         "test": TEST,
         "dev": [*TEST, *DEV],
     },

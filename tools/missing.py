@@ -85,9 +85,8 @@ def missing_runtime() -> list[str]:
 def missing_dev() -> list[str]:
     """Return what tests, plots and linting need."""
     lists = requirements()
-    found = [
-        r for name in ("TEST", "PLOT", "HF", "DEV") for r in lists[name] if not is_installed(r)
-    ]
+    names = ("TEST", "PLOT", "HF", "CHECKPOINTS", "DEV")
+    found = [r for name in names for r in lists[name] if not is_installed(r)]
     has_disassembler = any((home / "bin" / "nvdisasm").exists() for home in toolkits())
     return [r for r in found if not (has_disassembler and "nvdisasm" in r)]
 

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "megamoe"
 LAYERS = [
     ("errors",),
     ("env", "formats.table", "formats.planes"),
-    ("config",),
+    ("config", "checkpoints"),
     ("backends.order", "backends.statistics", "formats.mxfp4"),
     ("formats.quantization", "backends.reference"),
     ("formats.weights", "jit"),

@@ -19,6 +19,7 @@ SETUP = """
 CU13 = []
 PLOT = []
 HF = []
+CHECKPOINTS = []
 TEST = ["fake-checker>=2"]
 DEV = []
 setup(install_requires=["torch>=2.11", "fake-headers==4.2.0.0"])

@@ -1,0 +1,39 @@
+"""Convert a checkpoint's experts: `python -m megamoe.checkpoints SOURCE TARGET --to megamoe`. docs/adapters.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megamoe.checkpoints import LAYOUTS, convert
+from megamoe.errors import MegaMoEError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Convert; return 1 when it is refused or fails."""
+    parser = argparse.ArgumentParser(prog="python -m megamoe.checkpoints", description=__doc__)
+    parser.add_argument("source", help="a folder of safetensors, with or without an index")
+    parser.add_argument("target", help="the folder to make")
+    parser.add_argument("--to", required=True, choices=LAYOUTS)
+    said = "the source's layout, where names and shapes do not say it"
+    parser.add_argument("--from", dest="source_layout", choices=LAYOUTS, help=said)
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a file at most")
+    chosen = parser.parse_args(arguments)
+    try:
+        done = convert(
+            chosen.source,
+            chosen.target,
+            chosen.to,
+            source_layout=chosen.source_layout,
+            shard_bytes=int(chosen.shard_gb * 10**9),
+            progress=True,
+        )
+    except (MegaMoEError, OSError) as error:
+        print(f"megamoe.checkpoints: {error}", file=sys.stderr)
+        return 1
+    print(*done, f"{chosen.target}: {chosen.to}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

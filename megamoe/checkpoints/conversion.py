@@ -1,0 +1,200 @@
+"""From one layout of experts to another: what has to be written, and the folder that is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megamoe.checkpoints.experts import Experts, find
+from megamoe.checkpoints.files import INDEX, Output, Source, write
+from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
+from megamoe.errors import ArgumentError
+
+SHARD_BYTES = 5 * 10**9
+_BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    source_layout: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> list[str]:
+    """Write the checkpoint in folder `source` to a new folder `target`, its experts in the layout `to`.
+
+    to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (gpt-oss without
+    config.json). shard_bytes: of a file at most, unless a single tensor has more. progress: show a bar, with tqdm.
+    Numbers are moved, never computed: types stay, and one expert of one tensor is in memory at a time. Other tensors
+    and the files of configuration and tokenizer are copied. Until all is written the folder has another name.
+    Returns for each module its name, its layout and its sizes, in words.
+    Raises ArgumentError, before anything is written, for a source that is incomplete or of no known layout, for what
+    `to` has no place for, an existing target, and too little room.
+    """
+    source, target = Path(source), Path(target)
+    for name, value in (("to", to), ("source_layout", source_layout)):
+        if value not in (*LAYOUTS, None) or (name, value) == ("to", None):
+            raise ArgumentError(name, repr(value), f"one of {', '.join(LAYOUTS)}")
+    if shard_bytes < 1:
+        raise ArgumentError("shard_bytes", shard_bytes, "at least 1")
+    if not source.is_dir():
+        raise ArgumentError("source", source, "a folder")
+    with Source(source) as tensors:
+        config = _config(source)
+        modules = find(tensors, source_layout, config.get("model_type"))
+        _check_numbers(modules, config)
+        outputs = _outputs(tensors, modules, LAYOUTS[to])
+        total = sum(output.num_bytes for output in outputs)
+        with _finished_at_once(target, total) as folder, _bar(total, progress) as written:
+            for path in sorted(source.iterdir()):
+                if path.suffix in _BESIDE and path.name != INDEX and path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+            write(folder, outputs, shard_bytes, written)
+    return [
+        f"{m}: {m.num} experts, hidden {m.hidden}, intermediate {m.intermediate}, "
+        f"{'gated' if m.gated else 'not gated'}, {', '.join(sorted(m.kinds))}"
+        for m in modules
+    ]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return config.json, empty without one."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ArgumentError(str(path), f"unreadable ({error!r})", "JSON") from error
+    if not isinstance(found, dict):
+        raise ArgumentError(str(path), f"a {type(found).__name__}", "a JSON object")
+    return found
+
+
+def _check_numbers(modules: list[Experts], config: dict[str, Any]) -> None:
+    """Raise ArgumentError where there are fewer or more experts than config.json says: names do not show the last."""
+    text = config.get("text_config")
+    for known in (config, text if isinstance(text, dict) else {}):
+        for key in _NUM_EXPERTS:
+            for experts in modules if isinstance(known.get(key), int) else ():
+                if experts.num != known[key]:
+                    expected = f"{known[key]}, {key} of config.json"
+                    raise ArgumentError(f"number of experts of {experts}", experts.num, expected)
+
+
+def _outputs(source: Source, modules: list[Experts], layout: Layout) -> list[Output]:
+    """Return what to write, each module where its first tensor was. Raises ArgumentError where it cannot be."""
+    module_of = {name: module for module in modules for name in module.names.values()}
+    outputs: dict[str, Output] = {}
+    done = set()
+    for name in source.names:
+        module = module_of.get(name)
+        if module is None:
+            read = partial(_whole, source, name)
+            found = [Output(name, source.dtype(name), source.shape(name), read)]
+        elif module.prefix in done:
+            continue
+        else:
+            done.add(module.prefix)
+            found = list(_of_module(module, layout))
+        for output in found:
+            if output.name in outputs:
+                raise ArgumentError(f"tensor {output.name!r}", "to be written twice", "once")
+            outputs[output.name] = output
+    return list(outputs.values())
+
+
+def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
+    _check_fits(experts, layout)
+    for entry, parts in experts.entries(layout):
+        shape = experts.shape(layout, entry, parts)
+        dtype = experts.dtypes[entry.kind, parts[0]]
+        for n in range(experts.num) if entry.of_each else (None,):
+            name = f"{experts.prefix}experts.{entry.name.format(n=n)}"
+            numbers = range(experts.num) if n is None else (n,)
+            read = partial(_of_experts, experts, layout, entry, parts, numbers)
+            yield Output(name, dtype, shape, read)
+
+
+def _check_fits(experts: Experts, layout: Layout) -> None:
+    """Raise ArgumentError where the layout has no place for what there is, or wants more."""
+    words = {"bias": "biases", "scale": "scales of e4m3 weights", "weight": "weights"}
+    for kind in sorted(experts.kinds - layout.kinds):
+        places = ", ".join(name for name, other in LAYOUTS.items() if kind in other.kinds)
+        raise ArgumentError(
+            "to", layout.name, f"one with a place for {words[kind]} of {experts}: {places}"
+        )
+    for kind in layout.needs:
+        if kind not in experts.kinds:
+            raise ArgumentError(
+                "to", layout.name, f"one without {words[kind]}, as {experts} has none"
+            )
+    entries = experts.entries(layout)
+    if "up" not in {part for _, parts in entries for part in parts}:
+        raise ArgumentError(
+            "to", layout.name, f"one with a place for experts without gates: {experts}"
+        )
+    for entry, parts in entries:
+        dtypes = {part: experts.dtypes[entry.kind, part] for part in parts}
+        if len(set(dtypes.values())) > 1:
+            raise ArgumentError("to", layout.name, f"one that does not join {dtypes} of {experts}")
+
+
+def _whole(source: Source, name: str) -> Iterator[Tensor]:
+    yield source.tensor(name)
+
+
+def _of_experts(
+    experts: Experts, layout: Layout, entry: Entry, parts: tuple[str, ...], numbers: Iterable[int]
+) -> Iterator[Tensor]:
+    for n in numbers:
+        yield layout.join([experts.read(entry.kind, part, n) for part in parts], entry.kind)
+
+
+@contextmanager
+def _finished_at_once(target: Path, num_bytes: int) -> Iterator[Path]:
+    """Yield a folder that becomes `target` at the end and vanishes after an error."""
+    if target.exists() or target.is_symlink():
+        raise ArgumentError("target", target, "a folder that does not exist yet")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < num_bytes:
+        raise ArgumentError(
+            "target", f"{target}, where {free} bytes are free", f"{num_bytes} bytes"
+        )
+    folder = target.parent / f".{target.name}.unfinished-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        yield folder
+        if target.exists():  # rename() would replace an empty one
+            raise ArgumentError(
+                "target", f"{target}, made meanwhile", "a folder that does not exist"
+            )
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], Any]]:
+    """Yield what to tell of each piece's bytes."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        wanted = False
+    if not wanted:
+        yield lambda _: None
+        return
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
+        yield bar.update

@@ -1,0 +1,222 @@
+"""The modules of experts in a checkpoint: which layout they have, and every part of every expert by its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from torch import Tensor
+
+from megamoe.checkpoints.files import Source
+from megamoe.checkpoints.layouts import FLOATS, LAYOUTS, SCALED, Entry, Layout
+from megamoe.errors import ArgumentError
+
+_NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
+_NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers and experts
+_SHOWN = 12  # lines of what was seen
+
+
+@dataclass
+class Experts:
+    """One module's experts. names: by entry and expert (None: of all). dtypes: by kind and part."""
+
+    source: Source
+    prefix: str
+    layout: Layout
+    names: dict[tuple[Entry, int | None], str]
+    num: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    gated: bool = True
+    dtypes: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.prefix}experts ({self.layout.name})"
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return what there is: weights, biases, scales."""
+        return {entry.kind for entry, _ in self.names}
+
+    def entries(self, layout: Layout) -> list[tuple[Entry, tuple[str, ...]]]:
+        """Return the tensors that these experts have in a layout, and the parts that each holds."""
+        found = [(entry, entry.held(self.gated)) for entry in layout.entries]
+        return [(entry, parts) for entry, parts in found if parts and entry.kind in self.kinds]
+
+    def shape(self, layout: Layout, entry: Entry, parts: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the shape of one of these tensors."""
+        shape = layout.shape(entry.kind, parts, self.hidden, self.intermediate)
+        return shape if entry.of_each else (self.num, *shape)
+
+    def read(self, kind: str, part: str, expert: int) -> Tensor:
+        """Read one part of one expert."""
+        for entry, parts in self.entries(self.layout):
+            if entry.kind == kind and part in parts:
+                whole = self._read(entry, expert)
+                return self.layout.split(whole, kind, len(parts))[parts.index(part)]
+        raise KeyError((kind, part))
+
+    def _read(self, entry: Entry, expert: int) -> Tensor:
+        if entry.of_each:
+            return self.source.tensor(self.names[entry, expert])
+        return self.source.tensor(self.names[entry, None], expert)
+
+    def measure(self) -> None:
+        """Find out the sizes. Raises ArgumentError unless every tensor is there and fits the others."""
+        (_, rows, _), (num, *down) = (self._sizes(part) for part in ("up", "down"))
+        self.hidden, self.intermediate = down
+        entries = [entry for entry, _ in self.names]
+        self.gated = any(entry.gated for entry in entries)
+        if any(e.gated is None and len(e.parts) == 2 for e in entries):  # joined with a gate or not
+            self.gated = rows == 2 * self.intermediate
+        self.num = num or max(n for _, n in self.names if n is not None) + 1
+        expected = {}
+        for entry, parts in self.entries(self.layout):
+            for n in range(self.num) if entry.of_each else (None,):
+                expected[entry, n] = parts
+        if lacking := [place for place in expected if place not in self.names]:
+            self._refuse_missing(*lacking[0])
+        for place, name in self.names.items():
+            if place not in expected:
+                raise ArgumentError(f"tensor {name!r}", "there", f"none of this name in {self}")
+            self._check(place[0], name, expected[place])
+
+    def _sizes(self, part: str) -> tuple[int, ...]:
+        """Return (experts or 0, rows, columns) of the first weight that holds the part."""
+        of_part = (
+            p for p in self.names.items() if p[0][0].kind == "weight" and part in p[0][0].parts
+        )
+        (entry, _), name = next(of_part)
+        shape = self.source.shape(name)
+        num, *of_one = (0, *shape) if entry.of_each else shape or (0,)
+        if len(of_one) != 2 or 0 in shape:
+            expected = "two sizes" if entry.of_each else "[experts, rows, columns]"
+            raise ArgumentError(f"{name}.shape", list(shape), f"{expected} above 0 in {self}")
+        return num, *(of_one[::-1] if self.layout.transposed else of_one)
+
+    def _refuse_missing(self, entry: Entry, n: int | None) -> None:
+        name = f"{self.prefix}experts.{entry.name.format(n=n)}"
+        of = "" if n is None else f" of expert {n} of {self.num}"
+        raise ArgumentError(f"tensor {name!r}", "missing", f"the {entry.kind}{of} in {self}")
+
+    def _check(self, entry: Entry, name: str, parts: tuple[str, ...]) -> None:
+        dtype = self.source.dtype(name)
+        allowed: tuple[str, ...] = FLOATS
+        if entry.kind == "weight" and "scale" in self.kinds:
+            allowed = SCALED
+        elif entry.kind == "scale":
+            allowed = ("F32",)
+        if dtype not in allowed:
+            raise ArgumentError(f"{name}.dtype", dtype, f"{' or '.join(allowed)} in {self}")
+        for part in parts:
+            if self.dtypes.setdefault((entry.kind, part), dtype) != dtype:
+                others = self.dtypes[entry.kind, part]
+                raise ArgumentError(f"{name}.dtype", dtype, f"{others}, as other experts of {self}")
+        shape, expected = self.source.shape(name), self.shape(self.layout, entry, parts)
+        if shape != expected:
+            sizes = f"{self.num} experts, hidden {self.hidden}, intermediate {self.intermediate}"
+            raise ArgumentError(f"{name}.shape", list(shape), f"{list(expected)}: {self}, {sizes}")
+
+
+@lru_cache(maxsize=1)
+def _patterns() -> list[tuple[Layout, Entry, re.Pattern[str]]]:
+    found = []
+    for layout in LAYOUTS.values():
+        for entry in layout.entries:
+            name = re.escape(entry.name).replace(r"\{n\}", _NUMBER)
+            optional = "?" if layout.bare else ""
+            # lazy, so that a bare name's prefix ends before "experts."
+            pattern = rf"(?P<prefix>(?:.+?\.)??)(?:experts\.){optional}{name}"
+            found.append((layout, entry, re.compile(pattern)))
+    return found
+
+
+_Claims = dict[str, dict[tuple[Entry, int | None], str]]  # by layout, then by place
+
+
+def _claims(source: Source) -> dict[str, _Claims]:
+    """Return for each prefix, by layout, the names that could belong to it."""
+    found: dict[str, _Claims] = {}
+    for name in source.names:
+        for layout, entry, pattern in _patterns():
+            match = pattern.fullmatch(name)
+            if match is None:
+                continue
+            number = int(match["n"]) if entry.of_each else None
+            places = found.setdefault(match["prefix"], {}).setdefault(layout.name, {})
+            if other := places.get((entry, number)):
+                raise ArgumentError(f"tensor {name!r}", f"there beside {other!r}", "one of them")
+            places[entry, number] = name
+    return {prefix: claims for prefix, claims in found.items() if _is_module(prefix, claims)}
+
+
+def _is_module(prefix: str, claims: _Claims) -> bool:
+    """Whether these are experts: a lone `w2` behind no `experts.` is somebody else's tensor."""
+    names = {name for places in claims.values() for name in places.values()}
+    return f"{prefix}w13" in names or any(name.startswith(f"{prefix}experts.") for name in names)
+
+
+def find(source: Source, stated: str | None, model_type: str | None) -> list[Experts]:
+    """Return the modules of experts, measured.
+
+    stated: the layout, where its user says which. model_type: that of config.json.
+    Raises ArgumentError for names, shapes and types that are no layout's, or more than one's.
+    """
+    modules = []
+    for prefix, claims in _claims(source).items():
+        layout = _layout_of(source, prefix, claims, stated, model_type)
+        modules.append(Experts(source, prefix, layout, claims[layout.name]))
+    claimed = {name for module in modules for name in module.names.values()}
+    unknown = [n for n in source.names if n not in claimed and _looks_like_experts(n)]
+    if unknown:
+        raise ArgumentError("layout", _seen(source, unknown), f"one of {', '.join(LAYOUTS)}")
+    if not modules:
+        raise ArgumentError("source", _seen(source, source.names), "tensors of experts")
+    for module in modules:
+        module.measure()
+    return modules
+
+
+def _looks_like_experts(name: str) -> bool:
+    return not {"experts", "local_experts"}.isdisjoint(name.split("."))
+
+
+def _layout_of(
+    source: Source, prefix: str, claims: _Claims, stated: str | None, model_type: str | None
+) -> Layout:
+    names = sorted({name for places in claims.values() for name in places.values()})
+    fitting = []
+    for name, places in claims.items():
+        weights = {part for e, _ in places if e.kind == "weight" for part in e.parts}
+        kinds = {entry.kind for entry, _ in places}
+        complete = {"up", "down"} <= weights and kinds >= set(LAYOUTS[name].needs)
+        if complete and len(places) == len(names) and stated in (None, name):
+            fitting.append(LAYOUTS[name])
+    if len(fitting) != 1:
+        expected = stated or f"one of {', '.join(LAYOUTS)}"
+        raise ArgumentError(f"layout of {prefix}experts", _seen(source, names), expected)
+    layout = fitting[0]
+    if layout.ambiguous not in (None, model_type) and stated is None:
+        expected = (
+            f"model_type {layout.ambiguous!r} in config.json, or {layout.name} stated (--from): other models have "
+            "these names and shapes in another order"
+        )
+        raise ArgumentError(f"layout of {prefix}experts", _seen(source, names), expected)
+    return layout
+
+
+def _seen(source: Source, names: list[str]) -> str:
+    """Say which names there are, numbers as *, with type and shape of the first of each."""
+    return "; ".join(_lines(source, names))
+
+
+def _lines(source: Source, names: list[str]) -> Iterator[str]:
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(_NUMBERS.sub("*", name), name)
+    for kind, name in list(kinds.items())[:_SHOWN]:
+        yield f"{kind} {source.dtype(name)} {list(source.shape(name))}"
+    if len(kinds) > _SHOWN:
+        yield f"and {len(kinds) - _SHOWN} more"
