@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
+from hf_models import experts_of, model_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_adapter_transformers import experts_of, model_of  # noqa: E402
 
 from megamoe.checkpoints import convert  # noqa: E402
 
