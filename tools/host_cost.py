@@ -2,11 +2,14 @@
 """Time what the host does in one call of the layer: through the module, Layer, the operator and the backend.
 
     python tools/host_cost.py --check              on one Hopper GPU: the kernel; exit code 1 above the limits
+    python tools/host_cost.py --captured --check   on one Hopper GPU: what is between the kernels of a captured loop
     python tools/host_cost.py                      elsewhere: a backend that does nothing, so the front end's share
 
 Method: one rank, few tokens; the mean over 50 calls back to back, the queue emptied after them outside the timed
 region; the least mean of the repeats, and their median. grad: the forward of a call whose gradients are recorded.
-Limits in us are those of calls without gradients.
+Limits in us are those of calls without gradients. --captured: a graph of CHAIN launches, each of which takes the y
+before as its x; a launch's share of the median replay less the kernel's own time, from its first CTA's start to its
+last one's end by the GPU's clock; without and with programmatic dependent launch.
 """
 
 import argparse
@@ -20,8 +23,10 @@ import torch
 from common import add_shape_arguments, header, shapes_from
 
 import megamoe
+from megamoe.backends.kernels import kernel_ns
+from megamoe.backends.mega import MegaBackend
 from megamoe.frontend import autograd, functional
-from megamoe.testing import make_inputs
+from megamoe.testing import make_inputs, make_weights
 
 CALLS = 50
 WARM_UP = 20
@@ -31,6 +36,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "grad": torch.enable_grad,
 }
 LIMITS = {"module": 25.0, "backend": 10.0}
+CHAIN, BETWEEN_LIMIT = 32, 3.0
 
 
 class Nothing:
@@ -111,6 +117,54 @@ def measure(
     return found
 
 
+def captured(args: argparse.Namespace, precision: str, pdl: bool) -> tuple[float, float]:
+    """Return (us a launch, us of it in the kernel) of a captured chain of launches."""
+    shape = shapes_from(args)[0]
+    problem = megamoe.Problem(
+        *(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k),
+        max_tokens=max(args.tokens, 64),
+        precision=precision,
+        activation=shape.activation,
+        bias=shape.bias,
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = MegaBackend(problem, pdl=pdl, profile=True)
+    inputs = make_inputs(problem, args.tokens, device=device, ids_dtype=torch.int32)
+    weights = make_weights(problem, device=device)
+    backend.prepare(weights)
+    graph, y = torch.cuda.CUDAGraph(), inputs.x
+    with torch.cuda.graph(graph):
+        for _ in range(CHAIN):
+            y = backend.forward(y, inputs.topk_ids, inputs.topk_weights, weights)
+    periods, kernels = [], []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(args.repeats):
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        periods.append(start.elapsed_time(end) / CHAIN * 1e3)
+        kernels.append(kernel_ns(backend.profile) / 1e3)
+    backend.check()
+    backend.close()
+    return statistics.median(periods), statistics.median(kernels)
+
+
+def check_captured(args: argparse.Namespace) -> int:
+    """Print what is between captured launches; return 1 if --check finds more than BETWEEN_LIMIT."""
+    print(f"{'us a launch':26}{'period':>10}{'kernel':>10}{'between':>10}")
+    least = []
+    for precision in args.precision:
+        between = []
+        for pdl in (False, True):
+            period, kernel = captured(args, precision, pdl)
+            between.append(period - kernel)
+            name = f"{precision}, PDL {'on' if pdl else 'off'}"
+            print(f"{name:26}{period:10.1f}{kernel:10.1f}{between[-1]:10.1f}")
+        least.append(min(between))
+    return 1 if args.check and max(least) > BETWEEN_LIMIT else 0
+
+
 def main() -> int:
     """Print the table; return 1 if --check finds a limit exceeded."""
     parser = argparse.ArgumentParser(
@@ -123,11 +177,16 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--check", action="store_true", help=f"hold {LIMITS} us")
+    parser.add_argument("--captured", action="store_true", help="between launches of a graph")
     args = parser.parse_args()
     functional.BACKENDS["nothing"] = ("host_cost", "Nothing")
     torch.set_num_threads(1)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     print(header())
+    if args.captured:
+        if args.backend != "mega":
+            parser.error("--captured measures the kernel: it needs a Hopper GPU and --backend mega")
+        return check_captured(args)
     print(f"{'us a call: least / median':26}" + "".join(f"{m:>18}" for m in MODES))
     exceeded = []
     for precision in args.precision:

@@ -129,6 +129,12 @@ def clock_ghz(profile: Tensor | None) -> float:
     return float((cycles / ns).median())
 
 
+def kernel_ns(profile: Tensor) -> int:
+    """profile: as above -> ns from the first CTA's start to the last one's end. Waits for the device."""
+    stamps = profile.cpu()
+    return int(stamps[:, _END].max() - stamps[:, _START].min())
+
+
 def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
     """Return what the last launch, of `kernel`, left of own tokens; see MegaBackend.intermediates. Waits."""
     regions = {name: region.view(window.memory) for name, region in plan.window.items()}
