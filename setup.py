@@ -14,7 +14,10 @@ CU13 = [
     "nvidia-cuda-cccl>=13.0,<13.2",  # 13.2 and later refuse -default-device, which NVRTC needs
 ]
 PLOT = ["matplotlib>=3.8", "tqdm>=4.60"]
-HF = ['transformers>=5.20; python_version >= "3.11"']
+HF = [
+    'transformers>=5.20; python_version >= "3.11"',
+    'accelerate>=1.10; python_version >= "3.11"',  # which transformers asks for where it places a model
+]
 CHECKPOINTS = ["safetensors>=0.6"]
 TEST = [
     *CU13,

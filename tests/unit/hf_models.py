@@ -1,6 +1,8 @@
 """Tiny models of transformers, one for each layout and activation of experts, with random weights."""
 
 import copy
+import re
+from pathlib import Path
 
 import torch
 import transformers
@@ -89,3 +91,13 @@ def rows(num_tokens, width=64, seed=3):
 def token_ids(*shape):
     """Return input ids without special ones."""
     return torch.randint(3, 128, shape, generator=torch.Generator().manual_seed(2))
+
+
+def snippets(folder):
+    """Return the programs of docs/adapters.md as they run here: on CPUs, two ranks, the model of a folder."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
+    smaller = {"Qwen/Qwen3-30B-A3B": str(folder), '"cuda"': '"cpu"', "_size=8": "_size=2"}
+    for large, small in smaller.items():
+        assert large in text
+        text = text.replace(large, small)
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

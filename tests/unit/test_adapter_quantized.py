@@ -21,7 +21,7 @@ HIDDEN, INTERMEDIATE = 256, 128
 SIZES = {"hidden_size": HIDDEN, "moe_intermediate_size": INTERMEDIATE, "num_experts": 4}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def experts():
     registered = adapter.register(backend="staged", max_tokens=16)
     yield registered

@@ -20,6 +20,7 @@ from hf_models import (  # noqa: E402
     model_of,
     routes,
     rows,
+    snippets,
     token_ids,
 )
 
@@ -37,14 +38,14 @@ OTHER_ACTIVATIONS = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("NemotronH", "Gemma4Text")]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def experts():
     registered = adapter.register(backend="staged", max_tokens=16)
     yield registered
     registered.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def emulated():
     registered = adapter.register("megamoe_emulated", backend="emulate", max_tokens=16)
     yield registered
@@ -274,6 +275,19 @@ def test_weights_are_views_where_they_can_be(name):
 def test_wrong_options_are_named_when_they_are_registered(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         adapter.register(**options)
+
+
+def test_the_program_of_the_document_runs(tmp_path):
+    pytest.importorskip("accelerate")
+    expected = model_of("Qwen3Moe", "eager", **ALL_EXPERTS["Qwen3Moe"]).eval()
+    expected.save_pretrained(tmp_path)
+    names = {}
+    exec(snippets(tmp_path)[0], names)
+    with torch.no_grad():
+        logits = names["model"].eval()(token_ids(2, 12)).logits
+        assert_close(logits, expected(token_ids(2, 12)).logits, relative=0.03)
+    assert names["experts"].num_layers == 2
+    names["experts"].close()
 
 
 def test_closed_layers_open_again(experts):

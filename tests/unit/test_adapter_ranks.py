@@ -1,0 +1,94 @@
+"""Two ranks of transformers' expert parallelism: a megamoe layer beside transformers' own exchange of tokens."""
+
+import pytest
+import torch
+
+from megamoe.errors import MegaMoEError
+from megamoe.testing import assert_close, launch
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("accelerate")
+from hf_models import ALL_EXPERTS, experts_of, model_of, snippets, token_ids  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+
+from megamoe.adapters import transformers as adapter  # noqa: E402
+
+NAMES = ("Qwen3Moe", "GptOss")
+# Every rank brings its own tokens, or a slice of those that all have.
+SIZES = {"own": {"fsdp_size": 2}, "shared": {"tp_size": 2}}
+
+
+def load(folder, implementation, sizes, **options):
+    config = DistributedConfig(**sizes, ep_size=2, ep_implementation=implementation)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, distributed_config=config, **options
+    )
+
+
+def by_the_document(folder):
+    """Return the model that the second program of docs/adapters.md loads."""
+    names = {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "torch": torch}
+    exec(snippets(folder)[1], names)
+    return names["model"]
+
+
+def step(model, ids):
+    """Return this rank's logits and its part of all gradients."""
+    out = model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.to_local().clone() if isinstance(grad, DTensor) else grad
+    model.zero_grad()
+    return {"logits": out.logits.detach()} | found
+
+
+def error_of(function, *arguments):
+    try:
+        function(*arguments)
+    except MegaMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def run(rank, folder, name):
+    own = adapter.register(backend="staged", max_tokens=64)
+    result = {}
+    for tokens, sizes in SIZES.items():
+        ids = token_ids(1 if tokens == "shared" else 1 + rank, 7)  # 7 do not divide by 2
+        mine, theirs = (load(folder, i, sizes) for i in ("megamoe", "all_to_all"))
+        found, expected = step(mine, ids), step(theirs, ids)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if value.numel() and value.norm() > 1e-3:
+                assert_close(found[key], value, relative=0.03, name=f"{key} {tokens}")
+        result[tokens] = len(expected)
+        result["experts"] = experts_of(mine)[0].gate_up_proj.to_local().shape[0]
+    texts = mine.eval().generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    result |= {"texts": texts.tolist(), "layers": own.num_layers}
+    mine = by_the_document(folder)
+    with torch.no_grad():
+        result["too many"] = error_of(mine, token_ids(1 + 9 * rank, 7))
+        theirs = load(folder, "all_to_all", SIZES["own"], experts_implementation="megamoe")
+        result["not ours"] = error_of(theirs, ids)
+    own.close()
+    return result
+
+
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
+def test_models_over_two_ranks(name, tmp_path):
+    model = model_of(name, "eager", **ALL_EXPERTS[name])
+    model.save_pretrained(tmp_path)
+    results = launch(run, 2, str(tmp_path), name)
+    for found in results:
+        assert found["own"] == found["shared"] == 1 + len(list(model.parameters()))
+        assert found["experts"] == 3
+        assert found["layers"] >= 2  # of the last model; the first may be gone
+        assert found["texts"] == results[0]["texts"]
+        assert len(found["texts"][0]) == 10
+        refused = "over several ranks, expected all experts on one rank, or ep_implementation"
+        assert refused in found["not ours"]
+        assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
+    assert "rank 1 of the group failed" in results[0]["too many"]
