@@ -83,6 +83,7 @@ step train_faults 240 "$python" tools/soak.py $training --bound 100
 step demo_one_rank 240 make --no-print-directory demo
 step demo_staged 120 make --no-print-directory demo ARGS="--steps 200 --compare staged"
 step host_cost 120 "$python" tools/host_cost.py --check
+step captured 60 "$python" tools/host_cost.py --captured --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
     --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
 step train_curves 300 "$python" tools/train_step.py --steps 300 --curves "$out/train_curves.png"

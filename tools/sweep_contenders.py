@@ -47,6 +47,7 @@ class Entry:
     )
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
+    step_blocks: int | None = None  # None: the default
 
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
@@ -137,6 +138,8 @@ class Contender:
         options = {"profile": True} if profile else {}
         if entry.reserve_sms is not None:
             options["reserve_sms"] = entry.reserve_sms
+        if entry.step_blocks is not None:
+            options["step_blocks"] = entry.step_blocks
         training = entry.direction != "forward"
         self.cache, self.layer = QuantizedCache(), None
         plain = entry.backend == "autograd"
