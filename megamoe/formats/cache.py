@@ -90,6 +90,25 @@ def _capturing(w: Tensor) -> bool:
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+@lru_cache(maxsize=1)
+def _warn_of_inference_tensors() -> None:
+    log.warning(
+        "weights made under inference_mode() count no writes, so that they are quantized at every call: make the layer "
+        "outside of it"
+    )
+
+
+def _uncounted(w: Tensor) -> bool:
+    """Whether any use may follow a write that nobody can see: of inference tensors, which have no _version.
+
+    Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
+    """
+    if not w.is_inference() or _capturing(w):
+        return False
+    _warn_of_inference_tensors()
+    return True
+
+
 # StorageImpl, offset, tensor._version (-1 of inference tensors, which have none), optimizer steps, strides
 Version = tuple[int, int, int, int, tuple[int, ...]]
 
@@ -110,9 +129,10 @@ class QuantizedCache:
     A version is (storage, offset, tensor._version, optimizer steps of the process, strides): at most one
     quantization per parameter and optimizer step, plus one per write that torch counts. Of a layer that trains each
     makes the transposes too, which a backward pass multiplies; others have none. What is not counted needs
-    invalidate(). While a CUDA graph is captured, a parameter that requires a
-    gradient is quantized at every use, so that replays follow it; from then on it is quantized at
-    every use outside graphs as well, since a replay changes no counter.
+    invalidate(); parameters made under inference_mode(), of which nothing is, are quantized at every use outside
+    graphs. While a CUDA graph is captured, a parameter that requires a gradient is quantized at every use, so that
+    replays follow it; from then on it is quantized at every use outside graphs as well, since a replay changes no
+    counter.
     """
 
     def __init__(self) -> None:
@@ -138,7 +158,7 @@ class QuantizedCache:
         out = turned_out = None
         if entry is not None:
             trains |= entry.turned is not None
-            counted = not (captured or entry.volatile)
+            counted = not (captured or entry.volatile or _uncounted(w))
             if counted and entry.version == version and entry.source.shape == w.shape:
                 if trains and entry.turned is None:
                     _refuse_capture(w)
@@ -165,6 +185,7 @@ class QuantizedCache:
         versions = _version(w13), _version(w2)
         captured = (w13.requires_grad or w2.requires_grad) and _capturing(w13)
         same = last is not None and last[1] == versions and _same(last[0], masters)
+        same = same and not (_uncounted(w13) or _uncounted(w2))
         if last is not None and same and not captured and (self._turns() or not trains):
             return last[2]
         stored = problem.formats.w

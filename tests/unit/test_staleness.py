@@ -211,15 +211,24 @@ def test_writes(name):
     assert seen == {"stale": 0, "q": 2 * 4}
 
 
-def test_inference_tensors():
-    with torch.inference_mode(), watched() as seen:
-        layer = make()
+def test_inference_tensors(monkeypatch):
+    """They count no writes: quantized at every use, but not inside a graph, whose copies the next use refreshes."""
+    with torch.inference_mode(), watched(trains=False) as seen:
+        layer = make().requires_grad_(False)
         assert layer.w13.is_inference()
-        layer(*batch())
-        layer.load_state_dict(other_values(layer))
-        layer(*batch())
-        layer(*batch())
-    assert seen == {"stale": 0, "q": 4}
+        layer.prepare()
+        assert seen["q"] == 2
+        for write in (WRITES["load_state_dict"], copied):
+            write(layer)
+            layer(*batch())
+        assert seen == {"stale": 0, "q": 6}
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_module, "_capturing", lambda w: True)
+            layer(*batch())
+        assert seen["q"] == 6
+        copied(layer)
+        layer.prepare()
+    assert seen == {"stale": 0, "q": 8}
 
 
 UNCOUNTED = {
