@@ -112,6 +112,9 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     crew_sync();
 }
 
+// So few chunks that CTA 0 counts them all, one a warp, and the counts never leave its shared memory.
+MEGAMOE_DEVICE bool one_cta_counts(const Context& ctx) { return ctx.smem.num_chunks <= crew_warps; }
+
 // Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary
 // memory.
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
@@ -148,11 +151,28 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
                 arch::warp_sync();
             }
         }
+        if (one_cta_counts(ctx)) return;
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
             args.chunk_prefix[int64_t{e} * (args.max_chunks + 1) + chunk] = counters[e];
         }
         arch::warp_sync();
+    }
+}
+
+// The same as scan_routes(), of CTA 0's own counts: one thread an expert.
+MEGAMOE_DEVICE void scan_own_counts(Context& ctx) {
+    const Args& args = ctx.args;
+    MEGAMOE_UNROLL_BY(1)
+    for (int e = crew_thread(); e < args.num_local_experts; e += crew_threads) {
+        int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
+        int running = 0;
+        MEGAMOE_UNROLL_BY(1)
+        for (int chunk = 0; chunk < ctx.smem.num_chunks; ++chunk) {
+            row[chunk] = running;
+            running += ctx.routing.expert_counters[chunk][e];
+        }
+        row[ctx.smem.num_chunks] = running;
     }
 }
 
@@ -192,15 +212,15 @@ MEGAMOE_DEVICE void grid_sync(Context& ctx) {
 }
 
 MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
-    MEGAMOE_UNROLL_BY(1)
-    for (int step = 0; step < 2; ++step) {
-        if (step == 0) {
-            count_routes(ctx);
-        } else {
-            scan_routes(ctx);
-        }
+    count_routes(ctx);
+    if (one_cta_counts(ctx)) {
+        crew_sync();
+        if (cta_idx(ctx) == 0) scan_own_counts(ctx);
+    } else {
         grid_sync(ctx);
+        scan_routes(ctx);
     }
+    grid_sync(ctx);
 }
 
 // train: the state says whose it is, once this launch's counts are known; leave() says that it is complete.
