@@ -1,4 +1,10 @@
-"""Warm the kernel cache: `python -m megamoe.jit --all`, or `--precision fp8 --activation swiglu`. Needs no GPU."""
+"""Warm the kernel cache, or write kernels to a folder for machines without a compiler. Needs no GPU.
+
+python -m megamoe.jit --all                      every kernel into the cache
+python -m megamoe.jit --precision fp8 --activation swiglu
+python -m megamoe.jit --export FOLDER            every kernel into a folder, which MEGAMOE_PREBUILT then names
+python -m megamoe.jit --export FOLDER --only fp8-swiglu quantize-weights
+"""
 
 from __future__ import annotations
 
@@ -6,81 +12,149 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
+from pathlib import Path
 
 from megamoe import env
 from megamoe.errors import CompileError, ConfigError
-from megamoe.jit.compiler import CompileResult, check_installed, compile_variant
-from megamoe.jit.source import ACTIVATIONS, PRECISIONS, Variant, variants
+from megamoe.jit import prebuilt
+from megamoe.jit.compiler import (
+    CompileResult,
+    check_installed,
+    compile_source,
+    prebuilt_flags,
+)
+from megamoe.jit.source import ACTIVATIONS, PRECISIONS, QUANTIZE, QUANTIZE_SOURCE, variants
 
 
-def _timed(build: Callable[[], CompileResult]) -> tuple[CompileResult | CompileError, float]:
-    start = time.perf_counter()
-    try:
-        result: CompileResult | CompileError = build()
-    except CompileError as error:
-        result = error
-    return result, time.perf_counter() - start
+@dataclass(frozen=True)
+class _Unit:
+    """A translation unit to compile."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+
+    def build(self) -> tuple[CompileResult | CompileError, float]:
+        """Return the result, or why there is none, and the seconds that it took."""
+        start = time.perf_counter()
+        try:
+            result: CompileResult | CompileError = compile_source(
+                self.source, name=f"{self.name}.cu", flags=self.flags
+            )
+        except CompileError as error:
+            result = error
+        return result, time.perf_counter() - start
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megamoe.jit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--all", action="store_true", help="every variant, and the FP8 quantization")
+    add("--precision", choices=PRECISIONS)
+    add("--activation", choices=ACTIVATIONS)
+    add("--only", nargs="+", metavar="NAME", help="these kernels, as --all lists them")
+    add("--export", type=Path, metavar="FOLDER", help="write them to a new folder; all by default")
+    add("--profile", action="store_true", help="with in-kernel timestamps")
+    add("--flag", action="append", default=[], help="extra compiler flag")
+    add("--log", action="store_true", help="print the compiler's log")
+    add("--save", metavar="FILE", help="also write the cubin of the last variant")
+    return parser
+
+
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[_Unit]:
+    """Return what the arguments ask for; end with a message for arguments that ask for nothing."""
+    narrowed = args.precision or args.activation
+    if not (args.all or narrowed or args.only or args.export):
+        parser.error("say --all, --export FOLDER, --only, or --precision and/or --activation")
+    if args.export and args.flag:
+        parser.error("--export takes no --flag: a layer asks for kernels without")
+    flags = tuple(args.flag)
+    units = [
+        _Unit(str(v), v.source(), flags)
+        for v in variants(args.profile)
+        if args.precision in (None, v.precision) and args.activation in (None, v.activation)
+    ]
+    if args.all or not narrowed:
+        units.insert(0, _Unit(QUANTIZE, QUANTIZE_SOURCE, ()))
+    names = [unit.name for unit in units]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only {' '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    return [unit for unit in units if unit.name in (args.only or names)]
+
+
+def _print_row(name: str, result: CompileResult, total: float) -> None:
+    built = f"{result.seconds:.2f}s" if result.seconds else result.origin
+    print(
+        f"{name:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
+        f"{len(result.cubin):8} {built:>8} {total:6.3f}s"
+    )
+    for remark in result.warnings:
+        print(f"    {remark}")
+
+
+def _build_all(units: list[_Unit], show_log: bool) -> list[tuple[_Unit, CompileResult]]:
+    """Compile, print a row each, return those that compiled."""
+    head = "variant", "regs", "stack", "spill", "cubin", "build", "total"
+    print("{:26} {:>5} {:>6} {:>6} {:>8} {:>8} {:>7}".format(*head))
+    done = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # as NVRTC compiles
+        for unit, (result, total) in zip(units, pool.map(_Unit.build, units), strict=True):
+            if isinstance(result, CompileError):
+                print(f"{unit.name:26} FAILED\n{result}")
+                continue
+            _print_row(unit.name, result, total)
+            if show_log:
+                print(result.log)
+            done.append((unit, result))
+    return done
+
+
+def _export(folder: Path, built: list[tuple[_Unit, CompileResult]]) -> None:
+    prebuilt.write(
+        folder,
+        (
+            prebuilt.Made(
+                unit.name,
+                unit.source,
+                prebuilt_flags(()),
+                result.cubin,
+                result.compiler,
+                result.log,
+            )
+            for unit, result in built
+        ),
+    )
+    print(f"wrote {len(built)} kernels: MEGAMOE_PREBUILT={folder}")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile the chosen variants; return 1 when one does not compile."""
-    parser = argparse.ArgumentParser(prog="python -m megamoe.jit", description=__doc__)
-    parser.add_argument(
-        "--all", action="store_true", help="every variant, and the FP8 quantization"
-    )
-    parser.add_argument("--precision", choices=PRECISIONS)
-    parser.add_argument("--activation", choices=ACTIVATIONS)
-    parser.add_argument("--profile", action="store_true", help="with in-kernel timestamps")
-    parser.add_argument("--flag", action="append", default=[], help="extra compiler flag")
-    parser.add_argument("--log", action="store_true", help="print the compiler's log")
-    parser.add_argument("--save", metavar="FILE", help="also write the cubin of the last variant")
-    chosen = parser.parse_args(arguments)
-    if not (chosen.all or chosen.precision or chosen.activation):
-        parser.error("say --all, or --precision and/or --activation")
-    wanted: list[Variant] = [
-        v
-        for v in variants(chosen.profile)
-        if chosen.precision in (None, v.precision) and chosen.activation in (None, v.activation)
-    ]
+    """Compile the chosen kernels; return 1 when one does not compile, and then export none."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    units = _chosen(parser, args)
     try:
-        check_installed()
+        if args.export:
+            prebuilt.check_target(args.export)
+        if prebuilt.place() is None:  # else a kernel that is not there says what is missing
+            check_installed()
+        print(f"cache {env.cache_dir()}, compiler {env.compiler()}")
+        built = _build_all(units, args.log)
+        if args.save and built:
+            Path(args.save).write_bytes(built[-1][1].cubin)
+        if len(built) < len(units):
+            return 1
+        if args.export:
+            _export(args.export, built)
     except (CompileError, ConfigError) as error:
         print(f"megamoe.jit: {error}", file=sys.stderr)
         return 1
-    print(f"cache {env.cache_dir()}, compiler {env.compiler()}")
-    print(
-        f"{'variant':26} {'regs':>5} {'stack':>6} {'spill':>6} {'cubin':>8} {'build':>7} {'total':>7}"
-    )
-    failed = 0
-    builds = [(str(v), partial(compile_variant, v, chosen.flag)) for v in wanted]
-    if chosen.all:  # the layer's other kernel; its module needs cuda.bindings, which may be missing
-        from megamoe.jit.quantize import compile_quantize
-
-        builds.insert(0, ("quantize-weights", compile_quantize))
-    # NVRTC compiles in several threads at once.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        results = list(pool.map(_timed, [build for _, build in builds]))
-    for (name, _), (result, total) in zip(builds, results, strict=True):
-        if isinstance(result, CompileError):
-            failed += 1
-            print(f"{name:26} FAILED\n{result}")
-            continue
-        built = f"{result.seconds:.2f}s" if result.seconds else "cached"
-        print(
-            f"{name:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
-            f"{len(result.cubin):8} {built:>7} {total:6.3f}s"
-        )
-        for remark in result.warnings:
-            print(f"    {remark}")
-        if chosen.log:
-            print(result.log)
-        if chosen.save:
-            with open(chosen.save, "wb") as file:
-                file.write(result.cubin)
-    return 1 if failed else 0
+    return 0
 
 
 if __name__ == "__main__":

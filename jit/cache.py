@@ -72,12 +72,16 @@ def _private_group(gid: int) -> bool:
     return group.gr_name == name and set(group.gr_mem) <= {name}
 
 
-def _doubt(info: os.stat_result, is_parent: bool) -> str | None:
-    """Return why somebody else could put a file behind a path, or None."""
+def _doubt(info: os.stat_result, is_parent: bool, installed: bool = False) -> str | None:
+    """Return why somebody else could put a file behind a path, or None.
+
+    installed: by a package manager, which follows umask 002 like everything else of this user.
+    """
     if not (_owned(info) or (is_parent and info.st_uid == UNMAPPED)):
         return f"belongs to user {info.st_uid}, not to {os.geteuid()}"
     writers = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if is_parent and writers == stat.S_IWGRP and _private_group(info.st_gid):
+    lenient = is_parent or installed
+    if lenient and writers == stat.S_IWGRP and _private_group(info.st_gid):
         writers = 0
     if is_parent and info.st_mode & stat.S_ISVTX:
         writers = 0  # as in /tmp: they cannot rename what is not theirs
@@ -106,6 +110,27 @@ def secure(folder: Path) -> Path:
         if (why := _doubt(info, is_parent=path != real)) is not None:
             raise refusal(path, why)
     return real
+
+
+def read_guarded(folder: Path, name: str, mend: str) -> bytes:
+    """Return a file of a folder that somebody else made. Raise ConfigError when others could have written it.
+
+    mend: what to do about it. The rule is that of `secure`; a private group may write, as package managers leave it.
+    """
+    try:
+        path = folder.resolve() / name
+        found = [(path, os.lstat(path))]
+        found += [(parent, os.stat(parent)) for parent in path.parents]
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{folder / name} cannot be used ({error}): {mend}") from error
+    if not stat.S_ISREG(found[0][1].st_mode):
+        raise ConfigError(f"{path} is not a regular file: {mend}")
+    for place, info in found:
+        is_parent = place not in (path, path.parent)
+        if (why := _doubt(info, is_parent, installed=True)) is not None:
+            raise ConfigError(f"{path} holds code that is executed, but {place} {why}: {mend}")
+    return data
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache as once
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megamoe import env
 from megamoe.errors import CompileError, MegaMoEError
-from megamoe.jit import cache, paths
+from megamoe.jit import cache, paths, prebuilt
 from megamoe.jit.source import Variant
 
+logger = logging.getLogger("megamoe")
 ARCH = "sm_90a"
 # -default-device: CUTLASS headers hold functions without a decoration, which NVRTC would take for host code.
 # --no-cache: a cubin from the driver's cache comes without ptxas' figures, and jit/cache.py keeps it anyway.
@@ -31,7 +34,7 @@ NVCC_FLAGS = ("-cubin", f"-arch={ARCH}", "-std=c++17", "--expt-relaxed-constexpr
 
 @dataclass(frozen=True)
 class CompileResult:
-    """A cubin and what the compiler said of it. `seconds` is 0 when it came from the cache."""
+    """A cubin and what the compiler said of it. `seconds` is 0 when it was not compiled now."""
 
     cubin: bytes
     log: str
@@ -41,22 +44,65 @@ class CompileResult:
     shared_bytes: int  # static shared memory
     seconds: float
     warnings: tuple[str, ...] = ()  # ptxas remarks that cost speed, e.g. serialised WGMMA
+    compiler: str = ""  # and its version
+    origin: str = "cached"  # or "compiled", "prebuilt"
 
 
 def compile_variant(variant: Variant, flags: Sequence[str] = ()) -> CompileResult:
-    """Compile one variant of the forward kernel, or take it from the cache."""
+    """Compile one variant, or take it from the prebuilt kernels or the cache."""
     return compile_source(variant.source(), name=f"{variant}.cu", flags=flags)
 
 
 def compile_source(
     source: str, name: str = "kernel.cu", flags: Sequence[str] = (), directory: Path | None = None
 ) -> CompileResult:
-    """Compile a translation unit with csrc/ on its include path, or take it from the cache."""
+    """Compile a translation unit with csrc/ on its include path, or take it from the prebuilt kernels or the cache.
+
+    Raises CompileError for what does not compile, or that nothing here can compile and is not prebuilt.
+    """
+    found = _prebuilt(source, name, flags)
+    return _compiled(source, name, flags, directory) if found is None else found
+
+
+def _prebuilt(source: str, name: str, flags: Sequence[str]) -> CompileResult | None:
+    """Return the prebuilt kernel; None where there is none and it can be compiled, which is logged."""
+    try:
+        found = prebuilt.lookup(source, name, prebuilt_flags(flags))
+    except prebuilt.NotPrebuilt as error:
+        try:
+            _check_compiler()
+        except CompileError as lacking:
+            raise prebuilt.NotPrebuilt(f"{error}; to compile it here: {lacking}") from lacking
+        _say_why(str(error))
+        return None
+    if found is None:
+        return None
+    cubin, entry = found
+    figures = parse_log(entry.log)
+    return CompileResult(
+        cubin, entry.log, seconds=0.0, compiler=entry.compiler, origin="prebuilt", **figures
+    )
+
+
+@once
+def _say_why(reason: str) -> None:
+    logger.warning("kernels are compiled here, not taken as prebuilt: %s", reason)
+
+
+def prebuilt_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """Return what enters the key of a prebuilt kernel, whichever compiler made it."""
+    return (*NVRTC_FLAGS, *NVCC_FLAGS, *flags)
+
+
+def _compiled(
+    source: str, name: str, flags: Sequence[str], directory: Path | None
+) -> CompileResult:
     which = env.compiler()
     base = NVRTC_FLAGS if which == "nvrtc" else NVCC_FLAGS
     every_flag = (*base, *flags)
+    version = compiler_version(which)
     key = cache.content_key(
-        source, flags=every_flag, compiler=compiler_version(which), extra_files=_version_headers()
+        source, flags=every_flag, compiler=version, extra_files=_version_headers()
     )
     seconds = 0.0
 
@@ -71,7 +117,11 @@ def compile_source(
 
     path, notes = cache.fetch(key, ".cubin", build, directory)
     log = str(notes["log"])
-    return CompileResult(cubin=path.read_bytes(), log=log, seconds=seconds, **parse_log(log))
+    origin = "compiled" if seconds else "cached"
+    figures = parse_log(log)
+    return CompileResult(
+        path.read_bytes(), log, seconds=seconds, compiler=version, origin=origin, **figures
+    )
 
 
 @lru_cache(maxsize=2)
@@ -93,17 +143,26 @@ def compiler_version(which: str) -> str:
     return "nvcc " + " ".join(re.findall(r"V[\d.]+", text))
 
 
-def check_installed() -> None:
-    """Raise before any work: CompileError without compiler or headers, ConfigError for an unsafe cache."""
+def _check_compiler() -> None:
     compiler_version(env.compiler())
     paths.include_dirs()
+
+
+def check_installed(variant: Variant | None = None) -> None:
+    """Raise before any work: CompileError without compiler or headers, ConfigError for an unsafe cache.
+
+    variant: needs none of these if it is prebuilt.
+    """
+    if variant is not None and _prebuilt(variant.source(), str(variant), ()) is not None:
+        return
+    _check_compiler()
     cache.secure(env.cache_dir())
 
 
-def why_not() -> str | None:
-    """Return what this machine lacks to compile kernels, or None. Compiles nothing."""
+def why_not(variant: Variant | None = None) -> str | None:
+    """Return what this machine lacks to compile kernels, or this one, or None. Compiles nothing."""
     try:
-        check_installed()
+        check_installed(variant)
     except MegaMoEError as error:
         return str(error)
     return None

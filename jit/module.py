@@ -137,7 +137,7 @@ def check_abi(cubin: bytes, what: str) -> int:
 
 
 def load_kernel(variant: Variant, device: int) -> Kernel:
-    """Return the kernel of a variant on a device, compiling it if no cache has it."""
+    """Return the kernel of a variant on a device, prebuilt, from the cache or compiled."""
     with _loading:
         kernel = _loaded.get((variant, device))
         if kernel is None:

@@ -17,7 +17,8 @@ INSTALL = 'pip install "megamoe[cu13]"'
 CSRC = Path(__file__).resolve().parent.parent / "csrc"  # the same in a checkout and in a wheel
 
 
-def _package_dirs(name: str) -> list[Path]:
+def package_dirs(name: str) -> list[Path]:
+    """Return the folders of a package, without importing it."""
     try:
         spec = find_spec(name)
     except ModuleNotFoundError:  # the parent package is missing
@@ -43,7 +44,7 @@ def _toolkits() -> list[Path]:
 @lru_cache(maxsize=1)
 def cutlass_include() -> Path:
     """Return the folder that holds cute/ and cutlass/, from the nvidia-cutlass package."""
-    candidates = [d / "source" / "include" for d in _package_dirs("cutlass_library")]
+    candidates = [d / "source" / "include" for d in package_dirs("cutlass_library")]
     candidates += _pathfinder("cutlass")
     for path in candidates:
         if (path / "cutlass" / "cutlass.h").is_file():
@@ -57,7 +58,7 @@ def cutlass_include() -> Path:
 @lru_cache(maxsize=1)
 def cuda_includes() -> tuple[Path, ...]:
     """Return the CUDA include folder and its cccl folder. Both from one tree: mixed trees do not compile."""
-    candidates = [d / "include" for d in _package_dirs("nvidia.cu13")]
+    candidates = [d / "include" for d in package_dirs("nvidia.cu13")]
     candidates += _pathfinder("cudart")
     candidates += [home / "include" for home in _toolkits()]
     for path in candidates:
@@ -83,7 +84,7 @@ def headers(root: Path | None = None) -> list[Path]:
 
 def find_tool(name: str) -> Path | None:
     """Return nvcc, nvdisasm or the like from a wheel, a toolkit or PATH."""
-    places = [d / "bin" / name for d in _package_dirs("nvidia.cu13")]
+    places = [d / "bin" / name for d in package_dirs("nvidia.cu13")]
     places += [home / "bin" / name for home in _toolkits()]
     for path in places:
         if path.is_file():

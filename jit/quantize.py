@@ -14,16 +14,7 @@ from megamoe.formats.quantization import stored_shape
 from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
-
-ENTRY = "megamoe_quantize_weights"
-SOURCE = f"""\
-#include "megamoe/kernels/quantize_weights.cuh"
-
-extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
-{ENTRY}(const __grid_constant__ megamoe::QuantizeWeightsArgs args) {{
-    megamoe::quantize_weights(args);
-}}
-"""
+from megamoe.jit.source import QUANTIZE, QUANTIZE_ENTRY, QUANTIZE_SOURCE
 
 
 class _Args(ctypes.Structure):
@@ -43,13 +34,13 @@ class _Args(ctypes.Structure):
 
 
 def compile_quantize() -> CompileResult:
-    """Compile the kernel, or take it from the cache. Needs no GPU."""
-    return compile_source(SOURCE, name="quantize_weights.cu")
+    """Compile the kernel, or take it as prebuilt or from the cache. Needs no GPU."""
+    return compile_source(QUANTIZE_SOURCE, name=f"{QUANTIZE}.cu")
 
 
 @lru_cache(maxsize=16)
 def _kernel(device: int) -> Kernel:
-    return Kernel(compile_quantize().cubin, ENTRY, device)
+    return Kernel(compile_quantize().cubin, QUANTIZE_ENTRY, device)
 
 
 Pair = tuple[Tensor, Tensor]

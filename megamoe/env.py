@@ -42,6 +42,11 @@ TABLE: dict[str, Variable] = {
     for v in (
         Variable("MEGAMOE_CACHE_DIR", "~/.cache/megamoe", "where compiled kernels are kept"),
         Variable(
+            "MEGAMOE_PREBUILT",
+            "",
+            "kernels of `python -m megamoe.jit --export`; empty: package `megamoe_prebuilt`",
+        ),
+        Variable(
             "MEGAMOE_BACKEND",
             "auto",
             'what backend="auto" means',
@@ -68,6 +73,12 @@ TABLE: dict[str, Variable] = {
 def cache_dir() -> Path:
     """Return the folder of compiled kernels; it may not exist yet."""
     return Path(TABLE["MEGAMOE_CACHE_DIR"].get()).expanduser()
+
+
+def prebuilt_dir() -> Path | None:
+    """Return the stated folder of prebuilt kernels; None when unset."""
+    stated = TABLE["MEGAMOE_PREBUILT"].get()
+    return Path(stated).expanduser() if stated else None
 
 
 def backend() -> str:

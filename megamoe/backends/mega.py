@@ -47,7 +47,7 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
         importlib.import_module("megamoe.jit.module")
     except ImportError as error:
         return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
-    lacking = compiler.why_not()
+    lacking = compiler.why_not(Variant(problem.precision, problem.activation.kind))
     if lacking is not None:
         return f"kernels cannot be compiled: {lacking}"
     own = torch.cuda.current_device() if device.index is None else device.index

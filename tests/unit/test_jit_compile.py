@@ -15,7 +15,7 @@ from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
 from megamoe.jit.cubin import read_u32
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
-from megamoe.jit.source import ACTIVATIONS, Variant, variants
+from megamoe.jit.source import ACTIVATIONS, QUANTIZE_SOURCE, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
@@ -130,10 +130,8 @@ def test_nvcc_agrees(tmp_path, monkeypatch):
     """The same text through nvcc: the quantization kernel, which is quick."""
     if paths.find_tool("nvcc") is None:
         pytest.skip("no nvcc")
-    from megamoe.jit.quantize import SOURCE
-
     monkeypatch.setenv("MEGAMOE_COMPILER", "nvcc")
-    result = compile_source(SOURCE, directory=tmp_path)
+    result = compile_source(QUANTIZE_SOURCE, directory=tmp_path)
     assert result.seconds > 0
     assert result.spill_bytes == 0
     assert "megamoe_quantize_weights" in result.log

@@ -1,0 +1,141 @@
+"""Kernels that were compiled elsewhere: a folder that `python -m megamoe.jit --export` writes, read without a compiler.
+
+The manifest has an entry for each cubin: the key of what it was made from (its text, all our headers, our flags, all by
+content), and the hash of its bytes. A kernel of another source tree has another key, so it is never found. Which
+compiler made it, and with which foreign headers, was the choice of who exported it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megamoe import env
+from megamoe.errors import AbiMismatch, CompileError, ConfigError
+from megamoe.jit import abi, cache, paths
+from megamoe.jit.cubin import read_u32
+
+PACKAGE = "megamoe_prebuilt"
+MANIFEST = "manifest.json"
+FORMAT = 1
+MEND = f"export it again, chmod go-w, or unset MEGAMOE_PREBUILT (uninstall {PACKAGE})"
+
+
+class NotPrebuilt(CompileError):
+    """The folder of prebuilt kernels has none that was made from these sources."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the manifest."""
+
+    name: str
+    sha256: str
+    compiler: str
+    log: str
+
+
+def key_of(source: str, flags: Sequence[str]) -> str:
+    """Return the key of a kernel: like the cache's, without a compiler's version."""
+    return cache.content_key(source, flags=flags, compiler="prebuilt")
+
+
+def sources() -> str:
+    """Return the digest of all our headers."""
+    return cache.content_key("", compiler="prebuilt")
+
+
+def place() -> Path | None:
+    """Return the folder in use: MEGAMOE_PREBUILT, else the package beside megamoe, else None."""
+    stated = env.prebuilt_dir()
+    if stated is not None:
+        return stated
+    return next((d for d in paths.package_dirs(PACKAGE) if (d / MANIFEST).exists()), None)
+
+
+def lookup(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, Entry] | None:
+    """Return the cubin made from exactly this text, tree and flags, and its entry; None without a folder.
+
+    Raises NotPrebuilt when the folder has none, ConfigError for a folder or file that is damaged or that others can
+    write, AbiMismatch for a cubin that disagrees about the argument block.
+    """
+    folder = place()
+    if folder is None:
+        return None
+    entry = _entries(folder).get(key_of(source, flags))
+    if entry is None:
+        raise NotPrebuilt(f"{folder} has no kernel {name} with these flags (made with --only?)")
+    cubin = cache.read_guarded(folder, f"{entry.name}.cubin", MEND)
+    if hashlib.sha256(cubin).hexdigest() != entry.sha256:
+        raise ConfigError(f"{folder / entry.name}.cubin is damaged: {MEND}")
+    _check_stamp(cubin, f"{folder / entry.name}.cubin")
+    return cubin, entry
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """Return the entries of a folder of this source tree by key."""
+    data = cache.read_guarded(folder, MANIFEST, MEND)
+    try:
+        found: dict[str, Any] = json.loads(data)
+        made_from = f"{found['format']} {found['sources']}"
+        entries = {key: Entry(**values) for key, values in found["kernels"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder / MANIFEST} is damaged ({error!r}): {MEND}") from error
+    if made_from != f"{FORMAT} {sources()}":
+        raise NotPrebuilt(f"{folder} was made from other sources of megamoe than these")
+    return entries
+
+
+def _check_stamp(cubin: bytes, what: str) -> None:
+    ours = ctypes.sizeof(abi.Args)
+    stated = read_u32(cubin, "megamoe_args_bytes")  # None: a kernel without that argument
+    if stated not in (None, ours):
+        raise AbiMismatch(f"{what}: sizeof(Args) is {stated} there, {ours} here: {MEND}")
+
+
+@dataclass(frozen=True)
+class Made:
+    """A kernel to export."""
+
+    name: str
+    source: str
+    flags: tuple[str, ...]
+    cubin: bytes
+    compiler: str
+    log: str
+
+
+def check_target(folder: Path) -> None:
+    """Raise ConfigError for a folder that --export cannot write."""
+    usable = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not usable or not folder.absolute().parent.is_dir():
+        raise ConfigError("--export", folder, "a new or empty folder in one that exists")
+
+
+def write(folder: Path, kernels: Iterable[Made]) -> None:
+    """Write kernels and their manifest. The folder has another name until it is whole; others may read it."""
+    check_target(folder)
+    entries = {}
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.absolute().parent) as scratch:
+        whole = Path(scratch) / "whole"
+        whole.mkdir()
+        for made in kernels:
+            _check_stamp(made.cubin, made.name)
+            digest = hashlib.sha256(made.cubin).hexdigest()
+            entry = Entry(made.name, digest, made.compiler, made.log)
+            entries[key_of(made.source, made.flags)] = asdict(entry)
+            (whole / f"{made.name}.cubin").write_bytes(made.cubin)
+        manifest = {"format": FORMAT, "sources": sources(), "kernels": entries}
+        (whole / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (whole / "__init__.py").write_text('"""Kernels of megamoe, compiled."""\n')
+        for path in whole.iterdir():
+            path.chmod(0o644)
+        whole.chmod(0o755)
+        os.replace(whole, folder)
