@@ -11,6 +11,7 @@ transformers_weights.py says how they are read. Gradients reach x, routing weigh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,8 +45,19 @@ except ImportError:  # before 5.23
 
 NAME = "megamoe"
 MAX_TOKENS = 8192
+_numbers = itertools.count(1)
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Layers(dict[Any, Layer]):
+    """Layers of one module, as an attribute of it, where torch.compile sees them. Copies of the module have none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Layers:
+        return _Layers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Layers, ()
 
 
 class Experts:
@@ -70,8 +82,11 @@ class Experts:
         resolve(backend)
         self._backend, self._precision, self._max_tokens = backend, precision, max_tokens
         self._options = options
-        self._layers: WeakKeyDictionary[nn.Module, dict[Any, Layer]] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
+        # Closing is collective, and garbage is not collected at the same time on all ranks.
+        self._spread: list[Layer] = []
         self._windows: dict[Any, Window] = {}
+        self._number = next(_numbers)
 
     def __call__(
         self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
@@ -118,29 +133,45 @@ class Experts:
     @property
     def num_layers(self) -> int:
         """How many modules have been called."""
-        return len(self._layers)
+        return len(self._modules)
 
     def close(self) -> None:
         """Close all layers and free what they hold. A call makes them anew. Collective where they are."""
-        for layers in self._layers.values():
-            for layer in layers.values():
-                layer.close()
+        for layer in self._spread:
+            layer.close()
+        for module in self._modules:
+            layers = module._megamoe_layers
+            for key in [k for k in layers if k[0] == self._number]:
+                layers.pop(key).close()
         for window in self._windows.values():
             window.close()
-        self._layers.clear()
+        self._modules.clear()
+        self._spread.clear()
         self._windows.clear()
         arranged.clear()
 
     def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Layer:
-        device = weights.w2.device
-        key = device, top_k  # a module may be moved
-        layer = self._layers.get(module, {}).get(key)
-        if layer is None:
-            problem = self._problem(module, weights, top_k, group)
-            options = self._options | self._window(problem, group, device)
-            place = "alone" if group is None else group
-            layer = Layer(problem, place, backend=self._backend, **options)
-            self._layers.setdefault(module, {})[key] = layer
+        key = self._number, weights.w2.device, top_k  # a module may be moved
+        layers = getattr(module, "_megamoe_layers", None)
+        layer = None if layers is None else layers.get(key)
+        return self._make(module, weights, key, group) if layer is None else layer
+
+    @torch.compiler.disable(
+        reason="megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
+    )
+    def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> Layer:
+        _, device, top_k = key
+        problem = self._problem(module, weights, top_k, group)
+        options = self._options | self._window(problem, group, device)
+        layer = Layer(
+            problem, "alone" if group is None else group, backend=self._backend, **options
+        )
+        if not hasattr(module, "_megamoe_layers"):
+            module._megamoe_layers = _Layers()
+        module._megamoe_layers[key] = layer
+        self._modules[module] = None
+        if group is not None:
+            self._spread.append(layer)
         return layer
 
     def _problem(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Problem:

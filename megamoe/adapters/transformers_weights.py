@@ -107,6 +107,7 @@ arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeig
 )
 
 
+@torch.compiler.disable(reason="the order of FP4 scales is changed outside of the graph")
 def _mxfp4(module: Any) -> ExpertWeights:
     """Two e2m1 a byte and a power of two for each 32 along K, whose order is changed once for each version of them."""
     _check_quantized(module)

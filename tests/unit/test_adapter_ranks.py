@@ -1,5 +1,7 @@
 """Two ranks of transformers' expert parallelism: a megamoe layer beside transformers' own exchange of tokens."""
 
+import gc
+
 import pytest
 import torch
 
@@ -73,6 +75,10 @@ def run(rank, folder, name):
         result["too many"] = error_of(mine, token_ids(1 + 9 * rank, 7))
         theirs = load(folder, "all_to_all", SIZES["own"], experts_implementation="megamoe")
         result["not ours"] = error_of(theirs, ids)
+    del mine, theirs
+    if rank == 1:
+        gc.collect()  # so that the ranks have different modules left
+    result["left"] = own.num_layers
     own.close()
     return result
 
@@ -91,4 +97,5 @@ def test_models_over_two_ranks(name, tmp_path):
         refused = "over several ranks, expected all experts on one rank, or ep_implementation"
         assert refused in found["not ours"]
         assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
+    assert results[0]["left"] > results[1]["left"] == 0
     assert "rank 1 of the group failed" in results[0]["too many"]

@@ -1,5 +1,6 @@
 """Tiny models of transformers, with its own experts and with a megamoe layer over the same parameters."""
 
+import copy
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from hf_models import (  # noqa: E402
 
 from megamoe.adapters import transformers as adapter  # noqa: E402
 from megamoe.adapters.transformers import Experts  # noqa: E402
-from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
+from megamoe.adapters.transformers_weights import activation_of  # noqa: E402
 
 OTHER_ACTIVATIONS = {
     "GptOss": ACTIVATIONS["swiglu_oai"],
@@ -78,7 +79,7 @@ def compare_experts(name, implementation, tokens):
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_are_those_of_transformers(experts, name):
     module = compare_experts(name, "megamoe", 40)  # three calls of 16 tokens
-    assert module in experts._layers
+    assert module in experts._modules
     assert activation_of(module) == OTHER_ACTIVATIONS.get(name, ACTIVATIONS["swiglu"])
 
 
@@ -191,7 +192,7 @@ def test_families_that_a_layer_does_not_compute_are_refused(experts, names):
     topk_weights, ids = routes(4, 4)
     with pytest.raises(ConfigError, match=REFUSED[names]):
         module(rows(4), ids, topk_weights)
-    assert module not in experts._layers
+    assert module not in experts._modules
 
 
 def test_what_a_layer_does_not_compute_is_refused(experts):
@@ -214,45 +215,6 @@ def test_what_a_layer_does_not_compute_is_refused(experts):
     module.gate_up_proj = torch.nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False)
     with pytest.raises(ConfigError, match="dtype is torch.float8_e5m2, expected a float type"):
         module(*given)
-
-
-@pytest.mark.parametrize("up_to", [7.0, 1000.0])
-def test_activations_are_told_apart(up_to):
-    module = experts_of(model_of("GptOss", "eager"))[0]
-    module.limit, module.alpha = up_to, 1.5
-    expected = Activation("clamped_swiglu", alpha=1.5, limit=up_to, up_offset=1.0)
-    assert activation_of(module) == expected
-    del module.limit  # the gate knows a limit that the module does not name
-    module._apply_gate = lambda x: expected(x.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
-    with pytest.raises(
-        ConfigError, match="expected one of swiglu, geglu, geglu_tanh, clamped_swiglu$"
-    ):
-        activation_of(module)
-
-
-def test_activations_are_found_by_what_they_give():
-    kinds = {
-        "gelu": "geglu",
-        "gelu_new": "geglu_tanh",
-        "gelu_pytorch_tanh": "geglu_tanh",
-        "silu": "swiglu",
-    }
-    module = experts_of(model_of("Mixtral", "eager"))[0]
-    for name, kind in kinds.items():
-        module.act_fn = transformers.activations.ACT2FN[name]
-        assert activation_of(module).kind == kind
-    module = experts_of(model_of("NemotronH", "eager"))[0]
-    module.act_fn = torch.nn.SiLU()
-    with pytest.raises(ConfigError, match="NemotronHExperts, expected one of relu2"):
-        activation_of(module)
-
-
-@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH"])
-def test_weights_are_views_where_they_can_be(name):
-    module = experts_of(model_of(name, "eager"))[0]
-    weights = weights_of(module)
-    assert weights.w13.data_ptr() == next(module.parameters()).data_ptr()
-    assert weights.w2.data_ptr() == module.down_proj.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -288,6 +250,38 @@ def test_the_program_of_the_document_runs(tmp_path):
         assert_close(logits, expected(token_ids(2, 12)).logits, relative=0.03)
     assert names["experts"].num_layers == 2
     names["experts"].close()
+
+
+def test_experts_are_compiled_whole(experts):
+    module = experts_of(model_of("GptOss", "megamoe"))[0]
+    topk_weights, ids = routes(9, 6)
+    given = rows(9), topk_weights, ids, rows(9, seed=4)
+    expected = results(module, *given)
+    module.zero_grad()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for key, value in results(compiled, *given).items():
+        assert torch.equal(value, expected[key.removeprefix("_orig_mod.")]), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_models_are_compiled_whole(experts, name):
+    model, ids = model_of(name, "megamoe"), token_ids(2, 12)
+    expected = model(ids).logits
+    assert torch.equal(
+        torch.compile(model, backend="aot_eager", fullgraph=True)(ids).logits, expected
+    )
+
+
+def test_copies_have_layers_of_their_own(experts, tmp_path):
+    module = experts_of(model_of("Qwen3Moe", "megamoe"))[0]
+    topk_weights, ids = routes(5, 6)
+    y = module(rows(5), ids, topk_weights)
+    torch.save(module, tmp_path / "module")
+    for other in (copy.deepcopy(module), torch.load(tmp_path / "module", weights_only=False)):
+        assert not other._megamoe_layers
+        assert torch.equal(other(rows(5), ids, topk_weights), y)
+        assert other in experts._modules
 
 
 def test_closed_layers_open_again(experts):
