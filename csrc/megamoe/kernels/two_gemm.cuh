@@ -211,7 +211,8 @@ struct Peers {
     MEGAMOE_DEVICE uint32_t* from(int peer) const { return &route_cell(ctx, ctx.args.rank, peer)->launched; }
 };
 
-// All threads, behind the first cluster barrier. Says which of the launch's CTAs this one is, and of how many.
+// All threads, behind the first cluster barrier. Says which of the launch's CTAs this one is, and of how
+// many.
 MEGAMOE_DEVICE void join(Context& ctx) {
     const Args& args = ctx.args;
     if (args.join_ns == 0) return;

@@ -33,12 +33,19 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* ids = ctx.window<int32_t>(args.rank, args.window_ids) + base;
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
+    bool alone = total <= 2 * crew_threads;  // CTA 0 writes so few, and waits for no other
+    int writers = alone ? 1 : num_ctas(ctx);
+    if (cta_idx(ctx) >= writers) return;
     MEGAMOE_UNROLL_BY(1)
-    for (int i = cta_idx(ctx) * crew_threads + crew_thread(); i < total; i += num_ctas(ctx) * crew_threads) {
+    for (int i = cta_idx(ctx) * crew_threads + crew_thread(); i < total; i += writers * crew_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
-    if (!last_to_arrive(ctx, args.ids_ticket)) return;
+    if (alone) {
+        crew_sync();
+    } else if (!last_to_arrive(ctx, args.ids_ticket)) {
+        return;
+    }
     int peer = crew_thread();
     if (peer < args.num_ranks) {
         RouteCell* cell = route_cell(ctx, peer, args.rank);
@@ -118,6 +125,7 @@ MEGAMOE_DEVICE bool one_cta_counts(const Context& ctx) { return ctx.smem.num_chu
 // Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary
 // memory.
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
+    constexpr int ahead = 2 * routes_ahead;
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), warp = crew_warp();
     int32_t* counters = ctx.routing.expert_counters[warp];
@@ -134,13 +142,13 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
         const auto* ids = ctx.window<const int32_t>(home, args.window_ids) + from;
         const auto* weights = ctx.window<const float>(home, args.window_weights) + from;
         MEGAMOE_UNROLL_BY(1)
-        for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
-            int32_t id[routes_ahead];
-            float weight[routes_ahead];
+        for (int k0 = 0; k0 < args.top_k; k0 += ahead) {
+            int32_t id[ahead];
+            float weight[ahead];
             load_routes(id, ids, k0, exists ? args.top_k : 0, -1);
             load_routes(weight, weights, k0, exists ? args.top_k : 0, 0.0f);
             MEGAMOE_UNROLL
-            for (int j = 0; j < routes_ahead && k0 + j < args.top_k; ++j) {
+            for (int j = 0; j < ahead && k0 + j < args.top_k; ++j) {
                 int expert = id[j] - args.expert_begin;
                 if (expert < 0 || expert >= args.num_local_experts) expert = -1;
                 int64_t to = int64_t{ordered} * args.top_k + k0 + j;
