@@ -88,7 +88,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_by_name(name: str | Activation) -> Activation:
-    """Return the named activation; an Activation is handed through."""
+    """Return the named activation; an Activation is handed through. Raises ConfigError for unknown names."""
     if isinstance(name, Activation):
         return name
     if name not in ACTIVATIONS:
@@ -102,7 +102,10 @@ _SIZES = ("hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "
 
 @dataclass(frozen=True)
 class Problem:
-    """One MoE layer, equal on every rank of the group except for `rank`."""
+    """One MoE layer, equal on every rank of the group except for `rank`.
+
+    Raises ConfigError that names every violated constraint.
+    """
 
     hidden: int
     intermediate: int

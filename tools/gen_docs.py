@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write the generated tables of README.md: environment variables, and options of the backends.
+"""Write the generated parts of README.md (environment variables, options of the backends) and of docs/api.md.
 
     python tools/gen_docs.py            rewrites what lies between the markers
-    python tools/gen_docs.py --check    exit code 1 when a table is stale, and says which
+    python tools/gen_docs.py --check    exit code 1 when a part is stale, and says which
 
-A table stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/env.py, and the
-constructors of the backends in megamoe/frontend/functional.py.
+A part stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/env.py, the constructors of
+the backends in megamoe/frontend/functional.py, docstrings of what is public.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from api_reference import reference
 from common import ROOT
 
 from megamoe import env
@@ -70,18 +71,22 @@ def options() -> str:
     return table(("option", "default", "taken by", "meaning"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"environment": environment, "options": options}
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"environment": environment, "options": options},
+    "api.md": {"api": reference},
+}
+FILES = [ROOT / "README.md", ROOT / "docs" / "api.md"]
 
 
-def generated(text: str) -> tuple[str, list[str]]:
-    """Return the document with fresh tables, and the names of those that were stale."""
+def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list[str]]:
+    """Return the document with fresh parts, and the names of those that were stale."""
     stale = []
-    for name, make in TABLES.items():
+    for name, make in parts.items():
         pattern = re.compile(
             rf"(<!-- {name}: begin[^\n]*-->\n\n)(.*?)(\n\n<!-- {name}: end -->)", re.DOTALL
         )
         if len(pattern.findall(text)) != 1:
-            raise SystemExit(f"the markers of table {name!r} are missing or not unique")
+            raise SystemExit(f"the markers of {name!r} are missing or not unique")
         fresh = make()
         if pattern.search(text)[2] != fresh:
             stale.append(name)
@@ -94,17 +99,20 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="change nothing")
-    parser.add_argument("--file", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--file", type=Path, nargs="+", default=FILES)
     args = parser.parse_args(arguments)
-    text, stale = generated(args.file.read_text())
-    if args.check:
-        for name in stale:
-            print(f"{args.file}: table {name!r} is stale: run python tools/gen_docs.py")
-        return int(bool(stale))
-    if stale:
-        args.file.write_text(text)
-    print(f"{args.file}: " + (f"rewrote {', '.join(stale)}" if stale else "up to date"))
-    return 0
+    code = 0
+    for file in args.file:
+        text, stale = generated(file.read_text(), PARTS[file.name])
+        if args.check:
+            code |= bool(stale)
+            for name in stale:
+                print(f"{file}: {name!r} is stale: run python tools/gen_docs.py")
+            continue
+        if stale:
+            file.write_text(text)
+        print(f"{file}: " + (f"rewrote {', '.join(stale)}" if stale else "up to date"))
+    return code
 
 
 if __name__ == "__main__":

@@ -275,6 +275,8 @@ def make_backend(
 
     options: those of the backends' constructors (OPTIONS). A backend ignores what it does not know,
         since "auto" may choose either; None means unset.
+    Raises ConfigError for unknown names and options and for "mega" where it cannot run, RankMismatch where ranks
+    differ.
     """
     return open_backend(name, problem, process_group(group), torch.device(device), options)
 

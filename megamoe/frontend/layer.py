@@ -109,6 +109,7 @@ class Layer:
         num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
             of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
         out: like x, to write y into; not while gradients are recorded.
+        Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
         runtime = self._runtime
         if (

@@ -41,7 +41,7 @@ def moe_forward(
     backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
         close_backends().
     routed_scaling_factor, and gradients: as in Layer. An object as the backend has gradients if it is "staged".
-    Returns y [T, H] bf16.
+    Returns y [T, H] bf16. Raises ArgumentError for tensors that do not fit the problem, on all ranks.
     """
     call = x, topk_ids, topk_weights, weights
     if isinstance(backend, str):

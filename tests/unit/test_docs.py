@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
+import megamoe
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "megamoe"
@@ -97,18 +100,36 @@ def test_generated_tables_are_fresh():
     assert gen_docs("--check")[0] == 0
 
 
-def test_a_stale_table_is_seen(tmp_path):
-    stale = tmp_path / "README.md"
-    stale.write_text(
-        (ROOT / "README.md")
-        .read_text()
-        .replace("`MEGAMOE_LOG` | `warning`", "`MEGAMOE_LOG` | `error`")
-    )
+@pytest.mark.parametrize(
+    ("document", "part", "fresh", "changed"),
+    [
+        ("README.md", "environment", "`MEGAMOE_LOG` | `warning`", "`MEGAMOE_LOG` | `error`"),
+        ("docs/api.md", "api", "    max_tokens: int = 8192,", "    max_tokens: int = 4096,"),
+    ],
+)
+def test_a_stale_part_is_seen(document, part, fresh, changed, tmp_path):
+    text = (ROOT / document).read_text()
+    assert fresh in text
+    stale = tmp_path / Path(document).name
+    stale.write_text(text.replace(fresh, changed))
     code, said = gen_docs("--check", "--file", stale)
     assert code == 1
-    assert "'environment' is stale" in said
+    assert f"'{part}' is stale" in said
     assert gen_docs("--file", stale)[0] == 0
-    assert stale.read_text() == (ROOT / "README.md").read_text()
+    assert stale.read_text() == text
+
+
+def test_the_reference_has_what_python_sees():
+    """It is made from sources alone; names and arguments are those of the imported package."""
+    with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
+        reference = importlib.import_module("api_reference")
+    found = reference.exported()
+    assert {*found, "__version__"} == set(megamoe.__all__)
+    for name, node in found.items():
+        if not reference.is_error(node):
+            seen = inspect.signature(getattr(megamoe, name)).parameters
+            stated = [re.match(r"\W*(\w+)", a) for a in reference.arguments(node)]
+            assert [s[1] for s in stated if s] == list(seen), name
 
 
 SMALLER = {
