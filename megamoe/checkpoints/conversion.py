@@ -21,6 +21,10 @@ from megamoe.errors import ArgumentError
 SHARD_BYTES = 5 * 10**9
 _BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer
 
+_WORDS = {
+    **{"weight": "weights", "bias": "biases", "scale": "scales of e4m3 weights"},
+    **{"codes": "MXFP4 numbers", "powers": "MXFP4 scales"},
+}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -128,17 +132,14 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
 
 def _check_fits(experts: Experts, layout: Layout) -> None:
     """Raise ArgumentError where the layout has no place for what there is, or wants more."""
-    words = {"bias": "biases", "scale": "scales of e4m3 weights", "weight": "weights"}
     for kind in sorted(experts.kinds - layout.kinds):
         places = ", ".join(name for name, other in LAYOUTS.items() if kind in other.kinds)
-        raise ArgumentError(
-            "to", layout.name, f"one with a place for {words[kind]} of {experts}: {places}"
-        )
+        expected = f"one with a place for {_WORDS[kind]} of {experts}: {places}"
+        raise ArgumentError("to", layout.name, expected)
     for kind in layout.needs:
         if kind not in experts.kinds:
-            raise ArgumentError(
-                "to", layout.name, f"one without {words[kind]}, as {experts} has none"
-            )
+            expected = f"one without {_WORDS[kind]}, as {experts} has none"
+            raise ArgumentError("to", layout.name, expected)
     entries = experts.entries(layout)
     if "up" not in {part for _, parts in entries for part in parts}:
         raise ArgumentError(

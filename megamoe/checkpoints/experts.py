@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
 from megamoe.checkpoints.files import Source
-from megamoe.checkpoints.layouts import FLOATS, LAYOUTS, SCALED, Entry, Layout
+from megamoe.checkpoints.layouts import FLOATS, LAYOUTS, PACKED, SCALED, Entry, Layout
 from megamoe.errors import ArgumentError
 
 _NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
 _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers and experts
+# What the numbers of a module are, and in which types.
+_FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
+    frozenset({"weight"}): {"weight": FLOATS},
+    frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32",)},
+    frozenset({"codes", "powers"}): {"codes": PACKED, "powers": PACKED},
+}
 _SHOWN = 12  # lines of what was seen
 
 
@@ -35,9 +41,9 @@ class Experts:
     def __str__(self) -> str:
         return f"{self.prefix}experts ({self.layout.name})"
 
-    @property
+    @cached_property
     def kinds(self) -> set[str]:
-        """Return what there is: weights, biases, scales."""
+        """Return what kinds of tensors there are."""
         return {entry.kind for entry, _ in self.names}
 
     def entries(self, layout: Layout) -> list[tuple[Entry, tuple[str, ...]]]:
@@ -47,15 +53,20 @@ class Experts:
 
     def shape(self, layout: Layout, entry: Entry, parts: tuple[str, ...]) -> tuple[int, ...]:
         """Return the shape of one of these tensors."""
-        shape = layout.shape(entry.kind, parts, self.hidden, self.intermediate)
+        shape = layout.shape(entry.kind, len(parts), *self._of_part(parts[0]))
         return shape if entry.of_each else (self.num, *shape)
+
+    def _of_part(self, part: str) -> tuple[int, int]:
+        sizes = self.intermediate, self.hidden
+        return sizes[::-1] if part == "down" else sizes
 
     def read(self, kind: str, part: str, expert: int) -> Tensor:
         """Read one part of one expert."""
         for entry, parts in self.entries(self.layout):
             if entry.kind == kind and part in parts:
                 whole = self._read(entry, expert)
-                return self.layout.split(whole, kind, len(parts))[parts.index(part)]
+                split = self.layout.split(whole, kind, len(parts), *self._of_part(part))
+                return split[parts.index(part)]
         raise KeyError((kind, part))
 
     def _read(self, entry: Entry, expert: int) -> Tensor:
@@ -83,18 +94,21 @@ class Experts:
                 raise ArgumentError(f"tensor {name!r}", "there", f"none of this name in {self}")
             self._check(place[0], name, expected[place])
 
-    def _sizes(self, part: str) -> tuple[int, ...]:
-        """Return (experts or 0, rows, columns) of the first weight that holds the part."""
+    def _sizes(self, part: str) -> tuple[int, int, int]:
+        """Return (experts or 0, rows, columns) of the first tensor of numbers that holds the part."""
         of_part = (
-            p for p in self.names.items() if p[0][0].kind == "weight" and part in p[0][0].parts
+            (entry, name)
+            for (entry, _), name in self.names.items()
+            if entry.kind in ("weight", "codes") and part in entry.parts
         )
-        (entry, _), name = next(of_part)
+        entry, name = next(of_part)
         shape = self.source.shape(name)
-        num, *of_one = (0, *shape) if entry.of_each else shape or (0,)
-        if len(of_one) != 2 or 0 in shape:
-            expected = "two sizes" if entry.of_each else "[experts, rows, columns]"
-            raise ArgumentError(f"{name}.shape", list(shape), f"{expected} above 0 in {self}")
-        return num, *(of_one[::-1] if self.layout.transposed else of_one)
+        of_one = shape if entry.of_each else shape[1:]
+        found = self.layout.sizes(entry.kind, of_one)
+        if found is None or 0 in shape:
+            expected = "rows and columns" if entry.of_each else "experts, rows and columns"
+            raise ArgumentError(f"{name}.shape", list(shape), f"{expected} above 0, as in {self}")
+        return 0 if entry.of_each else shape[0], *found
 
     def _refuse_missing(self, entry: Entry, n: int | None) -> None:
         name = f"{self.prefix}experts.{entry.name.format(n=n)}"
@@ -103,11 +117,7 @@ class Experts:
 
     def _check(self, entry: Entry, name: str, parts: tuple[str, ...]) -> None:
         dtype = self.source.dtype(name)
-        allowed: tuple[str, ...] = FLOATS
-        if entry.kind == "weight" and "scale" in self.kinds:
-            allowed = SCALED
-        elif entry.kind == "scale":
-            allowed = ("F32",)
+        allowed = _FORMATS[frozenset(self.kinds - {"bias"})].get(entry.kind, FLOATS)
         if dtype not in allowed:
             raise ArgumentError(f"{name}.dtype", dtype, f"{' or '.join(allowed)} in {self}")
         for part in parts:
@@ -121,7 +131,8 @@ class Experts:
 
 
 @lru_cache(maxsize=1)
-def _patterns() -> list[tuple[Layout, Entry, re.Pattern[str]]]:
+def _patterns() -> list[tuple[Layout, Entry, str, re.Pattern[str]]]:
+    """Return for each entry also a part of its name: to look for it is faster than to match."""
     found = []
     for layout in LAYOUTS.values():
         for entry in layout.entries:
@@ -129,7 +140,8 @@ def _patterns() -> list[tuple[Layout, Entry, re.Pattern[str]]]:
             optional = "?" if layout.bare else ""
             # lazy, so that a bare name's prefix ends before "experts."
             pattern = rf"(?P<prefix>(?:.+?\.)??)(?:experts\.){optional}{name}"
-            found.append((layout, entry, re.compile(pattern)))
+            certain = max(entry.name.split("{n}"), key=len)
+            found.append((layout, entry, certain, re.compile(pattern)))
     return found
 
 
@@ -140,9 +152,10 @@ def _claims(source: Source) -> dict[str, _Claims]:
     """Return for each prefix, by layout, the names that could belong to it."""
     found: dict[str, _Claims] = {}
     for name in source.names:
-        for layout, entry, pattern in _patterns():
-            match = pattern.fullmatch(name)
-            if match is None:
+        packed = source.dtype(name) in PACKED
+        for layout, entry, certain, pattern in _patterns():
+            match = pattern.fullmatch(name) if certain in name else None
+            if match is None or packed != (entry.kind in ("codes", "powers")):
                 continue
             number = int(match["n"]) if entry.of_each else None
             places = found.setdefault(match["prefix"], {}).setdefault(layout.name, {})
@@ -189,9 +202,10 @@ def _layout_of(
     names = sorted({name for places in claims.values() for name in places.values()})
     fitting = []
     for name, places in claims.items():
-        weights = {part for e, _ in places if e.kind == "weight" for part in e.parts}
         kinds = {entry.kind for entry, _ in places}
-        complete = {"up", "down"} <= weights and kinds >= set(LAYOUTS[name].needs)
+        parts = {p for e, _ in places if e.kind in ("weight", "codes") for p in e.parts}
+        complete = frozenset(kinds - {"bias"}) in _FORMATS and {"up", "down"} <= parts
+        complete &= kinds >= set(LAYOUTS[name].needs)
         if complete and len(places) == len(names) and stated in (None, name):
             fitting.append(LAYOUTS[name])
     if len(fitting) != 1:

@@ -1,7 +1,8 @@
 """How checkpoints name and arrange what experts are made of. One table; everything else asks it.
 
 An expert has parts, "gate" [I, H] if it is gated, "up" [I, H] and "down" [H, I], and of each part tensors of a kind:
-its weight, perhaps a bias [I] or [H], perhaps scales [ceil(I/128), ceil(H/128)] or the other way round.
+its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)]; or MXFP4's "codes" [I, H/2] and "powers" [I, H/32];
+perhaps a "bias" [I]. Of down with H and I exchanged.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.formats.table import SCALE_GROUP
+from megamoe.formats.mxfp4 import arrange_scales, plain_scales
+from megamoe.formats.table import MXFP4, MXFP4_GROUP, SCALE_GROUP
 
 FLOATS = ("BF16", "F16", "F32")  # as safetensors names them
 SCALED = ("F8_E4M3",)
+PACKED = ("U8",)
+BLOCK = MXFP4_GROUP // 2  # bytes of a power's numbers
 _UP = ("gate", "up")
 _HF = "gate_proj up_proj down_proj"
 
@@ -49,6 +53,7 @@ class Layout:
     """Names stand behind `experts.`; `bare`: also behind any module's own name.
 
     needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
+    blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (formats/mxfp4.py).
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
     this is it; the `model_type` that says so.
     """
@@ -58,6 +63,8 @@ class Layout:
     needs: tuple[str, ...] = ("weight",)
     interleaved: bool = False
     transposed: bool = False
+    blocked: bool = False
+    arranged: bool = False
     bare: bool = False
     ambiguous: str | None = None
 
@@ -69,24 +76,46 @@ class Layout:
     def join(self, parts: list[Tensor], kind: str) -> Tensor:
         """parts: of one expert, [N, ...] each -> what its tensor holds."""
         whole = torch.stack(parts, 1).flatten(0, 1) if self.interleaved else torch.cat(parts)
+        if kind == "codes" and self.blocked:
+            whole = whole.unflatten(-1, (-1, BLOCK))
+        if kind == "powers" and self.arranged:
+            whole = arrange_scales(whole[None], len(parts))[0]
         return whole.T if self._turned(kind) else whole
 
-    def split(self, whole: Tensor, kind: str, num: int) -> list[Tensor]:
-        """Invert join()."""
-        rows = whole.T if self._turned(kind) else whole
+    def split(self, whole: Tensor, kind: str, num: int, rows: int, columns: int) -> list[Tensor]:
+        """Invert join(); rows, columns: sizes of a part."""
+        if kind == "codes" and self.blocked:
+            whole = whole.flatten(-2)
+        if kind == "powers" and self.arranged:
+            whole = plain_scales(whole[None], num, rows, columns)[0]
+        whole = whole.T if self._turned(kind) else whole
         if self.interleaved:
-            return [rows[first::num] for first in range(num)]
-        return list(rows.unflatten(0, (num, rows.shape[0] // num)))
+            return [whole[first::num] for first in range(num)]
+        return list(whole.unflatten(0, (num, whole.shape[0] // num)))
 
-    def shape(self, kind: str, parts: tuple[str, ...], hidden: int, inner: int) -> tuple[int, ...]:
-        """Return the shape of what join() makes of these parts of an expert [inner, hidden]."""
-        rows, *columns = (hidden, inner) if parts == ("down",) else (inner, hidden)
-        if kind == "bias":
-            columns = []
-        elif kind == "scale":
-            rows, columns = _blocks(rows), [_blocks(column) for column in columns]
-        shape = (len(parts) * rows, *columns)
-        return shape[::-1] if self._turned(kind) else shape
+    def shape(self, kind: str, num: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Return the shape of what join() makes of `num` parts of these sizes."""
+        groups, n, k = columns // MXFP4_GROUP, _blocks(rows), _blocks(columns)
+        blocked, arranged = (groups, BLOCK), (num * n, k, MXFP4.block_scales)
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight": (num * rows, columns),
+            "bias": (num * rows,),
+            "scale": (num * n, k),
+            "codes": (num * rows, *(blocked if self.blocked else (columns // 2,))),
+            "powers": arranged if self.arranged else (num * rows, groups),
+        }
+        return shapes[kind][::-1] if self._turned(kind) else shapes[kind]
+
+    def sizes(self, kind: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """Return rows and columns of one expert's numbers, of kind "weight" or "codes"; None: of no such shape."""
+        shape = shape[::-1] if self._turned(kind) else shape
+        if kind == "codes" and self.blocked:
+            shape = (shape[0], MXFP4_GROUP * shape[1]) if shape[2:] == (BLOCK,) else ()
+        elif kind == "codes":
+            shape = (*shape[:-1], 2 * shape[-1]) if shape else ()
+        if len(shape) != 2 or 0 in shape or (kind == "codes" and shape[1] % MXFP4_GROUP):
+            return None
+        return shape[0], shape[1]
 
     def _turned(self, kind: str) -> bool:
         return self.transposed and kind == "weight"
@@ -140,6 +169,20 @@ _LAYOUTS = (
         ambiguous="gpt_oss",
     ),
     Layout(
+        "gpt-oss-mxfp4",
+        (
+            Entry("gate_up_proj_blocks", _UP, "codes", gated=True),
+            Entry("gate_up_proj_scales", _UP, "powers", gated=True),
+            Entry("gate_up_proj_bias", _UP, "bias", gated=True),
+            Entry("down_proj_blocks", ("down",), "codes", gated=True),
+            Entry("down_proj_scales", ("down",), "powers", gated=True),
+            Entry("down_proj_bias", ("down",), "bias", gated=True),
+        ),
+        needs=("codes", "powers", "bias"),
+        interleaved=True,
+        blocked=True,
+    ),
+    Layout(
         "deepseek-fp8",
         _per_expert(_HF, {"weight": "weight", "scale": "weight_scale_inv"}),
         needs=("weight", "scale"),
@@ -155,7 +198,13 @@ _LAYOUTS = (
             Entry("b2", ("down",), "bias"),
             Entry("w13_scale", _UP, "scale"),
             Entry("w2_scale", ("down",), "scale"),
+            Entry("w13", _UP, "codes"),
+            Entry("w2", ("down",), "codes"),
+            Entry("w13_scale", _UP, "powers"),
+            Entry("w2_scale", ("down",), "powers"),
         ),
+        needs=(),
+        arranged=True,
         bare=True,
     ),
 )

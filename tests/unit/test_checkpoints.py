@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megamoe.errors import ArgumentError
+from megamoe.formats.weights import ExpertWeights
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors import safe_open  # noqa: E402
@@ -21,13 +22,14 @@ import megamoe  # noqa: E402
 from megamoe.checkpoints import LAYOUTS, convert, files  # noqa: E402
 from megamoe.checkpoints.__main__ import main  # noqa: E402
 
-H, INNER, E = 144, 80, 3  # ragged last blocks of 128 rows and columns
+H, INNER, E = 160, 96, 3  # ragged last blocks of 128 rows and columns
 PAIRS = {
     "plain": ["hf-fused", "hf-per-expert", "mixtral", "megatron", "megatron-sequential", "megamoe"],
     "no gate": ["hf-fused", "hf-per-expert", "megatron", "megatron-sequential", "megamoe"],
     "biases": ["gpt-oss", "megatron", "megatron-sequential", "megamoe"],
     "scales": ["deepseek-fp8", "megamoe"],
     "scales, no gate": ["deepseek-fp8", "megamoe"],
+    "mxfp4, biases": ["gpt-oss-mxfp4", "megamoe"],
 }
 LAYERS = ("model.layers.0.mlp.", "model.layers.11.mlp.")
 OTHERS = {
@@ -56,7 +58,11 @@ def parts_of(content, dtypes=(torch.bfloat16,) * 2):
     if "scales" in content:
         dtype = dict.fromkeys(sizes, torch.float8_e4m3fn)
     found = {"weight": {p: noise(*size, dtype=dtype[p]) for p, size in sizes.items()}}
-    if content == "biases":
+    if "mxfp4" in content:
+        shape = {p: (n, k // 32) for p, (n, k) in sizes.items()}
+        found = {"codes": {p: noise(n, k // 2, dtype=torch.uint8) for p, (n, k) in sizes.items()}}
+        found["powers"] = {p: noise(*n, dtype=torch.uint8) % 253 for p, n in shape.items()}
+    if "biases" in content:
         found["bias"] = {p: noise(size[0], dtype=dtype[p]) for p, size in sizes.items()}
     if "scales" in content:
         shape = {p: [-(-n // 128) for n in size] for p, size in sizes.items()}
@@ -77,6 +83,7 @@ def hand_made(layout, experts):
     found, stack = {}, {}
     for n, expert in enumerate(experts):
         w, b, s = (expert.get(kind, {}) for kind in ("weight", "bias", "scale"))
+        codes, powers = (expert.get(kind, {}) for kind in ("codes", "powers"))
         if layout in ("hf-per-expert", "deepseek-fp8"):
             found |= {f"{n}.{p}_proj.weight": t for p, t in w.items()}
             found |= {f"{n}.{p}_proj.weight_scale_inv": t for p, t in s.items()}
@@ -90,6 +97,13 @@ def hand_made(layout, experts):
                     alone = f"local_experts.{n}.linear_fc{linear}.{kind}"
                     if of:
                         found[grouped if layout == "megatron" else alone] = joined(of, *parts)
+        elif layout == "gpt-oss-mxfp4":
+            for end, of in (("blocks", codes), ("scales", powers), ("bias", b)):
+                whole = alternating(of), of["down"]
+                if end == "blocks":
+                    whole = (t.unflatten(-1, (-1, 16)) for t in whole)
+                for side, tensor in zip(("gate_up", "down"), whole, strict=True):
+                    stack.setdefault(f"{side}_proj_{end}", []).append(tensor)
         elif layout == "gpt-oss":
             stack.setdefault("gate_up_proj", []).append(alternating(w).T)
             stack.setdefault("gate_up_proj_bias", []).append(alternating(b))
@@ -100,11 +114,16 @@ def hand_made(layout, experts):
             stack.setdefault(first, []).append(joined(w, "gate", "up"))
             stack.setdefault("down_proj", []).append(w["down"])
         else:
-            for letter, end, of in (("w", "", w), ("b", "", b), ("w", "_scale", s)):
+            for letter, end, of in (("w", "", w or codes), ("b", "", b), ("w", "_scale", s)):
                 if of:
                     up = joined(of, "gate", "up")
                     stack.setdefault(f"{letter}13{end}", []).append(up)
                     stack.setdefault(f"{letter}2{end}", []).append(of["down"])
+            if codes:  # in the order that the layer's own reader gives them
+                rows = [(joined(of, "gate", "up"), of["down"]) for of in (codes, powers)]
+                read = ExpertWeights.from_mxfp4(*(t[None] for pair in rows for t in pair))
+                stack.setdefault("w13_scale", []).append(read.w13_scale[0])
+                stack.setdefault("w2_scale", []).append(read.w2_scale[0])
     return found | {name: torch.stack(each) for name, each in stack.items()}
 
 
@@ -170,8 +189,8 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(("content", "here", "there"), CASES)
 def test_every_pair(tmp_path, made, content, here, there):
     """Both directions of a pair are here, so that there and back gives the same bits."""
-    convert(made(here, content)[0], tmp_path / "b", there, shard_bytes=60_000)
-    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 2
+    convert(made(here, content)[0], tmp_path / "b", there, shard_bytes=80_000)
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
     assert_same(load(tmp_path / "b"), made(there, content)[1])
     assert (tmp_path / "b" / "config.json").read_bytes() == b'{"model_type": "gpt_oss"}'
 
@@ -221,11 +240,14 @@ def refuse(source, to, message, tmp_path, **options):
 REFUSED = [  # content, source, target
     ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
     ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, megamoe"),
-    ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: gpt-oss, megatron"),
+    ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: gpt-oss, gpt-oss-mxfp4, megatron"),
     ("biases", "megatron", "mixtral", "biases"),
     ("plain", "hf-fused", "gpt-oss", "to is gpt-oss, expected one without biases"),
     ("plain", "hf-fused", "deepseek-fp8", "to is deepseek-fp8, expected one without scales"),
     ("no gate", "hf-fused", "mixtral", "experts without gates"),
+    ("mxfp4, biases", "gpt-oss-mxfp4", "gpt-oss", "MXFP4 numbers of .*: gpt-oss-mxfp4, megamoe"),
+    ("mxfp4, biases", "megamoe", "megatron", "MXFP4 numbers"),
+    ("biases", "gpt-oss", "gpt-oss-mxfp4", "weights of model.layers.0.mlp.experts"),
     ("plain", "hf-fused", "fused", "to is 'fused', expected one of hf-fused, "),
 ]  # fmt: skip
 
@@ -282,10 +304,10 @@ BROKEN = [  # layout and content, what becomes of the tensors, what the error sa
     ("megamoe scales", without("w13_scale", "w2_scale"), "is F8_E4M3, expected BF16 or"),
     ("megamoe scales", without("w2_scale"), "experts.w2_scale' is missing, expected the scale in"),
     ("megatron biases", without("linear_fc2.bias0"), "linear_fc2.bias0' is missing"),
-    ("mixtral plain", changed("2.w3.weight", lambda t: t[:-1]), r"2.w3.weight.shape is \[79, 144"),
-    ("hf-fused plain", changed("gate_up_proj", lambda t: t.mT), r"shape is \[3, 144, 160\]"),
-    ("hf-fused plain", both_transposed, r"gate_up_proj.shape is \[3, 144, 160\]"),
-    ("gpt-oss biases", changed("down_proj", lambda t: t.mT), r"\[3, 144\], expected \[3, 80\]"),
+    ("mixtral plain", changed("2.w3.weight", lambda t: t[:-1]), r"2.w3.weight.shape is \[95, 160"),
+    ("hf-fused plain", changed("gate_up_proj", lambda t: t.mT), r"shape is \[3, 160, 192\]"),
+    ("hf-fused plain", both_transposed, r"gate_up_proj.shape is \[3, 160, 192\]"),
+    ("gpt-oss biases", changed("down_proj", lambda t: t.mT), r"\[3, 160\], expected \[3, 96\]"),
     ("megamoe plain", changed("w13", lambda t: t.flatten(0, 1)), "w13.shape is"),
     ("megamoe plain", changed("w2", lambda t: t[0, 0, 0]), r"w2.shape is \[\]"),
     ("hf-fused plain", no_experts, "above 0"),
@@ -293,11 +315,16 @@ BROKEN = [  # layout and content, what becomes of the tensors, what the error sa
     (FP8, changed("0.up_proj.weight_scale_inv", torch.Tensor.double), "F64, expected F32"),
     (FP8, changed("0.up_proj.weight", torch.Tensor.bfloat16), "BF16, expected F8_E4M3"),
     (BF16, renamed("0.up_proj.weight", "0.up_proj.bias"), r"layout is .*experts.\*.up_proj.bias"),
-    ("hf-fused plain", added("experts.gate_up_proj_bias", torch.ones(E, 160)), "is missing"),
+    ("hf-fused plain", added("experts.gate_up_proj_bias", torch.ones(E, 192)), "is missing"),
     ("mixtral plain", renamed("0.w1.weight", "expert_0.fc1.weight"), r"expert_\*.fc1.weight BF16"),
-    ("hf-fused plain", added("experts.w13", torch.ones(E, 160, H)), "layout of .*w13 F32"),
-    ("megamoe plain", changed("w13", lambda t: t.view(torch.uint8)), "w13.dtype is U8"),
-    ("megamoe plain", added("w13", torch.ones(E, 160, H)), "there beside"),
+    ("hf-fused plain", added("experts.w13", torch.ones(E, 192, H)), "layout of .*w13 F32"),
+    ("megamoe plain", changed("w13", lambda t: t.view(torch.uint8)), "w13 U8 .*w2 BF16"),
+    ("gpt-oss-mxfp4 mxfp4, biases", without("down_proj_scales"), "down_proj_scales' is missing"),
+    ("gpt-oss-mxfp4 mxfp4, biases", without("down_proj_bias"), "down_proj_bias' is missing"),
+    ("gpt-oss-mxfp4 mxfp4, biases", changed("down_proj_blocks", lambda t: t[..., :8]), "shape is"),
+    ("megamoe mxfp4, biases", changed("w2", lambda t: t[..., :40]), r"w2.shape is \[3, 160, 40\]"),
+    ("megamoe mxfp4, biases", changed("w13_scale", lambda t: t[:, :1]), "w13_scale.shape is"),
+    ("megamoe plain", added("w13", torch.ones(E, 192, H)), "there beside"),
 ]
 
 
@@ -441,7 +468,7 @@ def test_command(tmp_path, capsys, monkeypatch, tqdm):
     arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "megamoe"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "model.layers.11.mlp.experts (hf-per-expert): 3 experts, hidden 144" in said
+    assert "model.layers.11.mlp.experts (hf-per-expert): 3 experts, hidden 160" in said
     assert main(arguments) == 1
     assert "megamoe.checkpoints: target is" in capsys.readouterr().err
 
@@ -455,15 +482,22 @@ def test_the_page(tmp_path, monkeypatch):
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     source, target, *options = command.split()
     sizes = {"hidden": H, "intermediate": INNER, "num_experts": E, "top_k": 2}
-    cases = ("plain", "hf-per-expert", "bf16"), ("scales", "deepseek-fp8", "fp8")
-    for content, layout, precision in cases:
+    for content, layout, precision in (
+        ("plain", "hf-per-expert", "bf16"),
+        ("scales", "deepseek-fp8", "fp8"),
+        ("mxfp4, biases", "gpt-oss-mxfp4", "bf16xmxfp4"),
+    ):
         (tmp_path / content).mkdir()
         monkeypatch.chdir(tmp_path / content)
         experts = checkpoint(Path(source), layout, content)
         assert main([source, target, *options]) == 0
-        layer = megamoe.MegaMoE(**sizes, precision=precision, backend="staged")
+        kind = {"precision": precision, "bias": "biases" in content}
+        layer = megamoe.MegaMoE(**sizes, **kind, backend="staged")
         names = {"layer": layer, "pathlib": pathlib, "json": json, "safetensors": safetensors}
         exec(compile(program, "adapters.md", "exec"), names)
         for n in range(E):
-            up = experts[f"{LAYERS[0]}experts.{n}.up_proj.weight"]
+            if "mxfp4" in content:
+                up = experts[f"{LAYERS[0]}experts.gate_up_proj_blocks"][n, 1::2].flatten(1)
+            else:
+                up = experts[f"{LAYERS[0]}experts.{n}.up_proj.weight"]
             assert_same({"up": layer.w13[n, INNER:].detach()}, {"up": up})

@@ -12,9 +12,9 @@ PACKAGE = ROOT / "megamoe"
 LAYERS = [
     ("errors",),
     ("env", "formats.table", "formats.planes"),
-    ("config", "checkpoints"),
+    ("config",),
     ("backends.order", "backends.statistics", "formats.mxfp4"),
-    ("formats.quantization", "backends.reference"),
+    ("formats.quantization", "backends.reference", "checkpoints"),
     ("formats.weights", "jit"),
     ("formats.cache", "backends.staged", "backends.gradients", "memory.layout"),
     ("memory.arguments", "memory.transport", "memory.launches"),
