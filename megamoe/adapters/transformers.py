@@ -199,9 +199,8 @@ class Experts:
 
     def _window(self, problem: Problem, group: Any, device: torch.device) -> dict[str, Window]:
         """Return the window of all layers of these sizes where the kernel runs; one of each would take memory each."""
-        if device.type != "cuda" or self._options.get("window") is not None:
-            return {}
-        if choose(self._backend, problem, group, device, self._options) != "mega":
+        chosen = choose(self._backend, problem, group, device, self._options)
+        if chosen != "mega" or self._options.get("window") is not None:
             return {}
         key = WindowSpec.of(problem), group, device
         if key not in self._windows:

@@ -2,13 +2,13 @@
 
 import copy
 import re
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megamoe.config import ACTIVATIONS, Activation, Problem
+from megamoe.config import ACTIVATIONS, Activation
 from megamoe.errors import ConfigError
 from megamoe.testing import assert_close
 
@@ -26,7 +26,6 @@ from hf_models import (  # noqa: E402
 )
 
 from megamoe.adapters import transformers as adapter  # noqa: E402
-from megamoe.adapters.transformers import Experts  # noqa: E402
 from megamoe.adapters.transformers_weights import activation_of  # noqa: E402
 
 OTHER_ACTIVATIONS = {
@@ -296,16 +295,30 @@ def test_closed_layers_open_again(experts):
     own.close()
 
 
-def test_layers_of_one_size_share_a_window(monkeypatch):
-    """Where the kernel runs, each layer's own window and workspace would take hundreds of MB for each."""
-    made = []
-    monkeypatch.setattr(adapter, "choose", lambda *_: "mega")
-    monkeypatch.setattr(
-        adapter, "Window", lambda problem, group, device: made.append(problem) or len(made)
-    )
-    own, cuda = Experts(max_tokens=64), torch.device("cuda", 0)
-    small = Problem(64, 48, 6, 2, max_tokens=64)
-    windows = [own._window(small, None, cuda), own._window(replace(small, num_experts=8), None, cuda),
-               own._window(replace(small, top_k=3), None, cuda), own._window(small, None, torch.device("cuda", 1)),
-               own._window(small, None, torch.device("cpu"))]  # fmt: skip
-    assert [w.get("window") for w in windows] == [1, 1, 2, 3, None]
+SHARING = """
+sys.path.append({folder!r})
+from hf_models import experts_of, model_of, token_ids
+from megamoe.adapters import transformers as adapter
+from megamoe.frontend import functional
+with on_cpu(), mock.patch.object(functional, "why_not_mega", lambda *_: None), torch.no_grad():
+    own = adapter.register(backend="mega", max_tokens=64)
+    for top_k in (2, 2, 3):
+        model = model_of("Qwen3Moe", "megamoe", num_experts_per_tok=top_k)
+        model(token_ids(2, 12))
+        layers = [layer for m in experts_of(model) for layer in m._megamoe_layers.values()]
+        backends = [layer._runtime.backend for layer in layers]
+        windows = {{id(b.window) for b in backends}}
+        workspaces = {{b.window.workspace(b.plan).data_ptr() for b in backends}}
+        found = [len(layers), len(windows), len(workspaces), len(own._windows)]
+    own.close()
+    print(json.dumps([*found, backends[0].window.closed]))
+"""
+
+
+def test_layers_of_one_size_share_a_window(run):
+    """Where the kernel runs, a window and a workspace for each layer would take hundreds of MB for each."""
+    folder = str(Path(__file__).parent)
+    layers, windows, workspaces, all_windows, closed = run(SHARING.format(folder=folder))
+    assert (layers, windows, workspaces) == (2, 1, 1)
+    assert all_windows == 2  # of models with other sizes
+    assert closed
