@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.checkpoints.experts import Experts, find
-from megamoe.checkpoints.files import INDEX, Output, Source, write
+from megamoe.checkpoints.files import Output, Source, write
 from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
 from megamoe.errors import ArgumentError
 
@@ -63,7 +63,7 @@ def convert(
         total = sum(output.num_bytes for output in outputs)
         with _finished_at_once(target, total) as folder, _bar(total, progress) as written:
             for path in sorted(source.iterdir()):
-                if path.suffix in _BESIDE and path.name != INDEX and path.is_file():
+                if _is_beside(path):
                     shutil.copyfile(path, folder / path.name)
             write(folder, outputs, shard_bytes, written)
     return [
@@ -71,6 +71,11 @@ def convert(
         f"{'gated' if m.gated else 'not gated'}, {', '.join(sorted(m.kinds))}"
         for m in modules
     ]
+
+
+def _is_beside(path: Path) -> bool:
+    """Whether it is to be copied: not another index, whose files stay behind."""
+    return path.suffix in _BESIDE and not path.name.endswith(".index.json") and path.is_file()
 
 
 def _config(folder: Path) -> dict[str, Any]:

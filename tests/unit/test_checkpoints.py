@@ -382,6 +382,24 @@ def indexed(folder, change=lambda files_of: files_of):
     (folder / files.INDEX).write_text(json.dumps({"weight_map": change(files_of)}))
 
 
+def test_a_folder_of_links_and_what_is_beside(tmp_path, made):
+    """As the hub's cache has it: files are links to others elsewhere."""
+    folder, _ = made("hf-per-expert", "plain")
+    a = tmp_path / "a"
+    a.mkdir()
+    for path in folder.iterdir():
+        (a / path.name).symlink_to(path)
+    indexed(a)
+    for name in ("tokenizer.model", "pytorch_model.bin.index.json", "other.bin", "chat.jinja"):
+        (a / name).write_text(name)
+    (a / "folder.json").mkdir()
+    convert(a, tmp_path / "b", "hf-fused")
+    assert_same(load(tmp_path / "b"), made("hf-fused", "plain")[1])
+    beside = {p.name for p in (tmp_path / "b").iterdir() if p.suffix != ".safetensors"}
+    assert beside == {"chat.jinja", "config.json", "tokenizer.model", files.INDEX}
+    assert not any(p.is_symlink() for p in (tmp_path / "b").iterdir())
+
+
 HOSTILE = {
     "../a/part0.safetensors": r"weight_map\['flag'\] is '../a/part0.safetensors', expected the bare name",
     "/etc/x.safetensors": "expected the bare name",
