@@ -29,6 +29,7 @@ from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
     precisions_of,
+    relayout,
     weights_of,
 )
 from megamoe.config import Problem
@@ -42,6 +43,8 @@ try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 except ImportError:  # before 5.23
     EPImplementationInterface = None
+
+__all__ = ["Experts", "register", "relayout"]
 
 NAME = "megamoe"
 MAX_TOKENS = 8192

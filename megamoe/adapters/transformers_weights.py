@@ -1,9 +1,9 @@
 """What a layer needs to know of an experts module of transformers: its weights as they are, its activation.
 
 A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each of all experts in one tensor, and flags
-that say how they lie. They are read by their strides, gate and up rows interleaved or not; what is stored transposed
-(GPT-OSS), or in another float type than bf16, is copied in every call. FP8 is read in place with its scales; of packed
-FP4 only the scales are copied, once.
+that say how they lie. They are read by their strides, gate and up rows interleaved or not. What is stored transposed
+(GPT-OSS) is copied in every call unless relayout() has moved it, and so are other float types than bf16. FP8 is read in
+place with its scales; of packed FP4 only the scales are copied, once.
 
 The activation is not looked up by name: it is the one of megamoe's that gives what the module's own gate gives, so that
 a module with another one is refused, not computed wrongly.
@@ -60,6 +60,25 @@ def weights_of(module: Any) -> ExpertWeights:
     if stored == ("fp8",):
         return _fp8(module)
     return _mxfp4(module) if stored else _masters(module)
+
+
+@torch.no_grad()
+def relayout(model: nn.Module) -> int:
+    """Store transposed experts (GPT-OSS, Aria) as layers read them, so that calls do not copy them.
+
+    Values, shapes and names stay, strides change. One matrix at a time is copied. Call it before an optimizer is made,
+    or FSDP wraps the model. Returns how many matrices have been moved; raises ConfigError for DTensors.
+    """
+    moved = 0
+    for module in model.modules():
+        if not getattr(module, "is_transposed", False):
+            continue
+        _check(module)
+        for matrix in _matrices(module):
+            if not matrix.transpose(1, 2).is_contiguous():
+                matrix.data = matrix.data.transpose(1, 2).contiguous().transpose(1, 2)
+                moved += 1
+    return moved
 
 
 def _matrices(module: Any) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from megamoe.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 import torch  # noqa: E402
-from hf_models import experts_of, model_of  # noqa: E402
+from hf_models import experts_of, model_of, token_ids  # noqa: E402
 
+from megamoe.adapters import transformers as adapter  # noqa: E402
 from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
 
 
@@ -49,3 +50,47 @@ def test_weights_are_views_where_they_can_be(name):
     weights = weights_of(module)
     assert weights.w13.data_ptr() == next(module.parameters()).data_ptr()
     assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+
+
+def step(model):
+    """Train a step; return the logits before it."""
+    ids = token_ids(2, 12)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
+    return out.logits.detach()
+
+
+@pytest.mark.parametrize("name", ["GptOss", "AriaText"])
+def test_transposed_experts_are_moved_once(name, tmp_path):
+    own = adapter.register("megamoe_moved", backend="staged")
+    model, plain = (model_of(name, "megamoe_moved") for _ in range(2))
+    assert adapter.relayout(model) == 2 * len(experts_of(model)) > 0
+    assert adapter.relayout(model) == 0
+    for module, other in zip(experts_of(model), experts_of(plain), strict=True):
+        for moved, matrix in zip(
+            (module.gate_up_proj, module.down_proj),
+            (other.gate_up_proj, other.down_proj),
+            strict=True,
+        ):
+            assert moved.shape == matrix.shape
+            assert torch.equal(moved, matrix)
+        weights = weights_of(module)
+        assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
+        assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+    assert torch.equal(step(model), step(plain))
+    for (key, moved), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if moved.grad is not None:
+            assert torch.equal(moved.grad, parameter.grad), key
+            assert moved.grad.stride() == moved.stride(), key
+        assert torch.equal(moved, parameter), key
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(key)), key
+        assert parameter.is_contiguous(), key
+    own.close()
+
+
+def test_experts_that_are_not_transposed_are_left():
+    assert adapter.relayout(model_of("Qwen3Moe", "eager")) == 0
