@@ -119,7 +119,6 @@ inline int grid_dim() { return current->cta->num_ctas; }
 inline uint8_t* dynamic_smem() { return current->cta->shared; }
 
 inline void wait_for_previous_grid() {}
-inline void launch_dependents() {}
 
 inline uint64_t globaltimer_ns() {
     machine.polled();

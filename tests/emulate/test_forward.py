@@ -136,13 +136,6 @@ def test_several_passes(precision: str) -> None:
         check(emulation, [200, 130], routing=routing, seed=seed)
 
 
-@pytest.mark.parametrize("tokens", [128, 129])
-def test_ids_of_one_cta_and_of_all(tokens: int) -> None:
-    """512 ids and 8 chunks are the most that CTA 0 writes and counts alone."""
-    problem = Problem(16, 16, 5, 4, ep_size=2, max_tokens=129)
-    check(Emulation(problem, num_ctas=6), [tokens, 7])
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
     problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, precision=precision, bias=True)

@@ -23,7 +23,6 @@ namespace megamoe {
 template <class T>
 constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
 
-// The cluster barrier behind it is the caller's.
 template <class T>
 MEGAMOE_DEVICE void init_barriers() {
     using S = typename T::Tiling;
@@ -44,6 +43,8 @@ MEGAMOE_DEVICE void init_barriers() {
         }
         arch::mbar_fence_init();
     }
+    arch::warp_sync();
+    arch::cluster_sync();
 }
 
 // Runs `body` once a pass, between the cluster barriers that frame it, which mover_passes() meets too. Called
@@ -66,7 +67,6 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     PipelineRing<T> ring;
     OutputRing<T> output;
     each_pass(ctx, [&] { math<T>(ctx, ring, output); });
-    arch::launch_dependents();
     arch::registers_shrink<transport_registers<T>>();
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
@@ -211,8 +211,7 @@ struct Peers {
     MEGAMOE_DEVICE uint32_t* from(int peer) const { return &route_cell(ctx, ctx.args.rank, peer)->launched; }
 };
 
-// All threads, behind the first cluster barrier. Says which of the launch's CTAs this one is, and of how
-// many.
+// All threads, behind init_barriers(). Says which of the launch's CTAs this one is, and of how many.
 MEGAMOE_DEVICE void join(Context& ctx) {
     const Args& args = ctx.args;
     if (args.join_ns == 0) return;
@@ -233,7 +232,6 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
     static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
-    init_barriers<T>();
     arch::wait_for_previous_grid();
     if (arch::thread_idx() == 0) {
         smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
@@ -241,8 +239,7 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
         smem.num_ctas = arch::grid_dim();
         if (T::direction == Direction::train && arch::block_idx() == 0) args.training.header->complete = 0;
     }
-    arch::warp_sync();
-    arch::cluster_sync();
+    init_barriers<T>();
     Profile<T>::begin(args, smem);
     join(ctx);
     if (num_ctas(ctx) != 0) {

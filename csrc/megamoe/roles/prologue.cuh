@@ -33,19 +33,12 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     auto* ids = ctx.window<int32_t>(args.rank, args.window_ids) + base;
     auto* weights = ctx.window<float>(args.rank, args.window_weights) + base;
     int total = num_tokens * args.top_k;
-    bool alone = total <= 2 * crew_threads;  // CTA 0 writes so few, and waits for no other
-    int writers = alone ? 1 : num_ctas(ctx);
-    if (cta_idx(ctx) >= writers) return;
     MEGAMOE_UNROLL_BY(1)
-    for (int i = cta_idx(ctx) * crew_threads + crew_thread(); i < total; i += writers * crew_threads) {
+    for (int i = cta_idx(ctx) * crew_threads + crew_thread(); i < total; i += num_ctas(ctx) * crew_threads) {
         ids[i] = topk_id(args, i);
         weights[i] = args.topk_weights[i];
     }
-    if (alone) {
-        crew_sync();
-    } else if (!last_to_arrive(ctx, args.ids_ticket)) {
-        return;
-    }
+    if (!last_to_arrive(ctx, args.ids_ticket)) return;
     int peer = crew_thread();
     if (peer < args.num_ranks) {
         RouteCell* cell = route_cell(ctx, peer, args.rank);
@@ -119,13 +112,9 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
     crew_sync();
 }
 
-// So few chunks that CTA 0 counts them all, one a warp, and the counts never leave its shared memory.
-MEGAMOE_DEVICE bool one_cta_counts(const Context& ctx) { return ctx.smem.num_chunks <= crew_warps; }
-
 // Counts this rank's routes per (chunk, expert); keeps the ids (as local experts) and weights in ordinary
 // memory.
 MEGAMOE_DEVICE void count_routes(Context& ctx) {
-    constexpr int ahead = 2 * routes_ahead;
     const Args& args = ctx.args;
     int lane = arch::lane_idx(), warp = crew_warp();
     int32_t* counters = ctx.routing.expert_counters[warp];
@@ -142,13 +131,13 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
         const auto* ids = ctx.window<const int32_t>(home, args.window_ids) + from;
         const auto* weights = ctx.window<const float>(home, args.window_weights) + from;
         MEGAMOE_UNROLL_BY(1)
-        for (int k0 = 0; k0 < args.top_k; k0 += ahead) {
-            int32_t id[ahead];
-            float weight[ahead];
+        for (int k0 = 0; k0 < args.top_k; k0 += routes_ahead) {
+            int32_t id[routes_ahead];
+            float weight[routes_ahead];
             load_routes(id, ids, k0, exists ? args.top_k : 0, -1);
             load_routes(weight, weights, k0, exists ? args.top_k : 0, 0.0f);
             MEGAMOE_UNROLL
-            for (int j = 0; j < ahead && k0 + j < args.top_k; ++j) {
+            for (int j = 0; j < routes_ahead && k0 + j < args.top_k; ++j) {
                 int expert = id[j] - args.expert_begin;
                 if (expert < 0 || expert >= args.num_local_experts) expert = -1;
                 int64_t to = int64_t{ordered} * args.top_k + k0 + j;
@@ -159,28 +148,11 @@ MEGAMOE_DEVICE void count_routes(Context& ctx) {
                 arch::warp_sync();
             }
         }
-        if (one_cta_counts(ctx)) return;
         MEGAMOE_UNROLL_BY(1)
         for (int e = lane; e < args.num_local_experts; e += 32) {
             args.chunk_prefix[int64_t{e} * (args.max_chunks + 1) + chunk] = counters[e];
         }
         arch::warp_sync();
-    }
-}
-
-// The same as scan_routes(), of CTA 0's own counts: one thread an expert.
-MEGAMOE_DEVICE void scan_own_counts(Context& ctx) {
-    const Args& args = ctx.args;
-    MEGAMOE_UNROLL_BY(1)
-    for (int e = crew_thread(); e < args.num_local_experts; e += crew_threads) {
-        int32_t* row = args.chunk_prefix + int64_t{e} * (args.max_chunks + 1);
-        int running = 0;
-        MEGAMOE_UNROLL_BY(1)
-        for (int chunk = 0; chunk < ctx.smem.num_chunks; ++chunk) {
-            row[chunk] = running;
-            running += ctx.routing.expert_counters[chunk][e];
-        }
-        row[ctx.smem.num_chunks] = running;
     }
 }
 
@@ -220,15 +192,15 @@ MEGAMOE_DEVICE void grid_sync(Context& ctx) {
 }
 
 MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
-    count_routes(ctx);
-    if (one_cta_counts(ctx)) {
-        crew_sync();
-        if (cta_idx(ctx) == 0) scan_own_counts(ctx);
-    } else {
+    MEGAMOE_UNROLL_BY(1)
+    for (int step = 0; step < 2; ++step) {
+        if (step == 0) {
+            count_routes(ctx);
+        } else {
+            scan_routes(ctx);
+        }
         grid_sync(ctx);
-        scan_routes(ctx);
     }
-    grid_sync(ctx);
 }
 
 // train: the state says whose it is, once this launch's counts are known; leave() says that it is complete.

@@ -26,10 +26,10 @@ MEGAMOE_DEVICE int32_t topk_id(const Args& args, int64_t i) {
 // v[j] = from[k0 + j], or `none` at and past `count`. So many loads are in flight: one after the other they
 // would add up, 1.5 us each from a peer's memory.
 constexpr int routes_ahead = 4;
-template <class V, int num>
-MEGAMOE_DEVICE void load_routes(V (&v)[num], const V* from, int k0, int count, V none) {
+template <class V>
+MEGAMOE_DEVICE void load_routes(V (&v)[routes_ahead], const V* from, int k0, int count, V none) {
     MEGAMOE_UNROLL
-    for (int j = 0; j < num; ++j) v[j] = k0 + j < count ? from[k0 + j] : none;
+    for (int j = 0; j < routes_ahead; ++j) v[j] = k0 + j < count ? from[k0 + j] : none;
 }
 
 }  // namespace megamoe

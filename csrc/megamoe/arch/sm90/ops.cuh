@@ -36,8 +36,6 @@ MEGAMOE_DEVICE void sleep_ns(uint32_t ns) { __nanosleep(ns); }
 // Programmatic dependent launch: nothing of the previous kernel's is read before this. Returns at once
 // without it.
 MEGAMOE_DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The next kernel, if it was launched so, may take the SMs that this one leaves, once every CTA has said so.
-MEGAMOE_DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- threads of a CTA, a warp
 MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
