@@ -201,6 +201,41 @@ def test_graph_follows_parameters(make):
         assert same_bits(y, fresh(*static))
 
 
+def copied(layer, values):
+    for name, p in layer.named_parameters():
+        p.copy_(values[name])
+
+
+def loaded(layer, values):
+    layer.load_state_dict(values)
+
+
+def uncounted(layer, values):
+    for name, p in layer.named_parameters():
+        p.data.copy_(values[name])
+    layer.invalidate()
+
+
+@torch.no_grad()
+def test_new_weights_between_replays(make):
+    """A layer that serves: written in place, then prepare(); without it FP8 replays keep the old ones."""
+    layer = make().requires_grad_(False)
+    layer.prepare()
+    static = call_of(layer)
+    layer(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(*static)
+    for seed, write in enumerate((copied, loaded, uncounted), 2):
+        fresh = make(init_seed=seed)
+        write(layer, {name: p.detach().clone() for name, p in fresh.named_parameters()})
+        layer.prepare()
+        graph.replay()
+        assert same_bits(y, fresh(*static)), write.__name__
+    layer.check()
+
+
 @torch.no_grad()
 def test_parameters_whose_storage_moves(make):
     """As FSDP moves them: freed and filled again (1), or another tensor at each call (2)."""
