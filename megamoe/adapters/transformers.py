@@ -28,8 +28,8 @@ from transformers.integrations.moe import ExpertsInterface
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
+    matrices_of,
     precisions_of,
-    relayout,
     weights_of,
 )
 from megamoe.config import Problem
@@ -43,8 +43,6 @@ try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 except ImportError:  # before 5.23
     EPImplementationInterface = None
-
-__all__ = ["Experts", "register", "relayout"]
 
 NAME = "megamoe"
 MAX_TOKENS = 8192
@@ -233,3 +231,22 @@ def register(name: str = NAME, **options: Any) -> Experts:
     if EPImplementationInterface is not None:
         EPImplementationInterface.register(name, partial(Experts.over_ranks, made))
     return made
+
+
+@torch.no_grad()
+def relayout(model: nn.Module) -> int:
+    """Store transposed experts (GPT-OSS, Aria) as layers read them, so that calls do not copy them.
+
+    Values, shapes and names stay, strides change. One matrix at a time is copied. Call it before an optimizer is made,
+    or FSDP wraps the model. Returns how many matrices have been moved; raises ConfigError for DTensors.
+    """
+    moved = 0
+    for module in model.modules():
+        if not getattr(module, "is_transposed", False):
+            continue
+        precisions_of(module)  # raises
+        for matrix in matrices_of(module):
+            if not matrix.transpose(1, 2).is_contiguous():
+                matrix.data = matrix.data.transpose(1, 2).contiguous().transpose(1, 2)
+                moved += 1
+    return moved

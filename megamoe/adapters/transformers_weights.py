@@ -39,7 +39,7 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     Raises ConfigError for a module whose weights no layer reads.
     """
     _check(module)
-    dtype = _matrices(module)[0].dtype
+    dtype = matrices_of(module)[0].dtype
     if dtype in _PACKED:
         return ("fp8xmxfp4", "bf16xmxfp4")
     if dtype == torch.float8_e4m3fn:
@@ -62,31 +62,13 @@ def weights_of(module: Any) -> ExpertWeights:
     return _mxfp4(module) if stored else _masters(module)
 
 
-@torch.no_grad()
-def relayout(model: nn.Module) -> int:
-    """Store transposed experts (GPT-OSS, Aria) as layers read them, so that calls do not copy them.
-
-    Values, shapes and names stay, strides change. One matrix at a time is copied. Call it before an optimizer is made,
-    or FSDP wraps the model. Returns how many matrices have been moved; raises ConfigError for DTensors.
-    """
-    moved = 0
-    for module in model.modules():
-        if not getattr(module, "is_transposed", False):
-            continue
-        _check(module)
-        for matrix in _matrices(module):
-            if not matrix.transpose(1, 2).is_contiguous():
-                matrix.data = matrix.data.transpose(1, 2).contiguous().transpose(1, 2)
-                moved += 1
-    return moved
-
-
-def _matrices(module: Any) -> tuple[Tensor, Tensor]:
+def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
+    """Return the first and the second projection as the module stores them."""
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
 
 
 def _masters(module: Any) -> ExpertWeights:
-    w13, w2 = (w.to(torch.bfloat16) for w in _matrices(module))
+    w13, w2 = (w.to(torch.bfloat16) for w in matrices_of(module))
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
@@ -107,7 +89,7 @@ def _scales(module: Any) -> tuple[Tensor, Tensor]:
 def _fp8(module: Any) -> ExpertWeights:
     """e4m3 with a scale for each 128 x 128, of fp32 or a power of two."""
     _check_quantized(module)
-    w13, w2 = (w.detach() for w in _matrices(module))
+    w13, w2 = (w.detach() for w in matrices_of(module))
     block = getattr(module, "block_size", None)
     if block is None or tuple(block) != (SCALE_GROUP, SCALE_GROUP):
         raise ConfigError("weight_block_size", block, f"[{SCALE_GROUP}, {SCALE_GROUP}]")
@@ -130,7 +112,7 @@ arranged: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[int], ExpertWeig
 def _mxfp4(module: Any) -> ExpertWeights:
     """Two e2m1 a byte and a power of two for each 32 along K, whose order is changed once for each version of them."""
     _check_quantized(module)
-    given = [w.detach() for w in (*_matrices(module), *_scales(module))]
+    given = [w.detach() for w in (*matrices_of(module), *_scales(module))]
     versions = [-1 if t.is_inference() else t._version for t in given]
     sources, known, weights = arranged.get(module, ([], [], None))
     same = [t.data_ptr() for t in sources] == [t.data_ptr() for t in given]
