@@ -63,6 +63,11 @@ def test_the_wheel_holds_every_header_and_module(wheel):
     assert not any("tests" in name for name in packed)
 
 
+def without_checkout():
+    """Return the environment in which only what is installed can be imported."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
     """Return the python of a virtual environment with the wheel; torch and others are taken from this one's folders."""
@@ -77,15 +82,16 @@ def installed(wheel, tmp_path_factory):
     ]  # a line of a .pth runs none of theirs
     (Path(site.strip()) / "others.pth").write_text("\n".join(others))
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
+    # A checkout in PYTHONPATH with an egg-info would be taken for the wheel installed.
+    command = [*pip, "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(command, check=True, env=without_checkout())
     return python
 
 
 def run(python, folder, *arguments):
     """Run the installed package in a folder without sources; return what it printed."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [python, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+        [python, *arguments], cwd=folder, env=without_checkout(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
