@@ -5,6 +5,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+HOSTS_READY := .venv-hosts/.ready
+HOSTS := megatron-core==0.16.1
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Evaluated when a recipe needs them, after setup.
@@ -15,7 +17,7 @@ SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -nam
 PYTHON_SOURCES := setup.py megamoe jit tests tools
 export SLOW ?= 0
 
-.PHONY: help setup accept demo test lint fmt model compile gpu dist clean
+.PHONY: help setup accept demo test lint fmt model compile gpu hosts dist clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -46,6 +48,18 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
 
+## hosts    the adapters of Megatron-Core and torchtitan beside these, installed into .venv-hosts over .venv
+hosts: $(HOSTS_READY)
+	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
+# Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
+$(HOSTS_READY): $(READY) setup.py Makefile
+	rm -rf .venv-hosts
+	$(PY) -m venv --without-pip .venv-hosts
+	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > $$(.venv-hosts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
+	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) $(HOSTS)
+	@touch $@
+
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept
 accept: $(READY)
 	PYTHON="$(CURDIR)/$(PY)" tools/accept.sh
@@ -75,7 +89,7 @@ fmt: $(READY)
 dist: $(READY)
 	$(PY) -m build --outdir dist .
 
-## clean    build outputs and caches; .venv stays
+## clean    build outputs and caches; .venv and .venv-hosts stay
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

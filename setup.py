@@ -18,6 +18,7 @@ HF = [
     'transformers>=5.20; python_version >= "3.11"',
     'accelerate>=1.10; python_version >= "3.11"',  # which transformers asks for where it places a model
 ]
+MEGATRON = ["megatron-core>=0.16,<0.17"]
 CHECKPOINTS = ["safetensors>=0.6"]
 TEST = [
     *CU13,
@@ -70,6 +71,7 @@ setup(
         "nvshmem": ["nvshmem4py-cu13>=0.4", "cuda-core", "nvidia-nvshmem-cu13>=3.4.5"],
         "plot": PLOT,
         "hf": HF,
+        "megatron": MEGATRON,
         "checkpoints": CHECKPOINTS,
         "test": TEST,
         "dev": [*TEST, *DEV],

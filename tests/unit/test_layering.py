@@ -31,8 +31,10 @@ LAYERS = [
     ("frontend.known", "frontend.shards"),
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
+    ("adapters.host_activations", "adapters.host_parameters", "adapters.host_windows"),
     ("frontend.training", "frontend.report", "adapters.transformers_weights"),
-    ("adapters.transformers",),
+    ("adapters.transformers", "adapters.megatron_experts"),
+    ("adapters.megatron",),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,230 @@
+"""MoE layers of Megatron-Core (0.16) whose routed experts run in a megamoe layer.
+
+    import megamoe.adapters.megatron as adapter
+
+    spec = adapter.replace(get_gpt_layer_local_spec(num_experts=128, ...), max_tokens=4096)
+    model = GPTModel(config, transformer_layer_spec=spec, ...)
+
+Router, shared experts, recomputation and the experts' parameters stay Megatron's, so that checkpoints, optimizers and
+its DDP know nothing of it. Dispatch, experts and combine are one call, over the expert-parallel group.
+megatron_experts.py says how parameters are read, and what is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABCMeta
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor, nn
+
+from megamoe.adapters.host_windows import close_windows, shared_window
+from megamoe.adapters.megatron_experts import (
+    activation_of,
+    adds_to_main_grad,
+    await_parameters,
+    check_config,
+    check_experts,
+    tie_experts,
+    weights_of,
+)
+from megamoe.config import Problem
+from megamoe.errors import ConfigError
+from megamoe.frontend.functional import check_options, resolve
+from megamoe.frontend.layer import Layer
+
+MAX_TOKENS = 8192
+
+
+def routes_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """probs: [T, E], routing_map: [T, E] bool -> topk_ids [T, K] int64, -1 where dropped, topk_weights [T, K].
+
+    Nothing waits for the device. Experts are chosen by the map, since a chosen one may have probability 0, in
+    ascending order, since the order of a token's experts is that of the sum. A token with more than K experts is a
+    RuntimeError on CPUs and a device-side assertion on GPUs.
+    """
+    torch._assert_async(
+        (routing_map.sum(-1) <= top_k).all(), f"tokens with more than {top_k} experts"
+    )
+    num_experts = routing_map.shape[-1]
+    descending = torch.arange(num_experts, 0, -1, device=routing_map.device)
+    chosen, ids = torch.where(routing_map, descending, 0).topk(top_k, dim=-1)
+    absent = chosen == 0
+    return ids.masked_fill(absent, -1), probs.gather(-1, ids).masked_fill(absent, 0)
+
+
+class _Undispatched(MoETokenDispatcher):
+    """A token dispatcher that leaves tokens where they are: the layer dispatches and combines."""
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.hidden_shape = hidden_states.shape
+        top_k = self.config.moe_router_topk
+        self.topk_ids, topk_weights = routes_of(probs, routing_map, top_k)
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), topk_weights
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return hidden_states, self.topk_ids, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.view(self.hidden_shape)
+
+
+class _EqualToItsBase(ABCMeta):
+    """TransformerLayer gives its process groups to a module of its spec that is `in (MoELayer, ...)`, no subclass."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is MoELayer
+
+    __hash__ = ABCMeta.__hash__
+
+
+class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
+    """Megatron's MoELayer with the routed experts in a megamoe layer.
+
+    Calls, backward passes and close() are collective over the expert-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        backend: str = "auto",
+        precision: str = "bf16",
+        max_tokens: int = MAX_TOKENS,
+        delay_wgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        """The first four are MoELayer's.
+
+        backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
+        max_tokens: of a call on one rank: sequence length x micro-batch, by tensor and context parallel ranks. More
+            raise ArgumentError on all ranks. options: of the backends.
+        Raises ConfigError for a configuration or experts that a layer does not compute.
+        """
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        check_config(config, pg_collection)
+        self._problem = Problem(
+            hidden=config.hidden_size,
+            intermediate=config.moe_ffn_hidden_size,
+            num_experts=config.num_moe_experts,
+            top_k=config.moe_router_topk,
+            ep_size=pg_collection.ep.size(),
+            rank=pg_collection.ep.rank(),
+            max_tokens=max_tokens,
+            precision=precision,
+            activation=activation_of(config),
+            bias=config.add_bias_linear,
+        )
+        if not self._problem.formats.trains:
+            raise ConfigError("precision", repr(precision), "'bf16' or 'fp8', of bf16 parameters")
+        group = None if self._problem.ep_size == 1 else pg_collection.ep
+        check_options(self._problem, group, options)
+        resolve(backend)
+        super().__init__(config, submodules, layer_number, pg_collection)
+        check_experts(self.experts)
+        tie_experts(self.experts)
+        self.token_dispatcher = _Undispatched(config, pg_collection)
+        self._backend, self._delay_wgrad, self._options = backend, delay_wgrad, options
+        self._layer: Layer | None = None
+        self._versions: list[int] = []
+
+    def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""
+        x, topk_ids, topk_weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+        if self._layer is None:
+            check_experts(self.experts)  # again: they may have been wrapped, or cast
+            self._layer = self._open(x.device)
+        await_parameters(self.experts)
+        if self._problem.precision != "bf16":
+            self._refresh(self._layer)
+        adding = self._layer.accumulate_into_main_grad
+        return self._layer(x, topk_ids, topk_weights, weights_of(self.experts, adding)), None
+
+    def _open(self, device: torch.device) -> Layer:
+        group = None if self._problem.ep_size == 1 else self.ep_group
+        window = shared_window(self._problem, group, device, self._backend, self._options)
+        return Layer(
+            self._problem,
+            "alone" if group is None else group,
+            backend=self._backend,
+            accumulate_into_main_grad=adds_to_main_grad(self.experts),
+            delay_wgrad=self._delay_wgrad,
+            **self._options | window,
+        )
+
+    def _refresh(self, layer: Layer) -> None:
+        """Have the weights quantized again if one has changed: joined ones do not count the writes of all."""
+        versions = [v for p in self.experts.parameters() for v in (p.data_ptr(), p._version)]
+        if versions != self._versions:
+            layer.invalidate()
+            self._versions = versions
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Make the weight gradients that wait, of the oldest backward pass. Collective.
+
+        Raises ConfigError without delay_wgrad=True.
+        """
+        if routed_experts:
+            if self._layer is None or not self._delay_wgrad:
+                raise ConfigError("delay_wgrad", self._delay_wgrad, "True, and a call before")
+            self._layer.backward_dw()
+        super().backward_dw(routed_experts=False, shared_experts=shared_experts)
+
+    def close(self) -> None:
+        """Free what the layer holds; a call makes it anew. Collective."""
+        if self._layer is not None:
+            self._layer.close()
+            self._layer = None
+
+
+def replace(spec: Any, **options: Any) -> Any:
+    """Return a copy of a layer's or block's spec with a MegaMoELayer in place of each MoELayer.
+
+    options: of MegaMoELayer, by name. Raises ConfigError where the spec has none.
+    """
+    count = 0
+
+    def replaced(node: Any) -> Any:
+        nonlocal count
+        if isinstance(node, ModuleSpec) and node.module is MoELayer:
+            count += 1
+            return dataclasses.replace(node, module=MegaMoELayer, params=node.params | options)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            names = [f.name for f in dataclasses.fields(node) if f.init]
+            return dataclasses.replace(node, **{n: replaced(getattr(node, n)) for n in names})
+        return [replaced(n) for n in node] if isinstance(node, list) else node
+
+    made = replaced(spec)
+    if not count:
+        raise ConfigError("spec", type(spec).__name__, "one with a MoELayer")
+    return made
+
+
+def close(model: nn.Module) -> None:
+    """Close the layers of a model, then the windows of this process's layers. Collective."""
+    for module in model.modules():
+        if isinstance(module, MegaMoELayer):
+            module.close()
+    close_windows()

@@ -1,0 +1,391 @@
+"""Layers and models of Megatron-Core: its own experts, and a megamoe layer over the same parameters."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megamoe.config import ACTIVATIONS, Activation
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.testing import assert_close, same_bits
+
+pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer.enums import CudaGraphScope  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: E402
+from megatron_models import (  # noqa: E402
+    EXPERTS,
+    OPTIONS,
+    config_of,
+    grouped_gemm,
+    losses_of,
+    model_of,
+    pair_of,
+    results,
+    rows,
+    spec_of,
+    start,
+)
+
+from megamoe.adapters import megatron as adapter  # noqa: E402
+from megamoe.adapters.megatron_experts import activation_of, weights_of  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    start()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def compare_layers(theirs, ours, x=None, dy=None):
+    x, dy = rows() if x is None else x, rows(seed=2) if dy is None else dy
+    expected, found = results(theirs, x, dy), results(ours, x, dy)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert (value is None) == (found[name] is None), name
+        if value is not None and value.any():
+            assert_close(found[name], value, relative=0.02, name=name)
+    assert expected["y"].any()
+    return found
+
+
+BIASES = {"add_bias_linear": True}
+QUICK = {
+    "activation_func": quick_gelu,
+    "activation_func_clamp_value": 1.5,
+    "glu_linear_offset": 1.0,
+}
+# Megatron rounds pre-activations to bf16, so that gradients of those close to the clamp come or not: few are.
+FAR = {"activation_func_clamp_value": 4.7}
+LAYERS = {
+    "swiglu": ("sequential", {}),
+    "geglu": ("sequential", {"activation_func": F.gelu}),
+    "clamped": ("sequential", QUICK | FAR),
+    "relu2": ("sequential", {"activation_func": squared_relu, "gated_linear_unit": False}),
+    "shared expert": ("sequential", {"moe_shared_expert_intermediate_size": 32}),
+    "one of all": ("sequential", {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "sigmoid": (
+        "sequential",
+        {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    ),
+    "router in fp32": ("sequential", {"moe_router_dtype": "fp32"}),
+    "dropped by probability": ("sequential", {"moe_expert_capacity_factor": 0.5}),
+    "dropped by position": (
+        "sequential",
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    ),
+    "recomputed": (
+        "sequential",
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    ),
+    "TEGroupedMLP": ("te", {}),
+    "TEGroupedMLP with biases": ("te", QUICK | FAR | BIASES),
+    "GroupedMLP": ("grouped", {"moe_grouped_gemm": True}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_are_those_of_megatron(name):
+    kind, changes = LAYERS[name]
+    with grouped_gemm():
+        compare_layers(*pair_of(kind, **changes))
+
+
+def test_biases_of_a_linear_module_for_each_expert():
+    """Forward alone: behind Megatron's own linear modules its SequentialMLP adds biases where autograd forbids it."""
+    theirs, ours = pair_of(**QUICK | BIASES)
+    with torch.no_grad():
+        assert_close(ours(rows())[0], theirs(rows())[0], relative=0.02)
+    ours(rows())[0].backward(rows(seed=2))
+    assert all(p.grad.any() for n, p in ours.experts.named_parameters() if "bias" in n)
+
+
+def test_tokens_are_dropped_at_all():
+    """Else two tests above would compare nothing."""
+    theirs, ours = pair_of(moe_expert_capacity_factor=0.5)
+    ours(rows())
+    assert (ours.token_dispatcher.topk_ids == -1).sum() > 3
+
+
+def test_calls_of_other_sizes():
+    theirs, ours = pair_of()
+    for length in (1, 17, 32):
+        with torch.no_grad():
+            y, expected = ours(rows(length))[0], theirs(rows(length))[0]
+        assert y.shape == expected.shape
+        assert_close(y, expected, relative=0.02)
+    with pytest.raises(ArgumentError, match="at most max_tokens = 64"):
+        ours(rows(33))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "te"])
+def test_parameters_are_read_in_place_until_they_move(kind):
+    _, ours = pair_of(kind)
+    parameters = list(ours.experts.parameters())
+    starts = {p.data_ptr() for p in parameters}
+    weights = weights_of(ours.experts)
+    assert {weights.w13.data_ptr(), weights.w2.data_ptr()} <= starts
+    before = ours(rows())[0]
+    for p in parameters:
+        p.data = p.data.clone()
+    weights = weights_of(ours.experts)
+    assert not {weights.w13.data_ptr(), weights.w2.data_ptr()} & {p.data_ptr() for p in parameters}
+    assert same_bits(ours(rows())[0], before)
+
+
+def test_quantized_experts_follow_every_parameter():
+    theirs, ours = pair_of(options={"precision": "fp8"})
+    with torch.no_grad():
+        assert_close(ours(rows())[0], theirs(rows())[0], relative=0.1)
+        for layer in (theirs, ours):
+            for expert in list(layer.experts.local_experts)[1:]:
+                expert.linear_fc2.weight.mul_(-1)
+        assert_close(ours(rows())[0], theirs(rows())[0], relative=0.1)
+
+
+def routes(probs, chosen, top_k=2):
+    routing_map = torch.tensor(chosen, dtype=torch.bool)
+    return adapter.routes_of(torch.tensor(probs), routing_map, top_k)
+
+
+def test_dense_routes_become_ids():
+    ids, weights = routes([[0.1, 0.7, 0.2], [0.0, 0.0, 0.5], [0.3, 0.0, 0.0], [0.0] * 3],
+                          [[0, 1, 1], [1, 0, 1], [1, 0, 0], [0] * 3])  # fmt: skip
+    assert ids.tolist() == [[1, 2], [0, 2], [0, -1], [-1, -1]]  # 0 is chosen with probability 0
+    expected = torch.tensor([[0.7, 0.2], [0.0, 0.5], [0.3, 0.0], [0.0, 0.0]])
+    assert torch.equal(weights, expected)
+    with pytest.raises(RuntimeError, match="tokens with more than 2 experts"):
+        routes([[0.1, 0.2, 0.3]], [[1, 1, 1]])
+
+
+def test_a_chosen_expert_of_probability_0_has_a_gradient():
+    probs = torch.zeros(1, 3, requires_grad=True)
+    adapter.routes_of(probs, torch.tensor([[True, False, True]]), 2)[1].sum().backward()
+    assert probs.grad.tolist() == [[1.0, 0.0, 1.0]]
+
+
+def main_grads(layer, order, dtype):
+    """Give the experts' matrices views of one buffer, as Megatron's DDP does, in an order of its own."""
+    parameters = [p for n, p in layer.experts.named_parameters() if "weight" in n]
+    sizes = [p.numel() for p in parameters]
+    buffer = torch.full((sum(sizes),), 0.5, dtype=dtype)
+    parts = dict(zip(parameters, buffer.split(sizes), strict=True))
+    if order == "reversed":
+        parts = dict(zip(parameters[::-1], buffer.split(sizes[::-1]), strict=True))
+    for p, part in parts.items():
+        p.main_grad, p.grad_added_to_main_grad = part.view(p.shape), False
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", ["ascending", "reversed"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_are_added_to_main_grad(order, dtype, delay):
+    _, plain = pair_of()
+    _, ours = pair_of(options={"delay_wgrad": delay})
+    ours.experts.config.gradient_accumulation_fusion = True
+    expected = results(plain, rows(), rows(seed=2))
+    parameters = main_grads(ours, order, dtype)
+    parameters[3].overwrite_main_grad = order == "reversed"
+    results(ours, rows(), rows(seed=2))
+    if delay:
+        assert not any(p.grad_added_to_main_grad for p in parameters)
+        ours.backward_dw()
+    for name, p in ours.experts.named_parameters():
+        assert p.grad_added_to_main_grad
+        overwritten = getattr(p, "overwrite_main_grad", False)
+        found = p.main_grad if overwritten else p.main_grad - 0.5
+        assert_close(found, expected[f"experts.{name}"], relative=0.02, name=name)
+
+
+def test_frozen_experts_and_those_without_main_grad():
+    _, ours = pair_of()
+    ours.experts.config.gradient_accumulation_fusion = True
+    first = ours.experts.local_experts[0].linear_fc1.weight
+    with pytest.raises(ArgumentError, match="main_grad is None"):
+        ours(rows())
+    parameters = main_grads(ours, "ascending", torch.float32)
+    first.requires_grad_(False)
+    first.main_grad.fill_(0.5)
+    results(ours, rows(), rows(seed=2))
+    assert bool((first.main_grad == 0.5).all())
+    assert not any(bool((p.main_grad == 0.5).all()) for p in parameters if p is not first)
+
+
+def test_weight_gradients_that_wait():
+    _, plain = pair_of()
+    _, ours = pair_of(options={"delay_wgrad": True})
+    expected, found = (results(layer, rows(), rows(seed=2)) for layer in (plain, ours))
+    assert same_bits(found["x"], expected["x"])
+    assert all(p.grad is None for p in ours.experts.parameters())
+    ours.backward_dw()
+    for name, p in ours.named_parameters():
+        assert same_bits(p.grad, expected[name]), name
+    with pytest.raises(MegaMoEError, match="without a backward pass"):
+        ours.backward_dw()
+    with pytest.raises(ConfigError, match="delay_wgrad is False, expected True"):
+        plain.backward_dw()
+
+
+def test_models_train_as_megatron_does():
+    theirs, ours = model_of(False), model_of(True)
+    ours.load_state_dict(theirs.state_dict())
+    curves = []
+    for model in (theirs, ours):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        curve = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = losses_of(model).mean()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0][-1] < 0.7 * curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=0.02)
+    adapter.close(ours)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused):
+    theirs, ours = model_of(False), model_of(True)
+    ours.load_state_dict(theirs.state_dict())
+    losses_of(theirs).mean().backward()
+    for layer in ours.decoder.layers:
+        layer.mlp.experts.config.gradient_accumulation_fusion = fused
+    options = {"overlap_grad_reduce": overlap, "use_distributed_optimizer": sharded}
+    ddp = DistributedDataParallel(ours.config, DistributedDataParallelConfig(**options), ours)
+    ddp.zero_grad_buffer()
+    for _ in range(2):  # micro-batches
+        losses_of(ddp).mean().backward()
+    ddp.finish_grad_sync()
+    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        assert q.grad is None
+        assert_close(q.main_grad, 2 * p.grad.float(), relative=0.06, name=name)
+
+
+def test_gathered_parameters_are_waited_for():
+    ours = model_of(True)
+    options = {"overlap_param_gather": True, "overlap_grad_reduce": True}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, **options)
+    ddp = DistributedDataParallel(ours.config, config, ours)
+    waited = []
+    layer = ours.decoder.layers[1].mlp
+    for group in ddp.bucket_groups:
+        group.finish_param_sync = lambda **_: waited.append(1)
+    with torch.no_grad():
+        layer(rows())
+    matrices = len(list(layer.experts.parameters()))
+    assert len(waited) == 1 + matrices  # the router's, too
+    layer.experts.local_experts[2].linear_fc1.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="hooks of ColumnParallelLinear: test_gathered_param"):
+        layer(rows())
+
+
+def test_process_groups_of_a_model_reach_the_layer():
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.ep = dist.new_group([0])
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
+    spec = adapter.replace(spec, **OPTIONS)
+    layer = build_module(spec, config=config_of(), layer_number=1, pg_collection=groups)
+    assert type(layer.mlp) is adapter.MegaMoELayer
+    assert layer.is_moe_layer
+    assert layer.mlp.ep_group is groups.ep
+
+
+REFUSED = {
+    "fp8": "hybrid", "moe_apply_probs_on_input": True, "moe_pad_expert_input_to_capacity": True,
+    "moe_permute_fusion": True, "moe_shared_expert_overlap": True, "moe_latent_size": 32,
+    "use_te_activation_func": True, "activation_func_fp8_input_store": True,
+    "overlap_moe_expert_parallel_comm": True, "use_kitchen": True, "fp4": "e2m1", "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0, "cuda_graph_impl": "local",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_configurations_that_a_layer_does_not_compute_are_refused(name):
+    config = config_of()
+    setattr(config, name, REFUSED[name])  # Megatron wants other options, or packages, beside some
+    with pytest.raises(ConfigError, match=name):
+        build_module(adapter.replace(spec_of("sequential"), **OPTIONS), config=config)
+
+
+def test_further_configurations_are_refused():
+    made = adapter.replace(spec_of("sequential"), **OPTIONS)
+    config = config_of(recompute_granularity="selective", recompute_modules=["core_attn"])
+    config.recompute_modules = ["moe_act"]
+    with pytest.raises(ConfigError, match="recompute_modules"):
+        build_module(made, config=config)
+    config = config_of()
+    config.fine_grained_activation_offloading, config.offload_modules = True, ["moe_act"]
+    with pytest.raises(ConfigError, match="offload_modules"):
+        build_module(made, config=config)
+    with pytest.raises(ConfigError, match="activation is that of activation_func relu, expected"):
+        build_module(made, config=config_of(activation_func=F.relu))
+    with pytest.raises(ConfigError, match="experts.local_experts.0.linear_fc1.weight is Tensor of"):
+        build_module(made, config=config_of(params_dtype=torch.float32))
+    config = config_of()
+    config.cuda_graph_impl, config.cuda_graph_scope = "local", [CudaGraphScope.full_iteration]
+    build_module(made, config=config)
+
+
+def test_experts_of_other_classes_are_refused():
+    _, ours = pair_of()
+    ours.experts.local_experts[1].low_rank = torch.nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="experts.local_experts.1.low_rank.weight is a parameter"):
+        ours(rows())
+
+    class Other(type(ours.experts)):
+        pass
+
+    spec = adapter.replace(spec_of("sequential"), **OPTIONS)
+    spec.submodules.experts.module = Other
+    with pytest.raises(ConfigError, match="experts is Other, expected SequentialMLP, TEGroupedMLP"):
+        build_module(spec, config=config_of())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, expected 1.."),
+        ({"precision": "fp9"}, "precision is 'fp9', expected bf16 or fp8"),
+        ({"precision": "bf16xmxfp4"}, "precision is 'bf16xmxfp4', expected 'bf16' or 'fp8'"),
+        ({"backend": "magma"}, "backend is 'magma', expected auto, mega"),
+        ({"reserve_sm": 3}, "option is 'reserve_sm', expected one of"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    spec = adapter.replace(spec_of("sequential"), **options)
+    config = config_of(moe_ffn_hidden_size=64)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_module(spec, config=config)
+
+
+def test_a_spec_without_moe_layers_is_refused():
+    with pytest.raises(ConfigError, match="spec is ModuleSpec, expected one with a MoELayer"):
+        adapter.replace(ModuleSpec(module=torch.nn.Linear))
+
+
+def test_activations_are_told_apart():
+    expected = Activation("clamped_swiglu", alpha=1.702, limit=1.5, up_offset=1.0)
+    assert activation_of(config_of(**QUICK)) == expected
+    quick = config_of(activation_func=quick_gelu)
+    assert activation_of(quick) == Activation("clamped_swiglu", alpha=1.702)
+    assert activation_of(config_of()) == ACTIVATIONS["swiglu"]
+    tanh = config_of(activation_func=lambda v: F.gelu(v, approximate="tanh"))
+    assert activation_of(tanh) == ACTIVATIONS["geglu_tanh"]
