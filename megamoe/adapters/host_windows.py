@@ -10,25 +10,30 @@ from megamoe.config import Problem
 from megamoe.frontend.functional import choose
 from megamoe.memory.window import Window, WindowSpec
 
-_windows: dict[Any, Window] = {}
+_windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
 
 
-def shared_window(
+def borrow_window(
     problem: Problem, group: Any, device: torch.device, backend: str, options: dict[str, Any]
 ) -> dict[str, Window]:
-    """Return the option `window` for a layer of this process where the kernel runs, nothing elsewhere. Collective."""
+    """Return the option `window` for a layer where the kernel runs, nothing elsewhere. Collective."""
     if device.type != "cuda" or options.get("window") is not None:
         return {}
     if choose(backend, problem, group, device, options) != "mega":
         return {}
     key = WindowSpec.of(problem), group, device
     if key not in _windows:
-        _windows[key] = Window(problem, group, device=device)
-    return {"window": _windows[key]}
+        _windows[key] = Window(problem, group, device=device), [0]
+    window, users = _windows[key]
+    users[0] += 1
+    return {"window": window}
 
 
-def close_windows() -> None:
-    """Close all of them, after their layers. Collective."""
-    for window in _windows.values():
-        window.close()
-    _windows.clear()
+def return_window(borrowed: dict[str, Window]) -> None:
+    """Give back what borrow_window returned, once its layer is closed; the last one closes the window. Collective."""
+    for key, (window, users) in list(_windows.items()):
+        if window is borrowed.get("window"):
+            users[0] -= 1
+            if not users[0]:
+                del _windows[key]
+                window.close()

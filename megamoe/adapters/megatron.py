@@ -23,13 +23,14 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megamoe.adapters.host_windows import close_windows, shared_window
+from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.megatron_experts import (
     activation_of,
     adds_to_main_grad,
     await_parameters,
     check_config,
     check_experts,
+    routes_of,
     tie_experts,
     weights_of,
 )
@@ -41,25 +42,11 @@ from megamoe.frontend.layer import Layer
 MAX_TOKENS = 8192
 
 
-def routes_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """probs: [T, E], routing_map: [T, E] bool -> topk_ids [T, K] int64, -1 where dropped, topk_weights [T, K].
-
-    Nothing waits for the device. Experts are chosen by the map, since a chosen one may have probability 0, in
-    ascending order, since the order of a token's experts is that of the sum. A token with more than K experts is a
-    RuntimeError on CPUs and a device-side assertion on GPUs.
-    """
-    torch._assert_async(
-        (routing_map.sum(-1) <= top_k).all(), f"tokens with more than {top_k} experts"
-    )
-    num_experts = routing_map.shape[-1]
-    descending = torch.arange(num_experts, 0, -1, device=routing_map.device)
-    chosen, ids = torch.where(routing_map, descending, 0).topk(top_k, dim=-1)
-    absent = chosen == 0
-    return ids.masked_fill(absent, -1), probs.gather(-1, ids).masked_fill(absent, 0)
-
-
 class _Undispatched(MoETokenDispatcher):
-    """A token dispatcher that leaves tokens where they are: the layer dispatches and combines."""
+    """A token dispatcher that leaves tokens where they are: the layer dispatches and combines.
+
+    Megatron keeps the routes of a call in it, too, from dispatch_preprocess on.
+    """
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -97,9 +84,13 @@ class _EqualToItsBase(ABCMeta):
 
 
 class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
-    """Megatron's MoELayer with the routed experts in a megamoe layer.
+    """Megatron's MoELayer with the routed experts in a megamoe layer; the first four arguments are MoELayer's.
 
-    Calls, backward passes and close() are collective over the expert-parallel group.
+    backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
+    max_tokens: of a call on one rank: sequence length x micro-batch, by the ranks that share a sequence. More raise
+        ArgumentError on all ranks. options: of the backends.
+    Raises ConfigError for a configuration or experts that a layer does not compute. Calls, backward passes and close()
+    are collective over the expert-parallel group.
     """
 
     def __init__(
@@ -115,13 +106,6 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         delay_wgrad: bool = False,
         **options: Any,
     ) -> None:
-        """The first four are MoELayer's.
-
-        backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
-        max_tokens: of a call on one rank: sequence length x micro-batch, by tensor and context parallel ranks. More
-            raise ArgumentError on all ranks. options: of the backends.
-        Raises ConfigError for a configuration or experts that a layer does not compute.
-        """
         if pg_collection is None:
             pg_collection = get_default_pg_collection()
         check_config(config, pg_collection)
@@ -164,14 +148,14 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
 
     def _open(self, device: torch.device) -> Layer:
         group = None if self._problem.ep_size == 1 else self.ep_group
-        window = shared_window(self._problem, group, device, self._backend, self._options)
+        self._window = borrow_window(self._problem, group, device, self._backend, self._options)
         return Layer(
             self._problem,
             "alone" if group is None else group,
             backend=self._backend,
             accumulate_into_main_grad=adds_to_main_grad(self.experts),
             delay_wgrad=self._delay_wgrad,
-            **self._options | window,
+            **self._options | self._window,
         )
 
     def _refresh(self, layer: Layer) -> None:
@@ -197,6 +181,7 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         if self._layer is not None:
             self._layer.close()
             self._layer = None
+            return_window(self._window)
 
 
 def replace(spec: Any, **options: Any) -> Any:
@@ -223,8 +208,7 @@ def replace(spec: Any, **options: Any) -> Any:
 
 
 def close(model: nn.Module) -> None:
-    """Close the layers of a model, then the windows of this process's layers. Collective."""
+    """Free what the layers of a model hold. Collective."""
     for module in model.modules():
         if isinstance(module, MegaMoELayer):
             module.close()
-    close_windows()

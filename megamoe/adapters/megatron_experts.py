@@ -1,8 +1,8 @@
-"""What a layer needs to know of Megatron's experts: their parameters, their activation; what it does not compute.
+"""What a layer needs to know of Megatron's experts: parameters, activation, routes; what it does not compute.
 
 SequentialMLP and TEGroupedMLP have a parameter for each expert, [2I, H] and [H, I], moved into one tensor when the
-layer is built and read in place as long as they lie so (host_parameters.py). GroupedMLP has [H, L*2I] and [L*I, H], transposed
-in every call.
+layer is built and read in place as long as they lie so (host_parameters.py). GroupedMLP has [H, L*2I] and [L*I, H],
+transposed in every call.
 """
 
 from __future__ import annotations
@@ -117,6 +117,23 @@ def await_parameters(experts: Any) -> None:
                 raise ConfigError("experts", value, "no hooks: a layer does not call their modules")
         for hook in before:
             hook(module)
+
+
+def routes_of(probs: Tensor, routing_map: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """probs: [T, E], routing_map: [T, E] bool -> topk_ids [T, K] int64, -1 where dropped, topk_weights [T, K].
+
+    Nothing waits for the device. Experts are chosen by the map, since a chosen one may have probability 0, in
+    ascending order, since the order of a token's experts is that of the sum. A token with more than K experts is a
+    RuntimeError on CPUs and a device-side assertion on GPUs.
+    """
+    torch._assert_async(
+        (routing_map.sum(-1) <= top_k).all(), f"tokens with more than {top_k} experts"
+    )
+    num_experts = routing_map.shape[-1]
+    descending = torch.arange(num_experts, 0, -1, device=routing_map.device)
+    chosen, ids = torch.where(routing_map, descending, 0).topk(top_k, dim=-1)
+    absent = chosen == 0
+    return ids.masked_fill(absent, -1), probs.gather(-1, ids).masked_fill(absent, 0)
 
 
 def tie_experts(experts: Any) -> None:

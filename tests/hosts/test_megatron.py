@@ -1,6 +1,7 @@
 """Layers and models of Megatron-Core: its own experts, and a megamoe layer over the same parameters."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from megatron_models import (  # noqa: E402
 )
 
 from megamoe.adapters import megatron as adapter  # noqa: E402
-from megamoe.adapters.megatron_experts import activation_of, weights_of  # noqa: E402
+from megamoe.adapters.megatron_experts import activation_of, routes_of, weights_of  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -158,7 +159,7 @@ def test_quantized_experts_follow_every_parameter():
 
 def routes(probs, chosen, top_k=2):
     routing_map = torch.tensor(chosen, dtype=torch.bool)
-    return adapter.routes_of(torch.tensor(probs), routing_map, top_k)
+    return routes_of(torch.tensor(probs), routing_map, top_k)
 
 
 def test_dense_routes_become_ids():
@@ -173,7 +174,7 @@ def test_dense_routes_become_ids():
 
 def test_a_chosen_expert_of_probability_0_has_a_gradient():
     probs = torch.zeros(1, 3, requires_grad=True)
-    adapter.routes_of(probs, torch.tensor([[True, False, True]]), 2)[1].sum().backward()
+    routes_of(probs, torch.tensor([[True, False, True]]), 2)[1].sum().backward()
     assert probs.grad.tolist() == [[1.0, 0.0, 1.0]]
 
 
@@ -295,6 +296,23 @@ def test_gathered_parameters_are_waited_for():
     layer.experts.local_experts[2].linear_fc1.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="hooks of ColumnParallelLinear: test_gathered_param"):
         layer(rows())
+
+
+def test_the_program_of_the_document_runs():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
+    page = page[page.index("## Megatron-Core") :]
+    program = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
+    smaller = {"use_transformer_engine=True": "use_transformer_engine=False", "151936": "128",
+               "4096": "16", "max_tokens=8192": 'max_tokens=64, backend="staged"'}  # fmt: skip
+    for large, small in smaller.items():
+        assert large in program
+        program = program.replace(large, small)
+    names = {"config": config_of()}
+    exec(program, names)
+    model = names["model"].bfloat16()
+    assert all(type(block.mlp) is adapter.MegaMoELayer for block in model.decoder.layers)
+    losses_of(model).mean().backward()
+    assert all(p.grad.any() for p in model.decoder.layers[1].mlp.experts.parameters())
 
 
 def test_process_groups_of_a_model_reach_the_layer():
