@@ -28,9 +28,9 @@ def definitions(tree: ast.AST) -> dict[str, Definition]:
     return {n.name: n for n in found if n.name == "__call__" or not n.name.startswith("_")}
 
 
-def exported() -> dict[str, Definition]:
-    """Return megamoe.__all__: name -> definition."""
-    tree = parse("megamoe")
+def exported(package: str = "megamoe") -> dict[str, Definition]:
+    """Return a package's __all__: name -> definition."""
+    tree = parse(package)
     homes = {a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
     stated = [n for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"]
     names = [name for name in ast.literal_eval(stated[0].value) if name != "__version__"]
@@ -150,7 +150,8 @@ def reference() -> str:
     parts += [entry(f"megamoe.{n}", node) for n, node in ours.items() if not is_error(node)]
     listed = [item(f"megamoe.{n}", first_paragraph(d)) for n, d in ours.items() if is_error(d)]
     parts += ["## Errors", "\n".join(listed)]
-    for module in adapters():
-        found = definitions(parse(module))
+    modules = {module: definitions(parse(module)) for module in adapters()}
+    modules["megamoe.checkpoints"] = exported("megamoe.checkpoints")
+    for module, found in modules.items():
         parts += [f"## {module}", *(entry(f"{module}.{n}", node) for n, node in found.items())]
     return "\n\n".join(parts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megamoe.checkpoints import LAYOUTS, convert
+from megamoe.checkpoints.conversion import convert
+from megamoe.checkpoints.layouts import LAYOUTS
 from megamoe.errors import MegaMoEError
 
 

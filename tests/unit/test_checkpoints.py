@@ -19,8 +19,9 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import megamoe  # noqa: E402
-from megamoe.checkpoints import LAYOUTS, convert, files  # noqa: E402
+from megamoe.checkpoints import convert, files  # noqa: E402
 from megamoe.checkpoints.__main__ import main  # noqa: E402
+from megamoe.checkpoints.layouts import LAYOUTS  # noqa: E402
 
 H, INNER, E = 160, 96, 3  # ragged last blocks of 128 rows and columns
 PAIRS = {
