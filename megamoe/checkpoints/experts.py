@@ -18,7 +18,7 @@ _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers an
 # What the numbers of a module are, and in which types.
 _FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
     frozenset({"weight"}): {"weight": FLOATS},
-    frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32",)},
+    frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32", "BF16")},
     frozenset({"codes", "powers"}): {"codes": PACKED, "powers": PACKED},
 }
 _SHOWN = 12  # lines of what was seen

@@ -289,7 +289,8 @@ class MegaMoE(nn.Module):
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())
         if complete and given["w13"].dtype == stored.dtype != self.w13.dtype:
-            self._take(stored, {name: g.to(device) for name, g in given.items()})
+            wide = {n: g.float() if g.dtype == torch.bfloat16 else g for n, g in given.items()}
+            self._take(stored, {name: g.to(device) for name, g in wide.items()})  # scales, exactly
         super()._load_from_state_dict(state_dict, prefix, metadata, *args)
         self.invalidate()
 

@@ -230,6 +230,25 @@ def test_a_layer_is_converted(tmp_path):
     assert torch.equal(found, layer.w13[2, :INNER])
 
 
+def test_scales_in_bf16(tmp_path):
+    """As some FP8 checkpoints have them: kept, and widened by the layer that loads them."""
+    tensors = checkpoint(tmp_path / "a", "deepseek-fp8", "scales")
+    tensors = {n: t.bfloat16() if n.endswith("_inv") else t for n, t in tensors.items()}
+    save(tmp_path / "a", tensors)
+    convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    found = load(tmp_path / "b")
+    prefix = f"{LAYERS[0]}experts."
+    state = {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+    assert state["w13_scale"].dtype == torch.bfloat16
+    layer = megamoe.MegaMoE(H, INNER, E, 2, precision="fp8", backend="staged")
+    for _ in range(2):  # in place of masters, then into what it holds
+        layer.load_state_dict(state)
+        expected = {"s": state["w13_scale"].float()}
+        assert_same({"s": layer.w13_scale}, expected)
+    convert(tmp_path / "b", tmp_path / "c", "deepseek-fp8")
+    assert_same(load(tmp_path / "c"), tensors)
+
+
 def refuse(source, to, message, tmp_path, **options):
     """The conversion is refused and nothing is left."""
     before = sorted(tmp_path.iterdir())
