@@ -1,0 +1,175 @@
+"""A Qwen3-MoE from a configuration, loaded on one rank or many with megamoe's experts or transformers' own."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from common import Rank
+from demo_model import VOCABULARY
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+OURS = "megamoe"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model, and of the text that it learns from."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    layers: int
+    heads: int
+    context: int
+    batch: int  # sequences of a rank
+
+    def config(self) -> transformers.Qwen3MoeConfig:
+        return transformers.Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden,
+            moe_intermediate_size=self.intermediate,
+            num_experts=self.experts,
+            num_experts_per_tok=self.top_k,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads // 2,
+            head_dim=self.hidden // self.heads,
+            max_position_embeddings=4 * self.context,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.01,
+            initializer_range=0.5 * self.hidden**-0.5,  # 0.022 at 512
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+
+CPU_SIZES = Sizes(64, 48, 8, 2, layers=2, heads=4, context=64, batch=8)
+GPU_SIZES = Sizes(512, 256, 32, 4, layers=8, heads=8, context=512, batch=16)  # 107 M parameters
+
+
+@contextmanager
+def saved_model(sizes: Sizes, seed: int, me: Rank) -> Iterator[Path]:
+    """Give the folder of a bf16 model with random weights, written by rank 0. Collective; of ranks of one host."""
+    name: list[str | None] = [tempfile.mkdtemp(prefix="megamoe-hf-") if me.is_first else None]
+    dist.broadcast_object_list(name, src=0)
+    folder = Path(str(name[0]))
+    try:
+        if me.is_first:
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(
+                sizes.config(), dtype=torch.bfloat16
+            )
+            model.save_pretrained(folder)
+        dist.barrier()
+        yield folder
+    finally:
+        dist.barrier()
+        if me.is_first:
+            shutil.rmtree(folder)
+
+
+def load(folder: Path, experts: str, me: Rank) -> nn.Module:
+    """Return the model of a folder: `experts` is OURS, or an experts_implementation of transformers. Collective.
+
+    On several ranks dense parameters are sharded by FSDP2, experts spread over the ranks; tokens go to transformers'
+    own experts by all_to_all.
+    """
+    options = {"experts_implementation": experts}
+    if me.size > 1:
+        from transformers.distributed import DistributedConfig
+
+        exchange = OURS if experts == OURS else "all_to_all"
+        options["distributed_config"] = DistributedConfig(
+            fsdp_size=me.size, ep_size=me.size, ep_implementation=exchange
+        )
+        if experts == OURS:
+            del options["experts_implementation"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, **options
+    )
+    return (model if me.size > 1 else model.to(me.device)).train()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of the experts, of their routers, and the others."""
+    found: dict[str, list[nn.Parameter]] = {"experts": [], "routers": [], "dense": []}
+    for name, parameter in model.named_parameters():
+        part = "experts" if ".experts." in name else "routers" if ".mlp.gate." in name else "dense"
+        found[part].append(parameter)
+    return found
+
+
+@torch.no_grad()
+def snapshot(model: nn.Module) -> list[Tensor]:
+    """Return this rank's parts of all parameters, on the CPU."""
+    return [local(p).detach().to("cpu", copy=True) for p in model.parameters()]
+
+
+@torch.no_grad()
+def restore(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        local(parameter).copy_(value)
+        parameter.grad = None
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """Return all of every parameter, on the CPU. Collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    return found
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def routes_kept(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Collect the expert ids that every router chooses."""
+    kept: list[Tensor] = []
+    hooks = [r.register_forward_hook(lambda m, a, out: kept.append(out[2])) for r in routers(model)]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def routes_given(model: nn.Module, ids: list[Tensor]) -> Iterator[None]:
+    """Let every router take given ids; their weights are still its own, so that it is trained."""
+    found = routers(model)
+    if len(found) != len(ids):
+        raise RuntimeError(f"{len(found)} routers, given ids for {len(ids)}")
+
+    def hook_for(chosen: Tensor):
+        def hook(module: nn.Module, arguments: tuple, out: tuple) -> tuple:
+            weights = out[0].softmax(-1, dtype=torch.float32).gather(-1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True)
+            return out[0], weights.to(out[1].dtype), chosen
+
+        return hook
+
+    hooks = [r.register_forward_hook(hook_for(i)) for r, i in zip(found, ids, strict=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

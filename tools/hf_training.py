@@ -1,0 +1,128 @@
+"""Training of a transformers model: what one run leaves behind, and two models' steps from equal parameters."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Rank
+from demo_checks import Check, largest
+from demo_curves import memory
+from demo_model import VOCABULARY
+from demo_training import MasterAdamW, Progress, Setup
+from hf_model import OURS, load, local, parts, restore, routes_given, routes_kept, snapshot, whole
+from torch import Tensor, nn
+
+REPLAYS = 5  # steps that both models take from equal parameters
+WARM = 3  # steps at the start that no time is taken of
+
+
+@dataclass
+class Run:
+    """One training run of this rank."""
+
+    losses: list[float] = field(default_factory=list)  # nats per byte, means over all ranks
+    seconds: list[float] = field(default_factory=list)
+    snapshots: dict[int, list[Tensor]] = field(default_factory=dict)  # before these steps
+    weights: dict[str, Tensor] = field(default_factory=dict)  # all of them, after the last
+    peak: str = ""
+    called: int = 0  # layers that megamoe computed
+
+    def tokens_per_s(self, setup: Setup) -> float:
+        """Return the tokens of all ranks per second, by the median step."""
+        late = self.seconds[WARM:] or self.seconds
+        return setup.recipe.batch * setup.recipe.model.context / statistics.median(late)
+
+
+def differentiate(model: nn.Module, setup: Setup, step: int) -> float:
+    """Leave the gradients of a step in the parameters; return its loss, the mean over the global batch."""
+    inputs, targets = setup.batch(step)
+    out = model(input_ids=inputs, use_cache=False, output_router_logits=True)
+    loss = F.cross_entropy(out.logits.float().view(-1, VOCABULARY), targets.reshape(-1))
+    (loss + model.config.router_aux_loss_coef * out.aux_loss).backward()
+    return mean(loss.detach(), setup)
+
+
+def mean(value: Tensor, setup: Setup) -> float:
+    value = value.clone()
+    dist.all_reduce(value, group=setup.group)
+    return value.item() / setup.size
+
+
+def replayed(steps: int) -> set[int]:
+    """Return the steps that are taken from equal parameters: the first, the last, others between."""
+    return {round(i * (steps - 1) / (REPLAYS - 1)) for i in range(REPLAYS)}
+
+
+def train(
+    folder: Path, experts: str, setup: Setup, me: Rank, called: Callable[[], int] = int
+) -> Run:
+    """Train the model of a folder with these experts. Collective. called: tells how many layers have been."""
+    run, recipe = Run(), setup.recipe
+    gc.collect()
+    memory(me.device)  # of this run alone, from here on
+    model = load(folder, experts, me)
+    optimizer = MasterAdamW(list(model.parameters()), recipe.weight_decay)
+    progress = Progress(recipe.steps, experts, active=me.is_first)
+    for step in range(recipe.steps):
+        if experts == OURS and step in replayed(recipe.steps):
+            run.snapshots[step] = snapshot(model)
+        start = time.perf_counter()
+        run.losses.append(differentiate(model, setup, step))
+        optimizer.step(recipe.rate(step), 1.0)
+        if me.device.type == "cuda":
+            torch.cuda.synchronize()
+        run.seconds.append(time.perf_counter() - start)
+        progress.update(step + 1, (step + 1) * recipe.batch * recipe.model.context, run.losses[-1])
+    progress.close()
+    run.peak, run.called = memory(me.device), called()
+    if experts == OURS:
+        run.weights = whole(model)
+    return run
+
+
+def compare(
+    folder: Path, other: str, setup: Setup, run: Run, me: Rank, tolerances: tuple[float, float]
+) -> list[Check]:
+    """Take steps of a run again with both models, from the run's parameters and by the same routes. Collective.
+
+    Nothing is amplified by training, no rounding tips a route over. tolerances: of losses in nats, of gradients.
+    """
+    mine, theirs = load(folder, OURS, me), load(folder, other, me)
+    apart: dict[str, list[float]] = {"again": [], "loss": []}
+    for step, values in run.snapshots.items():
+        restore(mine, values)
+        restore(theirs, values)
+        with routes_kept(mine) as ids:
+            loss = differentiate(mine, setup, step)
+        apart["again"].append(abs(loss - run.losses[step]))
+        with routes_given(theirs, ids):
+            apart["loss"].append(abs(loss - differentiate(theirs, setup, step)))
+        for part, parameters in parts(mine).items():
+            apart.setdefault(part, []).append(distance(parameters, parts(theirs)[part], setup))
+    steps = ", ".join(str(step + 1) for step in sorted(run.snapshots))
+    nats, relative = tolerances
+    return [
+        ("losses of these steps in the run and again", largest(apart["again"]), nats, " nats"),
+        (f"losses of steps {steps}, from equal parameters,", largest(apart["loss"]), nats, " nats"),
+        ("dense gradients there", largest(apart["dense"]), relative, ""),
+        ("routers' gradients there", largest(apart["routers"]), relative, ""),
+        ("experts' gradients there", largest(apart["experts"]), relative, ""),
+    ]
+
+
+def distance(mine: list[nn.Parameter], theirs: list[nn.Parameter], setup: Setup) -> float:
+    """Return the norm of the gradients' difference over the norm of theirs, of all ranks."""
+    squares = torch.zeros(2, device=setup.device)
+    for a, b in zip(mine, theirs, strict=True):
+        if a.grad is None or b.grad is None:
+            raise RuntimeError(f"a parameter of shape {list(a.shape)} got no gradient")
+        squares[0] += (local(a.grad).float() - local(b.grad).float()).square().sum()
+        squares[1] += local(b.grad).float().square().sum()
+    dist.all_reduce(squares, group=setup.group)
+    return (squares[0] / squares[1]).sqrt().item()

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Train a Qwen3-MoE of Hugging Face transformers with megamoe's experts and with transformers' own; compare.
+
+    python tools/train_hf.py                       spawns its ranks: every GPU, or one on a CPU
+    torchrun --nproc-per-node 4 tools/train_hf.py  the same, started by torchrun
+    python tools/train_hf.py --curves curves.png --generate 400
+
+The model is made from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
+and read the text of tools/train_step.py. Printed are tokens per second, peak memory and losses of both. Whole curves
+part by chance, as training amplifies the order of sums; judged are single steps along the run, which both models take
+from the run's parameters by the same routes: loss and gradients have to be equal.
+"""
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from common import Rank, add_launch_arguments, header, launch
+from demo_checks import report
+from demo_curves import draw, final_loss, write
+from demo_model import ModelConfig, shared_corpus
+from demo_training import Recipe, Setup
+from torch import Tensor
+
+import megamoe
+from megamoe.config import Problem
+from megamoe.frontend.functional import choose
+
+if TYPE_CHECKING:
+    from hf_model import Sizes
+
+PROMPT = b"A class is "
+
+
+def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, "Sizes"]:
+    """Return the recipe on these ranks, and the sizes of the model. Collective."""
+    from hf_model import CPU_SIZES, GPU_SIZES
+
+    on_gpu = me.device.type == "cuda"
+    sizes = GPU_SIZES if on_gpu else CPU_SIZES
+    steps = args.steps or (300 if on_gpu else 60)
+    recipe = Recipe(
+        ModelConfig(context=sizes.context),
+        batch=sizes.batch * me.size,
+        steps=steps,
+        learning_rate=1e-3 if on_gpu else 3e-3,
+        seed=args.seed,
+    )
+    return Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), sizes
+
+
+def choose_backend(name: str, sizes: "Sizes", me: Rank) -> str:
+    """Ask once, not in every layer, what "auto" is; a line says why it is not the kernel. Collective."""
+    problem = Problem(
+        sizes.hidden,
+        sizes.intermediate,
+        sizes.experts,
+        sizes.top_k,
+        ep_size=me.size,
+        rank=me.rank,
+        max_tokens=sizes.batch * sizes.context,
+    )
+    chosen = choose(name, problem, dist.group.WORLD, me.device)
+    me.print(
+        f"{sizes.layers} layers of {sizes.experts} experts (top {sizes.top_k}) on {me.size} ranks, "
+        f"{sizes.batch * sizes.context} tokens each, {me.device.type}, backend {chosen}"
+    )
+    if chosen == "mega":
+        me.print(megamoe.memory_report(problem)["line"])
+    return chosen
+
+
+def own_experts(name: str | None, me: Rank) -> str:
+    """Return transformers' implementation that we compare with."""
+    return name or ("grouped_mm" if me.device.type == "cuda" else "eager")
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    import transformers
+    from hf_model import OURS, saved_model
+    from hf_training import compare, train
+
+    import megamoe.adapters.transformers as adapter
+
+    if me.size > 1 and adapter.EPImplementationInterface is None:
+        version = transformers.__version__
+        raise SystemExit(f"several ranks need transformers 5.23, this is {version}: --ranks 1")
+    transformers.utils.logging.disable_progress_bar()
+    setup, sizes = setup_of(args, me)
+    other = own_experts(args.compare, me)
+    backend = choose_backend(args.backend, sizes, me)
+    experts = adapter.register(backend=backend, max_tokens=sizes.batch * sizes.context)
+    with saved_model(sizes, args.seed, me) as folder:
+        runs = {}
+        for name in (OURS, other):
+            runs[name] = run = train(folder, name, setup, me, lambda: experts.num_layers)
+            me.print(
+                f"{name}: {run.tokens_per_s(setup):,.0f} tokens/s, {run.peak}, loss "
+                f"{run.losses[0]:.3f} -> {final_loss(run.losses):.3f} nats per byte"
+            )
+            experts.close()
+        good = [run.called for run in runs.values()] == [sizes.layers, 0]
+        me.print(
+            f"{'PASS' if good else 'FAIL'}: {runs[OURS].called} of {sizes.layers} layers by megamoe,"
+            f" {runs[other].called} in the other run"
+        )
+        tolerances = args.loss_tolerance, args.gradient_tolerance
+        checks = compare(folder, other, setup, runs[OURS], me, tolerances)
+        experts.close()
+    if me.is_first:
+        good &= report(checks, f"those with {other}")
+    if me.is_first and args.curves is not None:
+        curves(args.curves, {(name, "bf16", args.seed): run.losses for name, run in runs.items()})
+    if me.is_first and args.generate:
+        generate(args.generate, sizes, runs[OURS].weights, me)
+        experts.close()
+    dist.barrier()
+    return int(not good)
+
+
+def curves(path: Path, losses: dict) -> None:
+    """Draw the losses, and write them as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(losses, header(), path.with_suffix(".csv"))
+    drawn = draw(losses, header(), path)
+    picture = f" and {path}" if drawn else "; no picture without matplotlib"
+    print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)
+
+
+def generate(num_bytes: int, sizes: "Sizes", weights: dict[str, Tensor], me: Rank) -> None:
+    """Print text of the trained model, all of it on this rank."""
+    import transformers
+    from hf_generate import Decoder
+    from hf_model import OURS
+
+    model = transformers.AutoModelForCausalLM.from_config(
+        sizes.config(), dtype=torch.bfloat16, experts_implementation=OURS
+    )
+    model.load_state_dict(weights)
+    prompt = torch.tensor(list(PROMPT))
+    torch.manual_seed(0)
+    decoder = Decoder(model.to(me.device), len(prompt) + num_bytes)
+    text, speed = decoder.text(prompt, num_bytes)
+    how = "replays of a captured step" if decoder.graph else "eager steps"
+    print(f"{num_bytes} bytes by {how}, {speed:,.0f} bytes/s:", flush=True)
+    print((PROMPT + bytes(text.tolist())).decode(errors="replace"), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--backend", default="auto", choices=("auto", "staged", "mega", "emulate", "reference"))
+    add("--compare", metavar="NAME", help="experts_implementation; grouped_mm on GPUs, or eager")
+    add("--steps", type=int, help="training steps; default 300 on GPUs, 60 on a CPU")
+    add("--seed", type=int, default=1)
+    add("--curves", type=Path, metavar="PNG", help="draw the losses of both runs; a CSV beside it")
+    add("--generate", type=int, default=0, metavar="N", help="N bytes of text by the trained model")
+    add("--loss-tolerance", type=float, default=5e-3, help="largest difference of losses, nats")
+    add("--gradient-tolerance", type=float, default=0.05, help="difference's norm over the norm")
+    add_launch_arguments(parser)
+    args = parser.parse_args()
+    if find_spec("transformers") is None:
+        parser.error('transformers are missing: pip install "megamoe[hf]"')
+    if args.ranks is None and (args.cpu or not torch.cuda.is_available()):
+        args.ranks = 1
+    return launch(worker, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
