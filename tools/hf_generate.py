@@ -1,10 +1,13 @@
 """Text from a trained model, one byte at a time: on a GPU by replays of one captured step."""
 
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from transformers import StaticCache
+
+WARM = 2  # steps by which kernels are loaded and layers of this size made, before the capture
 
 
 class Decoder:
@@ -20,6 +23,7 @@ class Decoder:
         self.slots = torch.arange(length, device=device)
         self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.captures = device.type == "cuda"
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _next(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -45,8 +49,9 @@ class Decoder:
 
     def _capture(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph):  # records the step, does not take it
             self._step()
+        torch.cuda.synchronize()
 
     @torch.no_grad()
     def text(self, prompt: Tensor, num_bytes: int) -> tuple[Tensor, float]:
@@ -55,19 +60,20 @@ class Decoder:
         self.token.copy_(self._next(prompt.to(at.device)[None], at))
         self.position.fill_(len(prompt))
         made = [self.token.clone()]
-        on_gpu = self.token.is_cuda
-        warm = 2  # steps of the text by which kernels are loaded and layers of this size made, before the capture
-        start = time.perf_counter()
-        for i in range(1, num_bytes):
-            if on_gpu and i > warm:
-                if self.graph is None:
-                    self._capture()
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
-                self.graph.replay()
-            else:
-                self._step()
-            made.append(self.token.clone())
-        text = torch.cat(made).flatten().cpu()
-        timed = num_bytes - 1 - (warm if on_gpu else 0)
-        return text, timed / (time.perf_counter() - start)
+
+        def take(step: Callable[[], None], count: int) -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                step()
+                made.append(self.token.clone())
+            made[-1].item()  # waits for the device
+            return count / (time.perf_counter() - start)
+
+        warm = min(WARM, num_bytes - 1) if self.captures else 0
+        take(self._step, warm)
+        step, left = self._step, num_bytes - 1 - warm
+        if self.captures and left:
+            self._capture()
+            step = self.graph.replay
+        speed = take(step, left)
+        return torch.cat(made).flatten().cpu(), speed

@@ -165,6 +165,8 @@ def main() -> int:
     add("--gradient-tolerance", type=float, default=0.05, help="difference's norm over the norm")
     add_launch_arguments(parser)
     args = parser.parse_args()
+    if args.generate < 0:
+        parser.error(f"--generate {args.generate}, expected a number of bytes")
     if find_spec("transformers") is None:
         parser.error('transformers are missing: pip install "megamoe[hf]"')
     if args.ranks is None and (args.cpu or not torch.cuda.is_available()):

@@ -129,11 +129,29 @@ def test_two_ranks(tmp_path):
     assert "5 bytes by eager steps" in done.stdout
 
 
-def test_the_decoder_writes_what_generate_writes():
+class Replays:
+    """Stands for a CUDA graph: what is recorded is not done, a replay does it."""
+
+    def __init__(self, decoder):
+        self.decoder, self.count = decoder, 0
+
+    def replay(self):
+        self.count += 1
+        self.decoder._step()
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(SIZES.config(), dtype=torch.float32)
     prompt = torch.randint(256, (5,))
-    text, _ = hf_generate.Decoder(model, 25, temperature=0).text(prompt, 20)
+    decoder = hf_generate.Decoder(model, 25, temperature=0)
+    decoder.captures = captures
+    monkeypatch.setattr(decoder, "_capture", lambda: setattr(decoder, "graph", Replays(decoder)))
+    text, speed = decoder.text(prompt, 20)
     expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False)
     assert text.tolist() == expected[0, 5:].tolist()
     assert len(set(text.tolist())) > 3
+    assert speed > 0
+    if captures:
+        assert decoder.graph.count == 19 - hf_generate.WARM
