@@ -34,6 +34,7 @@ from megamoe.frontend.functional import make_backend  # noqa: E402
 from megamoe.frontend.layer import Layer  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
 from megamoe.frontend.moe_forward import moe_forward  # noqa: E402
+from megamoe.frontend.placement import ExpertPlacement  # noqa: E402
 from megamoe.frontend.report import memory_report  # noqa: E402
 from megamoe.frontend.training import (  # noqa: E402
     average_expert_gradients,
@@ -52,6 +53,7 @@ __all__ = [
     "ArgumentError",
     "CompileError",
     "ConfigError",
+    "ExpertPlacement",
     "ExpertWeights",
     "Layer",
     "MegaMoE",

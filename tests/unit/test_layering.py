@@ -32,7 +32,7 @@ LAYERS = [
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
     ("adapters.host_activations", "adapters.host_parameters", "adapters.host_windows"),
-    ("frontend.training", "frontend.report", "adapters.transformers_weights"),
+    ("frontend.training", "frontend.report", "frontend.placement", "adapters.transformers_weights"),
     ("adapters.transformers", "adapters.megatron_experts"),
     ("adapters.megatron",),
     ("testing",),

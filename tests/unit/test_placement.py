@@ -1,0 +1,138 @@
+"""Redundant experts: slots for ids, counters, in-place moves between ranks, and what a layer makes of them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megamoe
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import ExpertWeights
+from megamoe.testing import launch, make_inputs, make_weights
+
+EXPERTS, SLOTS = 6, 8
+LOAD = [40, 3, 17, 90, 0, 5]
+CPU = torch.device("cpu")
+PROBLEM = megamoe.Problem(64, 48, EXPERTS, 2, max_tokens=40)
+
+
+def test_slots_hold_the_expert_that_was_asked_for():
+    placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
+    ids = torch.tensor([[3, 0], [3, -1], [3, 6], [3, 5], [1, 3]], dtype=torch.int32)
+    slots = placement.physical(ids)
+    assert slots.dtype == torch.int32
+    assert slots.tolist() == [[0, 1], [6, -1], [7, -1], [0, 5], [2, 6]]
+    assert placement.physical(ids.long()).tolist() == slots.tolist()
+    assert placement.physical(ids[:0]).shape == (0, 2)
+
+
+def test_balanced_evens_out_slots_and_ranks():
+    placement = megamoe.ExpertPlacement.balanced(LOAD, SLOTS, 2)
+    assert sorted(map(len, placement.slots_of)) == [1, 1, 1, 1, 1, 3]
+    assert len(placement.slots_of[3]) == 3  # 30 tokens a slot; another slot for 0 would leave 45
+    share = [LOAD[e] / len(placement.slots_of[e]) for e in placement.expert_of]
+    assert max(share) == 40
+    halves = sum(share[:4]), sum(share[4:])
+    assert abs(halves[0] - halves[1]) <= 30
+    assert {s // 4 for s in placement.slots_of[3]} == {0, 1}
+    plain = megamoe.ExpertPlacement.balanced([1] * 6, 6, 2)
+    assert sorted(plain.expert_of) == list(range(6))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_layer_with_slots_computes_what_one_with_experts_does(precision):
+    problem = megamoe.Problem(64, 48, EXPERTS, 2, max_tokens=40, precision=precision)
+    weights = make_weights(problem)
+    inputs = make_inputs(problem, 40, routing="dropped")
+    placement = megamoe.ExpertPlacement.balanced(LOAD, SLOTS, 1)
+    rows = torch.tensor(placement.expert_of)
+    physical = ExpertWeights(
+        **{n: None if t is None else t[rows] for n, t in vars(weights).items()}
+    )
+    want = megamoe.make_backend("reference", problem, device=CPU)
+    have = megamoe.make_backend("reference", placement.problem(problem), device=CPU)
+    ids = placement.physical(inputs.topk_ids)
+    y = have.forward(inputs.x, ids, inputs.topk_weights, physical)
+    expected = want.forward(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
+    torch.testing.assert_close(y, expected, rtol=0, atol=float(expected.abs().max()) * 2**-7)
+    dropped = (inputs.topk_ids < 0) | (inputs.topk_ids >= EXPERTS)
+    assert bool(dropped.any())
+    assert torch.equal(ids == -1, dropped)
+
+
+def test_counters_are_of_logical_experts():
+    placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
+    inputs = make_inputs(PROBLEM, 40)
+    layer = megamoe.Layer(placement.problem(PROBLEM), "alone", backend="staged")
+    weights = make_weights(placement.problem(PROBLEM))
+    layer(inputs.x, placement.physical(inputs.topk_ids), inputs.topk_weights, weights)
+    counted = placement.counters(layer.statistics())
+    assert (
+        counted.tolist() == torch.bincount(inputs.topk_ids.flatten().long(), minlength=6).tolist()
+    )
+    with pytest.raises(ArgumentError, match="of 8 slots, expected 6"):
+        megamoe.ExpertPlacement(range(6)).counters(layer.statistics())
+    layer.close()
+
+
+def held_by(placement, room, rank):
+    """Weights whose numbers say which expert they are, with two tensors of other types and one that is missing."""
+    experts = torch.tensor(placement.expert_of[rank * room : (rank + 1) * room])
+    w13 = experts[:, None, None].expand(-1, 4, 8).bfloat16().contiguous()
+    scale = experts[:, None].float() / 8
+    return ExpertWeights(w13, w13.to(torch.float8_e4m3fn), b13=scale.clone())
+
+
+def moves(rank, size):
+    group = dist.group.WORLD if size > 1 else None
+    room = 12 // size
+    lists = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [5, 5, 5, 5, 5, 5, 5, 4, 3, 2, 1, 0]]
+    lists += [[3, 1, 4, 1, 5, 0, 2, 5, 3, 5, 0, 4], lists[0]]
+    placements = [megamoe.ExpertPlacement(experts) for experts in lists]
+    weights = held_by(placements[0], room, rank)
+    before = {n: t.data_ptr() for n, t in vars(weights).items() if t is not None}
+    for old, new in zip(placements, placements[1:], strict=False):
+        new.fill_(weights, old, group)
+        for name, expected in vars(held_by(new, room, rank)).items():
+            if expected is not None:
+                assert torch.equal(getattr(weights, name).float(), expected.float()), (rank, name)
+    assert before == {n: t.data_ptr() for n, t in vars(weights).items() if t is not None}
+
+
+def test_experts_move_in_place_on_one_rank():
+    moves(0, 1)
+
+
+def ranks_move(rank):
+    moves(rank, dist.get_world_size())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_experts_move_in_place_between_ranks(size):
+    launch(ranks_move, size)
+
+
+def test_what_is_no_placement_is_refused():
+    for wrong, match in (
+        ([0, 2], r"without \[1\]"),
+        ([0, -1], "with -1"),
+        ([], r"\[0\]"),
+        ([[0]], r"\[1, 1\]"),
+        ([0.5], "float32"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            megamoe.ExpertPlacement(wrong)
+    with pytest.raises(ConfigError, match=r"\(5, 1\), expected at least 6"):
+        megamoe.ExpertPlacement.balanced(LOAD, 5, 1)
+    with pytest.raises(ConfigError, match="multiple of num_ranks"):
+        megamoe.ExpertPlacement.balanced(LOAD, 7, 2)
+    with pytest.raises(ConfigError, match="not negative"):
+        megamoe.ExpertPlacement.balanced([1, -1], 2, 1)
+    six = megamoe.ExpertPlacement(range(6))
+    with pytest.raises(ArgumentError, match=r"topk_ids is \[3\]"):
+        six.physical(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="source is 5 experts in 6 slots"):
+        six.fill_(make_weights(PROBLEM), megamoe.ExpertPlacement([0, 1, 2, 3, 4, 4]))
+    with pytest.raises(ArgumentError, match=r"w13 is \[8, 4, 8\], expected \[6, ...\]"):
+        six.fill_(held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0), six)
+    with pytest.raises(ConfigError, match=r"problem.num_experts is 6, expected 5"):
+        megamoe.ExpertPlacement(range(5)).problem(PROBLEM)
