@@ -1,5 +1,6 @@
 """A Qwen3-MoE from a configuration, loaded on one rank or many with megamoe's experts or transformers' own."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -129,6 +130,8 @@ def restore(model: nn.Module, values: list[Tensor]) -> None:
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """Return all of every parameter, on the CPU. Collective."""
+    # It warns that this takes two collectives.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     found = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
