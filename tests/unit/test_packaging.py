@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megamoe
+from megamoe.jit import prebuilt
 
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +101,7 @@ def run(python, folder, *arguments):
 SMOKE = """
 import importlib, sys
 import torch, megamoe
-from megamoe.jit import paths
+from megamoe.jit import paths, prebuilt
 
 assert str(paths.CSRC).startswith(sys.prefix), paths.CSRC
 torch.manual_seed(0)
@@ -114,7 +115,7 @@ for backend in ("staged", "emulate"):  # which compiles the sources that the whe
 assert y[0].norm() > 0 and (y[0] - y[1]).norm() / y[0].norm() < 2e-2
 for name in sys.argv[1:]:
     importlib.import_module("megamoe.adapters." + name)
-print(megamoe.__version__, megamoe.__file__)
+print(megamoe.__version__, megamoe.__file__, prebuilt.sources())
 """
 
 
@@ -125,7 +126,8 @@ def adapters():
 
 
 def test_the_installed_wheel_runs(installed, tmp_path):
-    version, place = run(installed, tmp_path, "-c", SMOKE, *adapters()).split()
+    version, place, digest = run(installed, tmp_path, "-c", SMOKE, *adapters()).split()
     assert version == megamoe.__version__
     assert place.startswith(str(installed.parents[1]))
+    assert digest == prebuilt.sources()  # kernels exported from a checkout serve the wheel
     assert "--export" in run(installed, tmp_path, "-m", "megamoe.jit", "--help")

@@ -26,7 +26,7 @@ with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
 
 SIZES = hf_model.Sizes(32, 32, 4, 2, layers=2, heads=2, context=16, batch=2)
 TEXT = torch.arange(2048).mul(7).to(torch.uint8)
-RUN = {"backend": "staged", "compare": None, "steps": 6, "seed": 1, "curves": None, "generate": 0}
+RUN = {"backend": "staged", "compare": None, "steps": 4, "seed": 1, "curves": None, "generate": 0}
 RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
 
 
