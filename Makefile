@@ -6,7 +6,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 HOSTS_READY := .venv-hosts/.ready
-HOSTS := megatron-core==0.16.1
+HOSTS := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Evaluated when a recipe needs them, after setup.

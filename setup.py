@@ -19,6 +19,7 @@ HF = [
     'accelerate>=1.10; python_version >= "3.11"',  # which transformers asks for where it places a model
 ]
 MEGATRON = ["megatron-core>=0.16,<0.17"]
+TORCHTITAN = ["torchtitan>=0.3,<0.4"]
 CHECKPOINTS = ["safetensors>=0.6"]
 TEST = [
     *CU13,
@@ -72,6 +73,7 @@ setup(
         "plot": PLOT,
         "hf": HF,
         "megatron": MEGATRON,
+        "torchtitan": TORCHTITAN,
         "checkpoints": CHECKPOINTS,
         "test": TEST,
         "dev": [*TEST, *DEV],

@@ -33,8 +33,8 @@ LAYERS = [
     ("frontend.moe_forward", "frontend.module"),
     ("adapters.host_activations", "adapters.host_parameters", "adapters.host_windows"),
     ("frontend.training", "frontend.report", "frontend.placement", "adapters.transformers_weights"),
-    ("adapters.transformers", "adapters.megatron_experts"),
-    ("adapters.megatron",),
+    ("adapters.transformers", "adapters.megatron_experts", "adapters.torchtitan_experts"),
+    ("adapters.megatron", "adapters.torchtitan"),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,73 @@
+"""What a layer needs to know of torchtitan's experts: their parameters, their activation, what it does not compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
+
+from megamoe.adapters.host_activations import candidates, matching
+from megamoe.adapters.host_parameters import joined, tie
+from megamoe.config import Activation, activation_by_name
+from megamoe.errors import ConfigError
+from megamoe.formats.weights import ExpertWeights
+
+
+def activation_of(config: Any) -> Activation:
+    """Return the activation of experts with this config. Raises ConfigError where it is none of ours."""
+    if not isinstance(config, GptOssGroupedExperts.Config):
+        return activation_by_name("swiglu")  # written out in GroupedExperts.forward
+    limit = config.swiglu_limit
+
+    def gate(columns: Tensor) -> Tensor:
+        pairs = columns.unflatten(-1, (2, -1)).transpose(1, 2).flatten(1)
+        return gpt_oss_swiglu(pairs, limit=limit)
+
+    tried = candidates(True, [limit], [1.702])
+    return matching(gate, tried, "GptOssGroupedExperts")
+
+
+def weights_of(experts: Any) -> ExpertWeights:
+    """Return the experts as a layer takes them: this rank's part, copied where it is not bf16.
+
+    w1 and w3 are copied unless w3 lies behind w1 in one tensor; the others are read in place.
+    """
+    if isinstance(experts, GptOssGroupedExperts):
+        w13, w2 = _local(experts.mlp1_weight_EGD), _local(experts.mlp2_weight_EDF)
+        b13, b2 = _local(experts.mlp1_bias_EG), _local(experts.mlp2_bias_ED)
+        w13, b13 = (t.unflatten(1, (-1, 2)).transpose(1, 2) for t in (w13, b13))  # g0, u0, g1, ...
+        return ExpertWeights(w13.bfloat16(), w2.bfloat16(), b13.float(), b2.float())
+    w1, w3 = _local(experts.w1_EFD), _local(experts.w3_EFD)
+    w13 = joined((w1, w3)).transpose(0, 1)
+    return ExpertWeights(w13.bfloat16(), _local(experts.w2_EDF).bfloat16())
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def check_class(config: Any) -> None:
+    """Raise ConfigError for experts that torchtitan computes otherwise: quantized ones, say."""
+    if type(config) not in (GroupedExperts.Config, GptOssGroupedExperts.Config):
+        expected = "GroupedExperts.Config or GptOssGroupedExperts.Config"
+        raise ConfigError("inner_experts", type(config).__qualname__, expected)
+
+
+def check_modules(experts: Any) -> None:
+    """Raise ConfigError for experts with modules or hooks in them, which a layer does not call."""
+    for module in experts.modules():
+        if type(module) not in (GroupedExperts, GptOssGroupedExperts):
+            raise ConfigError("experts", type(module).__name__, "no modules in the experts")
+        if module._forward_hooks or module._forward_pre_hooks:
+            expected = "none: a layer does not call them; shard their block or the model"
+            raise ConfigError("experts", f"hooks of {type(module).__name__}", expected)
+
+
+def tie_experts(experts: Any) -> None:
+    """Lay w3 behind w1, where they are read in place, if they are plain tensors."""
+    if type(experts) is GroupedExperts and type(experts.w1_EFD.data) is Tensor:
+        tie((experts.w1_EFD, experts.w3_EFD))

@@ -1,0 +1,59 @@
+"""Two ranks of torchtitan's expert parallelism: a megamoe layer beside its all-to-all dispatcher."""
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from megamoe.errors import MegaMoEError
+from megamoe.testing import assert_close, launch
+
+pytest.importorskip("torchtitan", reason="torchtitan is missing: make hosts")
+from torchtitan_models import dims_of, loss_of, parallel_model  # noqa: E402
+
+from megamoe.adapters import torchtitan as adapter  # noqa: E402
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def step(model, dims, seed):
+    loss = loss_of(model, dims, seed=seed)
+    return {"loss": loss.detach()} | {n: local(p.grad).clone() for n, p in model.named_parameters()}
+
+
+def compare(found, expected, case):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, relative=0.03, name=f"{name} {case}")
+
+
+def run(rank):
+    dims = dims_of("partial_dtensor", 2)
+    compared = 0
+    for fsdp in (True, False):
+        theirs, ours = (parallel_model(kind, dims, fsdp=fsdp) for kind in (False, True))
+        experts = ours.layers["0"].moe.routed_experts
+        assert type(experts) is adapter.MegaRoutedExperts
+        expected = step(theirs, dims, rank)
+        compare(step(ours, dims, rank), expected, f"fsdp {fsdp}")
+        assert experts._layer.problem.ep_size == 2
+        compared += len(expected)
+    try:
+        loss_of(ours, dims, length=33 if rank == 1 else 12)
+        error = "none"
+    except MegaMoEError as raised:
+        error = str(raised)
+    adapter.close(ours)
+    # torchtitan's own default; its dispatcher does not run there on CPUs, so beside its other one.
+    dims = dims_of("spmd_types", 2)
+    ours = parallel_model(True, dims, fsdp=False)
+    compare(step(ours, dims, rank), expected, "spmd_types")
+    adapter.close(ours)
+    return compared, error
+
+
+def test_models_over_two_ranks():
+    (compared, told), (_, error) = launch(run, 2, timeout_s=240)
+    assert compared == 2 * 24
+    assert "rank 1 refused its arguments" in told
+    assert "x.shape[0] is 66, expected at most max_tokens = 64" in error
