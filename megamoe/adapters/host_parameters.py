@@ -45,8 +45,10 @@ def joined(parameters: Sequence[Any], *, adding: bool = False) -> Tensor:
 
     adding: the result has a `main_grad`, as a layer with accumulate_into_main_grad wants it; what is added to it
         reaches those of the parameters (see main_grad.py). Where these lie at equal distances it is they, else a
-        tensor of fp32 that all of a shape share.
+        tensor of fp32 that all of a shape share. Not inside torch.compile.
     """
+    if torch.compiler.is_compiling():  # which knows no addresses
+        return torch.stack(tuple(parameters))
     targets = _Targets(parameters) if adding and torch.is_grad_enabled() else None
     whole: Any = _Joined.apply(targets, *parameters)
     if targets is not None and whole.requires_grad:

@@ -30,6 +30,7 @@ from megamoe.adapters.megatron_experts import (
     await_parameters,
     check_config,
     check_experts,
+    check_types,
     routes_of,
     tie_experts,
     weights_of,
@@ -138,7 +139,8 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""
         x, topk_ids, topk_weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self._layer is None:
-            check_experts(self.experts)  # again: they may have been wrapped, or cast
+            check_experts(self.experts)  # again: they may have been wrapped
+            check_types(self.experts)  # not before: Float16Module casts
             self._layer = self._open(x.device)
         await_parameters(self.experts)
         if self._problem.precision != "bf16":

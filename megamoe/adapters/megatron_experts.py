@@ -85,7 +85,7 @@ def activation_of(config: Any) -> Activation:
 
 
 def check_experts(experts: Any) -> None:
-    """Raise ConfigError for experts with other parameters than a layer reads: another class, low-rank ones, a type."""
+    """Raise ConfigError for experts with other parameters than a layer reads: another class, low-rank ones."""
     kind = type(experts)
     if kind not in (SequentialMLP, TEGroupedMLP, GroupedMLP):
         expected = "SequentialMLP, TEGroupedMLP or GroupedMLP"
@@ -96,6 +96,11 @@ def check_experts(experts: Any) -> None:
             raise ConfigError(
                 f"experts.{name}", "a parameter", f"none beside {kind.__name__}'s own"
             )
+
+
+def check_types(experts: Any) -> None:
+    """Raise ConfigError for parameters that a layer would have to convert."""
+    for name, parameter in experts.named_parameters():
         floats = torch.float32, torch.bfloat16
         allowed = floats if "bias" in name else floats[1:]
         if parameter.dtype not in allowed or type(parameter.data) is not Tensor:

@@ -120,6 +120,9 @@ class MegaRoutedExperts(RoutedExperts):
             raise ConfigError("precision", value, "'bf16' or 'fp8', of bf16 parameters")
         return problem
 
+    @torch.compiler.disable(
+        reason="megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
+    )
     def _open(self, device: torch.device) -> Layer:
         if spmd_types.is_type_checking():
             raise ConfigError("debug.spmd_typechecking", True, "False with a megamoe layer")

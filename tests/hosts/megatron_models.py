@@ -127,10 +127,10 @@ def rows(length=9, batch=2, seed=1):
     return torch.randn(length, batch, HIDDEN, generator=generator).bfloat16()
 
 
-def model_of(ours, **changes):
+def model_of(ours, options=None, **changes):
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     if ours:
-        spec = adapter.replace(spec, **OPTIONS)
+        spec = adapter.replace(spec, **OPTIONS | (options or {}))
     torch.manual_seed(0)
     return GPTModel(config_of(**changes), spec, vocab_size=128, max_sequence_length=16).bfloat16()
 

@@ -82,6 +82,10 @@ LAYERS = {
         "sequential",
         {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     ),
+    "auxiliary loss": (
+        "sequential",
+        {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5},
+    ),
     "router in fp32": ("sequential", {"moe_router_dtype": "fp32"}),
     "dropped by probability": ("sequential", {"moe_expert_capacity_factor": 0.5}),
     "dropped by position": (
@@ -263,8 +267,9 @@ def test_models_train_as_megatron_does():
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused):
-    theirs, ours = model_of(False), model_of(True)
+@pytest.mark.parametrize("delay", [False, True])
+def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused, delay):
+    theirs, ours = model_of(False), model_of(True, {"delay_wgrad": delay})
     ours.load_state_dict(theirs.state_dict())
     losses_of(theirs).mean().backward()
     for layer in ours.decoder.layers:
@@ -274,6 +279,8 @@ def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused):
     ddp.zero_grad_buffer()
     for _ in range(2):  # micro-batches
         losses_of(ddp).mean().backward()
+        for layer in ours.decoder.layers if delay else []:
+            layer.mlp.backward_dw()
     ddp.finish_grad_sync()
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert q.grad is None
@@ -355,8 +362,10 @@ def test_further_configurations_are_refused():
         build_module(made, config=config)
     with pytest.raises(ConfigError, match="activation is that of activation_func relu, expected"):
         build_module(made, config=config_of(activation_func=F.relu))
+    layer = build_module(made, config=config_of(params_dtype=torch.float32))
     with pytest.raises(ConfigError, match="experts.local_experts.0.linear_fc1.weight is Tensor of"):
-        build_module(made, config=config_of(params_dtype=torch.float32))
+        layer(rows())
+    assert layer.bfloat16()(rows())[0].isfinite().all()  # as Float16Module does
     config = config_of()
     config.cuda_graph_impl, config.cuda_graph_scope = "local", [CudaGraphScope.full_iteration]
     build_module(made, config=config)

@@ -110,6 +110,20 @@ def test_checkpointed_modules():
         assert_close(value, expected[name], relative=1e-6, name=name)
 
 
+def test_compiled_modules():
+    _, ours = pair_of()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="make one before torch.compile"):
+        compiled(rows())
+    expected = results(ours, rows(), rows(seed=2))
+    torch.compiler.reset()
+    found = results(compiled, rows(), rows(seed=2))
+    for name, value in expected.items():
+        assert_close(
+            found[name if name in "xy" else f"_orig_mod.{name}"], value, relative=1e-6, name=name
+        )
+
+
 def test_models_train_as_torchtitan_does():
     curves, states = [], []
     for ours in (False, True):
