@@ -11,8 +11,6 @@ a module with another one is refused, not computed wrongly.
 
 from __future__ import annotations
 
-from itertools import product
-from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,15 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megamoe.config import Activation, activation_by_name
+from megamoe.adapters.host_activations import candidates, matching
+from megamoe.config import Activation
 from megamoe.errors import ConfigError
 from megamoe.formats.table import SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights
 
-_GATED = ("swiglu", "geglu", "geglu_tanh")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
-_SAMPLES = 8192
-_TOLERANCE = 1e-6  # beside the product of gate and up: both sides are fp32, by other formulas
 _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -150,37 +146,20 @@ def _check(module: Any) -> None:
 
 @torch.no_grad()
 def activation_of(module: Any) -> Activation:
-    """Return the activation that gives what the module's own gate gives, on random pre-activations of all magnitudes.
+    """Return the activation that gives what the module's own gate gives. Raises ConfigError where none does."""
 
-    Raises ConfigError where none does.
-    """
-    planes = 2 if module.has_gate else 1
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, planes, _SAMPLES, generator=generator)
-    exponents = torch.rand(1, planes, _SAMPLES, generator=generator) * 5 - 2
-    drawn = (drawn * 10**exponents).to(next(module.parameters()).device)  # far beyond any clamp
-    given = drawn.flatten(1)
-    if planes == 2 and not module.is_concatenated:
-        given = drawn.transpose(1, 2).flatten(1)
-    wanted = module._apply_gate(given) if planes == 2 else module.act_fn(given)
-    factors = 1 + drawn.abs()
-    tolerance = _TOLERANCE * (factors.prod(1) if planes == 2 else factors.flatten(1).square())
-    candidates = _candidates(module)
-    for candidate in candidates:
-        if bool(((candidate(drawn.flatten(1)) - wanted).abs() <= tolerance).all()):
-            return candidate
-    expected = "one of " + ", ".join(dict.fromkeys(c.kind for c in candidates))
-    raise ConfigError("activation", f"that of {type(module).__name__}", expected)
+    def gate(columns: Tensor) -> Tensor:
+        if not module.has_gate:
+            return module.act_fn(columns)
+        if not module.is_concatenated:
+            columns = columns.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+        return module._apply_gate(columns)
 
-
-def _candidates(module: Any) -> list[Activation]:
-    if not module.has_gate:
-        return [activation_by_name("relu2")]
-    found = [activation_by_name(name) for name in _GATED]
     limits, alphas = (
         [v for v in (getattr(module, name, None) for name in names) if v is not None]
         for names in (_LIMITS, _ALPHAS)
     )
-    for limit, alpha, offset in product(limits or [inf], [*alphas, 1.0], (0.0, 1.0)):
-        found.append(Activation("clamped_swiglu", alpha=alpha, limit=limit, up_offset=offset))
-    return found
+    device = next(module.parameters()).device
+    return matching(
+        gate, candidates(module.has_gate, limits, alphas), type(module).__name__, device
+    )
