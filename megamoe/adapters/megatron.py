@@ -143,7 +143,7 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             check_types(self.experts)  # not before: Float16Module casts
             self._layer = self._open(x.device)
         await_parameters(self.experts)
-        if self._problem.precision != "bf16":
+        if self._problem.formats.w.scaled:
             self._refresh(self._layer)
         adding = self._layer.accumulate_into_main_grad
         return self._layer(x, topk_ids, topk_weights, weights_of(self.experts, adding)), None

@@ -88,7 +88,7 @@ class MegaRoutedExperts(RoutedExperts):
         """x_BLD: [B, L, H], the next two: [B, L, K] -> [B, L, H] in x_BLD's type. The last is not used."""
         if self._layer is None:
             self._layer = self._open(x_BLD.device)
-        if self._layer.problem.precision != "bf16":
+        if self._layer.problem.formats.w.scaled:
             self._layer.invalidate()  # parameters that FSDP gathers have no versions of their own
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))

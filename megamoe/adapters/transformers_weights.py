@@ -52,10 +52,9 @@ def weights_of(module: Any) -> ExpertWeights:
 
     Gradients reach float parameters; stored FP8 and FP4 have none. Raises ConfigError for what a layer does not read.
     """
-    stored = precisions_of(module)
-    if stored == ("fp8",):
-        return _fp8(module)
-    return _mxfp4(module) if stored else _masters(module)
+    if not precisions_of(module):
+        return _masters(module)
+    return _mxfp4(module) if matrices_of(module)[0].dtype in _PACKED else _fp8(module)
 
 
 def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
