@@ -31,12 +31,15 @@ from megamoe.adapters.megatron_experts import (
     check_config,
     check_experts,
     check_types,
+    lie_descending,
     routes_of,
     tie_experts,
+    turned_ids,
     weights_of,
 )
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
+from megamoe.frontend.agreement import together
 from megamoe.frontend.functional import check_options, resolve
 from megamoe.frontend.layer import Layer
 
@@ -134,22 +137,32 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         self._backend, self._delay_wgrad, self._options = backend, delay_wgrad, options
         self._layer: Layer | None = None
         self._versions: list[int] = []
+        self._descending = False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""
         x, topk_ids, topk_weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self._layer is None:
-            check_experts(self.experts)  # again: they may have been wrapped
-            check_types(self.experts)  # not before: Float16Module casts
             self._layer = self._open(x.device)
         await_parameters(self.experts)
         if self._problem.formats.w.scaled:
             self._refresh(self._layer)
         adding = self._layer.accumulate_into_main_grad
-        return self._layer(x, topk_ids, topk_weights, weights_of(self.experts, adding)), None
+        weights = weights_of(self.experts, adding=adding, descending=self._descending)
+        if self._descending:
+            topk_ids = turned_ids(topk_ids, self.num_local_experts)
+        return self._layer(x, topk_ids, topk_weights, weights), None
 
     def _open(self, device: torch.device) -> Layer:
         group = None if self._problem.ep_size == 1 else self.ep_group
+
+        def state() -> bool:
+            check_experts(self.experts)  # again: they may have been wrapped
+            check_types(self.experts)  # not before: Float16Module casts
+            return lie_descending(self.experts)
+
+        # A rank's ids name experts of all, so all have one order, which stays when parameters move.
+        self._descending = all(together(group, state).values())
         self._window = borrow_window(self._problem, group, device, self._backend, self._options)
         return Layer(
             self._problem,

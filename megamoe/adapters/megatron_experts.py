@@ -1,8 +1,8 @@
 """What a layer needs to know of Megatron's experts: parameters, activation, routes; what it does not compute.
 
 SequentialMLP and TEGroupedMLP have a parameter for each expert, [2I, H] and [H, I], moved into one tensor when the
-layer is built and read in place as long as they lie so (host_parameters.py). GroupedMLP has [H, L*2I] and [L*I, H],
-transposed in every call.
+layer is built and read in place as long as they lie so (host_parameters.py), or in descending order. GroupedMLP has
+[H, L*2I] and [L*I, H], transposed in every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEG
 from torch import Tensor
 
 from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import joined, tie
+from megamoe.adapters.host_parameters import as_one, joined, tie
 from megamoe.config import Activation
 from megamoe.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
@@ -149,14 +149,33 @@ def tie_experts(experts: Any) -> None:
         tie(parameters["w2"])
 
 
+def lie_descending(experts: Any) -> bool:
+    """Whether the matrices are read in place from the last expert on, as Megatron's distributed optimizer lays them."""
+    if type(experts) is GroupedMLP or experts.num_local_experts == 1:
+        return False
+    parameters = _parameters(experts)
+    return all(as_one(parameters[name][::-1]) is not None for name in ("w13", "w2"))
+
+
+def turned_ids(topk_ids: Tensor, num_local_experts: int) -> Tensor:
+    """topk_ids: [T, K], -1 where dropped -> the same where each rank counts its experts from the last to the first."""
+    place = topk_ids % num_local_experts
+    turned = topk_ids + (num_local_experts - 1 - 2 * place)
+    return torch.where(topk_ids < 0, topk_ids, turned)
+
+
 def adds_to_main_grad(experts: Any) -> bool:
     """Whether gradients of matrices are added to main_grad, as Megatron's own experts would."""
     return type(experts) is not GroupedMLP and bool(experts.config.gradient_accumulation_fusion)
 
 
-def weights_of(experts: Any, adding: bool = False) -> ExpertWeights:
-    """Return the experts as a layer takes them. adding: gradients of matrices go to main_grad."""
-    parameters = _parameters(experts)
+def weights_of(experts: Any, *, adding: bool = False, descending: bool = False) -> ExpertWeights:
+    """Return the experts as a layer takes them.
+
+    adding: gradients of matrices go to main_grad. descending: the last expert comes first.
+    """
+    order = slice(None, None, -1 if descending else 1)
+    parameters = {kind: of_kind[order] for kind, of_kind in _parameters(experts).items()}
     if type(experts) is GroupedMLP:
         held, hidden = experts.num_local_experts, experts.config.hidden_size
         w13 = experts.weight1.view(held, hidden, -1).transpose(1, 2).contiguous()

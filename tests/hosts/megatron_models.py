@@ -122,6 +122,15 @@ def results(layer, x, dy):
     return {"y": y.detach(), "x": x.grad} | gradients
 
 
+def spread(layer):
+    """Lay the experts as Megatron's distributed optimizer does: in one buffer, the last parameter first."""
+    parameters = list(layer.experts.parameters())[::-1]
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=torch.bfloat16)
+    for p, part in zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True):
+        part.copy_(p.data.flatten())
+        p.data = part.view(p.shape)
+
+
 def rows(length=9, batch=2, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(length, batch, HIDDEN, generator=generator).bfloat16()

@@ -34,11 +34,17 @@ from megatron_models import (  # noqa: E402
     results,
     rows,
     spec_of,
+    spread,
     start,
 )
 
 from megamoe.adapters import megatron as adapter  # noqa: E402
-from megamoe.adapters.megatron_experts import activation_of, routes_of, weights_of  # noqa: E402
+from megamoe.adapters.megatron_experts import (
+    activation_of,
+    routes_of,
+    turned_ids,
+    weights_of,
+)  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -285,6 +291,57 @@ def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused, delay):
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert q.grad is None
         assert_close(q.main_grad, 2 * p.grad.float(), relative=0.06, name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_of_the_distributed_optimizer_are_read_in_place(dtype):
+    ours = model_of(True)
+    for layer in ours.decoder.layers:
+        layer.mlp.experts.config.gradient_accumulation_fusion = True
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=dtype == torch.float32
+    )
+    ddp = DistributedDataParallel(ours.config, config, ours)
+    losses_of(ddp).mean().backward()
+    layer = ours.decoder.layers[0].mlp
+    assert layer._descending
+    weights = weights_of(layer.experts, adding=True, descending=True)
+    last = layer.experts.local_experts[-1]
+    for found, parameter in (
+        (weights.w13, last.linear_fc1.weight),
+        (weights.w2, last.linear_fc2.weight),
+    ):
+        assert found.data_ptr() == parameter.data_ptr()
+        assert found.main_grad.dtype == dtype
+        assert found.main_grad.data_ptr() == parameter.main_grad.data_ptr()
+    before = layer(rows())[0]
+    for p in layer.experts.parameters():
+        p.data = p.data.clone()  # the order stays
+    assert same_bits(layer(rows())[0], before)
+    adapter.close(ours)
+    assert same_bits(layer(rows())[0], before)
+    assert not layer._descending
+
+
+def test_layers_through_the_source_of_the_kernel():
+    """It reads parameters and writes to main_grad as they lie, in descending order."""
+    theirs, ours = pair_of(options={"backend": "emulate"})
+    ours.experts.config.gradient_accumulation_fusion = True
+    spread(ours)
+    expected = results(theirs, rows(), rows(seed=2))
+    main_grads(ours, "reversed", torch.float32)
+    found = results(ours, rows(), rows(seed=2))
+    assert ours._descending
+    for name in ("y", "x", "router.weight"):
+        assert_close(found[name], expected[name], relative=0.02, name=name)
+    for name, p in ours.experts.named_parameters():
+        assert_close(p.main_grad - 0.5, expected[f"experts.{name}"], relative=0.02, name=name)
+
+
+def test_ids_are_turned_on_each_rank():
+    ids = torch.tensor([[0, 1, 2], [3, 5, -1]])
+    assert turned_ids(ids, 3).tolist() == [[2, 1, 0], [5, 3, -1]]
+    assert turned_ids(ids, 1).tolist() == ids.tolist()
 
 
 def test_gathered_parameters_are_waited_for():

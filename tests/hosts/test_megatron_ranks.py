@@ -8,7 +8,7 @@ from megamoe.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")
-from megatron_models import pair_of, results, rows, start  # noqa: E402
+from megatron_models import pair_of, results, rows, spread, start  # noqa: E402
 
 from megamoe.adapters import megatron as adapter  # noqa: E402
 
@@ -23,6 +23,13 @@ def run(rank):
     expected, found = results(theirs, x, dy), results(ours, x, dy)
     for name, value in expected.items():
         assert_close(found[name], value, relative=0.02, name=name)
+    spread(ours)
+    assert ours.experts.local_experts[0].linear_fc1.weight.storage_offset()
+    adapter.close(ours)
+    descending = results(ours, x, dy)
+    assert ours._descending
+    for name, value in expected.items():
+        assert_close(descending[name], value, relative=0.02, name=f"{name}, descending")
     with torch.no_grad():
         mine = rows(5 + 12 * rank, seed=5 + rank)  # ranks bring as many tokens as they have
         y = ours(mine)[0]
