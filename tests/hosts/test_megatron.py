@@ -270,6 +270,20 @@ def test_models_train_as_megatron_does():
     adapter.close(ours)
 
 
+def test_models_are_recomputed_and_saved_as_megatron_does():
+    plain, whole = model_of(True), {"recompute_granularity": "full"}
+    again = model_of(True, recompute_method="uniform", recompute_num_layers=1, **whole)
+    again.load_state_dict(plain.state_dict())
+    for model in (plain, again):
+        losses_of(model).mean().backward()
+    for p, q in zip(plain.parameters(), again.parameters(), strict=True):
+        assert_close(q.grad, p.grad, relative=1e-6)
+    theirs = model_of(False).sharded_state_dict()
+    ours = plain.sharded_state_dict()
+    assert theirs.keys() == ours.keys()
+    assert all(type(ours[name]) is type(value) for name, value in theirs.items())
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("fused", [False, True])

@@ -7,7 +7,7 @@ from megamoe.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make hosts")
-from torchtitan_models import dims_of, loss_of, parallel_model  # noqa: E402
+from torchtitan_models import dims_of, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
 
 from megamoe.adapters import torchtitan as adapter  # noqa: E402
 
@@ -29,6 +29,11 @@ def compare(found, expected, case):
 
 def run(rank):
     dims = dims_of("partial_dtensor", 2)
+    theirs, ours = parallel_pair("gpt-oss", dims)
+    x, dy = rows(7 + rank, seed=1 + rank), rows(7 + rank, seed=3 + rank)
+    expected, found = results(theirs, x, dy), results(ours, x, dy)
+    compare({n: local(t) for n, t in found.items()}, {n: local(t) for n, t in expected.items()}, "")
+    assert local(ours.routed_experts.inner_experts.mlp1_weight_EGD).shape[0] == 3
     compared = 0
     for fsdp in (True, False):
         theirs, ours = (parallel_model(kind, dims, fsdp=fsdp) for kind in (False, True))

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import spmd_types as spmd
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
@@ -20,6 +21,7 @@ from torchtitan.models.common.embedding import Embedding  # noqa: E402
 from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter  # noqa: E402
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config  # noqa: E402
 from torchtitan.models.common.rope import CosSinRoPE  # noqa: E402
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts  # noqa: E402
@@ -153,6 +155,23 @@ def parallel_model(ours, dims, *, fsdp):
     with torch.no_grad():
         model.init_weights()
     return model
+
+
+def parallel_pair(kind, dims):
+    """Return torchtitan's MoE and ours over the ranks of `dims`, with the same parameters on each."""
+    pair = []
+    for ours in (False, True):
+        config = moe_config(kind)
+        if ours:
+            overridden(config)
+        names = dict.fromkeys(WEIGHTS, spmd.R)
+        set_moe_sharding_config(config, enable_ep=True, enable_sp=False, expert_param_layout=names)
+        torch.manual_seed(0)
+        module = config.build().bfloat16()
+        module.init_states()
+        module.parallelize(dims)  # each rank keeps its part of the same experts
+        pair.append(module)
+    return pair
 
 
 def loss_of(model, dims=None, seed=0, length=12):
