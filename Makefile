@@ -48,16 +48,20 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
 
-## hosts    the adapters of Megatron-Core and torchtitan beside these, installed into .venv-hosts over .venv
+## hosts    the adapters of Megatron-Core, torchtitan, SGLang beside these, installed into .venv-hosts over .venv
 hosts: $(HOSTS_READY)
 	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
+	for host in sglang; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
+	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_$$host.py || exit 1; done
 # Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
-$(HOSTS_READY): $(READY) setup.py Makefile
+$(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt
 	rm -rf .venv-hosts
 	$(PY) -m venv --without-pip .venv-hosts
 	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$(.venv-hosts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
 	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) $(HOSTS)
+	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) \
+	    --target .venv-hosts/serving -r tests/hosts/serving.txt
 	@touch $@
 
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept

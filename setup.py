@@ -67,6 +67,9 @@ setup(
         "nvidia-cutlass==4.2.0.0",
         "cuda-bindings>=13,<14",
     ],
+    entry_points={
+        "sglang.srt.plugins": ["megamoe = megamoe.adapters.sglang:plugin"],
+    },
     extras_require={
         "cu13": CU13,
         "nvshmem": ["nvshmem4py-cu13>=0.4", "cuda-core", "nvidia-nvshmem-cu13>=3.4.5"],

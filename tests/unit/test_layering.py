@@ -34,7 +34,7 @@ LAYERS = [
     ("adapters.host_activations", "adapters.host_parameters", "adapters.host_windows"),
     ("frontend.training", "frontend.report", "frontend.placement", "adapters.transformers_weights"),
     ("adapters.transformers", "adapters.megatron_experts", "adapters.torchtitan_experts"),
-    ("adapters.megatron", "adapters.torchtitan"),
+    ("adapters.megatron", "adapters.torchtitan", "adapters.sglang"),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,303 @@
+"""SGLang (0.5.23) with `--moe-a2a-backend megamoe` on Hopper: a megamoe layer in place of DeepGEMM's kernel.
+
+    SGLANG_PLUGINS=megamoe python -m sglang.launch_server --moe-a2a-backend megamoe ...
+
+SGLang's FP8 experts (128x128 blocks) call three functions of the module `deep_gemm`; those become the ones here.
+Router, shared experts, loading and the experts' parameters stay SGLang's. The rest of DeepGEMM stays, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.adapters.host_windows import borrow_window, return_window
+from megamoe.config import Activation, Problem
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import check_options, resolve
+from megamoe.frontend.layer import Layer
+
+log = logging.getLogger("megamoe")
+
+NAME = "megamoe"
+_BLOCKS = (128, 128, 128)
+_ROWS = 8  # of gate, then as many of up, in what SGLang makes for DeepGEMM
+
+
+class Rows(NamedTuple):
+    """w13 and its scales as checkpoints have them, all gate rows, then all up rows: what a layer reads in place.
+
+    DeepGEMM's pair is a plain tuple, with gate and up interleaved.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+
+class Buffer:
+    """What SGLang takes for DeepGEMM's symmetric buffer: one for all MoE layers of these sizes.
+
+    group: the process group of the experts, None for a rank that holds all. The others as DeepGEMM names them.
+    x, x_sf, topk_idx, topk_weights: what a call is staged into; here the buffer itself, which keeps the arguments.
+    backend, options: of megamoe.Layer.
+    Raises ConfigError for sizes and options that no layer could have.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        backend: str = "auto",
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        self.group, self.num_topk = group, num_topk
+        self.num_experts, self.num_max_tokens_per_rank = num_experts, num_max_tokens_per_rank
+        self._sizes = {
+            "hidden": hidden,
+            "intermediate": intermediate_hidden,
+            "num_experts": num_experts,
+            "top_k": num_topk,
+            "ep_size": size,
+            "rank": rank,
+            "max_tokens": num_max_tokens_per_rank,
+            "precision": "fp8",
+        }
+        if num_experts % size:
+            raise ConfigError("num_experts", num_experts, f"a multiple of {size}, the ranks")
+        self._group = None if size == 1 else group
+        self._backend, self._options = backend, options or {}
+        check_options(Problem(**self._sizes), self._group, self._options)
+        self.x = self.x_sf = self.topk_idx = self.topk_weights = self
+        self._layers: dict[float | None, tuple[Layer, dict[str, Any]]] = {}
+        self._call: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+        """Keep the arguments of the next call."""
+        self._call = x, topk_ids, topk_weights
+
+    def run(self, y: Tensor, weights: ExpertWeights, clamp: float | None) -> None:
+        """Write the staged tokens' results to the first rows of y. Collective.
+
+        y: [>= T, H] bf16. clamp: of gate and up before the activation. Raises ArgumentError where nothing was staged.
+        """
+        if self._call is None:
+            raise ArgumentError("buffer", "empty", "one that mega_moe_pre_dispatch_sm90 has filled")
+        (x, topk_ids, topk_weights), self._call = self._call, None
+        self._layer(clamp, x.device)(x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
+
+    def _layer(self, clamp: float | None, device: torch.device) -> Layer:
+        if clamp not in self._layers:
+            clamped = {} if clamp is None else {"limit": float(clamp)}
+            kind = "swiglu" if clamp is None else "clamped_swiglu"
+            problem = Problem(**self._sizes, activation=Activation(kind, **clamped))
+            window = borrow_window(problem, self._group, device, self._backend, self._options)
+            group = "alone" if self._group is None else self._group
+            layer = Layer(problem, group, backend=self._backend, **self._options | window)
+            self._layers[clamp] = layer, window
+        return self._layers[clamp][0]
+
+    def close(self) -> None:
+        """Free what the layers hold; a call makes them anew. Collective."""
+        for layer, window in self._layers.values():
+            layer.close()
+            return_window(window)
+        self._layers.clear()
+        self._call = None
+
+
+class Installed:
+    """The functions that SGLang finds in `deep_gemm`, and what stood there before. Made by install()."""
+
+    def __init__(self, backend: str, options: dict[str, Any]) -> None:
+        self._backend, self._options = backend, options
+        self._buffers: list[Buffer] = []
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def get_symm_buffer_for_mega_moe(
+        self,
+        group: Any,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
+        num_shared_experts: int = 0,
+        *,
+        mma_type: str = "fp8xfp4",
+        activation: str = "swiglu",
+    ) -> Buffer:
+        """Return a buffer; nothing is allocated before its first call.
+
+        mma_type: "fp8xfp4" is what SGLang says for FP8 experts, too, on Hopper. Raises ConfigError for sizes, types and
+        activations that a layer does not have.
+        """
+        _check("mma_type", mma_type, "fp8xfp4")
+        _check("activation", activation, "swiglu")
+        _check("num_shared_experts", num_shared_experts, 0)
+        sizes = num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden
+        made = Buffer(group, *sizes, self._backend, self._options)
+        self._buffers.append(made)
+        return made
+
+    @staticmethod
+    def mega_moe_pre_dispatch_sm90(
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *buffers: Buffer,
+        num_tokens: int,
+        group_size: int = 128,
+        routed_scaling_factor: float = 1.0,
+    ) -> None:
+        """x: [>= T, H] bf16, topk_ids: [>= T, K] int32, topk_weights: [>= T, K], of which T = num_tokens rows count.
+
+        buffers: x, x_sf, topk_idx, topk_weights of one Buffer. The kernel quantizes x itself, in groups of 128.
+        Raises ArgumentError for x of other types, FP8 with scales too, and for buffers of DeepGEMM.
+        """
+        whole = buffers[0] if buffers else None
+        if not isinstance(whole, Buffer) or any(b is not whole for b in buffers):
+            kinds = [type(b).__name__ for b in buffers]
+            raise ArgumentError("buffers", kinds, "those of one buffer that was made here")
+        _check("group_size", group_size, 128)
+        rows = [t.shape[0] if isinstance(t, Tensor) else 0 for t in (x, topk_ids, topk_weights)]
+        if not 0 <= num_tokens <= min(rows):
+            raise ArgumentError("num_tokens", num_tokens, f"0..{min(rows)}, the rows given")
+        weights = topk_weights[:num_tokens].float()
+        if routed_scaling_factor != 1.0:
+            weights = weights * routed_scaling_factor
+        whole.stage(x[:num_tokens], topk_ids[:num_tokens], weights)
+
+    @staticmethod
+    def fp8_mega_moe(
+        y: Tensor,
+        l1_weights: tuple[Tensor, Tensor],
+        l2_weights: tuple[Tensor, Tensor],
+        sym_buffer: Buffer,
+        *,
+        recipe: tuple[int, int, int] = _BLOCKS,
+        activation: str = "swiglu",
+        activation_clamp: float | None = None,
+        fast_math: bool = True,
+    ) -> None:
+        """Run the tokens that were staged and write [T, H] bf16 to the first T rows of y. Collective.
+
+        l1_weights: Rows, w13 [L, 2I, H] e4m3 and scales [L, 2I/128, H/128] fp32. l2_weights: w2 [L, H, I] and scales.
+        fast_math: taken and not needed, results are the same. Raises ArgumentError for what does not fit, and for
+        weights whose gate and up are interleaved: they were built before install().
+        """
+        if not isinstance(sym_buffer, Buffer):
+            expected = "one that was made here: call install() before the model is loaded"
+            raise ArgumentError("sym_buffer", type(sym_buffer).__name__, expected)
+        _check("recipe", tuple(recipe), _BLOCKS)
+        _check("activation", activation, "swiglu")
+        if not isinstance(l1_weights, Rows):
+            expected = "gate, then up: call install() before the model is loaded"
+            raise ArgumentError("l1_weights", f"interleaved by {_ROWS} rows", expected)
+        w13, w13_scale = l1_weights
+        w2, w2_scale = l2_weights
+        weights = ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale)
+        sym_buffer.run(y, weights, activation_clamp)
+
+    def put(self, module: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module until uninstall()."""
+        self._before.append((module, name, getattr(module, name, None)))
+        setattr(module, name, value)
+
+    def close(self) -> None:
+        """Free what the layers hold; calls make them anew. Collective."""
+        for buffer in self._buffers:
+            buffer.close()
+
+    def uninstall(self) -> None:
+        """Give SGLang the functions back that it had; models that were loaded since are of no use then."""
+        global _installed
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        _installed = None
+
+
+_installed: Installed | None = None
+
+
+def install(*, backend: str = "auto", **options: Any) -> Installed:
+    """Replace what SGLang's experts call, in this process. Before a model is loaded, and in every worker.
+
+    backend, options: of megamoe.Layer. Raises ConfigError for options that no layer could have, where it was called
+    before, and where SGLang or DeepGEMM lack what is replaced.
+    """
+    global _installed
+    if _installed is not None:
+        raise ConfigError("install()", "called again", "one call, or uninstall() before")
+    check_options(Problem(128, 128, 1, 1, precision="fp8"), None, options)
+    resolve(backend)
+    try:
+        import deep_gemm
+        from sglang.srt.layers.moe import mega_moe_sm90 as host
+    except ImportError as error:
+        raise ConfigError("sglang", f"not usable ({error})", "SGLang and sgl-deep-gemm") from error
+    build = getattr(host, "build_sm90_mega_moe_experts_weights", None)
+    if build is None:
+        raise ConfigError("sglang", "without build_sm90_mega_moe_experts_weights", "0.5.23")
+    made = Installed(backend, options)
+    made.put(host, "build_sm90_mega_moe_experts_weights", _built_in_order(build))
+    for name in ("get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"):
+        made.put(deep_gemm, name, getattr(made, name))
+    _installed = made
+    return made
+
+
+def plugin() -> None:
+    """Do so where SGLANG_PLUGINS names megamoe: installing the package alone changes nothing. SGLang calls it."""
+    from sglang.srt.environ import envs
+
+    named = [name.strip() for name in (envs.SGLANG_PLUGINS.get() or "").split(",")]
+    if NAME in named and _installed is None:
+        install()
+        log.info("SGLang's FP8 experts with --moe-a2a-backend megamoe are megamoe layers")
+
+
+def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return SGLang's function that checks and interleaves an experts' w13, with the order of rows kept."""
+
+    def build_sm90_mega_moe_experts_weights(experts: Any) -> None:
+        if getattr(experts, "_mega_moe_weights_built", False):
+            return
+        plain = experts.w13_weight.data
+        build(experts)
+        if not torch.equal(_bytes(experts.w13_weight.data), _bytes(_interleaved(plain))):
+            expected = f"gate and up by {_ROWS} rows in turn, as of 0.5.23"
+            raise ConfigError("SGLang's w13", "in an order that is not known", expected)
+        experts.w13_weight.data = plain
+        experts.mega_l1_weights = Rows(plain, experts.mega_l1_weights[1])
+
+    return build_sm90_mega_moe_experts_weights
+
+
+def _interleaved(w13: Tensor) -> Tensor:
+    """[L, 2I, H] -> [L, 2I, H], gate and up by 8 rows in turn."""
+    return w13.unflatten(1, (2, -1, _ROWS)).transpose(1, 2).flatten(1, 3)
+
+
+def _bytes(w13: Tensor) -> Tensor:
+    """NaN in e4m3 equals itself by its bytes."""
+    return w13.contiguous().view(torch.uint8)
+
+
+def _check(name: str, value: Any, expected: Any) -> None:
+    if value != expected:
+        raise ConfigError(name, repr(value), repr(expected))

@@ -1,0 +1,117 @@
+"""Tiny FP8 experts as SGLang builds them for Hopper, and its own calls of them, on CPUs."""
+
+import sys
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import torch
+from stand_ins import stand_in
+
+stand_in("torchvision")
+if "deep_gemm" not in sys.modules:  # SGLang asks it for the number of SMs besides
+    sys.modules["deep_gemm"] = ModuleType("deep_gemm")
+    sys.modules["deep_gemm"].get_num_sms = lambda: 132
+
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.environ import envs  # noqa: E402
+from sglang.srt.layers.moe import mega_moe, mega_moe_sm90  # noqa: E402
+from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # noqa: E402
+
+from megamoe.config import Problem  # noqa: E402
+from megamoe.testing import make_weights  # noqa: E402
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 256, 128, 6, 3, 64
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "top_k": TOP_K}
+mega_moe._device_sm = mega_moe_sm90._device_sm = 90
+
+
+def problem_of(rank=0, size=1):
+    return Problem(
+        HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, ep_size=size, rank=rank, max_tokens=MAX_TOKENS,
+        precision="fp8",
+    )  # fmt: skip
+
+
+def experts_of(rank=0, size=1, seed=0):
+    """Return what a FusedMoE of SGLang holds when its checkpoint is loaded, on one rank."""
+    weights = make_weights(problem_of(rank, size), seed=seed)
+    experts = torch.nn.Module()
+    named = {
+        "w13_weight": weights.w13, "w13_weight_scale_inv": weights.w13_scale,
+        "w2_weight": weights.w2, "w2_weight_scale_inv": weights.w2_scale,
+    }  # fmt: skip
+    for name, value in named.items():
+        setattr(experts, name, torch.nn.Parameter(value, requires_grad=False))
+    experts.num_experts = EXPERTS
+    experts._mega_moe_weights_built = experts._mega_moe_nvfp4 = experts._mega_moe_w4a4 = False
+    return experts
+
+
+def built(rank=0, size=1, seed=0):
+    """Return experts after SGLang's own function has built them."""
+    experts = experts_of(rank, size, seed)
+    mega_moe_sm90.build_sm90_mega_moe_experts_weights(experts)
+    return experts
+
+
+def tokens(count=20, seed=1):
+    """Return x, topk_ids (int32, some of them -1), topk_weights."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, HIDDEN, generator=draw).bfloat16()
+    topk_weights, topk_ids = torch.rand(count, EXPERTS, generator=draw).topk(TOP_K)
+    topk_ids[3:4], topk_ids[5:6, 1:] = -1, -1
+    return x, topk_ids.int(), topk_weights
+
+
+@contextmanager
+def group_of(group):
+    """Say which ranks share the experts, as SGLang's runtime does."""
+    parallel = SimpleNamespace(moe_ep_group=SimpleNamespace(device_group=group))
+    cap = envs.SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK
+    told = mock.patch.object(runtime_context, "get_parallel", return_value=parallel)
+    with told, cap.override(MAX_TOKENS):
+        yield
+
+
+def run(experts, call, group, **options):
+    """Return y of SGLang's own function of routed experts."""
+    x, topk_ids, topk_weights = call
+    with group_of(group), torch.inference_mode():
+        return mega_moe.run_mega_routed_experts(
+            experts, x, topk_ids, topk_weights, num_tokens=len(x), **SIZES | options
+        )
+
+
+def dense(call, clamp=None, factor=1.0):
+    """Return y in fp32 of all experts' weights, dequantized; nothing else is rounded."""
+    x, topk_ids, topk_weights = call
+    plain = make_weights(problem_of()).dense(problem_of(), torch.float32)
+    y = torch.zeros(len(x), HIDDEN)
+    for token in range(len(x)):
+        for expert, weight in zip(topk_ids[token].tolist(), topk_weights[token], strict=True):
+            if expert < 0:
+                continue
+            gate, up = (plain.w13[expert] @ x[token].float()).chunk(2)
+            if clamp is not None:
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+            h = torch.nn.functional.silu(gate) * up
+            y[token] += weight * factor * (plain.w2[expert] @ h)
+    return y
+
+
+def native(call):
+    """Return y of SGLang's own torch function, in fp32, of the dequantized weights."""
+    x, topk_ids, topk_weights = call
+    plain = make_weights(problem_of()).dense(problem_of(), torch.float32)
+    layer = SimpleNamespace(
+        w13_weight=plain.w13,
+        w2_weight=plain.w2,
+        moe_runner_config=SimpleNamespace(
+            apply_router_weight_on_input=False, activation="silu", swiglu_limit=None,
+            gemm1_alpha=None, gemm1_clamp_limit=None,
+        ),
+    )  # fmt: skip
+    ids, weights = topk_ids.long().clamp(min=0), topk_weights.masked_fill(topk_ids < 0, 0.0)
+    given = SimpleNamespace(hidden_states=x.float(), topk_output=(weights, ids, None))
+    return fused_moe_forward_native(layer, given).hidden_states

@@ -1,0 +1,221 @@
+"""SGLang's own functions that build and run FP8 experts on Hopper, with a megamoe layer behind them."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamoe import ExpertWeights, Layer
+from megamoe.config import Activation
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.testing import assert_close, compare, launch, same_bits
+
+pytest.importorskip("sglang", reason="sglang is missing: make hosts")
+from sglang_models import (  # noqa: E402
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    TOP_K,
+    built,
+    dense,
+    envs,
+    experts_of,
+    mega_moe,
+    mega_moe_sm90,
+    native,
+    problem_of,
+    run,
+    tokens,
+)
+
+from megamoe.adapters import sglang as adapter  # noqa: E402
+
+FP8 = 0.08  # beside fp32: x and h are quantized in 1 x 128, weights are equal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def installed():
+    made = adapter.install(backend="staged")
+    yield made
+    made.close()
+    made.uninstall()
+    mega_moe._MEGA_MOE_SYMM_BUFFER.clear()
+
+
+def test_tokens_are_what_sglang_computes(installed):
+    call = tokens()
+    y = run(built(), call, dist.group.WORLD)
+    assert y.dtype == torch.bfloat16
+    assert_close(y.float(), native(call), relative=FP8)
+    assert_close(native(call), dense(call), relative=1e-5)
+    assert not y[3].any()  # all of its ids are -1
+    assert y[5].any()
+
+
+@pytest.mark.parametrize("clamp", [None, 0.3])
+def test_a_call_is_the_layer_with_sglangs_weights_clamp_and_factor(installed, clamp):
+    call = x, topk_ids, topk_weights = tokens()
+    experts, plain = built(), experts_of()
+    options = {"activation_clamp": clamp, "routed_scaling_factor": 2.5}
+    y = run(experts, call, dist.group.WORLD, **options)
+    assert_close(y.float(), dense(call, clamp, 2.5), relative=FP8)
+    problem = problem_of()
+    if clamp is not None:
+        assert compare(y.float(), dense(call, None, 2.5)).relative > 2 * FP8
+        activation = Activation("clamped_swiglu", limit=clamp)
+        problem = type(problem)(**vars(problem) | {"activation": activation})
+    weights = ExpertWeights(
+        plain.w13_weight.data, plain.w2_weight.data,
+        w13_scale=plain.w13_weight_scale_inv.data, w2_scale=plain.w2_weight_scale_inv.data,
+    )  # fmt: skip
+    layer = Layer(problem, "alone", backend="staged")
+    assert same_bits(y, layer(x, topk_ids, topk_weights * 2.5, weights))
+
+
+def test_weights_stay_where_they_are_and_writes_are_seen(installed):
+    experts = experts_of()
+    place, bits = experts.w13_weight.data_ptr(), experts.w13_weight.data.clone()
+    mega_moe_sm90.build_sm90_mega_moe_experts_weights(experts)
+    mega_moe_sm90.build_sm90_mega_moe_experts_weights(experts)  # as SGLang does: once
+    assert mega_moe.is_mega_moe_experts_ready(experts)
+    assert experts.w13_weight.data_ptr() == place
+    assert experts.mega_l1_weights[0].data_ptr() == place
+    assert torch.equal(experts.w13_weight.data.view(torch.uint8), bits.view(torch.uint8))
+    call = tokens()
+    before = run(experts, call, dist.group.WORLD)
+    for name in ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"):
+        parameter = getattr(experts, name).data  # as expert balancing: two experts change places
+        parameter.copy_(parameter[torch.tensor([1, 0, 2, 3, 4, 5])].clone())
+    swapped = torch.tensor([1, 0, 2, 3, 4, 5, -1], dtype=torch.int32)[call[1].long()]
+    assert same_bits(run(experts, (call[0], swapped, call[2]), dist.group.WORLD), before)
+    assert not torch.equal(run(experts, call, dist.group.WORLD), before)
+
+
+def test_layers_of_a_model_and_batches_share_one_buffer(installed):
+    experts, other, call = built(), built(seed=1), tokens()
+    y = run(experts, call, dist.group.WORLD)
+    assert compare(run(other, call, dist.group.WORLD), y).relative > 0.5
+    assert same_bits(run(experts, call, dist.group.WORLD), y)
+    none = x, *_ = tuple(t[:0] for t in call)
+    assert run(experts, none, dist.group.WORLD).shape == x.shape
+    empty = run(experts, (x, None, None), dist.group.WORLD)
+    assert empty.shape == (0, HIDDEN)
+    part = run(experts, tuple(t[:7] for t in call), dist.group.WORLD)
+    assert same_bits(part, y[:7])
+    assert len(mega_moe._MEGA_MOE_SYMM_BUFFER) == 1
+
+
+def _over_two_ranks(rank):
+    adapter.install(backend="staged")
+    experts, call = built(rank, 2), tokens(20 if rank else 0, seed=5)
+    y = run(experts, call, dist.group.WORLD, activation_clamp=10.0, routed_scaling_factor=2.5)
+    try:
+        bad = call[0].float() if rank else call[0]
+        run(experts, (bad, *call[1:]), dist.group.WORLD, activation_clamp=10.0)
+        error = "none"
+    except MegaMoEError as raised:
+        error = str(raised)
+    adapter.install.__globals__["_installed"].close()
+    return y, call, error
+
+
+def test_experts_over_two_ranks():
+    (none, _, other), (y, call, error) = launch(_over_two_ranks, 2)
+    assert none.shape == (0, HIDDEN)
+    assert_close(y.float(), dense(call, 10.0, 2.5), relative=FP8)
+    assert "x.dtype is torch.float32, expected torch.bfloat16" in error
+    assert "rank 1 refused its arguments" in other
+
+
+SIZES = EXPERTS, 64, TOP_K, HIDDEN, INTERMEDIATE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        (SIZES, {"mma_type": "mxf4xmxf4"}, "mma_type is 'mxf4xmxf4', expected 'fp8xfp4'"),
+        (SIZES, {"mma_type": "bf16xbf16"}, "mma_type is 'bf16xbf16'"),
+        (SIZES, {"activation": "situ"}, "activation is 'situ', expected 'swiglu'"),
+        (SIZES, {"num_shared_experts": 1}, "num_shared_experts is 1, expected 0"),
+        ((6, 64, 3, 250, 128), {}, "hidden is 250, expected a multiple of"),
+        ((6, 0, 3, 256, 128), {}, "max_tokens is 0, expected 1.."),
+    ],
+)
+def test_buffers_that_no_layer_has_are_refused(installed, sizes, options, message):
+    with pytest.raises(ConfigError) as caught:
+        installed.get_symm_buffer_for_mega_moe(None, *sizes, **options)
+    assert message in str(caught.value)
+
+
+def test_calls_that_no_layer_takes_are_refused(installed):
+    experts, (x, ids, weights) = built(), tokens()
+    deep_gemm = sys.modules["deep_gemm"]
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, *SIZES)
+    y, pairs = torch.empty_like(x), (experts.mega_l1_weights, experts.mega_l2_weights)
+    stage, four = deep_gemm.mega_moe_pre_dispatch_sm90, [buffer] * 4
+    with pytest.raises(ArgumentError, match="buffer is empty"):
+        deep_gemm.fp8_mega_moe(y, *pairs, buffer)
+    with pytest.raises(ArgumentError, match="buffers is .'Tensor', 'Tensor', 'Tensor', 'Tensor'"):
+        stage(x, ids, weights, *[x] * 4, num_tokens=20)
+    with pytest.raises(ArgumentError, match="num_tokens is 21, expected 0..20"):
+        stage(x, ids, weights, *four, num_tokens=21)
+    with pytest.raises(ConfigError, match="group_size is 32"):
+        stage(x, ids, weights, *four, num_tokens=20, group_size=32)
+    stage(x.to(torch.float8_e4m3fn), ids, weights, *four, num_tokens=20)
+    with pytest.raises(ArgumentError, match=r"x.dtype is torch.float8_e4m3fn, expected torch.bf"):
+        deep_gemm.fp8_mega_moe(y, *pairs, buffer)
+    with pytest.raises(ArgumentError, match="buffer is empty"):  # what was refused is not kept
+        deep_gemm.fp8_mega_moe(y, *pairs, buffer)
+    for options in ({"recipe": (1, 1, 32)}, {"activation": "situ"}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            deep_gemm.fp8_mega_moe(y, *pairs, buffer, **options)
+    with pytest.raises(ArgumentError, match="sym_buffer is Tensor"):
+        deep_gemm.fp8_mega_moe(y, *pairs, x)
+
+
+def test_weights_built_before_or_otherwise_are_refused(monkeypatch):
+    early = built()
+    assert not isinstance(early.mega_l1_weights, adapter.Rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(mega_moe_sm90, "_interleave_l1_weight_only", lambda w: w.flip(1))
+        made = adapter.install(backend="staged")
+        with pytest.raises(ConfigError, match="SGLang's w13 is in an order that is not known"):
+            built()
+    with pytest.raises(ArgumentError, match="l1_weights is interleaved by 8 rows"):
+        run(early, tokens(), dist.group.WORLD)
+    made.uninstall()
+    mega_moe._MEGA_MOE_SYMM_BUFFER.clear()
+
+
+def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
+    deep_gemm = sys.modules["deep_gemm"]
+    with envs.SGLANG_PLUGINS.override("other"):
+        adapter.plugin()
+    assert not hasattr(deep_gemm, "fp8_mega_moe")
+    with envs.SGLANG_PLUGINS.override("other, megamoe"):
+        adapter.plugin()
+        adapter.plugin()
+    assert hasattr(deep_gemm, "fp8_mega_moe")
+    with pytest.raises(ConfigError, match=r"install\(\) is called again"):
+        adapter.install()
+    deep_gemm.fp8_mega_moe.__globals__["_installed"].uninstall()
+    assert not hasattr(deep_gemm, "fp8_mega_moe")
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    with pytest.raises(ConfigError, match="sglang is not usable"):
+        adapter.install()
+
+
+def test_wrong_options_are_named():
+    for options in ({"backend": "magma"}, {"reserve_sm": 3}):
+        with pytest.raises(ConfigError, match="magma|reserve_sm"):
+            adapter.install(**options)
+    assert adapter._installed is None
