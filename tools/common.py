@@ -63,9 +63,10 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
             f"--ranks {ranks}: there are {torch.cuda.device_count()} GPUs; or use --cpu"
         )
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    codes = spawn(
-        _run, ranks, worker, args, timeout_s=TIMEOUT_S, backend=backend, num_threads=threads
-    )
+    # Nothing was computed here so far: without CUDA, ranks need not import torch again.
+    method = "forkserver" if torch.cuda.is_available() else "fork"
+    options = {"backend": backend, "num_threads": threads, "start_method": method}
+    codes = spawn(_run, ranks, worker, args, timeout_s=TIMEOUT_S, **options)
     return max(codes)
 
 

@@ -36,12 +36,14 @@ def launch(
     timeout_s: float = 120.0,
     backend: str = "gloo",
     num_threads: int = 1,
+    start_method: str = "forkserver",
 ) -> list[Any]:
     """Run function(rank, *args) in num_ranks processes with the default process group set up.
 
     function: importable by name (the new processes import it). Returns what the ranks returned,
     pickled. The first exception of a rank is raised here with its traceback, after the others were
-    ended; so is TimeoutError.
+    ended; so is TimeoutError. start_method: "fork" starts at once, from a process that has neither used CUDA nor
+    computed with several threads.
     """
     # The fork server imports torch once, not once for each rank and launch.
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
@@ -56,7 +58,7 @@ def launch(
             args=(setup, function, args),
             nprocs=num_ranks,
             join=False,
-            start_method="forkserver",
+            start_method=start_method,
         )
         deadline = time.monotonic() + timeout_s
         while not context.join(timeout=max(0.0, min(1.0, deadline - time.monotonic()))):
