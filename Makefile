@@ -48,10 +48,10 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
 
-## hosts    the adapters of Megatron-Core, torchtitan, SGLang beside these, installed into .venv-hosts over .venv
+## hosts    the adapters of Megatron-Core, torchtitan, SGLang, vLLM beside these, installed into .venv-hosts over .venv
 hosts: $(HOSTS_READY)
 	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
-	for host in sglang; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
+	for host in sglang vllm; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
 	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_$$host.py || exit 1; done
 # Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
 $(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt

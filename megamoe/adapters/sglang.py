@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.adapters.host_patches import Patches, found
 from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.config import Activation, Problem
 from megamoe.errors import ArgumentError, ConfigError
@@ -122,7 +123,7 @@ class Installed:
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self._backend, self._options = backend, options
         self._buffers: list[Buffer] = []
-        self._before: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
 
     def get_symm_buffer_for_mega_moe(
         self,
@@ -209,11 +210,6 @@ class Installed:
         weights = ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale)
         sym_buffer.run(y, weights, activation_clamp)
 
-    def put(self, module: Any, name: str, value: Any) -> None:
-        """Set an attribute of a module until uninstall()."""
-        self._before.append((module, name, getattr(module, name, None)))
-        setattr(module, name, value)
-
     def close(self) -> None:
         """Free what the layers hold; calls make them anew. Collective."""
         for buffer in self._buffers:
@@ -222,12 +218,7 @@ class Installed:
     def uninstall(self) -> None:
         """Give SGLang the functions back that it had; models that were loaded since are of no use then."""
         global _installed
-        while self._before:
-            module, name, value = self._before.pop()
-            if value is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
+        self._patches.undo()
         _installed = None
 
 
@@ -250,13 +241,13 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
         from sglang.srt.layers.moe import mega_moe_sm90 as host
     except ImportError as error:
         raise ConfigError("sglang", f"not usable ({error})", "SGLang and sgl-deep-gemm") from error
-    build = getattr(host, "build_sm90_mega_moe_experts_weights", None)
-    if build is None:
-        raise ConfigError("sglang", "without build_sm90_mega_moe_experts_weights", "0.5.23")
+    name = "build_sm90_mega_moe_experts_weights"
+    build = found("SGLang 0.5.23", host, name)
     made = Installed(backend, options)
-    made.put(host, "build_sm90_mega_moe_experts_weights", _built_in_order(build))
+    put = made._patches.put
+    put(host, name, _built_in_order(build))
     for name in ("get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"):
-        made.put(deep_gemm, name, getattr(made, name))
+        put(deep_gemm, name, getattr(made, name))
     _installed = made
     return made
 

@@ -17,6 +17,7 @@ from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.moe import mega_moe, mega_moe_sm90  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # noqa: E402
+from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402, F401
 
 from megamoe.config import Problem  # noqa: E402
 from megamoe.testing import make_weights  # noqa: E402

@@ -1,6 +1,7 @@
 """SGLang's own functions that build and run FP8 experts on Hopper, with a megamoe layer behind them."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megamoe.testing import assert_close, compare, launch, same_bits
 pytest.importorskip("sglang", reason="sglang is missing: make hosts")
 from sglang_models import (  # noqa: E402
     EXPERTS,
+    GENERAL_PLUGINS_GROUP,
     HIDDEN,
     INTERMEDIATE,
     TOP_K,
@@ -209,6 +211,8 @@ def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
         adapter.install()
     deep_gemm.fp8_mega_moe.__globals__["_installed"].uninstall()
     assert not hasattr(deep_gemm, "fp8_mega_moe")
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
+    assert f'"{GENERAL_PLUGINS_GROUP}": ["megamoe = {adapter.__name__}:plugin"]' in setup
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(ConfigError, match="sglang is not usable"):
         adapter.install()

@@ -31,10 +31,12 @@ LAYERS = [
     ("frontend.known", "frontend.shards"),
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
-    ("adapters.host_activations", "adapters.host_parameters", "adapters.host_windows"),
+    ("adapters.host_activations", "adapters.host_parameters"),
+    ("adapters.host_windows", "adapters.host_patches"),
     ("frontend.training", "frontend.report", "frontend.placement", "adapters.transformers_weights"),
     ("adapters.transformers", "adapters.megatron_experts", "adapters.torchtitan_experts"),
-    ("adapters.megatron", "adapters.torchtitan", "adapters.sglang"),
+    ("adapters.vllm_experts",),
+    ("adapters.megatron", "adapters.torchtitan", "adapters.sglang", "adapters.vllm"),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,38 @@
+"""Names of a host's modules that stand for something else for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megamoe.errors import ConfigError
+
+_MISSING = object()
+
+
+class Patches:
+    """Attributes of modules that have been set, and what they were before."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def put(self, module: Any, name: str, value: Any) -> None:
+        """Set an attribute until undo()."""
+        self._before.append((module, name, getattr(module, name, _MISSING)))
+        setattr(module, name, value)
+
+    def undo(self) -> None:
+        """Set all of them back."""
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is _MISSING:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+def found(host: str, module: Any, name: str) -> Any:
+    """Return a module's attribute. host: its version. Raises ConfigError where it has none."""
+    value = getattr(module, name, None)
+    if value is None:
+        raise ConfigError(f"{module.__name__}.{name}", "missing", f"{host}")
+    return value

@@ -1,0 +1,251 @@
+"""vLLM's experts as megamoe layers: what vLLM asks of a class of experts, and of what prepares and finalizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
+    PassThroughPrepareAndFinalize,
+)
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8Static128BlockSym,
+)
+from vllm.platforms import current_platform
+
+from megamoe.config import ACTIVATIONS, Activation, Problem
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import resolve
+from megamoe.frontend.layer import Layer
+
+_PRECISIONS = {(None, None): "bf16", (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8"}
+_PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}
+_CLAMPED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
+
+
+class Layers:
+    """The layers of this process, one for all MoE layers of one problem. backend, options: of megamoe.Layer."""
+
+    def __init__(self, backend: str, options: dict[str, Any]) -> None:
+        self.backend, self.options = backend, options
+        self._made: dict[Any, Layer] = {}
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def of(self, problem: Problem, device: torch.device) -> Layer:
+        """Return the layer over vLLM's expert-parallel group. Collective where it is made."""
+        group = None if problem.ep_size == 1 else parallel_state.get_ep_group().device_group
+        key = problem, group, device
+        if key not in self._made:
+            where = "alone" if group is None else group
+            self._made[key] = Layer(problem, where, backend=self.backend, **self.options)
+        return self._made[key]
+
+    def close(self) -> None:
+        """Free what the layers hold; calls make them anew. Collective."""
+        for layer in self._made.values():
+            layer.close()
+        self._made.clear()
+
+
+class Experts(mk.FusedMoEExpertsModular):
+    """vLLM's experts in a megamoe layer: tokens of this rank in, their finished sums out.
+
+    MoE layers of equal sizes share one, and its window. Calls are collective over the expert-parallel group.
+    """
+
+    layers = Layers("auto", {})  # install() sets another
+
+    def __init__(self, moe_config: Any, quant_config: Any) -> None:
+        super().__init__(moe_config, quant_config)
+        precision = "bf16" if quant_config.quant_dtype is None else "fp8"
+        self._problem = _problem_of(moe_config, precision, self._activation())
+        self._placed = False
+
+    def _activation(self) -> Activation:
+        config, kind = self.activation_config, self.moe_config.activation
+        if kind in _PLAIN:
+            return ACTIVATIONS[_PLAIN[kind]]
+        if kind is MoEActivation.SILU and config.clamp_limit is None:
+            return ACTIVATIONS["swiglu"]
+        if kind is MoEActivation.SILU:
+            return Activation("clamped_swiglu", limit=float(config.clamp_limit))
+        if config.clamp_limit is None:
+            raise ConfigError("swiglu_limit", None, f"a number, for {kind}")
+        limit, alpha, beta = (float(v) for v in (config.clamp_limit, config.alpha, config.beta))
+        return Activation("clamped_swiglu", alpha=alpha, limit=limit, up_offset=beta)
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[mk.FusedMoEExperts],
+        moe_config: Any,
+        weight_key: Any,
+        activation_key: Any,
+        activation_format: Any,
+    ) -> tuple[bool, str | None]:
+        """Return whether a layer can compute this, and if not, why."""
+        given = moe_config, weight_key, activation_key, activation_format
+        supported, reason = mk.FusedMoEExpertsModular.is_supported_config(cls, *given)
+        if not supported:
+            return False, reason
+        if moe_config.in_dtype != torch.bfloat16:
+            return False, f"activations are {moe_config.in_dtype}, not torch.bfloat16"
+        if moe_config.elastic_ep_max_dp_size is not None:
+            return False, "the ranks may change (elastic expert parallelism)"
+        try:
+            _problem_of(moe_config, _PRECISIONS[weight_key, activation_key])
+        except ConfigError as error:
+            return False, str(error)
+        return True, None
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        here = current_platform.is_cuda() and current_platform.is_device_capability_family(90)
+        return here or resolve(Experts.layers.backend) not in ("auto", "mega")
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) in _PRECISIONS
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return activation in _PLAIN or activation in _CLAMPED
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        config = moe_parallel_config  # tp_size: of whom an expert is shared by
+        return config.tp_size == 1 and not config.use_batched_activation_format
+
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return (
+            resolve(Experts.layers.backend) == "mega"
+        )  # asked for by name, since "auto" may be staged
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> tuple[tuple[int, ...], ...]:
+        return (0,), (0,), (M, K)
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Write the weighted sums of hidden_states [T, H] bf16 to output [T, H]. Collective.
+
+        w1: [L, 2I, H], w2: [L, H, I], bf16 or e4m3, read where they are. topk_ids: [T, K], of all experts; -1 adds
+        nothing. expert_map: which experts this rank has; looked at once.
+        Raises ArgumentError for what does not fit, on all ranks.
+        """
+        problem = self._problem
+        if activation is not self.moe_config.activation:
+            raise ArgumentError("activation", activation, f"{self.moe_config.activation}")
+        if global_num_experts != problem.num_experts:
+            raise ArgumentError("global_num_experts", global_num_experts, f"{problem.num_experts}")
+        if not self._placed:
+            _check_placement(problem, expert_map)
+            self._placed = True
+        biases = [None if b is None else b.float() for b in (self.w1_bias, self.w2_bias)]
+        scales = self.w1_scale, self.w2_scale
+        weights = ExpertWeights(w1, w2, *biases, *scales)
+        layer = self.layers.of(problem, hidden_states.device)
+        out = output if hidden_states.dtype == torch.bfloat16 else None  # the error is to name x
+        layer(hidden_states, topk_ids, topk_weights.float(), weights, out=out)
+
+
+class PrepareAndFinalize(PassThroughPrepareAndFinalize):
+    """Leaves tokens where they are. A rank without tokens brings one without routes: vLLM would not make the call."""
+
+    def prepare(
+        self,
+        a1: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        num_experts: int,
+        expert_map: Tensor | None,
+        apply_router_weight_on_input: bool,
+        *_: Any,
+        **__: Any,
+    ) -> mk.PrepareResultType:
+        """Raises ArgumentError for weights on the input of several experts of a token."""
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                found = f"True with top_k {topk_ids.shape[1]}"
+                raise ArgumentError("apply_router_weight_on_input", found, "top_k 1")
+            a1 = a1 * topk_weights.to(a1.dtype)
+            topk_weights = torch.ones_like(topk_weights)
+        if not a1.shape[0]:
+            a1 = a1.new_zeros(1, a1.shape[1])
+            topk_ids = topk_ids.new_full((1, topk_ids.shape[1]), -1)
+            topk_weights = topk_weights.new_zeros(topk_ids.shape)
+        return a1, None, None, topk_ids, topk_weights
+
+    def finalize(self, output: Tensor, fused_expert_output: Tensor, *_: Any, **__: Any) -> None:
+        """Copy, where the layer has not written to output itself."""
+        if output.data_ptr() != fused_expert_output.data_ptr():
+            output.copy_(fused_expert_output[: output.shape[0]])
+
+
+def _problem_of(
+    moe_config: Any, precision: str, activation: Activation = ACTIVATIONS["swiglu"]
+) -> Problem:
+    parallel = moe_config.moe_parallel_config
+    return Problem(
+        hidden=moe_config.hidden_dim,
+        intermediate=moe_config.intermediate_size_per_partition,
+        num_experts=moe_config.num_experts,
+        top_k=moe_config.experts_per_token,
+        ep_size=parallel.ep_size,
+        rank=parallel.ep_rank,
+        max_tokens=moe_config.max_num_tokens,
+        precision=precision,
+        activation=activation,
+        bias=moe_config.has_bias,
+    )
+
+
+def _check_placement(problem: Problem, expert_map: Tensor | None) -> None:
+    """Raise ConfigError unless this rank has the experts that a layer takes it to have. Waits for the device."""
+    if expert_map is None:
+        return
+    begin, count = problem.expert_begin(), problem.num_local_experts()
+    expected = torch.full((problem.num_experts,), -1)
+    expected[begin : begin + count] = torch.arange(count)
+    if expert_map.tolist() != expected.tolist():
+        held = [e for e, place in enumerate(expert_map.tolist()) if place >= 0]
+        raise ConfigError(
+            "expert_map",
+            f"that of experts {held}",
+            f"{begin}..{begin + count - 1} in order: linear placement",
+        )

@@ -1,0 +1,227 @@
+"""vLLM's own methods that make, load and run MoE layers, with a megamoe layer behind them."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megamoe import Layer
+from megamoe.config import Activation
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.testing import assert_close, compare, launch, make_weights, same_bits
+
+pytest.importorskip("vllm", reason="vllm is missing: make hosts")
+import vllm.envs  # noqa: E402
+from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
+from vllm_models import (  # noqa: E402
+    EXPERTS,
+    HIDDEN,
+    MoE,
+    MoEActivation,
+    config_of,
+    dense,
+    fp8,
+    layer_of,
+    problem_of,
+    share,
+    silu,
+    tokens,
+)
+
+from megamoe.adapters import vllm as adapter  # noqa: E402
+
+# beside fp32; of FP8, x and h are quantized in 1 x 128 and weights are equal
+WITHIN = {"bf16": 0.006, "fp8": 0.06}
+
+
+@pytest.fixture
+def installed():
+    made = adapter.install(backend="staged")
+    yield made
+    made.close()
+    made.uninstall()
+
+
+def gelu(gate_up, approximate):
+    gate, up = gate_up.chunk(2)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+CASES = {
+    "silu": ({}, silu, {}),
+    "clamp": ({"swiglu_limit": 0.7}, partial(silu, limit=0.7), {"limit": 0.7}),
+    "oai": (
+        {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_limit": 0.7, "swiglu_alpha": 1.702,
+         "swiglu_beta": 1.0},
+        partial(silu, limit=0.7, alpha=1.702, beta=1.0),
+        {"limit": 0.7, "alpha": 1.702, "up_offset": 1.0},
+    ),
+    "gelu": ({"activation": MoEActivation.GELU}, partial(gelu, approximate="none"), "geglu"),
+    "gelu_tanh": ({"activation": MoEActivation.GELU_TANH}, partial(gelu, approximate="tanh"), "geglu_tanh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+@pytest.mark.parametrize("case", CASES)
+def test_layers_compute_what_vllm_states(installed, case, precision):
+    changes, activation, ours = CASES[case]
+    call = tokens()
+    y = layer_of(precision=precision, **changes)(*call)
+    assert y.dtype == torch.bfloat16
+    assert_close(y.float(), dense(call, activation, precision), relative=WITHIN[precision])
+    assert not y[3].any()  # all of its ids are -1
+    assert y[5].any()
+    if not isinstance(ours, str):
+        ours = Activation("clamped_swiglu", **ours) if ours else "swiglu"
+    problem = problem_of(precision=precision, activation=ours)
+    layer = Layer(problem, "alone", backend="staged")
+    assert same_bits(y, layer(*call, make_weights(problem)))
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+def test_biases(installed, precision):
+    call = tokens()
+    y = layer_of(precision=precision, has_bias=True)(*call)
+    expected = dense(call, precision=precision, bias=True)
+    assert_close(y.float(), expected, relative=WITHIN[precision])
+    assert compare(expected, dense(call, precision=precision)).relative > 2 * WITHIN[precision]
+
+
+def test_weights_of_one_expert_on_the_input(installed):
+    moe = layer_of(experts_per_token=1)
+    call = tokens(top_k=1)
+    output = moe(*call)
+    moe.apply_router_weight_on_input = True
+    y = moe(*call)
+    assert_close(y.float(), dense(call, on_input=True, top_k=1), relative=WITHIN["bf16"])
+    assert compare(y.float(), output.float()).relative > 0.1
+    several = layer_of()
+    several.apply_router_weight_on_input = True
+    with pytest.raises(ArgumentError, match="apply_router_weight_on_input is True with top_k 3"):
+        several(*tokens())
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+def test_layers_of_a_model_share_one_and_writes_are_seen(installed, precision):
+    first, second = (layer_of(precision=precision, seed=seed) for seed in range(2))
+    call = tokens()
+    y, other = first(*call), second(*call)
+    assert compare(other, y).relative > 0.5
+    assert same_bits(first(*call), y)
+    assert len(installed.layers) == 1
+    for mine, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        mine.data.copy_(theirs)  # new weights, in place
+    assert same_bits(first(*call), other)
+    assert first(*(t[:0] for t in call)).shape == (0, HIDDEN)
+
+
+def _over_two_ranks(rank, precision):
+    share(dist.group.WORLD)
+    made = adapter.install(backend="staged")
+    moe, call = layer_of(rank, 2, precision), tokens(20 if rank else 0, seed=5)
+    assert moe.method.moe_kernel.output_is_reduced()  # or vLLM would add up finished sums
+    y = moe(*call)
+    errors = []
+    for x in (call[0].float() if rank else call[0], call[0].repeat(4, 1)):
+        try:
+            ids, weights = (t.repeat(len(x) // max(len(t), 1), 1) for t in call[1:])
+            moe(x, ids, weights)
+        except MegaMoEError as raised:
+            errors.append(str(raised))
+    again = moe(*call)
+    made.close()
+    return y, call, same_bits(again, y), errors
+
+
+@pytest.mark.parametrize("precision", WITHIN)
+def test_experts_over_two_ranks(precision):
+    (none, _, _, others), (y, call, again, errors) = launch(_over_two_ranks, 2, precision)
+    assert none.shape == (0, HIDDEN)  # a rank without tokens makes the call, too
+    assert again
+    expected = dense(call, precision=precision)
+    assert_close(y.float(), expected, relative=WITHIN[precision])
+    assert "x.dtype is torch.float32, expected torch.bfloat16" in errors[0]
+    assert "x.shape[0] is 80, expected at most max_tokens = 64" in errors[1]
+    assert all("rank 1 refused its arguments" in error for error in others)
+    assert len(others) == len(errors) == 2
+
+
+REFUSED = {
+    "kernel does not support parallel config": {"tp_size": 2},
+    "batched_activation_format": {"all2all_backend": "deepep_low_latency", "dp_size": 2, "ep_size": 2, "use_ep": True},
+    "torch.float16": {"in_dtype": torch.float16},
+    "SWIGLUOAI activation": {"activation": MoEActivation.SWIGLUOAI},
+    "SITU activation": {"activation": MoEActivation.SITU},
+    "LoRA": {"is_lora_enabled": True},
+    "elastic": {"elastic_ep_max_dp_size": 4},
+    "hidden is 250, expected a multiple": {"hidden_dim": 250},
+    "top_k is 99, expected 1..": {"experts_per_token": 99},
+    "max_tokens is 99999999, expected 1..": {"max_num_tokens": 99999999},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_layers_that_no_layer_computes_are_refused(installed, reason):
+    wanted = reason if reason != "batched_activation_format" else "kernel does not support"
+    with pytest.raises(ConfigError) as caught:
+        MoE(config_of(**REFUSED[reason]))
+    assert wanted in str(caught.value)
+
+
+def test_other_scales_placements_and_calls_are_refused(installed):
+    for options in ({"block": (64, 128)}, {"block": (128, 64)}):
+        with pytest.raises(ConfigError, match="quantization scheme"):
+            MoE(config_of(), "fp8", **options)
+    moe = layer_of()
+    call = tokens()
+    moe.activation = MoEActivation.GELU
+    with pytest.raises(ArgumentError, match="activation is MoEActivation.GELU, expected"):
+        moe(*call)
+    moe.activation, moe.global_num_experts = MoEActivation.SILU, EXPERTS + 1
+    with pytest.raises(ArgumentError, match="global_num_experts is 7, expected 6"):
+        moe(*call)
+    spread = MoE(config_of(0, 2), placement="round_robin").load(make_weights(problem_of(0, 2)))
+    with pytest.raises(
+        ConfigError, match=r"expert_map is that of experts .0, 2, 4., expected 0..2"
+    ):
+        spread(*call)
+
+
+def test_invariance_to_the_batch_is_promised_for_the_kernel_only(installed):
+    assert not adapter.Experts._supports_batch_invariance()
+    installed.layers.backend = "mega"
+    assert adapter.Experts._supports_batch_invariance()
+    assert not adapter.Experts._supports_current_device()  # a CPU
+
+
+def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
+    before = fp8.select_fp8_moe_backend
+    for named in (None, ["other"]):
+        monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", named, raising=False)
+        adapter.plugin()
+        assert fp8.select_fp8_moe_backend is before
+    monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", ["other", "megamoe"], raising=False)
+    adapter.plugin()
+    adapter.plugin()
+    assert fp8.select_fp8_moe_backend is not before
+    with pytest.raises(ConfigError, match="kernel does not support current device"):
+        MoE(config_of())
+    with pytest.raises(ConfigError, match=r"install\(\) is called again"):
+        adapter.install()
+    adapter._installed.uninstall()
+    assert fp8.select_fp8_moe_backend is before
+    setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
+    assert f'"{DEFAULT_PLUGINS_GROUP}": ["megamoe = {adapter.__name__}:plugin"]' in setup
+
+
+def test_wrong_options_and_another_vllm_are_named(monkeypatch):
+    for options in ({"backend": "magma"}, {"reserve_sm": 3}):
+        with pytest.raises(ConfigError, match="magma|reserve_sm"):
+            adapter.install(**options)
+    monkeypatch.delattr(fp8, "make_fp8_moe_kernel")
+    with pytest.raises(ConfigError, match="fp8.make_fp8_moe_kernel is missing, expected vLLM 0.33"):
+        adapter.install()
+    assert adapter._installed is None
