@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Time one MoE block of a host library with its own experts and with megamoe's, and compare what they compute.
+
+    python tools/host_blocks.py --shape qwen3-30b --tokens 8192                      transformers, one GPU
+    python tools/host_blocks.py --host torchtitan --precision bf16 fp8
+
+A block is the host's own module, router and all, with parameters in bf16; ours are made by its adapter from the same
+parameters. Timed are forward without gradients, and a step: forward and backward, gradients of x and all parameters.
+Cool, aligned, in turns, as tools/latency_sweep.py does it, on one rank. Exit code 1 when y or a gradient is further
+from the host's than BF16's or FP8's roundings explain.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, shapes_from
+from latency_sweep import Timer
+from sweep_contenders import Call
+from torch import Tensor, nn
+
+from megamoe.config import PRECISIONS
+from megamoe.testing.compare import compare
+from megamoe.testing.shapes import Shape
+
+# Of y and of each gradient, relative. The host rounds what it adds up to bf16 as well; FP8: docs/numerics.md.
+LIMITS = {False: 3e-2, True: 0.15}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One contender: `run` takes x [T, H]; `close` frees what it holds."""
+
+    name: str
+    scaled: bool  # FP8
+    module: nn.Module
+    run: Callable[[Tensor], Tensor]
+    close: Callable[[], None] = lambda: None
+
+
+def fill(module: nn.Module) -> None:
+    """Give every parameter the values that its name and shape determine."""
+    generator = torch.Generator(next(module.parameters()).device)
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(sorted(module.named_parameters())):
+            generator.manual_seed(number)
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+
+
+def of_transformers(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Block]:
+    """Return Qwen3-MoE's block with transformers' experts and with ours."""
+    import transformers
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    import megamoe.adapters.transformers as adapter
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.intermediate,
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+    )
+
+    def block(name: str, implementation: str, experts: Any = None) -> Block:
+        own = type(config)(**config.to_dict())
+        own._experts_implementation = implementation
+        with torch.device(me.device):
+            module = Qwen3MoeSparseMoeBlock(own).to(torch.bfloat16)
+        fill(module)
+        close = experts.close if experts is not None else lambda: None
+        scaled = experts is not None and PRECISIONS[name.split()[-1]].x.scaled
+        return Block(name, scaled, module, lambda x: module(x[None])[0], close)
+
+    theirs = "grouped_mm" if me.device.type == "cuda" else "eager"
+    found = [block(f"transformers {theirs}", theirs)]
+    for precision in args.precision:
+        name = f"megamoe_{precision}"
+        experts = adapter.register(
+            name, precision=precision, max_tokens=args.tokens, backend=args.backend
+        )
+        found.append(block(f"megamoe {precision}", name, experts))
+    return found
+
+
+def of_torchtitan(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Block]:
+    """Return torchtitan's MoE with its experts and with ours."""
+    import torchtitan.tools.utils as utils
+
+    if me.device.type == "cpu":
+        utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.common.config_utils import make_routed_experts_config
+    from torchtitan.models.common.linear import Linear
+    from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+
+    import megamoe.adapters.torchtitan as adapter
+
+    def config() -> Any:
+        gate = Linear.Config(
+            in_features=shape.hidden,
+            out_features=shape.num_experts,
+            param_init={"weight": nn.init.normal_},
+        )
+        initial = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)
+        return MoE.Config(
+            num_experts=shape.num_experts,
+            routed_experts=make_routed_experts_config(
+                dim=shape.hidden,
+                hidden_dim=shape.intermediate,
+                num_experts=shape.num_experts,
+                top_k=shape.top_k,
+                param_init=initial,
+                comm_backend="standard",
+            ),
+            router=TokenChoiceTopKRouter.Config(
+                num_experts=shape.num_experts, top_k=shape.top_k, gate=gate
+            ),
+        )
+
+    def block(name: str, given: Any, scaled: bool) -> Block:
+        with torch.device(me.device):
+            module = given.build().to(torch.bfloat16)
+            module.init_states()
+        fill(module)
+        ours = name.startswith("megamoe")
+        close = (lambda: adapter.close(module)) if ours else (lambda: None)
+        return Block(name, scaled, module, lambda x: module(x[None])[0], close)
+
+    found = [block("torchtitan", config(), False)]
+    for precision in args.precision:
+        options = {"max_tokens": args.tokens, "precision": precision, "backend": args.backend}
+        given = config()
+        apply_overrides(
+            OverrideConfig(imports=[("megamoe.adapters.torchtitan.megamoe", options)]), given
+        )
+        found.append(block(f"megamoe {precision}", given, PRECISIONS[precision].x.scaled))
+    return found
+
+
+HOSTS = {"transformers": of_transformers, "torchtitan": of_torchtitan}
+
+
+def step(block: Block, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Return y and every gradient, by name."""
+    x = x.detach().requires_grad_()
+    block.module.zero_grad()
+    with torch.enable_grad():
+        y = block.run(x)
+        y.backward(dy)
+    named = {n: p.grad for n, p in block.module.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **named}
+
+
+def differences(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str, float]:
+    """Return the relative errors; inf for a gradient that only one has."""
+    names = theirs.keys() | ours.keys()
+    both = theirs.keys() & ours.keys()
+    return {n: compare(ours[n], theirs[n]).relative if n in both else float("inf") for n in names}
+
+
+def compare_blocks(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
+    """Time and compare the blocks of one shape; return whether ours compute what the host's does."""
+    blocks, timer, good = HOSTS[args.host](shape, me, args), Timer(me, args.samples), True
+    torch.manual_seed(0)
+    x = torch.randn(args.tokens, shape.hidden, device=me.device).bfloat16()
+    dy = torch.randn_like(x)
+    told = {blocks[0]: ""}
+    wanted = step(blocks[0], x, dy)
+    for block in blocks[1:]:
+        found, limit = differences(wanted, step(block, x, dy)), LIMITS[block.scaled]
+        name = max(found, key=lambda n: found[n])
+        told[block] = f"{name} {found[name]:.1e} (limit {limit:g})"
+        good &= found[name] <= limit
+    del wanted
+    times = [
+        timer.cool({b: Call(partial(lambda b, _: b.run(x), b)) for b in blocks}),
+        timer.cool({b: Call(partial(lambda b, _: step(b, x, dy), b)) for b in blocks}),
+    ]
+    title = f"{shape.name}, T = {args.tokens}, us"
+    me.print(f"{title:30}{'forward':>20}{'step':>20}   furthest from the host's")
+    for block in blocks:
+        cells = [f"{t[block]:.0f} ({t[blocks[0]] / t[block]:.2f}x)" for t in times]
+        me.print(f"{block.name:30}{cells[0]:>20}{cells[1]:>20}   {told[block]}")
+        block.close()
+    return good
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    me.print(header())
+    with torch.no_grad():
+        good = [compare_blocks(shape, me, args) for shape in shapes_from(args)]
+    return 0 if all(good) else 1
+
+
+def main() -> int:
+    """Compare the blocks on one rank; return 1 where they differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--host", default="transformers", choices=HOSTS)
+    add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate"))
+    add("--tokens", type=int, default=8192)
+    add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    add("--samples", type=int, default=10)
+    add_launch_arguments(parser)
+    add_shape_arguments(parser, default="qwen3-30b")
+    args = parser.parse_args()
+    if args.ranks not in (None, 1):
+        parser.error(f"--ranks {args.ranks}: a block without expert parallelism runs on one rank")
+    args.ranks = 1
+    return launch(worker, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
