@@ -69,7 +69,7 @@ setup(
     ],
     entry_points={
         "sglang.srt.plugins": ["megamoe = megamoe.adapters.sglang:plugin"],
-        "vllm.general_plugins": ["megamoe = megamoe.adapters.vllm:plugin"],
+        "vllm.general_plugins": ["megamoe = megamoe.adapters.vllm_plugin:plugin"],
     },
     extras_require={
         "cu13": CU13,

@@ -9,7 +9,6 @@ vLLM's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +23,6 @@ from megamoe.adapters.vllm_experts import Experts, Layers, PrepareAndFinalize
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
 from megamoe.frontend.functional import check_options, resolve
-
-log = logging.getLogger("megamoe")
-
-NAME = "megamoe"
 
 
 class Installed:
@@ -79,13 +74,9 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     return made
 
 
-def plugin() -> None:
-    """Do so where VLLM_PLUGINS names megamoe: installing the package alone changes nothing. vLLM calls it."""
-    import vllm.envs as envs
-
-    if NAME in (envs.VLLM_PLUGINS or ()) and _installed is None:
-        install()
-        log.info("vLLM's MoE layers in BF16 and FP8 are megamoe layers")
+def installed() -> Installed | None:
+    """Return what install() has returned, None before it and after uninstall()."""
+    return _installed
 
 
 def _select(layout: Any) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """vLLM's own methods that make, load and run MoE layers, with a megamoe layer behind them."""
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from vllm_models import (  # noqa: E402
 )
 
 from megamoe.adapters import vllm as adapter  # noqa: E402
+from megamoe.adapters import vllm_plugin  # noqa: E402
 
 # beside fp32; of FP8, x and h are quantized in 1 x 128 and weights are equal
 WITHIN = {"bf16": 0.006, "fp8": 0.06}
@@ -201,20 +204,34 @@ def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
     before = fp8.select_fp8_moe_backend
     for named in (None, ["other"]):
         monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", named, raising=False)
-        adapter.plugin()
+        vllm_plugin.plugin()
         assert fp8.select_fp8_moe_backend is before
     monkeypatch.setattr(vllm.envs, "VLLM_PLUGINS", ["other", "megamoe"], raising=False)
-    adapter.plugin()
-    adapter.plugin()
+    vllm_plugin.plugin()
+    vllm_plugin.plugin()
     assert fp8.select_fp8_moe_backend is not before
     with pytest.raises(ConfigError, match="kernel does not support current device"):
         MoE(config_of())
     with pytest.raises(ConfigError, match=r"install\(\) is called again"):
         adapter.install()
-    adapter._installed.uninstall()
+    adapter.installed().uninstall()
     assert fp8.select_fp8_moe_backend is before
     setup = (Path(__file__).resolve().parents[2] / "setup.py").read_text()
-    assert f'"{DEFAULT_PLUGINS_GROUP}": ["megamoe = {adapter.__name__}:plugin"]' in setup
+    assert f'"{DEFAULT_PLUGINS_GROUP}": ["megamoe = {vllm_plugin.__name__}:plugin"]' in setup
+
+
+def test_without_its_name_the_plugin_imports_nothing_of_vllm():
+    program = """
+import sys
+sys.modules["vllm"] = vllm = type(sys)("vllm")
+vllm.__path__ = []
+sys.modules["vllm.envs"] = vllm.envs = type(sys)("vllm.envs")
+vllm.envs.VLLM_PLUGINS = None
+from megamoe.adapters.vllm_plugin import plugin
+plugin()
+assert "megamoe.adapters.vllm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_wrong_options_and_another_vllm_are_named(monkeypatch):
@@ -224,4 +241,4 @@ def test_wrong_options_and_another_vllm_are_named(monkeypatch):
     monkeypatch.delattr(fp8, "make_fp8_moe_kernel")
     with pytest.raises(ConfigError, match="fp8.make_fp8_moe_kernel is missing, expected vLLM 0.33"):
         adapter.install()
-    assert adapter._installed is None
+    assert adapter.installed() is None

@@ -37,6 +37,7 @@ LAYERS = [
     ("adapters.transformers", "adapters.megatron_experts", "adapters.torchtitan_experts"),
     ("adapters.vllm_experts",),
     ("adapters.megatron", "adapters.torchtitan", "adapters.sglang", "adapters.vllm"),
+    ("adapters.vllm_plugin",),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
