@@ -17,10 +17,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from common import add_shape_arguments, header, shapes_from
+from common import Rank, add_shape_arguments, header, shapes_from
+from sweep_contenders import problem_of
 
 import megamoe
 from megamoe.backends.kernels import kernel_ns
@@ -119,15 +121,9 @@ def measure(
 
 def captured(args: argparse.Namespace, precision: str, pdl: bool) -> tuple[float, float]:
     """Return (us a launch, us of it in the kernel) of a captured chain of launches."""
-    shape = shapes_from(args)[0]
-    problem = megamoe.Problem(
-        *(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k),
-        max_tokens=max(args.tokens, 64),
-        precision=precision,
-        activation=shape.activation,
-        bias=shape.bias,
-    )
     device = torch.device("cuda", torch.cuda.current_device())
+    problem = problem_of(shapes_from(args)[0], max(args.tokens, 64), Rank(0, 1, device))
+    problem = replace(problem, precision=precision)
     backend = MegaBackend(problem, pdl=pdl, profile=True)
     inputs = make_inputs(problem, args.tokens, device=device, ids_dtype=torch.int32)
     weights = make_weights(problem, device=device)

@@ -7,7 +7,7 @@ look-ups on the device. Serving systems call this EPLB; logical experts are the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
-
-_NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
 
 class ExpertPlacement:
@@ -150,7 +148,7 @@ class ExpertPlacement:
             [b % room for a, b in moves if (a // room, b // room) == (r, rank)]
             for r in range(ranks)
         ]
-        tensors = {name: getattr(weights, name) for name in _NAMES}
+        tensors = {f.name: getattr(weights, f.name) for f in fields(ExpertWeights)}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise ArgumentError(name, "a DTensor", "a tensor of this rank's experts")
