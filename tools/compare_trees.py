@@ -19,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
 KEYS = ("shape", "precision", "ranks", "tokens", "mode", "direction", "gradients", "backend")
+OLDER = {"direction": "forward"}  # what tables have that were written before the column was
 Row = tuple[str, ...]
 
 
@@ -28,7 +29,7 @@ def read_table(path: Path) -> dict[Row, float]:
         file.readline()  # when, where and how
         found: dict[Row, float] = {}
         for row in csv.DictReader(file):
-            key = (*(row[k] for k in KEYS), row.get("reserve_sms", ""))
+            key = (*(row.get(k, OLDER.get(k, "")) for k in (*KEYS, "reserve_sms")),)
             if key in found:
                 raise SystemExit(f"{path}: two rows are {' '.join(key)}")
             found[key] = float(row["us"])
