@@ -160,10 +160,14 @@ class Problem:
         """How x, the weights and h are stored."""
         return PRECISIONS[self.precision]
 
+    def _shares(self) -> tuple[int, int]:
+        # Not by divmod, which torch.compile does not trace where sizes differ between layers.
+        return self.num_experts // self.ep_size, self.num_experts % self.ep_size
+
     def expert_begin(self, rank: int | None = None) -> int:
         """Return the first global expert of a rank (default: this one)."""
         rank = self.rank if rank is None else rank
-        base, extra = divmod(self.num_experts, self.ep_size)
+        base, extra = self._shares()
         return rank * base + min(rank, extra)
 
     def num_local_experts(self, rank: int | None = None) -> int:
@@ -175,7 +179,7 @@ class Problem:
         """Return the rank that holds a global expert."""
         if not 0 <= expert < self.num_experts:
             raise ConfigError("expert", expert, f"0..{self.num_experts - 1}")
-        base, extra = divmod(self.num_experts, self.ep_size)
+        base, extra = self._shares()
         with_extra = extra * (base + 1)
         if expert < with_extra:
             return expert // (base + 1)

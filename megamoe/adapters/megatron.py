@@ -168,6 +168,7 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             self._problem,
             "alone" if group is None else group,
             backend=self._backend,
+            apply_router_weight_on_input=self.config.moe_apply_probs_on_input,
             accumulate_into_main_grad=adds_to_main_grad(self.experts),
             delay_wgrad=self._delay_wgrad,
             **self._options | self._window,

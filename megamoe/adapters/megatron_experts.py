@@ -26,7 +26,6 @@ from megamoe.formats.weights import ExpertWeights
 _OFF = {
     "fp8": "None: precision= of the layer says how it multiplies",
     "fp4": "None: precision= of the layer says how it multiplies",
-    "moe_apply_probs_on_input": "False: probabilities multiply the experts' outputs",
     "moe_pad_expert_input_to_capacity": "False: nothing is padded",
     "moe_permute_fusion": "False: nothing is permuted",
     "moe_shared_expert_overlap": "False: shared experts run before the routed ones",
@@ -47,6 +46,9 @@ def check_config(config: Any, pg_collection: Any) -> None:
         value = getattr(config, name, None)
         if value:
             raise ConfigError(name, value, expected)
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        expected = f"False with moe_router_topk {config.moe_router_topk}"
+        raise ConfigError("moe_apply_probs_on_input", True, expected)
     if pg_collection.expt_tp.size() != 1:
         expected = "1: a rank holds whole experts"
         raise ConfigError("expert_tensor_parallel_size", pg_collection.expt_tp.size(), expected)

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from megamoe.frontend.functional import (
     open_backend,
 )
 from megamoe.frontend.known import KnownCalls, records, tensors_of
-from megamoe.frontend.runtime import Runtime
+from megamoe.frontend.rows import Weighting, rows_of
+from megamoe.frontend.runtime import Runtime, flat
 
 log = logging.getLogger("megamoe")
 
@@ -44,6 +44,7 @@ class Layer:
     group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
         main_grad.py; not inside torch.compile.
     delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
@@ -61,25 +62,27 @@ class Layer:
         *,
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
+        apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         **options: Any,
     ) -> None:
         group = process_group(group)
 
-        def state() -> tuple[Problem, tuple[float, bool]]:
+        def state() -> tuple[Problem, tuple[float, bool, bool]]:
             made = problem(group) if callable(problem) else problem
             check_options(made, group, options)
-            number = isinstance(routed_scaling_factor, (int, float))
-            if not (number and isfinite(routed_scaling_factor)):
-                raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
-            return made, (float(routed_scaling_factor), bool(delay_wgrad))
+            on_input = apply_router_weight_on_input
+            weighting = Weighting.checked(made, routed_scaling_factor, on_input)
+            return made, (*weighting, bool(delay_wgrad))
 
         self.problem, stated = agree(group, backend, state)
-        for i, name in enumerate(("routed_scaling_factor", "delay_wgrad")):
+        names = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad"
+        for i, name in enumerate(names):
             check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
         self.group, self.backend = group, backend
-        self.routed_scaling_factor = float(routed_scaling_factor)  # checked by state()
+        # checked by state()
+        self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
         self._delayed = Delayed(self.accumulate_into_main_grad) if delay_wgrad else None
         # Gradients of weights go elsewhere than to their grad, or later.
@@ -139,16 +142,17 @@ class Layer:
     ) -> Tensor:
         given = x, topk_ids, topk_weights
         try:
-            x, topk_ids, topk_weights = self._rows(x, topk_ids, topk_weights)
-            flat = [
-                t if t.dim() == 2 else t.view(-1, t.shape[-1]) for t in (x, topk_ids, topk_weights)
-            ]
+            x, topk_ids, topk_weights = rows_of(self.problem, *given)
+            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             flat_out = None
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
                 check_overlap(out, x)
-                flat_out = out.view(-1, out.shape[-1])
-            check_call(self.problem, *flat, num_tokens_device=num_tokens_device)
+                flat_out = flat(out)
+            check_call(self.problem, *rows, num_tokens_device=num_tokens_device)
+            call = x, topk_ids, topk_weights, num_tokens_device
+            x, topk_weights = self._weighting.apply(self.problem, *call)
+            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             self._check_weights(weights, x.device)
             tensors = (x, topk_weights, *tensors_of(weights))
             refuse_tangents(tensors)
@@ -168,17 +172,17 @@ class Layer:
         assert runtime is not None
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
         direct = plain and not watched()
-        if direct and all(ours is theirs for ours, theirs in zip(flat, given, strict=True)):
-            self._known.add(*flat, weights, num_tokens_device, out)
+        if direct and all(ours is theirs for ours, theirs in zip(rows, given, strict=True)):
+            self._known.add(*rows, weights, num_tokens_device, out)
         if direct and not recording:
             mine = runtime.weights(weights)
-            y = runtime.backend.forward(*flat, mine, num_tokens_device, flat_out)
+            y = runtime.backend.forward(*rows, mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0
-        call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+        work = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device, state_bytes
         if recording and self._elsewhere:
-            return self._uncompiled(weights, (*call, state_bytes), direct)
-        y = apply(*call, state_bytes, direct)
+            return self._uncompiled(weights, work, direct)
+        y = apply(*work, direct)
         return y if out is None else out.copy_(y)
 
     @torch.compiler.disable(
@@ -228,28 +232,6 @@ class Layer:
         else:
             self._runtime.refuse()
 
-    def _rows(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the three as the operator takes them: cast, scaled, contiguous; leading sizes compared."""
-        for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if not isinstance(tensor, Tensor):
-                raise ArgumentError(name, type(tensor).__name__, "a tensor")
-            if tensor.dim() < 2:
-                raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
-        if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.bfloat16)
-        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if tensor.shape[:-1] != x.shape[:-1]:
-                expected = f"{list(x.shape[:-1])} + [{self.problem.top_k}], the leading sizes of x"
-                raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
-        if not topk_weights.is_floating_point():
-            raise ArgumentError("topk_weights.dtype", topk_weights.dtype, "a float type")
-        topk_weights = topk_weights.float()
-        if self.routed_scaling_factor != 1.0:
-            topk_weights = topk_weights * self.routed_scaling_factor
-        if not torch.compiler.is_compiling():
-            x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
-        return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
-
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
         if not isinstance(weights, ExpertWeights):
             raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
@@ -282,7 +264,8 @@ class Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
         arguments: dict[str, Any] = {
             "backend": self.backend,
-            "routed_scaling_factor": self.routed_scaling_factor,
+            "routed_scaling_factor": self._weighting.factor,
+            "apply_router_weight_on_input": self._weighting.on_input,
             "accumulate_into_main_grad": self.accumulate_into_main_grad,
             "delay_wgrad": self._delayed is not None,
         }

@@ -41,15 +41,14 @@ class MegaMoE(nn.Module):
         beside e4m3 and bf16 rows). bf16 masters are quantized once per version.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
-    backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by
-        prepare().
+    backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
     delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(), one call for each backward pass.
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
-    init_seed: experts are drawn from (init_seed, global expert), so the group's size does not
-        change them. None takes the seed from torch's generator (the same on all ranks only if they
-        were seeded alike).
+    init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
+        the seed from torch's generator (the same on all ranks only if they were seeded alike).
 
     Raises ConfigError for what cannot run, and RankMismatch where ranks differ, before memory is taken.
     Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
@@ -71,6 +70,7 @@ class MegaMoE(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         routed_scaling_factor: float = 1.0,
+        apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
         reserve_sms: int | None = None,
@@ -106,6 +106,7 @@ class MegaMoE(nn.Module):
             group,
             backend=backend,
             routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
             accumulate_into_main_grad=accumulate_into_main_grad,
             delay_wgrad=delay_wgrad,
             reserve_sms=reserve_sms,

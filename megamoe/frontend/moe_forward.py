@@ -13,6 +13,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import refuse_tangents
 from megamoe.frontend.functional import Backend, check_call
 from megamoe.frontend.layer import Layer
+from megamoe.frontend.rows import Weighting
 from megamoe.frontend.runtime import nothing
 
 _shared: dict[tuple[Any, ...], Layer] = {}
@@ -28,6 +29,7 @@ def moe_forward(
     group: Any = None,
     backend: str | Backend = "auto",
     routed_scaling_factor: float = 1.0,
+    apply_router_weight_on_input: bool = False,
     out: Tensor | None = None,
     num_tokens_device: Tensor | None = None,
     **options: Any,
@@ -40,7 +42,8 @@ def moe_forward(
     num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
     backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
         close_backends().
-    routed_scaling_factor, and gradients: as in Layer. An object as the backend has gradients if it is "staged".
+    routed_scaling_factor, apply_router_weight_on_input, and gradients: as in Layer. An object as the backend has
+        gradients if it is "staged".
     Returns y [T, H] bf16. Raises ArgumentError for tensors that do not fit the problem, on all ranks.
     """
     call = x, topk_ids, topk_weights, weights
@@ -50,6 +53,7 @@ def moe_forward(
                 "delay_wgrad", True, "False, or a megamoe.Layer, which has backward_dw()"
             )
         options["routed_scaling_factor"] = routed_scaling_factor
+        options["apply_router_weight_on_input"] = apply_router_weight_on_input
         layer = _shared_layer(weights, (backend, problem, group), options)
         try:
             check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
@@ -60,11 +64,13 @@ def moe_forward(
     try:
         check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
         _check_object(problem, backend, x, topk_weights, weights, out)
-    except ArgumentError:
+        how = routed_scaling_factor, apply_router_weight_on_input
+        weighting = Weighting.checked(problem, *how)
+    except (ArgumentError, ConfigError):
         getattr(backend, "refuse", nothing)()
         raise
-    if routed_scaling_factor != 1.0:
-        topk_weights = topk_weights * routed_scaling_factor
+    rows = x, topk_ids, topk_weights, num_tokens_device
+    x, topk_weights = weighting.apply(problem, *rows)
     return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
 
 

@@ -84,6 +84,15 @@ LAYERS = {
     "relu2": ("sequential", {"activation_func": squared_relu, "gated_linear_unit": False}),
     "shared expert": ("sequential", {"moe_shared_expert_intermediate_size": 32}),
     "one of all": ("sequential", {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "weights on the input": (
+        "sequential",
+        {
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_apply_probs_on_input": True,
+            "moe_router_dtype": "fp32",
+        },
+    ),
     "sigmoid": (
         "sequential",
         {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},

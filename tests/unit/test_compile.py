@@ -5,9 +5,9 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
 
-from megamoe import MegaMoE
+from megamoe import Layer, MegaMoE, Problem
 from megamoe.frontend.autograd import apply
-from megamoe.testing import assert_close, make_inputs
+from megamoe.testing import assert_close, make_inputs, make_weights
 
 OPS = torch.ops.megamoe
 
@@ -86,3 +86,17 @@ def test_closed_layer_is_a_named_error():
     layer.close()
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
         apply(inputs.x, inputs.topk_ids, inputs.topk_weights, weights, handle)
+
+
+def test_layers_of_several_sizes_in_one_process():
+    """torch takes sizes that differ between compilations as symbols."""
+    torch._dynamo.reset()
+    for experts, hidden, top_k in ((5, 64, 1), (7, 48, 3), (9, 80, 2)):
+        problem = Problem(hidden, 32, experts, top_k, max_tokens=8)
+        layer, weights = Layer(problem, backend="staged"), make_weights(problem)
+        i = make_inputs(problem, 8)
+        layer.prepare(weights)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        call = i.x, i.topk_ids, i.topk_weights, weights
+        with torch.no_grad():
+            assert_close(compiled(*call), layer(*call), relative=0)

@@ -28,7 +28,7 @@ LAYERS = [
     ("frontend.backward",),
     ("frontend.delayed",),
     ("frontend.autograd",),
-    ("frontend.known", "frontend.shards"),
+    ("frontend.known", "frontend.rows", "frontend.shards"),
     ("frontend.layer", "frontend.initial"),
     ("frontend.moe_forward", "frontend.module"),
     ("adapters.host_activations", "adapters.host_parameters"),
