@@ -36,6 +36,7 @@ from megamoe.frontend.module import MegaMoE  # noqa: E402
 from megamoe.frontend.moe_forward import moe_forward  # noqa: E402
 from megamoe.frontend.placement import ExpertPlacement  # noqa: E402
 from megamoe.frontend.report import memory_report  # noqa: E402
+from megamoe.frontend.shared_experts import SharedExperts  # noqa: E402
 from megamoe.frontend.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,
@@ -63,6 +64,7 @@ __all__ = [
     "Problem",
     "ProtocolTimeout",
     "RankMismatch",
+    "SharedExperts",
     "Statistics",
     "UnreachablePeer",
     "WindowBroken",
