@@ -37,16 +37,13 @@ def encode(
     box: tuple[int, ...],
     element_bytes: int,
 ) -> bytes:
-    """Return the 128 bytes of a CUtensorMap: 128-byte swizzle, none for narrower boxes; zeros outside the tensor.
+    """Return the 128 bytes of a CUtensorMap: swizzled as wide as the box, 128, 64 or 32 bytes; zeros outside the tensor.
 
     dims, box: innermost first. strides_bytes: of every dimension but the innermost.
     """
     rank = len(dims)
     element = f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[element_bytes]}"
-    wide = box[0] * element_bytes == abi.SLOT_K_BYTES
-    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-    if not wide:
-        swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    swizzle = f"CU_TENSOR_MAP_SWIZZLE_{box[0] * element_bytes}B"
     tensor_map = abi.aligned(abi.TensorMap)
     status = _driver_call()(
         ctypes.addressof(tensor_map),
@@ -58,7 +55,7 @@ def encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
-        int(swizzle),
+        int(getattr(driver.CUtensorMapSwizzle, swizzle)),
         int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )

@@ -10,8 +10,8 @@
 
 namespace fibers {
 
-// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes: with
-// the 128B swizzle where they are 128 bytes wide, without one where they are narrower.
+// What CUtensorMap is on the device: a tensor of up to 4 dimensions, innermost first, moved in boxes that are
+// 128, 64 or 32 bytes wide, with the swizzle of that width.
 struct alignas(64) EmulatedTensorMap {
     static constexpr uint32_t valid_mark = 0x70614d54;
     uint64_t base;
@@ -29,15 +29,13 @@ constexpr uint8_t poison = 0xff;  // NaN in e4m3, bf16 and fp32
 
 // Of a box.
 inline uint32_t row_bytes(const EmulatedTensorMap& map) { return map.box[0] * map.element_bytes; }
-inline bool is_swizzled(const EmulatedTensorMap& map) { return row_bytes(map) == 128; }
 
 inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
     const auto& map = *static_cast<const EmulatedTensorMap*>(pointer);
     if (map.mark != EmulatedTensorMap::valid_mark) machine.fail("%s: this is no tensor map", what);
     if (map.rank != rank) machine.fail("%s: the tensor map has %u dimensions", what, map.rank);
     if (row_bytes(map) != 128 && row_bytes(map) != 64 && row_bytes(map) != 32)
-        machine.fail("%s: the box is %u bytes wide, the 128B swizzle needs 128, none 64 or 32", what,
-                     row_bytes(map));
+        machine.fail("%s: the box is %u bytes wide, not 128, 64 or 32", what, row_bytes(map));
     if (map.base % 16) machine.fail("%s: the tensor's address is not a multiple of 16", what);
     for (uint32_t d = 0; d < rank; ++d) {
         if (map.dims[d] == 0) machine.fail("%s: dimension %u is empty", what, d);
@@ -115,9 +113,10 @@ inline void scatter_box(const EmulatedTensorMap& map, const int (&at)[4], const 
             memcpy(address, in + row * row_bytes(map), bytes);
     });
 }
-inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, bool to_shared) {
+inline void copy_swizzled(uint8_t* shared_base, size_t offset, uint8_t* plain, size_t bytes, size_t row,
+                          bool to_shared) {
     for (size_t i = 0; i < bytes; i += 16) {
-        uint8_t* chunk = shared_base + swizzle_128b(offset + i);
+        uint8_t* chunk = shared_base + swizzle(offset + i, row);
         if (to_shared)
             memcpy(chunk, plain + i, 16);
         else
@@ -136,8 +135,9 @@ inline void read_source(Load& load) {
 inline void land(Load& load) {
     if (load.data.empty()) read_source(load);
     Cta& cta = *load.cta;
-    if (load.map && is_swizzled(*static_cast<const EmulatedTensorMap*>(load.map)))
-        copy_swizzled(cta.shared, size_t(load.destination - cta.shared), load.data.data(), load.bytes, true);
+    if (load.map)
+        copy_swizzled(cta.shared, size_t(load.destination - cta.shared), load.data.data(), load.bytes,
+                      row_bytes(*static_cast<const EmulatedTensorMap*>(load.map)), true);
     else
         memcpy(load.destination, load.data.data(), load.bytes);
     --cta.loads_in_flight;
@@ -161,7 +161,7 @@ inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* ba
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     uint32_t bytes = box_bytes(map);
     // 1024: the swizzle pattern's period, as the wgmma descriptors assume.
-    check_shared(cta, s_dst, bytes, is_swizzled(map) ? 1024 : 128, "tma_load");
+    check_shared(cta, s_dst, bytes, 8 * row_bytes(map), "tma_load");
     if (c0 < 0) machine.fail("tma_load: column %d", c0);
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
           "tma_load");
@@ -179,7 +179,7 @@ inline void read_source(Store& store) {
     if (!store.data.empty()) return;
     Cta& cta = *store.owner->cta;
     store.data.resize(store.bytes);
-    copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, false);
+    copy_swizzled(cta.shared, size_t(store.source - cta.shared), store.data.data(), store.bytes, 128, false);
 }
 inline void write_destination(const Store& store) {
     scatter_box(*static_cast<const EmulatedTensorMap*>(store.map), store.coordinates, store.data.data(),
@@ -191,7 +191,7 @@ inline void tensor_store(const void* s_src, const void* pointer, uint32_t rank, 
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, what);
     uint32_t bytes = box_bytes(map);
-    if (!is_swizzled(map)) machine.fail("%s: the box is %u bytes wide", what, row_bytes(map));
+    if (row_bytes(map) != 128) machine.fail("%s: the box is %u bytes wide", what, row_bytes(map));
     check_shared(*current->cta, s_src, bytes, 1024, what);
     if (at[0] < 0) machine.fail("%s: column %d", what, at[0]);
     if (adds && map.element_bytes != 2 && map.element_bytes != 4)

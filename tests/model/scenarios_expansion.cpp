@@ -1,4 +1,4 @@
-// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion and idle_slots.
+// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion.
 #include "scenarios.h"
 
 namespace model {

@@ -34,7 +34,8 @@ static_assert(first_math_warp == crew_warps, "crew 1 are the math warps");
 // Named barriers; 0 is the CTA's own.
 constexpr int transport_barrier = 1;
 constexpr int first_crew_barrier = 2;
-constexpr int first_math_barrier = 4;
+constexpr int first_math_barrier = 4;  // of a warpgroup
+constexpr int math_barrier = first_math_barrier + num_math_groups;
 
 MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
 MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
@@ -51,5 +52,6 @@ MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_
 // Which of the two math warpgroups this is.
 MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
 MEGAMOE_DEVICE void math_group_sync() { arch::named_sync(first_math_barrier + math_group(), 128); }
+MEGAMOE_DEVICE void math_sync() { arch::named_sync(math_barrier, math_role.num_warps * 32); }
 
 }  // namespace megamoe

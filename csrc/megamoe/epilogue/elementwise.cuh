@@ -83,13 +83,13 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
     }
 }
 
-// Where a warpgroup's scales of a half go, which is one group; null if there is no such half.
+// Where the scales of a half go, which is one group, from the tile's row `row` on; null if there is no such
+// half.
 template <class T>
-MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
+MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half, int row) {
     const Gemm& gemm = gemm_of(ctx.args, tile.stage);
     int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
-    float* scales =
-        gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) + math_group() * group_rows;
+    float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) + row;
     return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
 }
 
@@ -100,7 +100,7 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
     for (int half = 0; half < 2; ++half) {
         if (half >= count) break;
         float* scales = nullptr;
-        if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half);
+        if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half, math_group() * group_rows);
         Out::write_half(output, sum[half], scales, f);
     }
 }

@@ -48,6 +48,27 @@ struct Bf16Rows {
             output.hand_over();
         }
     }
+
+    // The same of the wide form, by both warpgroups: each fills the chunk of its columns.
+    template <class Output, int n>
+    static MEGAMOE_DEVICE void write_columns(Output& output, const float (&v)[n], float*, WideFragment f) {
+        uint8_t* chunks[2] = {output.claim_common(0).slot, output.claim_common(1).slot};
+        uint8_t* chunk = f.group == 0 ? chunks[0] : chunks[1];
+        MEGAMOE_UNROLL
+        for (int g = 0; g < n / 4; ++g) {
+            MEGAMOE_UNROLL
+            for (int j = 0; j < 2; ++j) {
+                uint32_t pair = arch::pack_bf16x2(v[4 * g + j], v[4 * g + 2 + j]);
+                auto put = [&](int column, uint32_t bits) {
+                    *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row(g) + j, 2 * column)) =
+                        static_cast<uint16_t>(bits);
+                };
+                put(f.column, pair);
+                put(f.column + 8, pair >> 16);
+            }
+        }
+        output.hand_over_common(2);
+    }
 };
 
 struct Bf16Weights {

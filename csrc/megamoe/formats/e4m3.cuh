@@ -100,6 +100,46 @@ struct E4m3Rows {
             [&](int i, int g) { return arch::bf16_hi(pairs[i][g]); });
     }
 
+    // A half of the wide form, by both warpgroups: eight warps hold 16 columns of each row, and tell each other
+    // the largest of theirs.
+    template <class Output, int n>
+    static MEGAMOE_DEVICE void write_columns(Output& output, const float (&v)[n], float* row_scale,
+                                             WideFragment f) {
+        auto to = output.claim_common(0);
+        auto* amax = reinterpret_cast<float*>(to.beside);  // [warp][row]
+        int warp = arch::warp_idx() - first_math_warp;
+        bool first_column = arch::lane_idx() < 4;
+        MEGAMOE_UNROLL
+        for (int g = 0; g < n / 4; ++g) {
+            MEGAMOE_UNROLL
+            for (int j = 0; j < 2; ++j) {
+                E4m3Group group;
+                group.include(v[4 * g + j], v[4 * g + 2 + j]);
+                group.template join_lanes<8, 4>();
+                if (first_column) amax[warp * group_rows + f.row(g) + j] = group.amax();
+            }
+        }
+        math_sync();
+        MEGAMOE_UNROLL
+        for (int g = 0; g < n / 4; ++g) {
+            MEGAMOE_UNROLL
+            for (int j = 0; j < 2; ++j) {
+                int row = f.row(g) + j;
+                E4m3Group group;
+                MEGAMOE_UNROLL
+                for (int w = 0; w < math_role.num_warps; w += 2)
+                    group.include(amax[w * group_rows + row], amax[(w + 1) * group_rows + row]);
+                float inverse = group.inverse();
+                uint32_t pair = arch::pack_e4m3x2(v[4 * g + j] * inverse, v[4 * g + 2 + j] * inverse);
+                int column = f.group * group_rows + f.column;
+                to.slot[swizzled(row, column)] = static_cast<uint8_t>(pair);
+                to.slot[swizzled(row, column + 8)] = static_cast<uint8_t>(pair >> 8);
+                if (warp == 0 && first_column && row_scale != nullptr) row_scale[row] = group.scale();
+            }
+        }
+        output.hand_over_common(1);
+    }
+
   private:
     template <int groups, class Output, class Even, class Odd>
     static MEGAMOE_DEVICE void write_group(Output& output, float* row_scale, Fragment f, Even even, Odd odd) {

@@ -15,13 +15,14 @@ class E4m3Group {
     MEGAMOE_DEVICE void include(const E4m3Group& other) {
         amax_ = arch::larger_magnitude(amax_, other.amax_);
     }
-    // The group is spread over `lanes` neighbouring lanes.
-    template <int lanes>
+    // The group is spread over `lanes` lanes, neighbours or every `stride`th.
+    template <int lanes, int stride = 1>
     MEGAMOE_DEVICE void join_lanes() {
         MEGAMOE_UNROLL
-        for (int mask = lanes / 2; mask > 0; mask >>= 1)
+        for (int mask = lanes / 2 * stride; mask >= stride; mask >>= 1)
             amax_ = arch::larger_magnitude(amax_, arch::shfl_xor(amax_, mask));
     }
+    MEGAMOE_DEVICE float amax() const { return amax_; }
     MEGAMOE_DEVICE float inverse() const { return largest / amax_; }
     MEGAMOE_DEVICE float scale() const { return amax_ / largest; }
 

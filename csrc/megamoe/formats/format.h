@@ -3,7 +3,7 @@
 //
 //   rows (x and h)   Element, element_bytes; scaled: one fp32 scale a row and 128 columns stands beside them;
 //                    stage(ctx, tokens): x -> window; write_half(output, sums, row_scale, f): a half of a
-//                    tile -> output slots of 128 bytes a row
+//                    tile -> output slots of 128 bytes a row; write_columns(...): the same of the wide form
 //   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
 //                    MMAs read (mxfp4.cuh), else Element, element_bytes; scaled; k_major, or as rows of N for
 //                    each k; Scales(scales, n, columns, tile, halves): fetch() reads what the next pipeline

@@ -7,9 +7,10 @@
 
 namespace megamoe {
 
-// What stands in the place of a half of B until it is expanded: its rows, `row_bytes` each, then their
-// scales, [slot_k / 64, 128 rows, 2]. A thread of the warpgroup that expands it takes every 128th unit: 32
-// numbers with their scale. All of a thread's stand at the same place of rows that are alike for the swizzle.
+// What stands in the place of a half of B until it is expanded: its rows, `row_bytes` each, with the swizzle
+// of that width, then their scales, [slot_k / 64, 128 rows, 2]. A thread of the warpgroup that expands it
+// takes every 128th unit: 32 numbers with their scale. All of a thread's stand at the same place of rows that
+// are alike for the swizzles.
 template <class Rows>
 struct PackedHalf {
     static constexpr int slot_k = slot_k_bytes / Rows::element_bytes;
@@ -25,7 +26,11 @@ struct PackedHalf {
     static constexpr int num_shares = num_units / threads;  // units of a thread
     static_assert(rows_apart % 8 == 0, "the swizzle repeats every eight rows");
     static MEGAMOE_DEVICE unsigned thread() { return static_cast<unsigned>(arch::thread_idx()) % threads; }
-    static MEGAMOE_DEVICE unsigned packed_at() { return thread() * unit_bytes; }
+    // Where the 16-byte chunk that holds `byte` of the plain rows is.
+    static MEGAMOE_DEVICE unsigned swizzled(unsigned byte) {
+        return byte ^ (byte >> 3 & (row_bytes - unit_bytes));
+    }
+    static MEGAMOE_DEVICE unsigned packed_at() { return swizzled(thread() * unit_bytes); }
     static MEGAMOE_DEVICE unsigned scale_at() {
         unsigned row = thread() / row_units, k = thread() % row_units;
         return scale_offset + k / 2 * (2 * scale_group) + 2 * row + k % 2;
@@ -93,7 +98,7 @@ template <>
 struct ExpandTo<E4m3Rows> {
     using Packed = PackedHalf<E4m3Rows>;
     static constexpr int headroom = 6;
-    static constexpr int chunks = 2;  // of 16 bytes, in a unit
+    static constexpr int words = 1;  // that four numbers become
 
     struct Half {
         int largest;
@@ -144,22 +149,16 @@ struct ExpandTo<E4m3Rows> {
     }
     using LookUp = Magnitudes;
 
-    static MEGAMOE_DEVICE uint4_t chunk(const uint32_t (&packed)[4], const LookUp& look_up, int c) {
-        uint32_t out[4];
-        MEGAMOE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            Codes codes(packed[2 * c + i]);
-            out[2 * i] = look_up.of(codes.magnitudes_of(0)) | codes.signs_of(0);
-            out[2 * i + 1] = look_up.of(codes.magnitudes_of(1)) | codes.signs_of(1);
-        }
-        return {out[0], out[1], out[2], out[3]};
+    // Four numbers, those of a word's lower or upper half.
+    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, const LookUp& look_up, int half) {
+        out[0] = look_up.of(codes.magnitudes_of(half)) | codes.signs_of(half);
     }
 };
 
 // bf16: both bytes of the magnitude, times the scale.
 template <>
 struct ExpandTo<Bf16Rows> {
-    static constexpr int chunks = 4;
+    static constexpr int words = 2;
 
     struct Half {
         MEGAMOE_DEVICE explicit Half(const uint8_t*) {}
@@ -175,55 +174,48 @@ struct ExpandTo<Bf16Rows> {
             to[i] = bits << 16 | bits;
         }
     }
-    static MEGAMOE_DEVICE uint4_t chunk(const uint32_t (&packed)[4], LookUp power, int c) {
+    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp power, int half) {
         constexpr Magnitudes upper = {0x3f3f3f00, 0x40404040}, lower = {0xc0800000, 0xc0804000};
-        Codes codes(packed[c]);
-        uint32_t out[4];
-        MEGAMOE_UNROLL
-        for (int i = 0; i < 2; ++i) {
-            uint32_t high = upper.of(codes.magnitudes_of(i)) | codes.signs_of(i);
-            uint32_t low = lower.of(codes.magnitudes_of(i));
-            out[2 * i] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), power);
-            out[2 * i + 1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), power);
-        }
-        return {out[0], out[1], out[2], out[3]};
+        uint32_t high = upper.of(codes.magnitudes_of(half)) | codes.signs_of(half);
+        uint32_t low = lower.of(codes.magnitudes_of(half));
+        out[0] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), power);
+        out[1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), power);
     }
 };
 
-// Expands halves in place, by the 128 threads of a math warpgroup, which `meet` when all have read them.
-// `scale` returns where a half's goes.
-template <class Rows, int num_halves, class HalfOf, class ScaleOf, class Meet>
-MEGAMOE_DEVICE void expand_halves(HalfOf half_of, ScaleOf scale_of, Meet meet) {
+// Expands a half in place, by the 128 threads of a math warpgroup, which `meet` when all have read it. Its
+// power of two goes to `scale`.
+template <class Rows, class Meet>
+MEGAMOE_DEVICE void expand_half(uint8_t* half, float* scale, Meet meet) {
     using Packed = PackedHalf<Rows>;
     using To = ExpandTo<Rows>;
-    constexpr int num = Packed::num_shares;
-    uint32_t packed[num_halves][num][4];
-    typename To::LookUp look_up[num_halves][num];
+    constexpr int num = Packed::num_shares, chunks = 2 * To::words;  // of 16 bytes, in a unit
+    uint32_t packed[num][4];
+    int s[num];
     MEGAMOE_UNROLL
-    for (int h = 0; h < num_halves; ++h) {
-        const uint8_t* half = half_of(h);
-        int s[num];
-        MEGAMOE_UNROLL
-        for (int i = 0; i < num; ++i) {
-            s[i] = half[Packed::scale_at() + i * 2 * Packed::rows_apart];
-            uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
-                                                          i * Packed::threads * Packed::unit_bytes);
-            packed[h][i][0] = v.x, packed[h][i][1] = v.y, packed[h][i][2] = v.z, packed[h][i][3] = v.w;
-        }
-        typename To::Half of_half(half);
-        To::look_ups(look_up[h], of_half, s);
-        if (Packed::thread() == 0) *scale_of(h) = of_half.scale();
+    for (int i = 0; i < num; ++i) {
+        s[i] = half[Packed::scale_at() + i * 2 * Packed::rows_apart];
+        uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
+                                                      i * Packed::threads * Packed::unit_bytes);
+        packed[i][0] = v.x, packed[i][1] = v.y, packed[i][2] = v.z, packed[i][3] = v.w;
     }
+    typename To::Half of_half(half);
+    typename To::LookUp look_up[num];
+    To::look_ups(look_up, of_half, s);
+    if (Packed::thread() == 0) *scale = of_half.scale();
     meet();
     MEGAMOE_UNROLL
-    for (int h = 0; h < num_halves; ++h) {
+    for (int i = 0; i < num; ++i) {
         MEGAMOE_UNROLL
-        for (int i = 0; i < num; ++i) {
+        for (int c = 0; c < chunks; ++c) {
+            uint32_t out[4];
             MEGAMOE_UNROLL
-            for (int c = 0; c < To::chunks; ++c) {
-                uint8_t* to = half_of(h) + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
-                *reinterpret_cast<uint4_t*>(to) = To::chunk(packed[h][i], look_up[h][i], c);
+            for (int four = 0; four < 4 / To::words; ++four) {
+                Codes codes(packed[i][(4 / To::words * c + four) / 2]);
+                To::expand(out + To::words * four, codes, look_up[i], four % 2);
             }
+            uint8_t* to = half + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
+            *reinterpret_cast<uint4_t*>(to) = {out[0], out[1], out[2], out[3]};
         }
     }
     arch::fence_proxy_async_shared();  // MMAs read it, and TMA will overwrite it

@@ -37,25 +37,13 @@ struct Operands {
     }
 };
 
-// Weights that are expanded where they arrived, in the pipeline's slots. Of each slot every half has to be
-// expanded by the four warps of a warpgroup, in every lap; a slot without data they just pass on.
+// Weights that are expanded where they arrived, in the pipeline's slots: either warpgroup's half by its four
+// warps. Slots that need no expansion they just pass on, so that each lap is complete.
 template <class T>
 MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
     arch::warp_sync();  // the warp's writes and fences
     if (arch::lane_idx() == 0) ring.commit(ctx.mem, tile_smem<T>().expanded);
 }
-// Halves from `first` on of the slot.
-template <class T, int num>
-MEGAMOE_DEVICE void expand_halves(Context& ctx, const PipelineRing<T>& ring, int first) {
-    auto& smem = tile_smem<T>();
-    int slot = ring.slot();
-    expand_halves<typename T::Gemm1::A, num>([&](int h) { return smem.slots[slot].b[first + h]; },
-                                             [&](int h) { return &smem.b_scale[slot][first + h]; },
-                                             [] { math_group_sync(); });
-    MEGAMOE_UNROLL
-    for (int h = 0; h < num; ++h) pass_half<T>(ctx, ring);
-}
-// This warpgroup's half of a tile's slots, where both have rows.
 template <class T>
 class Expansion {
   public:
@@ -65,7 +53,11 @@ class Expansion {
         if (slots_ == 0) return;
         --slots_;
         await_slot<T>(ctx_, ring_);
-        expand_halves<T, 1>(ctx_, ring_, math_group());
+        auto& smem = tile_smem<T>();
+        int slot = ring_.slot(), half = math_group();
+        expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half], &smem.b_scale[slot][half],
+                                          [] { math_group_sync(); });
+        pass_half<T>(ctx_, ring_);
         ring_.advance();
     }
 
@@ -100,9 +92,8 @@ struct MultiplyBf16 {
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
         Ops operands(smem, math_group());
-        if constexpr (T::direction == Direction::backward) {
-            // Beside products that are promoted: while undefined they would be alive there too, and ptxas
-            // spills.
+        if constexpr (T::direction == Direction::backward || T::Gemm1::B::expanded) {
+            // Beside other forms' sums: while undefined they would be alive there too, and ptxas spills.
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
         }
@@ -226,7 +217,7 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
     if constexpr (T::Gemm1::B::expanded) {
         static_assert(same<M1, M2>, "both GEMMs' rows have one format");
-        Expansion<T> ahead(ctx, ring, tile.rows() > group_rows ? slots : 0);
+        Expansion<T> ahead(ctx, ring, slots);
         ahead.next();
         M1::template run<T>(sum, ctx, ring, slots, [&](int, int) { ahead.next(); });
         return;
@@ -248,7 +239,7 @@ MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T
     bias.store(ctx, tile);
 }
 
-// A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing,
+// A warpgroup without rows keeps the pipeline's arrivals complete and computes nothing.
 template <class T>
 MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
     MEGAMOE_UNROLL_BY(1)
@@ -258,22 +249,6 @@ MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
         arch::warp_sync();
         ring.release(ctx.mem, tile_smem<T>().pipeline);
         ring.advance();
-    }
-}
-
-// or expands both halves for the other one.
-template <class T>
-MEGAMOE_DEVICE void idle_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
-    if constexpr (T::Gemm1::B::expanded) {
-        MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < slots; ++i) {
-            await_slot<T>(ctx, ring);
-            expand_halves<T, 2>(ctx, ring, 0);
-            ring.release(ctx.mem, tile_smem<T>().pipeline);
-            ring.advance();
-        }
-    } else {
-        skip_slots<T>(ctx, ring, slots);
     }
 }
 

@@ -1,8 +1,8 @@
 // math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
 // stage into the output slots; the store warp takes it from there.
 #pragma once
-#include "megamoe/epilogue/elementwise.cuh"
-#include "megamoe/gemm/mainloop.cuh"
+#include "megamoe/epilogue/wide.cuh"
+#include "megamoe/gemm/wide.cuh"
 
 namespace megamoe {
 
@@ -33,6 +33,29 @@ struct OutputSlots {
         ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
         ring.advance();
     }
+    // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, which is not
+    // stored and may hold anything. `ahead`: of this place in the ring.
+    struct Common {
+        uint8_t *slot, *beside;
+    };
+    MEGAMOE_DEVICE Common claim_common(int ahead) {
+        auto& smem = tile_smem<T>();
+        OutputRing<T> at = ring;
+        MEGAMOE_UNROLL
+        for (int i = 0; i < ahead; ++i) at.advance();
+        MEGAMOE_UNROLL
+        for (int group = 0; group < num_math_groups; ++group) at.acquire(ctx.mem, smem.outputs[group]);
+        return {smem.output[0][at.slot()], smem.output[1][at.slot()]};
+    }
+    MEGAMOE_DEVICE void hand_over_common(int count) {
+        arch::fence_proxy_async_shared();
+        math_sync();  // either warpgroup's commits are for both
+        MEGAMOE_UNROLL
+        for (int i = 0; i < count; ++i) {
+            ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
+            ring.advance();
+        }
+    }
 };
 
 // Makes that copy, of the tile that begins in `slot`.
@@ -42,6 +65,26 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
     arch::warp_sync();  // no lane reads the last tile any more
     if (arch::lane_idx() == 0) tile = tile_smem<T>().tile[slot];
     arch::warp_sync();
+}
+
+// A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet spill.
+template <class T, int n>
+MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, int slots) {
+    WideSums<n> sum;
+    multiply_wide<T, n>(sum, ctx, ring, slots);
+    finish_wide<T>(ctx, current_tile<T>(), output, sum);
+}
+template <class T>
+MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, const Tile& tile) {
+    if constexpr (T::Gemm1::B::expanded) {
+        if (tile.rows() <= 16) {
+            run_wide<T, 16>(ctx, ring, output, tile.slots);
+        } else if (tile.rows() <= 32) {
+            run_wide<T, 32>(ctx, ring, output, tile.slots);
+        } else {
+            run_wide<T, 64>(ctx, ring, output, tile.slots);
+        }
+    }
 }
 
 template <class T>
@@ -61,8 +104,10 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
         }
         if (tile.absent()) {
             skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
+        } else if (is_wide<T>(tile)) {
+            run_wide<T>(ctx, ring, output, tile);
         } else if (tile.rows() <= math_group() * group_rows) {
-            idle_slots<T>(ctx, ring, tile.slots);
+            skip_slots<T>(ctx, ring, tile.slots);
             walk_slots<T>(
                 ctx.args, tile,
                 [&](int) {

@@ -1,0 +1,115 @@
+// The wide form of a tile's main loop, where weights have to be expanded and the block has at most 64 rows:
+// weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either warpgroup has
+// 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
+#pragma once
+#include "megamoe/formats/mxfp4_operand.cuh"
+#include "megamoe/gemm/mainloop.cuh"
+
+namespace megamoe {
+
+// Is the tile computed in the wide form?
+template <class T>
+MEGAMOE_DEVICE bool is_wide(const Tile& tile) {
+    return T::Gemm1::B::expanded && tile.rows() <= group_rows;
+}
+
+// A thread's sums of a tile, by half, for `n` rows.
+template <int n>
+using WideSums = float[2][n / 2];
+
+// Sums and products are zeros before the loop: undefined they would be alive in the other forms of the tile,
+// and ptxas spills.
+template <int n>
+MEGAMOE_DEVICE void clear(WideSums<n>& sum) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < n / 2; ++i) sum[0][i] = sum[1][i] = 0.0f;
+}
+
+// Both halves of a slot, begun. `accumulates`: onto what is there.
+template <class Element, int n>
+MEGAMOE_DEVICE void issue_wide(WideSums<n>& acc, WideOperand (&a)[2], arch::Desc rows, bool accumulates) {
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        arch::fence_accumulator(acc[half]);
+        MEGAMOE_UNROLL
+        for (int k = 0; k < slot_mmas; ++k) arch::fence_operand(a[half][k]);
+    }
+    arch::wgmma_fence();
+    MEGAMOE_UNROLL
+    for (int k = 0; k < slot_mmas; ++k) {
+        arch::Desc b = arch::desc_advance(rows, k * mma_k_bytes);
+        arch::wgmma<Element>(acc[0], a[0][k], b, accumulates || k != 0);
+        arch::wgmma<Element>(acc[1], a[1][k], b, accumulates || k != 0);
+    }
+    arch::wgmma_commit();
+}
+template <int n>
+MEGAMOE_DEVICE void await_wide(WideSums<n>& acc, WideOperand (&a)[2]) {
+    arch::wgmma_wait<0>();
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        arch::fence_accumulator(acc[half]);
+        MEGAMOE_UNROLL
+        for (int k = 0; k < slot_mmas; ++k) arch::fence_operand(a[half][k]);  // read until here
+    }
+}
+
+// A slot's products, times the scales of its rows and halves. The scales are read before the slot is released.
+template <int n>
+struct WideScales {
+    float of_row[n / 4];
+    MEGAMOE_DEVICE WideScales(const float* scales, int quad) {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < n / 4; ++i) of_row[i] = scales[i / 2 * 8 + 2 * quad + i % 2];
+    }
+    MEGAMOE_DEVICE void promote(WideSums<n>& sum, const WideSums<n>& acc, const float (&weight_scale)[2]) {
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < n / 4; ++i) {
+                float s = of_row[i] * weight_scale[half];
+                int at = i / 2 * 4 + i % 2;
+                sum[half][at] += s * acc[half][at];
+                sum[half][at + 2] += s * acc[half][at + 2];
+            }
+        }
+    }
+};
+
+template <class T, int n>
+MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+    using Rows = typename T::Gemm1::A;
+    auto& smem = tile_smem<T>();
+    arch::Desc rows = arch::make_desc(smem.slots[0].a);
+    WideWeights<Rows> weights;
+    int quad = WideFragment().quad;
+    WideSums<n> product;
+    clear<n>(sum);
+    clear<n>(product);
+    for (int i = 0; i < slots; ++i) {
+        int slot = ring.slot();
+        arch::Desc b = arch::desc_advance(rows, slot * static_cast<int>(sizeof(smem.slots[0])));
+        await_slot<T>(ctx, ring);
+        WideOperand a[2];
+        float weight_scale[2];
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half)
+            weights.expand(a[half], &weight_scale[half], smem.slots[slot].b[half]);
+        if constexpr (Rows::scaled) {
+            issue_wide<typename Rows::Element, n>(product, a, b, false);
+            WideScales<n> scales(smem.a_scale[slot], quad);
+            await_wide<n>(product, a);
+            pass_half<T>(ctx, ring);  // all lanes have read
+            ring.release(ctx.mem, smem.pipeline);
+            scales.promote(sum, product, weight_scale);
+        } else {
+            issue_wide<typename Rows::Element, n>(sum, a, b, i != 0);
+            await_wide<n>(sum, a);
+            pass_half<T>(ctx, ring);
+            ring.release(ctx.mem, smem.pipeline);
+        }
+        ring.advance();
+    }
+}
+
+}  // namespace megamoe
