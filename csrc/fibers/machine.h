@@ -391,9 +391,11 @@ inline size_t check_shared(const Cta& cta, const void* pointer, size_t bytes, si
     return static_cast<size_t>(offset);
 }
 
-// The swizzle of rows of 128, 64 or 32 bytes: in each 1024, 512 or 256 bytes, the number of a 16-byte chunk in
-// its row is XORed with that of the 128 bytes that it lies in.
-constexpr size_t swizzle(size_t offset, size_t row_bytes) { return offset ^ ((offset >> 3) & (row_bytes - 16)); }
+// The swizzle of rows of 128, 64 or 32 bytes: in each 1024, 512 or 256 bytes, the number of a 16-byte chunk
+// in its row is XORed with that of the 128 bytes that it lies in.
+constexpr size_t swizzle(size_t offset, size_t row_bytes) {
+    return offset ^ ((offset >> 3) & (row_bytes - 16));
+}
 constexpr size_t swizzle_128b(size_t offset) { return swizzle(offset, 128); }
 
 }  // namespace fibers

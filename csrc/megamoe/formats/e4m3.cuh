@@ -100,8 +100,8 @@ struct E4m3Rows {
             [&](int i, int g) { return arch::bf16_hi(pairs[i][g]); });
     }
 
-    // A half of the wide form, by both warpgroups: eight warps hold 16 columns of each row, and tell each other
-    // the largest of theirs.
+    // A half of the wide form, by both warpgroups: eight warps hold 16 columns of each row, and tell each
+    // other the largest of theirs.
     template <class Output, int n>
     static MEGAMOE_DEVICE void write_columns(Output& output, const float (&v)[n], float* row_scale,
                                              WideFragment f) {

@@ -106,14 +106,12 @@ struct ExpandTo<E4m3Rows> {
             static_assert(Packed::scale_bytes == 32 * sizeof(uint4_t));
             uint4_t v = reinterpret_cast<const uint4_t*>(half + Packed::scale_offset)[arch::lane_idx()];
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            uint32_t even = words[0] & 0x00ff00ff, odd = words[0] >> 8 & 0x00ff00ff;
+            // Of 16 bits the upper byte decides: the odd scales as they are, the even ones a byte further up.
+            uint32_t most = arch::larger_u16x2(words[0], words[0] << 8);
             MEGAMOE_UNROLL
-            for (int i = 1; i < 4; ++i) {
-                even = arch::larger_u16x2(even, words[i] & 0x00ff00ff);
-                odd = arch::larger_u16x2(odd, words[i] >> 8 & 0x00ff00ff);
-            }
-            uint32_t most = arch::larger_u16x2(even, odd);
-            most = arch::largest_of_warp(arch::larger_u16x2(most, most >> 16) & 0xff);
+            for (int i = 1; i < 4; ++i)
+                most = arch::larger_u16x2(most, arch::larger_u16x2(words[i], words[i] << 8));
+            most = arch::largest_of_warp(arch::larger_u16x2(most, most >> 16) & 0xffff) >> 8;
             largest = max_of(static_cast<int>(most), headroom + 1);
         }
         // The half's power of two; NaN where a scale is.
@@ -122,32 +120,35 @@ struct ExpandTo<E4m3Rows> {
         }
     };
 
-    // Magnitudes times 2^d in e4m3. Down to 2^-5 that adds an exponent to all codes but zero's; only where a
-    // unit of the warp is below, numbers are rounded one by one.
+    using LookUp = Magnitudes;
+
+    // Are all scales at most eleven binades below the largest? Then a power of two is an exponent more for
+    // all codes but zero's.
     template <int num>
-    static MEGAMOE_DEVICE void look_ups(Magnitudes (&to)[num], const Half& half, const int (&scales)[num]) {
+    static MEGAMOE_DEVICE bool plain(const Half& half, const int (&scales)[num]) {
         int least = scales[0];
         MEGAMOE_UNROLL
         for (int i = 1; i < num; ++i) least = min_of(least, scales[i]);
+        return least + headroom - half.largest >= -5;
+    }
+    // Magnitudes times powers of two in e4m3. Where not all are `plain`, numbers are rounded one by one.
+    template <bool all_plain, int num>
+    static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half& half, const int (&scales)[num]) {
         int to_exponent = headroom - half.largest;
-        if (arch::ballot(least + to_exponent < -5) == 0) {
-            MEGAMOE_UNROLL
-            for (int i = 0; i < num; ++i) {
-                uint32_t d = static_cast<uint32_t>(scales[i] + to_exponent);
-                to[i] = {0x3c383000 + d * 0x08080800, 0x4c484440 + d * 0x08080808};
-            }
-            return;
-        }
+        constexpr uint32_t lo = 0x08080800, hi = 0x08080808;  // an exponent
+        uint32_t lo0 = 0x3c383000 + static_cast<uint32_t>(to_exponent) * lo;
+        uint32_t hi0 = 0x4c484440 + static_cast<uint32_t>(to_exponent) * hi;
         MEGAMOE_UNROLL
         for (int i = 0; i < num; ++i) {
-            int d = max_of(scales[i] + to_exponent, -20);  // 0 from -13 on
-            float one = arch::bf16_hi(uint32_t(127 + d) << 23);
-            to[i] = {
-                arch::pack_e4m3x2(0, 0.5f * one) | uint32_t{arch::pack_e4m3x2(one, 1.5f * one)} << 16,
-                arch::pack_e4m3x2(2 * one, 3 * one) | uint32_t{arch::pack_e4m3x2(4 * one, 6 * one)} << 16};
+            uint32_t s = static_cast<uint32_t>(scales[i]);
+            to[i] = all_plain ? LookUp{s * lo + lo0, s * hi + hi0} : rounded(scales[i] + to_exponent);
         }
     }
-    using LookUp = Magnitudes;
+    static MEGAMOE_DEVICE LookUp rounded(int exponent) {
+        float one = arch::bf16_hi(uint32_t(127 + max_of(exponent, -20)) << 23);  // 0 from -13 on
+        return {arch::pack_e4m3x2(0, 0.5f * one) | uint32_t{arch::pack_e4m3x2(one, 1.5f * one)} << 16,
+                arch::pack_e4m3x2(2 * one, 3 * one) | uint32_t{arch::pack_e4m3x2(4 * one, 6 * one)} << 16};
+    }
 
     // Four numbers, those of a word's lower or upper half.
     static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, const LookUp& look_up, int half) {
@@ -166,6 +167,10 @@ struct ExpandTo<Bf16Rows> {
     };
     using LookUp = uint32_t;  // the scale, twice
     template <int num>
+    static MEGAMOE_DEVICE bool plain(const Half&, const int (&)[num]) {
+        return true;
+    }
+    template <bool, int num>
     static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half&, const int (&scales)[num]) {
         MEGAMOE_UNROLL
         for (int i = 0; i < num; ++i) {
@@ -201,7 +206,11 @@ MEGAMOE_DEVICE void expand_half(uint8_t* half, float* scale, Meet meet) {
     }
     typename To::Half of_half(half);
     typename To::LookUp look_up[num];
-    To::look_ups(look_up, of_half, s);
+    if (arch::ballot(!To::plain(of_half, s)) == 0) {
+        To::template look_ups<true>(look_up, of_half, s);
+    } else {
+        To::template look_ups<false>(look_up, of_half, s);
+    }
     if (Packed::thread() == 0) *scale = of_half.scale();
     meet();
     MEGAMOE_UNROLL

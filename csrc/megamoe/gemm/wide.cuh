@@ -54,7 +54,8 @@ MEGAMOE_DEVICE void await_wide(WideSums<n>& acc, WideOperand (&a)[2]) {
     }
 }
 
-// A slot's products, times the scales of its rows and halves. The scales are read before the slot is released.
+// A slot's products, times the scales of its rows and halves. The scales are read before the slot is
+// released.
 template <int n>
 struct WideScales {
     float of_row[n / 4];
@@ -81,7 +82,7 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
     using Rows = typename T::Gemm1::A;
     auto& smem = tile_smem<T>();
     arch::Desc rows = arch::make_desc(smem.slots[0].a);
-    WideWeights<Rows> weights;
+    PackedRows<Rows> at;
     int quad = WideFragment().quad;
     WideSums<n> product;
     clear<n>(sum);
@@ -92,9 +93,7 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
         await_slot<T>(ctx, ring);
         WideOperand a[2];
         float weight_scale[2];
-        MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half)
-            weights.expand(a[half], &weight_scale[half], smem.slots[slot].b[half]);
+        expand_wide(a, weight_scale, smem.slots[slot].b, at);
         if constexpr (Rows::scaled) {
             issue_wide<typename Rows::Element, n>(product, a, b, false);
             WideScales<n> scales(smem.a_scale[slot], quad);

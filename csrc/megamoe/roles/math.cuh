@@ -33,8 +33,8 @@ struct OutputSlots {
         ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
         ring.advance();
     }
-    // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, which is not
-    // stored and may hold anything. `ahead`: of this place in the ring.
+    // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, which is
+    // not stored and may hold anything. `ahead`: of this place in the ring.
     struct Common {
         uint8_t *slot, *beside;
     };
@@ -67,7 +67,8 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
     arch::warp_sync();
 }
 
-// A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet spill.
+// A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet
+// spill.
 template <class T, int n>
 MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, int slots) {
     WideSums<n> sum;
