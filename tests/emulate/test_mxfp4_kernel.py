@@ -1,7 +1,7 @@
 """MXFP4 weights in the emulated kernel: bit for bit what the kernel makes of the same numbers in e4m3 or bf16.
 
-Expansion and its own barrier are all that differs, so the two have to agree exactly: whoever expands, whatever the
-order of fibers, where scales lie so far apart that e4m3 rounds, and at edges of tiles.
+The two have to agree exactly: in the wide form and in the tall one, whatever the order of fibers, where scales lie so far
+apart that e4m3 rounds, and at edges of tiles.
 """
 
 from __future__ import annotations
@@ -94,15 +94,18 @@ def check(
 @pytest.mark.parametrize("precision", list(PLAIN))
 @pytest.mark.parametrize(
     ("tokens", "routing", "seed"),
-    [(5, "uniform", 0), (64, "hot", 1), (65, "hot", 2), (150, "hot", 3), (150, "uniform", 4)],
-)
+    [
+        (5, "uniform", 0), (16, "hot", 5), (17, "hot", 6), (33, "hot", 7), (64, "hot", 1),
+        (65, "hot", 2), (150, "hot", 3), (150, "uniform", 4),
+    ],
+)  # fmt: skip
 def test_bits_are_those_of_the_same_numbers(
     precision: str, tokens: int, routing: str, seed: int
 ) -> None:
-    """Blocks of up to 64 rows, which the idle warpgroup expands, and larger ones; shared A and shared B."""
+    """Blocks of up to 64 rows, in the wide form for 16, 32 and 64, and larger ones; shared A and shared B."""
     check(
         Problem(416, 288, 3, 2, max_tokens=150, precision=precision),
-        *(tokens,), seed=seed, routing=routing, num_ctas=4,
+        *(tokens,), spread=4 if seed < 6 else 20, seed=seed, routing=routing, num_ctas=4,
     )  # fmt: skip
 
 
@@ -163,13 +166,35 @@ def test_the_oracle_of_quantized_weights() -> None:
 
 FLAWS = {
     "not waiting for the other half": (
+        "gemm/mainloop.cuh",
         "if constexpr (T::Gemm1::B::expanded) ring.await(ctx.mem, tile_smem<T>().expanded);",
         "",
     ),
-    "not meeting before writing": ("[] { math_group_sync(); }", "[] {}"),
+    "not meeting before writing": ("gemm/mainloop.cuh", "[] { math_group_sync(); }", "[] {}"),
     "an absent tile's slots do not pass": (
+        "gemm/mainloop.cuh",
         "if constexpr (T::Gemm1::B::expanded) pass_half<T>(ctx, ring);",
         "",
+    ),
+    "a short tile's slots do not pass": (
+        "gemm/wide.cuh",
+        "pass_half<T>(ctx, ring);  // all lanes have read",
+        "arch::warp_sync();",
+    ),
+    "rows are scaled by one warp's largest": (
+        "formats/e4m3.cuh",
+        "math_sync();  // the largest of all columns",
+        "",
+    ),
+    "a slot is handed over half filled": (
+        "roles/math.cuh",
+        "math_sync();  // either warpgroup's commits are for both",
+        "",
+    ),
+    "a slot is filled while it is stored": (
+        "roles/math.cuh",
+        "at.acquire(ctx.mem, smem.outputs[group]);",
+        "{}",
     ),
 }
 
@@ -185,16 +210,18 @@ def test_a_flaw_of_the_hand_over_is_seen(
 
     source = tmp_path / "csrc"
     shutil.copytree(paths.CSRC, source)
-    header = source / "megamoe/gemm/mainloop.cuh"
-    old, new = FLAWS[flaw]
+    file, old, new = FLAWS[flaw]
+    header = source / "megamoe" / file
     assert header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new))
     monkeypatch.setattr(paths, "CSRC", source)
     problem = Problem(416, 288, 3, 2, max_tokens=150, precision="fp8xmxfp4")
 
     def run() -> None:
-        for seed in range(1, 5):
+        for seed in range(1, 9):
             check(problem, 150, routing="hot", seed=seed, num_ctas=4)
+            check(problem, 16, seed=seed)
+            check(problem, 60, seed=seed)
 
     with pytest.raises((AssertionError, EmulationError)):
         run()

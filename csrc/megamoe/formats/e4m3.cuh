@@ -119,7 +119,7 @@ struct E4m3Rows {
                 if (first_column) amax[warp * group_rows + f.row(g) + j] = group.amax();
             }
         }
-        math_sync();
+        math_sync();  // the largest of all columns
         MEGAMOE_UNROLL
         for (int g = 0; g < n / 4; ++g) {
             MEGAMOE_UNROLL
