@@ -25,6 +25,7 @@ from megamoe.jit.compiler import (
     compile_source,
     prebuilt_flags,
 )
+from megamoe.jit.grouped import grouped_variants
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, QUANTIZE, QUANTIZE_SOURCE, variants
 
 
@@ -77,7 +78,7 @@ def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[_
     flags = tuple(args.flag)
     units = [
         _Unit(str(v), v.source(), flags)
-        for v in variants(args.profile)
+        for v in (*variants(args.profile), *grouped_variants())
         if args.precision in (None, v.precision) and args.activation in (None, v.activation)
     ]
     if args.all or not narrowed:

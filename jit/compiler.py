@@ -16,6 +16,7 @@ from typing import Any
 from megamoe import env
 from megamoe.errors import CompileError, MegaMoEError
 from megamoe.jit import cache, paths, prebuilt
+from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 
 logger = logging.getLogger("megamoe")
@@ -48,7 +49,7 @@ class CompileResult:
     origin: str = "cached"  # or "compiled", "prebuilt"
 
 
-def compile_variant(variant: Variant, flags: Sequence[str] = ()) -> CompileResult:
+def compile_variant(variant: Variant | GroupedVariant, flags: Sequence[str] = ()) -> CompileResult:
     """Compile one variant, or take it from the prebuilt kernels or the cache."""
     return compile_source(variant.source(), name=f"{variant}.cu", flags=flags)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from megamoe.errors import CompileError
 from megamoe.jit import cache, paths
+from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 
 # -O2 vectorises the tensor cores' loops, which pick the widest instructions at run time. Hidden symbols and no unique
@@ -57,7 +58,7 @@ def build_source(source: str, flags: tuple[str, ...] = (), directory: Path | Non
 
 
 def build_host(
-    variant: Variant, flags: tuple[str, ...] = (), directory: Path | None = None
+    variant: Variant | GroupedVariant, flags: tuple[str, ...] = (), directory: Path | None = None
 ) -> Path:
     """Compile a kernel variant for the emulated machine; return the shared object."""
     return build_source(variant.source(), flags, directory)

@@ -14,6 +14,7 @@ from megamoe.jit import abi
 from megamoe.jit.compiler import compile_variant
 from megamoe.jit.cubin import read_u32
 from megamoe.jit.driver import check, device_attribute, use_device
+from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
@@ -119,7 +120,7 @@ class Launcher:
             check(result)
 
 
-_loaded: dict[tuple[Variant, int], Kernel] = {}
+_loaded: dict[tuple[Variant | GroupedVariant, int], Kernel] = {}
 _loading = threading.Lock()
 
 
@@ -136,7 +137,7 @@ def check_abi(cubin: bytes, what: str) -> int:
     return smem_bytes
 
 
-def load_kernel(variant: Variant, device: int) -> Kernel:
+def load_kernel(variant: Variant | GroupedVariant, device: int) -> Kernel:
     """Return the kernel of a variant on a device, prebuilt, from the cache or compiled."""
     with _loading:
         kernel = _loaded.get((variant, device))

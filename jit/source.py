@@ -77,7 +77,7 @@ struct Traits
 }};
 }}  // namespace megamoe
 
-MEGAMOE_KERNEL({self.entry}, megamoe::Traits)
+MEGAMOE_KERNEL({self.entry}, megamoe::two_gemm, megamoe::Traits)
 """
 
 

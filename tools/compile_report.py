@@ -74,7 +74,9 @@ def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, i
         print(f"{variant:<24}{', '.join(moved) or 'equal'}")
 
 
-def check(variant: jit.Variant, result: jit.CompileResult, counts: Counter | None) -> list[str]:
+def check(
+    variant: jit.Variant | jit.GroupedVariant, result: jit.CompileResult, counts: Counter | None
+) -> list[str]:
     """Return what is wrong with a compiled variant."""
     faults = []
     if not result.registers:
@@ -108,7 +110,8 @@ def main() -> int:
         except OSError as error:
             parser.error(f"--against {args.against}: {error}; made by --sass {args.against}")
 
-    variants = [v for v in jit.variants(profile=args.profile) if args.only in str(v)]
+    every = jit.variants(profile=args.profile) + ([] if args.profile else jit.grouped_variants())
+    variants = [v for v in every if args.only in str(v)]
     nvdisasm = paths.find_tool("nvdisasm")
     if nvdisasm is None:
         print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")

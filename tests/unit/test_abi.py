@@ -9,7 +9,18 @@ import pytest
 from megamoe.errors import AbiMismatch
 from megamoe.jit import abi, paths
 
-STRUCTURES = ("Args", "Gemm", "FaultRecord", "RouteCell", "TensorMap", "Training", "StateHeader")
+STRUCTURES = (
+    *(
+        "Args",
+        "Gemm",
+        "FaultRecord",
+        "RouteCell",
+        "TensorMap",
+        "Training",
+        "StateHeader",
+        "Grouped",
+    ),
+)
 
 
 @pytest.fixture(scope="module")

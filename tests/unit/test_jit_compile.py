@@ -13,6 +13,7 @@ from megamoe.jit import abi, paths
 from megamoe.jit.__main__ import main as warm
 from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
 from megamoe.jit.cubin import read_u32
+from megamoe.jit.grouped import GroupedVariant, grouped_variants
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
 from megamoe.jit.source import ACTIVATIONS, QUANTIZE_SOURCE, Variant, variants
@@ -41,10 +42,14 @@ QUICK = [v for v in variants() if v.kernel == "forward" and v.precision in TRAIN
     Variant("fp8", "clamped_swiglu", kernel="train"),
     Variant("bf16", "clamped_swiglu", kernel="backward"),
 ]
+QUICK_GROUPED = [GroupedVariant("saving", "swiglu"), GroupedVariant("weights")]
+EVERY = variants() + grouped_variants()
 
 
 @pytest.fixture(
-    params=[v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in variants()],
+    params=[
+        v if v in QUICK + QUICK_GROUPED else pytest.param(v, marks=pytest.mark.slow) for v in EVERY
+    ],
     ids=str,
 )
 def built(request):
@@ -68,8 +73,9 @@ def test_instructions(built, tmp_path):
     assert count[other] == 0
     assert count["UTMALDG"] >= 3  # A, and two halves of B
     assert count["UTMASTG"] >= 1
-    assert (count["UTMAREDG"] > 0) == (variant.kernel == "backward")  # adds to main_grad,
-    assert (count["UTMAPF"] > 0) == (variant.kernel == "backward")  # which is asked into L2 before
+    adds = variant.kernel == "backward" or variant == GroupedVariant("weights")
+    assert (count["UTMAREDG"] > 0) == adds  # to main_grad,
+    assert (count["UTMAPF"] > 0) == adds  # which is asked into L2 before
     assert count["USETMAXREG"] >= 2
     assert count["LDL"] == count["STL"] == 0
 
@@ -101,9 +107,10 @@ def test_quantize_kernel():
 def test_everything_is_warmed_at_once(capsys, monkeypatch):
     """Here the quick ones stand for all."""
     monkeypatch.setattr("megamoe.jit.__main__.variants", lambda profile: QUICK)
+    monkeypatch.setattr("megamoe.jit.__main__.grouped_variants", lambda: QUICK_GROUPED)
     assert warm(["--all"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert names == ["quantize-weights", *map(str, QUICK)]
+    assert names == ["quantize-weights", *map(str, QUICK + QUICK_GROUPED)]
 
 
 def test_variants_are_all_that_a_layer_asks_for():

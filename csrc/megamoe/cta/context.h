@@ -1,4 +1,4 @@
-// What every role is given, and the tile stream that all of them walk.
+// What every role is given, and what it may ask of a tile. The stream of tiles is cta/tiles.h.
 #pragma once
 #include "megamoe/cta/profile.h"
 #include "megamoe/cta/smem.h"
@@ -58,8 +58,14 @@ MEGAMOE_DEVICE Tile& current_tile() {
     return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
 }
 
-// What a launch does. `train` is forward, and saves what `backward` needs.
-enum class Direction { forward, train, backward };
+// What a launch does. `train` is forward, and saves what `backward` needs. The grouped ones run one GEMM over
+// rows that the caller has sorted by expert: a row of output for each, or a matrix for each expert.
+enum class Direction { forward, train, backward, grouped, grouped_weights };
+template <class T>
+constexpr bool is_grouped = T::direction == Direction::grouped || T::direction == Direction::grouped_weights;
+template <class T>
+constexpr bool has_weight_tiles =
+    T::direction == Direction::backward || T::direction == Direction::grouped_weights;
 
 // Stage::recompute has the sizes of backward's gemm1, dy w2: both make columns of the intermediate.
 MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
@@ -149,14 +155,6 @@ MEGAMOE_DEVICE Halves<typename T::Tiling> halves_of(Stage stage, int n) {
     return {planes, n * (planes ? S::half_columns : S::columns)};
 }
 
-MEGAMOE_DEVICE BlockEntry block_entry(const Args& args, int block) {
-    return {args.block_table[int64_t{2} * block]};
-}
-MEGAMOE_DEVICE Group block_group(const Args& args, int block) {
-    int packed = args.block_table[int64_t{2} * block + 1];
-    return {packed >> 8, packed & 0xff};
-}
-
 MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 
 // Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
@@ -195,102 +193,6 @@ struct GradientBlock {
     }
 };
 template <class T>
-MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, Stage stage) {
-    using S = typename T::Tiling;
-    bool first = stage == Stage::dw13;
-    if ((args.training.weights_wanted & (first ? 1 : 2)) == 0) return {0, 0};
-    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gradient_rows(args, stage), S::rows),
-            ceil_div(gradient_columns(args, stage), S::columns)};
-}
-
-// The tiles of this CTA, in order; the same stream for every role.
-template <class T>
-class Tiles {
-  public:
-    // `all_weights`: nothing but the tiles of weight gradients, those of experts without rows too.
-    MEGAMOE_DEVICE explicit Tiles(const Context& ctx, bool all_weights = false)
-        : ctx_(ctx),
-          all_weights_(all_weights),
-          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
-                  units_of(Shape<T>::tiles(ctx.args, Stage::gemm2)), step_blocks(ctx),
-                  cta_idx(ctx) / pair_ctas, num_ctas(ctx) / pair_ctas) {
-        if (recomputes() || all_weights || only_weights<T>(ctx.args))
-            stream_.next2 = stream_.num_blocks * stream_.units2;
-        if (all_weights) stream_.next1 = stream_.num_blocks * stream_.units1;
-    }
-
-    MEGAMOE_DEVICE Tile next() {
-        while (!stream_.done()) {
-            Position p = stream_.pop();
-            Stage stage = p.stage == Stage::gemm1 ? first_stage() : p.stage;
-            int tiles = Shape<T>::tiles(ctx_.args, stage);
-            UnitTile unit;
-            if (!unit_in_group(block_group(ctx_.args, p.portion), p, tiles, pair_member(), &unit)) continue;
-            return {stage,
-                    unit.shared,
-                    unit.block,
-                    unit.n < tiles ? unit.n : -1,
-                    block_entry(ctx_.args, unit.block),
-                    Shape<T>::k_slots(ctx_.args, stage),
-                    Shape<T>::input_slots(stage)};
-        }
-        if constexpr (T::direction == Direction::backward) {
-            if (!recomputes()) return next_weights();
-        }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
-    }
-    // No tile of gemm1 is to come.
-    MEGAMOE_DEVICE bool gemm1_done() const { return !recomputes() && stream_.gemm1_done(); }
-
-  private:
-    MEGAMOE_DEVICE bool recomputes() const {
-        return T::direction == Direction::backward && ctx_.smem.plan.phase == Phase::recompute;
-    }
-    MEGAMOE_DEVICE Stage first_stage() const { return recomputes() ? Stage::recompute : Stage::gemm1; }
-
-    // An expert without rows has one slot, of zeros, unless zeros would be added.
-    MEGAMOE_DEVICE Tile next_weights() {
-        using S = typename T::Tiling;
-        const Args& args = ctx_.args;
-        WeightMatrix w13 = weight_matrix<T>(args, Stage::dw13), w2 = weight_matrix<T>(args, Stage::dw2);
-        int num_units = num_weight_units(args.num_local_experts, w13, w2);
-        while (next_weight_ * stride() + pair() < num_units) {
-            WeightUnit w = weight_unit(next_weight_++ * stride() + pair(), w13, w2);
-            int rows = ctx_.smem.plan.num_blocks != 0 ? args.training.expert_rows[2 * w.expert + 1] : 0;
-            if (rows == 0 && adds_weight_gradients(ctx_) && !all_weights_) continue;
-            WeightMatrix matrix = w.stage == Stage::dw13 ? w13 : w2;
-            UnitTile unit;
-            if (!unit_in_group(group_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles,
-                               pair_member(), &unit))
-                continue;
-            return {w.stage,
-                    unit.shared,
-                    unit.block,
-                    unit.n < matrix.n_tiles ? unit.n : -1,
-                    {w.expert << 8 | S::rows},
-                    max_of(1, ceil_div(rows, group_rows)),
-                    0};
-        }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
-    }
-
-    // Two gemm1 tiles a CTA and step, or what the caller asked for.
-    static MEGAMOE_DEVICE int step_blocks(const Context& ctx) {
-        const Args& args = ctx.args;
-        int blocks = args.step_blocks != 0 ? args.step_blocks
-                                           : ceil_div(2 * num_ctas(ctx), Shape<T>::tiles(args, Stage::gemm1));
-        return max_of(blocks, max_group);
-    }
-    MEGAMOE_DEVICE int pair() const { return cta_idx(ctx_) / pair_ctas; }
-    MEGAMOE_DEVICE int stride() const { return num_ctas(ctx_) / pair_ctas; }
-
-    const Context& ctx_;
-    bool all_weights_;
-    UnitStream stream_;
-    int next_weight_ = 0;  // of this pair
-};
-
-template <class T>
 using PipelineRing = Ring<T::Tiling::num_slots>;
 template <class T>
 using OutputRing = Ring<T::Tiling::num_output_slots>;
@@ -307,10 +209,40 @@ MEGAMOE_DEVICE void await_slot(Context& ctx, PipelineRing<T> ring) {
 template <class T>
 using Sums = float[2][T::Tiling::sums];
 
-// The first row of a tile's block in the pool.
+// The first row of a tile's block: in the pool, or of the caller's rows.
 template <class T>
 MEGAMOE_DEVICE int row0(const Tile& tile) {
-    return tile.block * T::Tiling::rows;
+    if constexpr (is_grouped<T>) {
+        const ExpertTable& table = cta_smem<T>().common.experts;
+        int expert = tile.expert();
+        return table.first_row[expert] + (tile.block - table.first_block[expert]) * T::Tiling::rows;
+    } else {
+        return tile.block * T::Tiling::rows;
+    }
+}
+
+// A ragged map of rows has dimensions (columns, 64, rows + 1, 1), one distance between rows in both, and
+// begins 64 rows early. So a box at 64 - n, row + n is `row` and the n - 1 behind it: TMA clips the others,
+// or reads them as zeros. docs/ops.md has the picture.
+struct RaggedBox {
+    int skipped, end;
+    MEGAMOE_DEVICE RaggedBox(int row, int rows) {
+        int n = max_of(0, min_of(group_rows, rows));
+        skipped = group_rows - n;
+        end = row + n;
+    }
+};
+
+// One thread: 64 rows of a tile, from its row `row` on, to an output that has the launch's rows.
+template <class T>
+MEGAMOE_DEVICE void store_rows(const TensorMap* map, const void* from, int column, const Tile& tile,
+                               int row) {
+    if constexpr (is_grouped<T>) {
+        RaggedBox box(row0<T>(tile) + row, tile.rows() - row);
+        arch::tma_store_4d(map, from, column, box.skipped, box.end, 0);
+    } else {
+        arch::tma_store_2d(map, from, column, row0<T>(tile) + row);
+    }
 }
 
 }  // namespace megamoe

@@ -85,10 +85,24 @@ struct RoutingSmem {
     int32_t padding_before[max_local_experts];
 };
 
-struct Smem {
+struct MoverSmem {
     ReducerState reducer[num_movers * 32];
     CombinerState combiner[num_movers * 32];
     SumJob job[num_movers];
+};
+
+// Of a grouped launch, whose rows stand sorted by expert where the caller has them: each expert's first block
+// and first row; behind the last expert, where the blocks and the rows of all end.
+struct ExpertTable {
+    int32_t first_block[max_local_experts + 1];
+    int32_t first_row[max_local_experts + 1];
+};
+
+struct Smem {
+    union {
+        MoverSmem movers;
+        ExpertTable experts;  // a grouped launch has no movers
+    };
     int32_t row_shares_taken, token_shares_taken;  // by the movers of this CTA, in this pass
     PassPlan draft;                                // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;

@@ -61,11 +61,11 @@ struct ActivationGradientEpilogue {
         if (column >= ctx.args.gemm[0].n) return;
         MEGAMOE_UNROLL_BY(1)
         for (int box = 0; box < boxes(tile); ++box) {
-            int row = row0<T>(tile) + box * group_rows;
+            int row = box * group_rows;
             MEGAMOE_UNROLL_BY(1)
             for (int plane = 0; plane < gu_planes; ++plane)
-                arch::tma_store_2d(&training.dgu[plane], slot.b[plane] + box * box_bytes, column, row);
-            arch::tma_store_2d(&training.hs, slot.a + box * box_bytes, column, row);
+                store_rows<T>(&training.dgu[plane], slot.b[plane] + box * box_bytes, column, tile, row);
+            store_rows<T>(&training.hs, slot.a + box * box_bytes, column, tile, row);
         }
     }
 
@@ -75,7 +75,9 @@ struct ActivationGradientEpilogue {
         const Args& args = ctx.args;
         Fragment f;
         int group_row = math_group() * group_rows, row = row0<T>(tile) + group_row + f.row;
-        const float s[2] = {args.training.row_weight[row], args.training.row_weight[row + 8]};
+        constexpr bool weighted = T::direction == Direction::backward;
+        const float s[2] = {weighted ? args.training.row_weight[row] : 1.0f,
+                            weighted ? args.training.row_weight[row + 8] : 1.0f};
         float d_s[2] = {0.0f, 0.0f};
         uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of a half, where Rows has scales
         MEGAMOE_UNROLL
@@ -109,7 +111,7 @@ struct ActivationGradientEpilogue {
                 }
             }
             // Before the last hand-over, which the tile's release follows.
-            if (input == inputs - 1) store_d_s(ctx, tile, d_s, row, f);
+            if (weighted && input == inputs - 1) store_d_s(ctx, tile, d_s, row, f);
             output.hand_over();
             if constexpr (Rows::scaled) {
                 if (input % inputs_of_half == inputs_of_half - 1)

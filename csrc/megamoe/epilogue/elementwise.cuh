@@ -54,8 +54,8 @@ MEGAMOE_DEVICE int output_slots(const Args& args, Stage stage) {
 template <class T, class Input, class Output>
 MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, Output output) {
     int slots = output_slots<T>(args, tile.stage), c = 0;
-    if constexpr (T::direction == Direction::backward) {
-        using E = typename T::Gemm1::Epilogue;  // the one that has inputs
+    using E = typename T::Gemm1::Epilogue;  // the only one that may have inputs
+    if constexpr (E::inputs != 0) {
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.inputs;) {
             if (c < E::slots_before(i)) {
@@ -120,7 +120,7 @@ template <class E1, class E2, class T, class Output>
 MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     const Args& args = ctx.args;
     Fragment f;
-    bool first = tile.stage == Stage::gemm1;
+    bool first = same<E1, E2> || tile.stage == Stage::gemm1;
     const Gemm& gemm = gemm_of(args, tile.stage);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {

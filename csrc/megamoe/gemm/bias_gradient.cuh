@@ -14,9 +14,11 @@ class BiasGradient {
     MEGAMOE_DEVICE BiasGradient(const Context& ctx, const Tile& tile) {
         const Training& training = ctx.args.training;
         out_ = gradient_of(ctx, tile);
-        int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
-        weights_ =
-            tile.stage == Stage::dw13 || row >= ctx.args.pool_rows ? nullptr : training.row_weight + row;
+        weights_ = nullptr;
+        if constexpr (!is_grouped<T>) {
+            int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
+            if (tile.stage != Stage::dw13 && row < ctx.args.pool_rows) weights_ = training.row_weight + row;
+        }
         slots_ = tile.slots;
         ask_for_weights(0);
     }

@@ -26,6 +26,15 @@ MEGAMOE_DEVICE void load_4d(bool both, void* to, const TensorMap* map, uint64_t*
     }
 }
 
+// An MN-major half of B: columns from c0 on.
+template <class S>
+MEGAMOE_DEVICE void load_columns(bool both, uint8_t* to, const TensorMap* map, uint64_t* full, int c0, int c1,
+                                 int c2, int c3) {
+    MEGAMOE_UNROLL_BY(1)
+    for (int n = 0; n < S::half_columns; n += mma_mn_columns, to += box_bytes)
+        load_4d(both, to, map, full, c0 + n, c1, c2, c3);
+}
+
 // Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind
 // the last.
 template <class T>

@@ -93,9 +93,7 @@ struct GradientWeights {
             load_4d(both, to, map, full, at.k, halves.column(half), halves.plane(half) + at.plane, expert);
             return;
         }
-        MEGAMOE_UNROLL_BY(1)
-        for (int n = 0; n < S::half_columns; n += mma_mn_columns, to += box_bytes)
-            load_4d(both, to, map, full, halves.column(half) + n, k + at.k, at.plane, expert);
+        load_columns<S>(both, to, map, full, halves.column(half), k + at.k, at.plane, expert);
     }
 };
 

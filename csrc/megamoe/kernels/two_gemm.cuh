@@ -7,6 +7,8 @@
 //   RowsOf<T>, WeightsOf<T>   where a tile's A and B lie (gemm/operands.h)
 //   profile              with timestamps?
 #pragma once
+#include "megamoe/cta/tiles.h"
+#include "megamoe/kernels/cta.cuh"
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -22,30 +24,6 @@ namespace megamoe {
 // warps leave is the transport warps'.
 template <class T>
 constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
-
-template <class T>
-MEGAMOE_DEVICE void init_barriers() {
-    using S = typename T::Tiling;
-    auto& smem = tile_smem<T>();
-    if (arch::thread_idx() == 0) {
-        for (int s = 0; s < S::num_slots; ++s) {
-            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
-            // every math warp of the pair
-            arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
-            if constexpr (T::Gemm1::B::expanded)  // of either half the four warps of a warpgroup
-                arch::mbar_init(&smem.expanded.full[s], math_role.num_warps);
-        }
-        for (int g = 0; g < num_math_groups; ++g) {
-            for (int s = 0; s < S::num_output_slots; ++s) {
-                arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
-                arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
-            }
-        }
-        arch::mbar_fence_init();
-    }
-    arch::warp_sync();
-    arch::cluster_sync();
-}
 
 // Runs `body` once a pass, between the cluster barriers that frame it, which mover_passes() meets too. Called
 // by converged warps.
@@ -259,18 +237,3 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
 }
 
 }  // namespace megamoe
-
-#if defined(MEGAMOE_EMULATE)
-#include "megamoe/arch/host/entry.h"
-#define MEGAMOE_KERNEL(name, traits)                                                              \
-    MEGAMOE_HOST_ENTRY(name, megamoe::two_gemm<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
-                       megamoe::num_threads);
-#else
-#define MEGAMOE_KERNEL(name, traits)                                                                    \
-    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                    \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>); \
-    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                               \
-        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) {   \
-        megamoe::two_gemm<traits>(args);                                                                \
-    }
-#endif

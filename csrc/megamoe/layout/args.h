@@ -108,6 +108,15 @@ struct Training {
     int32_t only_weights;      // on all ranks: gemm2 is left out, dx and d_topk_weights are not written
 };
 
+// What a grouped launch has (kernels/grouped.cuh), besides gemm[0], num_local_experts and what its epilogue needs of
+// Training. R rows, sorted by expert. Maps of outputs, and of weight gradients' operands, are ragged (cta/context.h).
+struct Grouped {
+    const int32_t* ends;  // [num_local_experts] where the rows of each expert end; null: all are one expert's
+    void* cleared[3];     // outputs [R, row bytes] or null: rows of no expert become zeros
+    int64_t cleared_row_bytes[3];
+    int32_t num_rows;     // R
+};
+
 struct Args {
     Gemm gemm[2];  // by Stage
     // inputs and output, ordinary memory
@@ -175,6 +184,7 @@ struct Args {
     float act_limit;
     float act_up_offset;
     Training training;
+    Grouped grouped;
 };
 
 // clang-format on

@@ -129,7 +129,9 @@ class Combiner {
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) { return ctx.smem.combiner[mover_thread()]; }
+    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) {
+        return ctx.smem.movers.combiner[mover_thread()];
+    }
 };
 
 }  // namespace megamoe

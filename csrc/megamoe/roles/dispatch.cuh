@@ -2,6 +2,7 @@
 // rank and fan it out to all its rows, with ordinary 16-byte loads and stores. It waits for peers' staging
 // only.
 #pragma once
+#include "megamoe/cta/tiles.h"
 #include "megamoe/formats/format.h"
 #include "megamoe/gemm/operands.h"
 #include "megamoe/roles/routes.cuh"
@@ -16,7 +17,7 @@ MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
     int lane = arch::lane_idx();
     for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * (group_rows / rows);
          i += num_transports(ctx)) {
-        int block = i / (group_rows / rows), used = block_entry(ctx.args, block).rows();
+        int block = i / (group_rows / rows), used = block_entry<T>(ctx, block).rows();
         int of_block = used + i % (group_rows / rows) * rows + lane;
         for (uint32_t left = arch::ballot(lane < rows && of_block < rows_filled<T>(used)); left != 0;
              left &= left - 1)

@@ -8,6 +8,7 @@
 // load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
 // that; a slot without data and with a tile that is not valid ends the pass.
 #pragma once
+#include "megamoe/cta/tiles.h"
 #include "megamoe/formats/mxfp4.cuh"
 #include "megamoe/gemm/operands.h"
 

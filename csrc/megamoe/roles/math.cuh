@@ -120,7 +120,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     output.hand_over();
                 });
         } else {
-            if constexpr (T::direction == Direction::backward) {
+            if constexpr (has_weight_tiles<T>) {
                 if (is_weight_gradient(tile.stage)) {
                     Sums<T> sum;
                     multiply_gradient<T>(sum, ctx, ring, tile);
@@ -129,10 +129,12 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     continue;
                 }
             }
-            Sums<T> sum;
-            multiply<T>(sum, ctx, ring, tile, tile.slots);
-            tile = current_tile<T>();
-            finish<T>(ctx, tile, ring, output, sum);
+            if constexpr (T::direction != Direction::grouped_weights) {
+                Sums<T> sum;
+                multiply<T>(sum, ctx, ring, tile, tile.slots);
+                tile = current_tile<T>();
+                finish<T>(ctx, tile, ring, output, sum);
+            }
         }
     }
     skip_slots<T>(ctx, ring, 1);

@@ -143,7 +143,9 @@ class Reducer {
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) { return ctx.smem.reducer[mover_thread()]; }
+    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) {
+        return ctx.smem.movers.reducer[mover_thread()];
+    }
 };
 
 }  // namespace megamoe

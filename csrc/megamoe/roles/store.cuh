@@ -2,6 +2,7 @@
 // until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
 // cost a short tile 20 %.
 #pragma once
+#include "megamoe/cta/tiles.h"
 #include "megamoe/epilogue/elementwise.cuh"
 
 namespace megamoe {
@@ -52,13 +53,13 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
         const void* from = smem.output[group][output.slot()];
         int row = group * group_rows;
         if (to.column >= to.width || tile.rows() <= row) continue;
-        if constexpr (T::direction == Direction::backward) {
+        if constexpr (has_weight_tiles<T>) {
             if (is_weight_gradient(tile.stage)) {
                 T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
                 continue;
             }
         }
-        arch::tma_store_2d(to.map, from, to.column, row0<T>(tile) + row);
+        store_rows<T>(to.map, from, to.column, tile, row);
     }
     arch::bulk_commit();
     arch::bulk_wait_read();
@@ -76,7 +77,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
         if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
         if (tile.absent()) continue;
-        if constexpr (T::direction == Direction::backward) {
+        if constexpr (has_weight_tiles<T>) {
             // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
             // much of it left L2 again.
             if (is_weight_gradient(tile.stage) && adds_weight_gradients(ctx))
@@ -92,12 +93,13 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
                 store_output<T>(ctx, tile, slot, output);
                 output.advance();
             });
+        if constexpr (is_grouped<T>) continue;  // nobody waits
         if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
         if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }
     stored.look(ctx, tiles.gemm1_done());
     // Of tiles that no edge says are there: the next phase reads them, or the next launch.
-    if constexpr (T::direction == Direction::backward) ctx.mem.async_complete();
+    if constexpr (is_grouped<T> || T::direction == Direction::backward) ctx.mem.async_complete();
 }
 
 }  // namespace megamoe

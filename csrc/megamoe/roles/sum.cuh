@@ -17,7 +17,7 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
             arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
 }
 
-MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.job[mover_warp()]; }
+MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.movers.job[mover_warp()]; }
 
 // What slice `slice` of a partial, or of a row of y, holds.
 struct VectorRange {

@@ -1,0 +1,92 @@
+// Where the operands of a grouped launch's tiles lie: nobody has to wait for them.
+//
+//   kernel      A                               B
+//   rows        rows, K-major; in P planes      weights as forward has them, K-major: WeightRows; or
+//   MN-major,
+//               of K where `k_planes` is 2      [L, P, k, n]: GroupedColumns
+//   weights     rows, MN-major, ragged          rows, MN-major, ragged: both with K = rows of the expert
+#pragma once
+#include "megamoe/gemm/operands_backward.h"
+
+namespace megamoe {
+
+template <class T>
+MEGAMOE_DEVICE int slots_of_k_plane(const Args& args) {  // far away where K has one plane
+    return T::Gemm1::k_planes == 2 ? Shape<T>::k_slots(args, Stage::gemm1) / 2 : 1 << 24;
+}
+
+template <class T>
+struct GroupedRows {
+    const TensorMap* map;  // of the first plane
+    int row, plane_slots;
+    MEGAMOE_DEVICE GroupedRows(const Context& ctx, const Tile& tile)
+        : map(T::Gemm1::k_planes == 2 ? ctx.args.training.dgu_rows : &ctx.args.gemm[0].a),
+          row(row0<T>(tile)),
+          plane_slots(slots_of_k_plane<T>(ctx.args)) {}
+
+    static MEGAMOE_DEVICE void ready(Context&, const Tile&) {}
+    // Behind the expert's last row stand the next one's: what comes of them is not stored.
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
+        PlaneOfK at(slot, plane_slots, T::Gemm1::slot_k);
+        load_2d(both, to, map + at.plane, full, at.k, row + half * group_rows);
+    }
+};
+
+template <class T>
+struct GroupedColumns {
+    using S = typename T::Tiling;
+    const TensorMap* map;
+    Halves<S> halves;
+    int expert, plane_slots;
+    MEGAMOE_DEVICE GroupedColumns(const Context& ctx, const Tile& tile)
+        : map(&ctx.args.gemm[0].b),
+          halves(halves_of<T>(tile.stage, tile.n)),
+          expert(tile.expert()),
+          plane_slots(slots_of_k_plane<T>(ctx.args)) {}
+    MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
+        PlaneOfK at(slot, plane_slots, T::Gemm1::slot_k);
+        load_columns<S>(both, to, map, full, halves.column(half), at.k, at.plane, expert);
+    }
+};
+
+// Of both operands of a weight tile: 64 rows of its expert, zeros behind the last.
+struct RowsOfK {
+    const int32_t* first;
+    MEGAMOE_DEVICE RowsOfK(const Context& ctx, const Tile& tile)
+        : first(ctx.smem.experts.first_row + tile.expert()) {}
+    MEGAMOE_DEVICE RaggedBox box(int slot) const {
+        int row = first[0] + slot * group_rows;
+        return {row, first[1] - row};
+    }
+};
+
+template <class T>
+struct RaggedRows {
+    const TensorMap* map;
+    RowsOfK k;
+    int m;
+    MEGAMOE_DEVICE RaggedRows(const Context& ctx, const Tile& tile)
+        : map(&ctx.args.gemm[0].a), k(ctx, tile), m(GradientBlock<typename T::Tiling>(ctx.args, tile).row) {}
+
+    static MEGAMOE_DEVICE void ready(Context&, const Tile&) {}
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
+        RaggedBox box = k.box(slot);
+        load_4d(both, to, map, full, m + half * group_rows, box.skipped, box.end, 0);
+    }
+};
+
+template <class T>
+struct RaggedColumns {
+    using S = typename T::Tiling;
+    const TensorMap* map;
+    Halves<S> halves;
+    RowsOfK k;
+    MEGAMOE_DEVICE RaggedColumns(const Context& ctx, const Tile& tile)
+        : map(&ctx.args.gemm[0].b), halves(halves_of<T>(tile.stage, tile.n)), k(ctx, tile) {}
+    MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
+        RaggedBox box = k.box(slot);
+        load_columns<S>(both, to, map, full, halves.column(half), box.skipped, box.end, 0);
+    }
+};
+
+}  // namespace megamoe

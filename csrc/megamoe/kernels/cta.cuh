@@ -1,0 +1,47 @@
+// What every kernel of tiles begins with, and how it is exported.
+#pragma once
+#include "megamoe/cta/context.h"
+#include "megamoe/gemm/mainloop.cuh"
+
+namespace megamoe {
+
+template <class T>
+MEGAMOE_DEVICE void init_barriers() {
+    using S = typename T::Tiling;
+    auto& smem = tile_smem<T>();
+    if (arch::thread_idx() == 0) {
+        for (int s = 0; s < S::num_slots; ++s) {
+            arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
+            // every math warp of the pair
+            arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
+            if constexpr (T::Gemm1::B::expanded)  // of either half the four warps of a warpgroup
+                arch::mbar_init(&smem.expanded.full[s], math_role.num_warps);
+        }
+        for (int g = 0; g < num_math_groups; ++g) {
+            for (int s = 0; s < S::num_output_slots; ++s) {
+                arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
+                arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
+            }
+        }
+        arch::mbar_fence_init();
+    }
+    arch::warp_sync();
+    arch::cluster_sync();
+}
+
+}  // namespace megamoe
+
+// `body`: a function template of such a traits type, called with the arguments by all threads.
+#if defined(MEGAMOE_EMULATE)
+#include "megamoe/arch/host/entry.h"
+#define MEGAMOE_KERNEL(name, body, traits) \
+    MEGAMOE_HOST_ENTRY(name, body<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), megamoe::num_threads);
+#else
+#define MEGAMOE_KERNEL(name, body, traits)                                                              \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                    \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>); \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                               \
+        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) {   \
+        body<traits>(args);                                                                             \
+    }
+#endif

@@ -1,0 +1,112 @@
+// One GEMM over rows that the caller has sorted by expert, without expert parallelism: megamoe.ops. The
+// roles, main loops, epilogues and tile order are the layer's; docs/ops.md says what is different. No CTA
+// waits for another but its partner, so a launch takes the SMs that it gets.
+#pragma once
+#include "megamoe/epilogue/activation_gradient.cuh"
+#include "megamoe/epilogue/plain.cuh"
+#include "megamoe/epilogue/pre_activation.cuh"
+#include "megamoe/epilogue/weight_gradient.cuh"
+#include "megamoe/gemm/operands_grouped.h"
+#include "megamoe/kernels/cta.cuh"
+#include "megamoe/roles/grouped.cuh"
+#include "megamoe/roles/load.cuh"
+#include "megamoe/roles/math.cuh"
+#include "megamoe/roles/store.cuh"
+
+namespace megamoe {
+
+template <class T, class Weights>
+struct GroupedWeightsOf {
+    using Type = WeightRows<T>;
+};
+template <class T>
+struct GroupedWeightsOf<T, Bf16Columns> {
+    using Type = GroupedColumns<T>;
+};
+
+// A row of output for each row.
+template <class S, class Weights, class Epilogue, int k_planes = 1>
+struct GroupedLayer {
+    static constexpr Direction direction = Direction::grouped;
+    static constexpr bool profile = false;
+    using Tiling = S;
+    using Gemm1 = GemmOf<Bf16Rows, Weights, Epilogue, k_planes>;
+    using Gemm2 = Gemm1;
+    template <class T>
+    using RowsOf = GroupedRows<T>;
+    template <class T>
+    using WeightsOf = typename GroupedWeightsOf<T, Weights>::Type;
+};
+
+// out = A B, plus a bias.
+template <class S, class Weights, int k_planes = 1>
+using GroupedProduct = GroupedLayer<S, Weights, PlainEpilogue<S, Bf16Rows>, k_planes>;
+// h = activation(x w13); the second saves the pre-activations.
+template <class S, class Activation>
+using GroupedActivation = GroupedLayer<S, Bf16Weights, ActivationEpilogue<S, Activation, Bf16Rows>>;
+template <class S, class Activation>
+using GroupedSaving = GroupedLayer<S, Bf16Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
+// dgu = (dy w2) act'(gu), and h = act(gu).
+template <class S, class Activation>
+using GroupedGradient = GroupedLayer<S, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
+
+// A^T B of each expert's rows.
+template <class S>
+struct GroupedWeightGradient {
+    static constexpr Direction direction = Direction::grouped_weights;
+    static constexpr bool profile = false;
+    using Tiling = S;
+    using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
+    using Gemm1 = WeightGemm;
+    using Gemm2 = WeightGemm;
+    template <class T>
+    using RowsOf = RaggedRows<T>;
+    template <class T>
+    using WeightsOf = RaggedColumns<T>;
+};
+
+// Of a thread. No transport warp needs what it has in the layer: math takes it, whose epilogues spill with
+// 184.
+constexpr int grouped_math_registers = 208;
+constexpr int grouped_other_registers = (512 - 2 * grouped_math_registers) / 2;
+
+// Who does what: every warp is here once, in the order of cta/warps.h.
+template <class T>
+MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
+    if (warp >= first_math_warp) {
+        arch::registers_grow<grouped_math_registers>();
+        PipelineRing<T> ring;
+        OutputRing<T> output;
+        math<T>(ctx, ring, output);
+        return;
+    }
+    arch::registers_shrink<grouped_other_registers>();
+    if (warp >= first_transport_warp) {
+        clear_rest(ctx);
+    } else if (arch::lane_idx() == 0) {
+        PipelineRing<T> ring;
+        OutputRing<T> output;
+        if (warp == load_a_role.first_warp) load_a<T>(ctx, ring);
+        if (warp == load_b_role.first_warp) load_b<T>(ctx, ring);
+        if (warp == store_role.first_warp) store<T>(ctx, output);
+    }
+}
+
+template <class T>
+MEGAMOE_DEVICE void grouped(const Args& args) {
+    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
+    Smem& smem = cta_smem<T>().common;
+    Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
+    arch::wait_for_previous_grid();
+    if (arch::thread_idx() == 0) {
+        smem.cta = arch::block_idx();
+        smem.num_ctas = arch::grid_dim();
+    }
+    if (arch::warp_idx() == first_transport_warp) make_expert_table<T>(ctx);
+    init_barriers<T>();  // and a barrier of the pair, behind the table
+    run_grouped_role<T>(ctx, arch::warp_idx());
+    arch::warp_sync();
+    arch::cluster_sync();  // a CTA stays until its partner has sent it the last arrival on its barriers
+}
+
+}  // namespace megamoe

@@ -1,0 +1,62 @@
+"""The variants of the grouped kernel, csrc/megamoe/kernels/grouped.cuh: what megamoe.ops launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.errors import ConfigError
+from megamoe.jit.source import ACTIVATIONS, TILE
+
+# -> its layer type; those with {} are of an activation
+STAGES = {
+    "product": f"GroupedProduct<{TILE}, Bf16Weights>",
+    "product-columns": f"GroupedProduct<{TILE}, Bf16Columns>",
+    "product-planes": f"GroupedProduct<{TILE}, Bf16Columns, 2>",
+    "activation": f"GroupedActivation<{TILE}, {{}}>",
+    "saving": f"GroupedSaving<{TILE}, {{}}>",
+    "gradient": f"GroupedGradient<{TILE}, {{}}>",
+    "weights": f"GroupedWeightGradient<{TILE}>",
+}
+
+
+@dataclass(frozen=True)
+class GroupedVariant:
+    """One compiled kernel: a stage of STAGES, with Activation.kind where it has one."""
+
+    stage: str
+    activation: str | None = None
+
+    kernel, precision = "grouped", "bf16"
+    entry = "megamoe_grouped"
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ConfigError("stage", repr(self.stage), "one of " + ", ".join(STAGES))
+        known = ACTIVATIONS if "{}" in STAGES[self.stage] else (None,)
+        if self.activation not in known:
+            raise ConfigError("activation", repr(self.activation), f"one of {list(known)}")
+
+    def __str__(self) -> str:
+        return f"grouped-{self.stage}" + (f"-{self.activation}" if self.activation else "")
+
+    def source(self) -> str:
+        """Render the translation unit; the emulator compiles the same text."""
+        layer = STAGES[self.stage].format(ACTIVATIONS.get(self.activation or ""))
+        return f"""\
+#include "megamoe/kernels/grouped.cuh"
+
+namespace megamoe {{
+struct Traits : {layer} {{}};
+}}  // namespace megamoe
+
+MEGAMOE_KERNEL({self.entry}, megamoe::grouped, megamoe::Traits)
+"""
+
+
+def grouped_variants() -> list[GroupedVariant]:
+    """Return every kernel that megamoe.ops can ask for."""
+    found = []
+    for stage, layer in STAGES.items():
+        kinds = ACTIVATIONS if "{}" in layer else (None,)
+        found += [GroupedVariant(stage, kind) for kind in kinds]
+    return found
