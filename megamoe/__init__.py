@@ -46,6 +46,8 @@ from megamoe.frontend.training import (  # noqa: E402
     set_optimizer_state_dict,
 )
 
+from megamoe import ops as ops  # noqa: E402  isort: skip
+
 _logging.getLogger("megamoe").setLevel(_env.log_level())
 
 __all__ = [

@@ -151,6 +151,7 @@ def reference() -> str:
     listed = [item(f"megamoe.{n}", first_paragraph(d)) for n, d in ours.items() if is_error(d)]
     parts += ["## Errors", "\n".join(listed)]
     modules = {module: definitions(parse(module)) for module in adapters()}
+    modules["megamoe.ops"] = exported("megamoe.ops")
     modules["megamoe.checkpoints"] = exported("megamoe.checkpoints")
     for module, found in modules.items():
         parts += [f"## {module}", *(entry(f"{module}.{n}", node) for n, node in found.items())]

@@ -88,7 +88,7 @@ class Emulation:
         variant = Variant(
             self.problem.precision, self.problem.activation.kind, profile, kernel=kind
         )
-        return getattr(_load(variant, self._flags), variant.entry)
+        return load_kernel(variant, self._flags)
 
     def forward_all(
         self,
@@ -296,7 +296,8 @@ class Emulation:
 _libraries: dict[str, Any] = {}
 
 
-def _load(variant: Variant, flags: tuple[str, ...]) -> Any:
+def load_kernel(variant: Any, flags: tuple[str, ...] = ()) -> Any:
+    """Return the emulated kernel of a variant: (Args of all ranks, ranks, CTAs, seed, report, its bytes) -> status."""
     path = str(host.build_host(variant, flags))
     if path not in _libraries:
         library = ctypes.CDLL(path)
@@ -310,4 +311,4 @@ def _load(variant: Variant, flags: tuple[str, ...]) -> Any:
         if found != expected:
             raise AbiMismatch(f"Args has {found} bytes in {path}, {expected} here")
         _libraries[path] = library
-    return _libraries[path]
+    return getattr(_libraries[path], variant.entry)

@@ -20,7 +20,7 @@ LAYERS = [
     ("memory.arguments", "memory.transport", "memory.launches"),
     ("memory.window", "memory.training", "backends.emulated_rank"),
     ("backends.kernels", "backends.reserve", "backends.emulation"),
-    ("backends.mega_training", "backends.emulate"),
+    ("backends.mega_training", "backends.emulate", "ops"),
     ("backends.mega",),
     ("frontend.agreement",),
     ("frontend.functional",),

@@ -1,0 +1,23 @@
+"""Grouped GEMMs without expert parallelism, fused with what stands around them in an MLP of experts.
+
+The layer's own tiles under another driver (docs/ops.md): on Hopper GPUs a kernel each, elsewhere torch's operations;
+with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16. They take what torch's grouped_mm takes.
+"""
+
+from megamoe.ops.functions import (
+    grouped_mlp,
+    grouped_mm,
+    grouped_mm_downproj,
+    grouped_mm_dswiglu,
+    grouped_mm_swiglu,
+    grouped_mm_wgrad,
+)
+
+__all__ = [
+    "grouped_mlp",
+    "grouped_mm",
+    "grouped_mm_downproj",
+    "grouped_mm_dswiglu",
+    "grouped_mm_swiglu",
+    "grouped_mm_wgrad",
+]

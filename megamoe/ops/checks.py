@@ -1,0 +1,125 @@
+"""What the operators take: refused by name, before memory is taken."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.config import MAX_LOCAL_EXPERTS
+from megamoe.errors import ArgumentError
+from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_strides
+
+UNIT = 8  # numbers of bf16 in 16 bytes: what widths are multiples of
+MAX_ROWS = (1 << 31) - 256
+MAX_WIDTH = 1 << 24
+
+
+def refuse(name: str, value: object, expected: str) -> None:
+    raise ArgumentError(name, value, expected)
+
+
+def check_rows(name: str, t: Tensor, like: Tensor | None = None) -> None:
+    """t: [M, K] bf16, rows of 16-byte units, contiguous in K; `like`: with as many rows, on the same device."""
+    if t.dim() != 2:
+        refuse(f"{name}.shape", list(t.shape), "[rows, columns]")
+    _check_type(name, t, like)
+    if like is not None and t.shape[0] != like.shape[0]:
+        refuse(f"{name}.shape", list(t.shape), f"{like.shape[0]} rows")
+    if t.shape[0] > MAX_ROWS:
+        refuse(f"{name}.shape", list(t.shape), f"at most {MAX_ROWS} rows")
+    _check_width(f"{name}.shape", t.shape[1], t)
+    check_strides(name, t)
+    check_place(name, t)
+
+
+def check_weights(name: str, w: Tensor, x: Tensor) -> None:
+    """w: [E, K, N] bf16 with one of K and N contiguous."""
+    if w.dim() != 3:
+        refuse(f"{name}.shape", list(w.shape), "[experts, K, N]")
+    _check_type(name, w, x)
+    check_experts(name, w.shape[0])
+    for width in w.shape[1:]:
+        _check_width(f"{name}.shape", width, w)
+    check_strides(name, w if w.stride(2) == 1 else w.transpose(1, 2))
+    check_place(name, w)
+
+
+def check_planes(name: str, w: Tensor, planes: int, x: Tensor, width: int) -> Tensor:
+    """w: [E, P*I, H] or [E, P, I, H] bf16, H contiguous and `width` -> [E, P, I, H]."""
+    of = f"[experts, {planes} * I, {width}] or [experts, {planes}, I, {width}]"
+    joined = w.dim() == 3 and w.shape[1] % planes == 0
+    apart = w.dim() == 4 and w.shape[1] == planes
+    if not (joined or apart) or w.shape[-1] != width:
+        refuse(f"{name}.shape", list(w.shape), of)
+    w = by_plane(w, planes)
+    _check_type(name, w, x)
+    check_experts(name, w.shape[0])
+    _check_width(f"{name}.shape", w.shape[2], w)
+    check_strides(name, w)
+    check_place(name, w)
+    return w
+
+
+def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
+    """offs: [E] int32, where the rows of each expert end; None with one expert alone."""
+    if offs is None:
+        if num_experts != 1:
+            refuse("offs", None, f"the ends of {num_experts} experts: None is for one")
+        return
+    if offs.dtype != torch.int32:
+        refuse("offs.dtype", offs.dtype, "int32")
+    if tuple(offs.shape) != (num_experts,) or not offs.is_contiguous():
+        refuse(
+            "offs.shape", list(offs.shape), f"[{num_experts}], contiguous: where each expert ends"
+        )
+    if offs.device != x.device:
+        refuse("offs.device", offs.device, str(x.device))
+
+
+def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor) -> None:
+    """bias: [E, width] or by plane [E, P, I], fp32 or bf16."""
+    if bias is None:
+        return
+    if bias.dtype not in (torch.float32, torch.bfloat16):
+        refuse(f"{name}.dtype", bias.dtype, "float32 or bfloat16")
+    if bias.dim() < 2 or bias.shape[0] != num_experts or bias.numel() != num_experts * width:
+        refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
+    if bias.device != x.device:
+        refuse(f"{name}.device", bias.device, str(x.device))
+
+
+def check_experts(name: str, num_experts: int) -> None:
+    if not 1 <= num_experts <= MAX_LOCAL_EXPERTS:
+        refuse(f"experts of {name}", num_experts, f"1..{MAX_LOCAL_EXPERTS}")
+
+
+def check_place(name: str, t: Tensor) -> None:
+    """Refuse storage that is not 16-byte aligned. While torch.compile traces there is none: see arguments.py."""
+    if not torch.compiler.is_compiling() and t.data_ptr() % STRIDE_BYTES:
+        refuse(f"{name}.data_ptr()", hex(t.data_ptr()), f"a multiple of {STRIDE_BYTES}")
+
+
+def _check_type(name: str, t: Tensor, like: Tensor | None) -> None:
+    if t.dtype != torch.bfloat16:
+        refuse(f"{name}.dtype", t.dtype, "bfloat16")
+    if like is not None and t.device != like.device:
+        refuse(f"{name}.device", t.device, str(like.device))
+
+
+def _check_width(name: str, width: int, t: Tensor) -> None:
+    if not 0 < width <= MAX_WIDTH or width % UNIT:
+        refuse(name, list(t.shape), f"widths that are multiples of {UNIT}, up to {MAX_WIDTH}")
+
+
+def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """out: of a shape, bf16 or fp32, as TMA writes it."""
+    if out.dtype not in (torch.bfloat16, torch.float32):
+        refuse(f"{name}.dtype", out.dtype, "bfloat16 or float32")
+    if tuple(out.shape) != shape:
+        refuse(f"{name}.shape", list(out.shape), str(list(shape)))
+    if out.device != like.device:
+        refuse(f"{name}.device", out.device, str(like.device))
+    if out.requires_grad:
+        refuse(f"{name}.requires_grad", True, "False: it is written in place")
+    check_strides(name, out)
+    check_place(name, out)

@@ -1,0 +1,219 @@
+"""The grouped kernel's source on fibers against fp64: offsets, strides, activations, what lies behind the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe import ops
+from megamoe.backends.reference.backward import activation_gradient
+from megamoe.config import ACTIVATIONS, KINDS, Activation
+from megamoe.jit.grouped import GroupedVariant
+from megamoe.ops import arguments, machines, operators
+from megamoe.testing.compare import compare
+
+ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and fp32 sums
+LENGTHS = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0]
+QUICK = "swiglu"  # each kernel takes g++ two seconds: SLOW=1 has the other activations
+NAMES = [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ACTIVATIONS]
+H, I = 136, 72  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setenv("MEGAMOE_BACKEND", "emulate")
+    torch.manual_seed(0)
+
+
+def rand(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).bfloat16()
+
+
+def case(lengths: list[int] = LENGTHS, behind: int = 3) -> tuple[Tensor, int, int]:
+    """Return offs, the number of experts, and of rows; `behind` of them are of no expert."""
+    offs = torch.tensor(lengths).cumsum(0).int()
+    return offs, len(lengths), int(offs[-1]) + behind
+
+
+def exact(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times w [E, K, N] in fp64."""
+    out, start = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float64), 0
+    for e, end in enumerate(offs.tolist()):
+        out[start:end] = x[start:end].double() @ w[e].double()
+        if bias is not None:
+            out[start:end] += bias[e].flatten().double()
+        start = end
+    return out
+
+
+def exact_weights(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    pairs = zip([0, *offs.tolist()], offs.tolist(), strict=False)
+    return torch.stack([a[s:e].double().T @ b[s:e].double() for s, e in pairs])
+
+
+def near(found: Tensor, expected: Tensor, limit: float = ROUNDED) -> None:
+    difference = compare(found, expected)
+    assert difference.relative < limit, difference
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_product(major, seed, monkeypatch):
+    monkeypatch.setattr(machines.fibers, "seed", seed)
+    offs, num, rows = case()
+    x, bias = rand(rows, H), torch.randn(num, 264)
+    w = rand(num, 264, H).transpose(1, 2) if major == "k" else rand(num, H, 264)
+    out = ops.grouped_mm(x, w, offs, bias)
+    near(out, exact(x, w, offs, bias))
+    assert not out[offs[-1] :].any()
+
+
+def test_rows_and_weights_stay_where_they_are():
+    offs, num, rows = case([70, 0, 3])
+    x, w = rand(rows, 2 * H)[:, H:], rand(num, 64, 3 * H)[:, :, 16 : H + 16]
+    near(ops.grouped_mm(x, w.transpose(1, 2), offs), exact(x, w.transpose(1, 2), offs))
+    assert ops.grouped_mm(x[:0], w.transpose(1, 2), offs * 0).shape == (0, 64)
+
+
+def test_one_expert_without_offs():
+    x, w = rand(130, 64), rand(1, 64, 72)
+    near(ops.grouped_mm(x, w), x.double() @ w[0].double())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activation_and_its_gradient(name):
+    offs, num, rows = case()
+    act = ACTIVATIONS[name]
+    x, bias = rand(rows, H), torch.randn(num, act.planes * I)
+    w = rand(num, act.planes, I, H, scale=0.2)
+    if act.gated:  # gate and up interleaved row by row
+        w = rand(num, 2 * I, H, scale=0.2).unflatten(1, (I, 2)).transpose(1, 2)
+    options = {"activation": name}
+    h, gu = ops.grouped_mm_swiglu(x, w, offs, bias, save_pre_activation=True, **options)
+    pre = exact(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
+    near(gu.flatten(1), pre)
+    near(h, act(pre))
+    assert not h[offs[-1] :].any()
+    assert not gu[offs[-1] :].any()
+
+    dy, w2 = rand(rows, H), rand(num, H, I, scale=0.2)
+    dgu, again = ops.grouped_mm_dswiglu(dy, w2, gu, offs, **options)
+    expected, h2 = activation_gradient(act, gu.flatten(1).double(), exact(dy, w2, offs))
+    near(dgu.flatten(1), expected)
+    near(again[: offs[-1]], h2[: offs[-1]])
+    assert not dgu[offs[-1] :].any()
+    assert not again[offs[-1] :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_saving_changes_no_bit(name):
+    offs, num, rows = case([40, 100])
+    act = ACTIVATIONS[name]
+    x, w = rand(rows, H), rand(num, act.planes * I, H)
+    h, _ = ops.grouped_mm_swiglu(x, w, offs, activation=name, save_pre_activation=True)
+    assert torch.equal(ops.grouped_mm_swiglu(x, w, offs, activation=name), h)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_weight_gradient(seed, monkeypatch):
+    monkeypatch.setattr(machines.fibers, "seed", seed)
+    offs, num, rows = case()
+    a, b = rand(rows, H), rand(rows, 264)
+    a[offs[-1] :] = b[offs[-1] :] = float("nan")  # rows of no expert count nowhere
+    expected = exact_weights(a, b, offs)
+    near(ops.grouped_mm_wgrad(a, b, offs), expected)
+    fp32 = ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32)
+    near(fp32, expected, 1e-6)
+    empty = torch.tensor(LENGTHS) == 0
+    assert not fp32[empty].any()
+    before = torch.randn(num, H, 264)
+    added = ops.grouped_mm_wgrad(a, b, offs, out=before.clone())
+    near(added, before + expected, 1e-6)
+    assert torch.equal(added[empty], before[empty])
+    _, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
+    near(sums, exact_weights(a, torch.ones_like(b[:, :1]), offs)[..., 0], 1e-6)
+
+
+def test_the_next_expert_may_be_nan():
+    """Rows of the neighbour are loaded with a tile's; no result shows it, and a last slot's zeros hold."""
+    offs, num, rows = case([5, 70, 9], behind=0)
+    a, b, w = rand(rows, H), rand(rows, 72), rand(num, H, 72)
+    a[5:75] = b[5:75] = float("nan")
+    out, dw = ops.grouped_mm(a, w, offs), ops.grouped_mm_wgrad(a, b, offs)
+    assert out[5:75].isnan().all()
+    near(out[:5], exact(a, w, offs)[:5])
+    near(out[75:], exact(a, w, offs)[75:])
+    near(dw[[0, 2]], exact_weights(a, b, offs)[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    "ends", [[-5, 40, 30, 90], [200, 10, 300, 20], [0, 0, 0, 0], [10, 5, 70, 2**31 - 1]]
+)
+def test_bad_ends_write_nothing_else(ends):
+    """Memory behind the output is left alone, every row in it is written, and the launch ends."""
+    rows, num = 100, 4
+    x, w = rand(rows, 64), rand(num, 64, 72)
+    whole = torch.full((64 + rows + 64, 72), 7.0).bfloat16()
+    out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32)
+    machines.fibers.run(
+        GroupedVariant("product-columns"),
+        lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, None),
+    )
+    assert (whole[:64] == 7).all()
+    assert (whole[-64:] == 7).all()
+    taken = offs.clamp(0, rows).cummax(0)[0]
+    near(out[: taken[-1]], exact(x, w, taken)[: taken[-1]])
+    assert not out[taken[-1] :].any()
+
+
+def gradients(function, *tensors: Tensor) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    y.backward(rand_like(y))
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def rand_like(y: Tensor) -> Tensor:
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+
+
+@pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_of_the_mlp(interleaved):
+    offs, num, rows = case([5, 0, 70], behind=2)
+    x, w2 = rand(rows, H), rand(num, H, I, scale=0.2)
+    w13, b13, b2 = rand(num, 2 * I, H, scale=0.2), torch.randn(num, 2 * I), torch.randn(num, H)
+
+    def planes(w: Tensor) -> Tensor:
+        return w.unflatten(1, (I, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, I))
+
+    def ours(x, w13, w2, b13, b2):
+        return ops.grouped_mlp(x, planes(w13), w2, offs, b13, b2)
+
+    def plain(x, w13, w2, b13, b2):
+        gu = differentiable(x, planes(w13).flatten(1, 2).transpose(1, 2), offs, b13)
+        gate, up = gu.chunk(2, 1)
+        h = torch.nn.functional.silu(gate) * up
+        return differentiable(h, w2.transpose(1, 2), offs, b2)
+
+    tensors = x, w13, w2, b13, b2
+    found = gradients(ours, *tensors)
+    expected = gradients(plain, *(t.double() for t in tensors))
+    for f, e in zip(found, expected, strict=True):
+        near(f, e, 8e-3)  # dy, dgu, h and the pre-activations are rounded, too
+
+
+def differentiable(x, w, offs, bias):
+    parts, start = [], 0
+    for e, end in enumerate(offs.tolist()):
+        parts.append(x[start:end] @ w[e] + bias[e])
+        start = end
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - start, w.shape[2])])
+
+
+def test_kinds_are_the_kernels():
+    """Each kind of the layer has its kernels here."""
+    for kind in KINDS:
+        for stage in ("activation", "saving", "gradient"):
+            assert kind in str(GroupedVariant(stage, Activation(kind).kind))
