@@ -1,0 +1,221 @@
+"""megamoe.ops on a GPU: against fp32 and torch's grouped matmul, in graphs, compiled; nothing behind is written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe import ops
+from megamoe.backends.reference.gemm import full_fp32
+from megamoe.config import ACTIVATIONS
+from megamoe.jit.grouped import GroupedVariant
+from megamoe.ops import arguments, operators, reference
+from megamoe.ops.machines import Gpu, machine_of
+from megamoe.testing.compare import compare
+
+pytestmark = pytest.mark.gpu
+ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and of sums in another order
+EDGES = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0, 300, 2500]
+SIZES = [(264, 136), (2880, 2880)]  # K or H, and N or I
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def rand(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).bfloat16()
+
+
+def case(lengths=EDGES, behind=70):
+    offs = torch.tensor(lengths, device=DEVICE).cumsum(0).int()
+    return offs, len(lengths), sum(lengths) + behind
+
+
+def near(found: Tensor, expected: Tensor, limit: float = ROUNDED) -> None:
+    difference = compare(found, expected)
+    assert difference.relative < limit, difference
+
+
+def exact(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] times w [E, K, N] in fp32."""
+    return reference._product(x, w, offs, bias)
+
+
+def test_the_kernel_is_what_runs():
+    assert isinstance(machine_of(DEVICE), Gpu)
+
+
+@pytest.mark.parametrize(("k", "n"), SIZES)
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_product(major, k, n):
+    offs, num, rows = case()
+    x, bias = rand(rows, k), torch.randn(num, n, device=DEVICE)
+    w = rand(num, n, k).transpose(1, 2) if major == "k" else rand(num, k, n)
+    out = ops.grouped_mm(x, w, offs, bias)
+    near(out, exact(x, w, offs, bias))
+    assert not out[offs[-1] :].any()
+    theirs = getattr(torch, "_grouped_mm", None)
+    if theirs is not None:
+        plain = ops.grouped_mm(x, w, offs)
+        end = int(offs[-1])
+        near(plain[:end], theirs(x, w, offs=offs)[:end], 1e-3)
+
+
+def test_product_in_planes_of_k():
+    offs, num, rows = case()
+    x, w = rand(rows, 2, 200), rand(num, 200, 2, 264).transpose(1, 2)
+    out = operators.grouped_mm_planes(x, w, offs)
+    near(out, exact(x.flatten(1), w.flatten(1, 2), offs))
+
+
+@pytest.mark.parametrize(("hidden", "width"), SIZES)
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_activation_and_its_gradient(name, hidden, width):
+    offs, num, rows = case()
+    act = ACTIVATIONS[name]
+    x, bias = rand(rows, hidden), torch.randn(num, act.planes * width, device=DEVICE)
+    w = rand(num, act.planes, width, hidden, scale=hidden**-0.5)
+    h, gu = ops.grouped_mm_swiglu(x, w, offs, bias, activation=name, save_pre_activation=True)
+    assert torch.equal(ops.grouped_mm_swiglu(x, w, offs, bias, activation=name), h)
+    with full_fp32(DEVICE):
+        expected, pre = reference.activation(x.float(), w.float(), offs, bias, act)
+        near(gu, pre)
+        near(h, expected)
+        dy, w2 = rand(rows, hidden), rand(num, hidden, width, scale=hidden**-0.5)
+        dgu, again = ops.grouped_mm_dswiglu(dy, w2, gu, offs, activation=name)
+        expected, h2 = reference.gradient(dy.float(), w2.float(), gu.float(), offs, act)
+    near(dgu, expected)
+    near(again, h2)
+    for found in (h, gu, dgu, again):
+        assert not found[offs[-1] :].any()
+
+
+@pytest.mark.parametrize(("n1", "n2"), SIZES)
+def test_weight_gradient(n1, n2):
+    offs, num, rows = case()
+    a, b = rand(rows, n1), rand(rows, n2)
+    a[offs[-1] :] = b[offs[-1] :] = float("nan")
+    expected, column_sums = reference.weights(a, b, offs, num)
+    near(ops.grouped_mm_wgrad(a, b, offs), expected)
+    fp32, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
+    near(fp32, expected, 1e-5)
+    near(sums, column_sums, 1e-5)
+    assert not fp32[torch.tensor(EDGES) == 0].any()
+    before = torch.randn_like(fp32)
+    near(ops.grouped_mm_wgrad(a, b, offs, out=before.clone()), before + expected, 1e-5)
+    assert torch.equal(ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32), fp32)
+
+
+def test_the_next_expert_may_be_nan():
+    offs, num, rows = case([5, 70, 9], behind=0)
+    a, b, w = rand(rows, 264), rand(rows, 72), rand(num, 264, 72)
+    a[5:75] = b[5:75] = float("nan")
+    out, dw = ops.grouped_mm(a, w, offs), ops.grouped_mm_wgrad(a, b, offs)
+    assert out[5:75].isnan().all()
+    assert out[:5].isfinite().all()
+    assert out[75:].isfinite().all()
+    assert dw[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "ends", [[-5, 40, 30, 90], [200, 10, 300, 20], [0, 0, 0, 0], [7, 7, 100, 100]]
+)
+def test_nothing_behind_the_output_is_written(ends):
+    rows, num = 100, 4
+    x, w = rand(rows, 64), rand(num, 64, 72)
+    whole = torch.full((64 + rows + 64, 72), 7.0, device=DEVICE).bfloat16()
+    out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    machine_of(DEVICE).run(
+        GroupedVariant("product-columns"),
+        lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, None),
+    )
+    assert (whole[:64] == 7).all()
+    assert (whole[-64:] == 7).all()
+    near(out, exact(x, w, offs.clamp(0, rows).cummax(0)[0].int()))
+
+
+def mlp_operands(num: int, rows: int, hidden: int = 512, width: int = 264) -> list[Tensor]:
+    made = (
+        rand(rows, hidden),
+        rand(num, 2 * width, hidden, scale=hidden**-0.5),
+        rand(num, hidden, width, scale=width**-0.5),
+        torch.randn(num, 2 * width, device=DEVICE),
+        torch.randn(num, hidden, device=DEVICE),
+    )
+    return [t.requires_grad_() for t in made]
+
+
+def step(function, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
+    y = function(*tensors)
+    return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
+
+
+def test_mlp_and_its_gradients():
+    offs, num, rows = case()
+    tensors, act = mlp_operands(num, rows), ACTIVATIONS["swiglu_oai"]
+    dy = rand(rows, 512)
+
+    def ours(x, w13, w2, b13, b2):
+        return ops.grouped_mlp(x, w13, w2, offs, b13, b2, activation="swiglu_oai")
+
+    def plain(x, w13, w2, b13, b2):
+        parts = []
+        for e, r in reference.experts_of(offs, rows):
+            h = act(x[r] @ w13[e].T + b13[e])
+            parts.append(h @ w2[e].T + b2[e])
+        return torch.cat([*parts, x.new_zeros(rows - int(offs[-1]), 512)])
+
+    found = step(ours, tensors, dy)
+    with full_fp32(DEVICE):
+        wide = [t.detach().float().requires_grad_() for t in tensors]
+        expected = step(plain, wide, dy.float())
+    for f, e in zip(found, expected, strict=True):
+        near(f, e, 8e-3)  # dy, dgu, h and pre-activations are rounded
+    for f, again in zip(found, step(ours, tensors, dy), strict=True):
+        assert torch.equal(f, again)  # the same bits
+
+
+def test_a_captured_step_follows_the_offsets():
+    offs, num, rows = case([100, 0, 300, 28])
+    tensors, dy = mlp_operands(num, rows), rand(rows, 512)
+
+    def run():
+        return step(lambda x, w, v, *b: ops.grouped_mlp(x, w, v, offs, *b), tensors, dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for ends in ([100, 100, 400, 428], [0, 64, 65, 498], [0, 0, 0, 0]):
+        offs.copy_(torch.tensor(ends))
+        graph.replay()
+        for f, e in zip(captured, run(), strict=True):
+            assert torch.equal(f, e)
+
+
+def test_compiled_without_a_break():
+    offs, num, rows = case([100, 0, 300, 28])
+    tensors, dy = mlp_operands(num, rows), rand(rows, 512)
+
+    def model(x, w13, w2, b13, b2):
+        return ops.grouped_mlp(x, w13, w2, offs, b13, b2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for f, e in zip(step(compiled, tensors, dy), step(model, tensors, dy), strict=True):
+        assert torch.equal(f, e)
+
+
+def test_a_dense_mlp_is_one_expert():
+    x, w13, w2, *_ = mlp_operands(1, 1000)
+    y = ops.grouped_mlp(x, w13, w2)
+    h = torch.nn.functional.silu(x @ w13[0, :264].T) * (x @ w13[0, 264:].T)
+    near(y, h @ w2[0].T, 8e-3)
