@@ -37,7 +37,7 @@ def encode(
     box: tuple[int, ...],
     element_bytes: int,
 ) -> bytes:
-    """Return the 128 bytes of a CUtensorMap: swizzled as wide as the box, 128, 64 or 32 bytes; zeros outside the tensor.
+    """Return the 128 bytes of a CUtensorMap: swizzled as wide as the box (128, 64, 32 bytes), zeros outside the tensor.
 
     dims, box: innermost first. strides_bytes: of every dimension but the innermost.
     """

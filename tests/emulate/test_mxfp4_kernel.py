@@ -1,7 +1,7 @@
 """MXFP4 weights in the emulated kernel: bit for bit what the kernel makes of the same numbers in e4m3 or bf16.
 
-The two have to agree exactly: in the wide form and in the tall one, whatever the order of fibers, where scales lie so far
-apart that e4m3 rounds, and at edges of tiles.
+The two have to agree exactly: in the wide form and in the tall one, whatever the order of fibers, where scales lie so
+far apart that e4m3 rounds, and at edges of tiles.
 """
 
 from __future__ import annotations
