@@ -192,6 +192,26 @@ struct GradientBlock {
         row = (tile.block - plane * blocks) * S::rows;
     }
 };
+// A tile's K comes in steps of 128 bytes of a row. A pipeline slot holds one, or two where weights are packed
+// and the tile is short, so that as many bytes are on their way as without packing. Not where B is shared:
+// the pair's other tile may be tall.
+template <class T>
+MEGAMOE_DEVICE int slot_steps(const Tile& tile) {
+    if constexpr (!T::Gemm1::B::expanded) return 1;
+    return tile.shared == Shared::a && tile.rows() <= group_rows ? 2 : 1;
+}
+// Of the tile's slot i, and which is its first.
+template <class T>
+struct SlotSteps {
+    int first, num;
+    MEGAMOE_DEVICE SlotSteps(const Args& args, const Tile& tile, int i) : first(i), num(1) {
+        if constexpr (T::Gemm1::B::expanded) {
+            first = i * slot_steps<T>(tile);
+            num = min_of(slot_steps<T>(tile), Shape<T>::k_slots(args, tile.stage) - first);
+        }
+    }
+};
+
 template <class T>
 using PipelineRing = Ring<T::Tiling::num_slots>;
 template <class T>

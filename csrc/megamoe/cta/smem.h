@@ -54,11 +54,18 @@ struct SumJob {
     uint32_t sources;
 };
 
+template <int bytes>
+struct SlotScales {
+    uint8_t scales[bytes];
+};
+template <>
+struct SlotScales<0> {};
+
 // What the GEMM roles share, for tiles of shape S.
 template <class S>
 struct alignas(1024) TileSmem {
-    struct alignas(1024) PipelineSlot {
-        uint8_t a[S::rows * slot_k_bytes];
+    struct alignas(1024) PipelineSlot : SlotScales<S::scale_bytes> {
+        alignas(1024) uint8_t a[S::rows * slot_k_bytes];
         uint8_t b[2][S::half_columns * slot_k_bytes];
     };
     PipelineSlot slots[S::num_slots];

@@ -83,13 +83,15 @@ class Tiles {
             int tiles = Shape<T>::tiles(ctx_.args, stage);
             UnitTile unit;
             if (!unit_in_group(block_group<T>(ctx_, p.portion), p, tiles, pair_member(), &unit)) continue;
-            return {stage,
-                    unit.shared,
-                    unit.block,
-                    unit.n < tiles ? unit.n : -1,
-                    block_entry<T>(ctx_, unit.block),
-                    Shape<T>::k_slots(ctx_.args, stage),
-                    Shape<T>::input_slots(stage)};
+            Tile tile = {stage,
+                         unit.shared,
+                         unit.block,
+                         unit.n < tiles ? unit.n : -1,
+                         block_entry<T>(ctx_, unit.block),
+                         Shape<T>::k_slots(ctx_.args, stage),
+                         Shape<T>::input_slots(stage)};
+            if constexpr (T::Gemm1::B::expanded) tile.slots = ceil_div(tile.slots, slot_steps<T>(tile));
+            return tile;
         }
         if constexpr (has_weight_tiles<T>) {
             if (!recomputes()) return next_weights();

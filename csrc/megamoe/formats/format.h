@@ -5,9 +5,10 @@
 //                    stage(ctx, tokens): x -> window; write_half(output, sums, row_scale, f): a half of a
 //                    tile -> output slots of 128 bytes a row; write_columns(...): the same of the wide form
 //   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
-//                    MMAs read (mxfp4.cuh), else Element, element_bytes; scaled; k_major, or as rows of N for
-//                    each k; Scales(scales, n, columns, tile, halves): fetch() reads what the next pipeline
-//                    slot needs, put(slot) hands it to the math warps
+//                    MMAs read (mxfp4.cuh), else Element, element_bytes; scaled; slot_scale_bytes that come
+//                    with them; k_major, or as rows of N for each k; Scales(scales, n, columns, tile,
+//                    halves): fetch() reads what the next pipeline slot needs, put(slot) hands it to the math
+//                    warps
 //
 // How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
 #pragma once

@@ -7,10 +7,10 @@
 
 namespace megamoe {
 
-// What stands in the place of a half of B until it is expanded: its rows, `row_bytes` each, with the swizzle
-// of that width, then their scales, [slot_k / 64, 128 rows, 2]. A thread of the warpgroup that expands it
-// takes every 128th unit: 32 numbers with their scale. All of a thread's stand at the same place of rows that
-// are alike for the swizzles.
+// What stands in the place of a half of B until it is expanded, for a step of K: its rows, `row_bytes` each,
+// with the swizzle of that width. Its scales, [slot_k / 64, 128 rows, 2], are in the slot's own place for
+// them. A thread of the warpgroup that expands it takes every 128th unit: 32 numbers with their scale. All of
+// a thread's stand at the same place of rows that are alike for the swizzles.
 template <class Rows>
 struct PackedHalf {
     static constexpr int slot_k = slot_k_bytes / Rows::element_bytes;
@@ -18,9 +18,9 @@ struct PackedHalf {
     static constexpr int row_units = slot_k / group;           // of 16 bytes
     static constexpr int num_units = scale_group * row_units;  // in a half
     static constexpr int unit_bytes = group / 2, row_bytes = row_units * unit_bytes;  // packed
-    static constexpr int scale_offset = num_units * unit_bytes;                       // bytes of all rows
+    static constexpr int num_bytes = num_units * unit_bytes;
     static constexpr int scale_bytes = num_units;
-    static constexpr int bytes = scale_offset + scale_bytes;
+    static constexpr int scale_offset(int step, int half) { return (2 * step + half) * scale_bytes; }
 
     static constexpr unsigned threads = 128, rows_apart = threads / row_units;
     static constexpr int num_shares = num_units / threads;  // units of a thread
@@ -33,7 +33,7 @@ struct PackedHalf {
     static MEGAMOE_DEVICE unsigned packed_at() { return swizzled(thread() * unit_bytes); }
     static MEGAMOE_DEVICE unsigned scale_at() {
         unsigned row = thread() / row_units, k = thread() % row_units;
-        return scale_offset + k / 2 * (2 * scale_group) + 2 * row + k % 2;
+        return k / 2 * (2 * scale_group) + 2 * row + k % 2;
     }
     static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
         unsigned row = thread() / row_units, k = thread() % row_units;
@@ -46,6 +46,7 @@ struct Mxfp4Weights {
     static constexpr bool expanded = true, k_major = true;
     static constexpr bool scaled = false;    // by the math warps: its scales come with the numbers
     static constexpr int block_bytes = 512;  // scales of 128 x 128 numbers
+    static constexpr int slot_scale_bytes = 4 * block_bytes;  // two steps of two halves
 
     // Where a tile's scales are.
     class Scales {
@@ -59,12 +60,12 @@ struct Mxfp4Weights {
         }
         MEGAMOE_DEVICE void fetch() {}
         MEGAMOE_DEVICE void put(float (&)[2]) const {}
-        // Those of a slot, behind the packed halves.
-        template <class Packed, class Halves>
-        MEGAMOE_DEVICE void load(Halves& b, uint64_t* full, int slot) const {
-            const uint8_t* from = half0_ + int64_t{slot} * Packed::scale_bytes;
-            arch::bulk_load(b[0] + Packed::scale_offset, from, Packed::scale_bytes, full);
-            arch::bulk_load(b[1] + Packed::scale_offset, from + to_half1_, Packed::scale_bytes, full);
+        // Those of both halves and a step of K.
+        template <class Packed>
+        MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int step) const {
+            const uint8_t* from = half0_ + int64_t{step} * Packed::scale_bytes;
+            arch::bulk_load(to, from, Packed::scale_bytes, full);
+            arch::bulk_load(to + Packed::scale_bytes, from + to_half1_, Packed::scale_bytes, full);
         }
 
       private:
@@ -102,9 +103,9 @@ struct ExpandTo<E4m3Rows> {
 
     struct Half {
         int largest;
-        MEGAMOE_DEVICE explicit Half(const uint8_t* half) {
+        MEGAMOE_DEVICE explicit Half(const uint8_t* scales) {
             static_assert(Packed::scale_bytes == 32 * sizeof(uint4_t));
-            uint4_t v = reinterpret_cast<const uint4_t*>(half + Packed::scale_offset)[arch::lane_idx()];
+            uint4_t v = reinterpret_cast<const uint4_t*>(scales)[arch::lane_idx()];
             const uint32_t words[4] = {v.x, v.y, v.z, v.w};
             // Of 16 bits the upper byte decides: the odd scales as they are, the even ones a byte further up.
             uint32_t most = arch::larger_u16x2(words[0], words[0] << 8);
@@ -191,7 +192,7 @@ struct ExpandTo<Bf16Rows> {
 // Expands a half in place, by the 128 threads of a math warpgroup, which `meet` when all have read it. Its
 // power of two goes to `scale`.
 template <class Rows, class Meet>
-MEGAMOE_DEVICE void expand_half(uint8_t* half, float* scale, Meet meet) {
+MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* scale, Meet meet) {
     using Packed = PackedHalf<Rows>;
     using To = ExpandTo<Rows>;
     constexpr int num = Packed::num_shares, chunks = 2 * To::words;  // of 16 bytes, in a unit
@@ -199,12 +200,12 @@ MEGAMOE_DEVICE void expand_half(uint8_t* half, float* scale, Meet meet) {
     int s[num];
     MEGAMOE_UNROLL
     for (int i = 0; i < num; ++i) {
-        s[i] = half[Packed::scale_at() + i * 2 * Packed::rows_apart];
+        s[i] = scales[Packed::scale_at() + i * 2 * Packed::rows_apart];
         uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
                                                       i * Packed::threads * Packed::unit_bytes);
         packed[i][0] = v.x, packed[i][1] = v.y, packed[i][2] = v.z, packed[i][3] = v.w;
     }
-    typename To::Half of_half(half);
+    typename To::Half of_half(scales);
     typename To::LookUp look_up[num];
     if (arch::ballot(!To::plain(of_half, s)) == 0) {
         To::template look_ups<true>(look_up, of_half, s);

@@ -25,9 +25,8 @@ struct PackedRows {
     }
     static constexpr int to_next = 8 * Packed::row_bytes;
     // Two scales, those of 64 numbers, of row 8 * i.
-    MEGAMOE_DEVICE uint32_t scales(const uint8_t* half, int i, int pair) const {
-        return *reinterpret_cast<const uint16_t*>(half + Packed::scale_offset + 2 * row + 16 * i +
-                                                  2 * scale_group * pair);
+    MEGAMOE_DEVICE uint32_t two_scales(const uint8_t* scales, int i, int pair) const {
+        return *reinterpret_cast<const uint16_t*>(scales + 2 * row + 16 * i + 2 * scale_group * pair);
     }
 };
 
@@ -44,7 +43,8 @@ struct WideHalf<E4m3Rows> {
     int scales[num_scales];
     To::Half of_half;
 
-    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const PackedRows<E4m3Rows>& at) : of_half(half) {
+    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const PackedRows<E4m3Rows>& at)
+        : of_half(from_scales) {
         MEGAMOE_UNROLL
         for (int k = 0; k < slot_mmas; ++k) {
             const uint8_t* from = half + at.chunk(k) + 2 * at.quad;
@@ -54,7 +54,7 @@ struct WideHalf<E4m3Rows> {
         }
         MEGAMOE_UNROLL
         for (int i = 0; i < num_scales; i += 2) {
-            uint32_t two = at.scales(half, i / slot_mmas, i % slot_mmas / 2);
+            uint32_t two = at.two_scales(from_scales, i / slot_mmas, i % slot_mmas / 2);
             scales[i] = static_cast<int>(two & 0xff);
             scales[i + 1] = static_cast<int>(two >> 8);
         }
@@ -79,7 +79,8 @@ struct WideHalf<Bf16Rows> {
     int scales[num_scales];
     To::Half of_half;
 
-    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const PackedRows<Bf16Rows>& at) : of_half(half) {
+    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const PackedRows<Bf16Rows>& at)
+        : of_half(from_scales) {
         uint32_t mine = at.quad | (4 + at.quad) << 4;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {
@@ -89,7 +90,7 @@ struct WideHalf<Bf16Rows> {
                 codes[2 * c][i] = arch::prmt(v.x, v.y, mine);
                 codes[2 * c + 1][i] = arch::prmt(v.z, v.w, mine);
             }
-            uint32_t two = at.scales(half, i, 0);
+            uint32_t two = at.two_scales(from_scales, i, 0);
             scales[2 * i] = static_cast<int>(two & 0xff);
             scales[2 * i + 1] = static_cast<int>(two >> 8);
         }
@@ -108,7 +109,7 @@ struct WideHalf<Bf16Rows> {
     }
 };
 
-// Both halves of a slot: their registers and their powers of two.
+// Both halves of a slot, a step of K: their registers and their powers of two.
 template <bool all_plain, class Half>
 MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], const Half (&halves)[2]) {
     MEGAMOE_UNROLL
@@ -118,11 +119,15 @@ MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], const Half (&halves)[2]) {
         halves[h].expand(a[h], look_up);
     }
 }
-template <class Rows, class Halves>
-MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], float (&scale)[2], const Halves& b,
+template <class Rows, class Slot>
+MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], float (&scale)[2], const Slot& slot, int step,
                                 const PackedRows<Rows>& at) {
     using Half = WideHalf<Rows>;
-    const Half halves[2] = {Half(b[0], at), Half(b[1], at)};
+    using Packed = PackedHalf<Rows>;
+    auto half = [&](int h) {
+        return Half(slot.b[h] + step * Packed::num_bytes, slot.scales + Packed::scale_offset(step, h), at);
+    };
+    const Half halves[2] = {half(0), half(1)};
     bool plain = true;
     MEGAMOE_UNROLL
     for (int h = 0; h < 2; ++h) {

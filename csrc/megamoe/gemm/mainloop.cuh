@@ -55,8 +55,10 @@ class Expansion {
         await_slot<T>(ctx_, ring_);
         auto& smem = tile_smem<T>();
         int slot = ring_.slot(), half = math_group();
-        expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half], &smem.b_scale[slot][half],
-                                          [] { math_group_sync(); });
+        using Packed = PackedHalf<typename T::Gemm1::A>;
+        expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half],
+                                          smem.slots[slot].scales + Packed::scale_offset(0, half),
+                                          &smem.b_scale[slot][half], [] { math_group_sync(); });
         pass_half<T>(ctx_, ring_);
         ring_.advance();
     }

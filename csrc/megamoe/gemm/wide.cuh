@@ -77,8 +77,10 @@ struct WideScales {
     }
 };
 
+// `steps` of K, of which a pipeline slot holds `slot_steps`.
 template <class T, int n>
-MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
+                                  int slot_steps) {
     using Rows = typename T::Gemm1::A;
     auto& smem = tile_smem<T>();
     arch::Desc rows = arch::make_desc(smem.slots[0].a);
@@ -87,26 +89,28 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
     WideSums<n> product;
     clear<n>(sum);
     clear<n>(product);
-    for (int i = 0; i < slots; ++i) {
+    int step = 0;  // of the slot
+    for (int i = 0; i < steps; ++i) {
         int slot = ring.slot();
-        arch::Desc b = arch::desc_advance(rows, slot * static_cast<int>(sizeof(smem.slots[0])));
-        await_slot<T>(ctx, ring);
+        arch::Desc b =
+            arch::desc_advance(rows, slot * static_cast<int>(sizeof(smem.slots[0])) + step * box_bytes);
+        if (step == 0) await_slot<T>(ctx, ring);
         WideOperand a[2];
         float weight_scale[2];
-        expand_wide(a, weight_scale, smem.slots[slot].b, at);
+        expand_wide(a, weight_scale, smem.slots[slot], step, at);
         if constexpr (Rows::scaled) {
             issue_wide<typename Rows::Element, n>(product, a, b, false);
-            WideScales<n> scales(smem.a_scale[slot], quad);
+            WideScales<n> scales(smem.a_scale[slot] + step * group_rows, quad);
             await_wide<n>(product, a);
-            pass_half<T>(ctx, ring);  // all lanes have read
-            ring.release(ctx.mem, smem.pipeline);
             scales.promote(sum, product, weight_scale);
         } else {
             issue_wide<typename Rows::Element, n>(sum, a, b, i != 0);
             await_wide<n>(sum, a);
-            pass_half<T>(ctx, ring);
-            ring.release(ctx.mem, smem.pipeline);
         }
+        if (++step < slot_steps && i + 1 < steps) continue;
+        step = 0;
+        pass_half<T>(ctx, ring);  // all lanes have read
+        ring.release(ctx.mem, smem.pipeline);
         ring.advance();
     }
 }

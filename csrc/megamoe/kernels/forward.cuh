@@ -9,7 +9,7 @@ namespace megamoe {
 template <class P, class Activation, class S>
 struct ForwardLayer {
     static constexpr Direction direction = Direction::forward;
-    using Tiling = S;
+    using Tiling = typename WithScales<S, P::W::slot_scale_bytes>::Tiling;
     using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<S, Activation, typename P::H>>;
     using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<S, Bf16Rows>>;
     template <class T>

@@ -40,6 +40,27 @@ class Gradients {
     bool awaited_ = false;
 };
 
+// A slot of two steps: a short tile's, which shares A, so that either CTA loads a step for both.
+template <class T, class Rows>
+MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slot, Rows& rows,
+                                 const float* scale) {
+    auto& smem = tile_smem<T>();
+    SlotSteps<T> steps(ctx.args, tile, slot);
+    bool scaled = Shape<T>::a_scaled(tile.stage);
+    constexpr uint32_t scale_bytes = group_rows * sizeof(float);
+    ring.acquire(ctx.mem, smem.pipeline);
+    ring.commit(ctx.mem, smem.pipeline, steps.num * (box_bytes + (scaled ? scale_bytes : 0)));
+    uint64_t* full = &smem.pipeline.full[ring.slot()];
+    int mine = pair_member();
+    if (mine < steps.num)
+        rows.load(smem.slots[ring.slot()].a + mine * box_bytes, full, steps.first + mine, 0, true);
+    MEGAMOE_UNROLL_BY(1)
+    for (int s = 0; s < steps.num && scaled; ++s) {
+        arch::bulk_load(smem.a_scale[ring.slot()] + s * group_rows,
+                        scale + int64_t{steps.first + s} * ctx.args.pool_rows, scale_bytes, full);
+    }
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
     using A = typename T::template RowsOf<T>;
@@ -56,11 +77,15 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
             });
         A rows(ctx, tile);
         const float* scale = gemm_of(args, tile.stage).a_scale + row0<T>(tile);
-        bool tall = tile.rows() > group_rows;  // a short block's second warpgroup has nothing to read
+        bool tall = tile.rows() > group_rows;  // a short block has one box of 64 rows
         uint32_t bytes =
             (tall ? 2 : 1) * box_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+            if (slot_steps<T>(tile) > 1) {
+                load_a_steps<T>(ctx, ring, tile, i, rows, scale);
+                continue;
+            }
             ring.acquire(ctx.mem, smem.pipeline);
             ring.commit(ctx.mem, smem.pipeline, bytes);
             uint64_t* full = &smem.pipeline.full[ring.slot()];
@@ -101,6 +126,28 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
     });
 }
 
+// A slot of packed weights, of as many steps of K as it holds, and their scales.
+template <class T, class Weights, class Scales>
+MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int i,
+                                Weights& weights, const Scales& scales) {
+    using Packed = PackedHalf<typename T::Gemm1::A>;
+    auto& smem = tile_smem<T>();
+    auto& slot = smem.slots[ring.slot()];
+    uint64_t* full = &smem.pipeline.full[ring.slot()];
+    SlotSteps<T> steps(ctx.args, tile, i);
+    ring.expect(ctx.mem, smem.pipeline, 2 * steps.num * (Packed::num_bytes + Packed::scale_bytes));
+    MEGAMOE_UNROLL_BY(1)
+    for (int s = 0; s < steps.num; ++s) {
+        scales.template load<Packed>(slot.scales + Packed::scale_offset(s, 0), full, steps.first + s);
+        MEGAMOE_UNROLL_BY(1)
+        for (int half = 0; half < 2; ++half) {
+            bool both = tile.shared == Shared::b;
+            if (both && half != pair_member()) continue;
+            weights.load(slot.b[half] + s * Packed::num_bytes, full, steps.first + s, half, both);
+        }
+    }
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
     using B = typename T::template WeightsOf<T>;
@@ -134,12 +181,11 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
             auto& b = smem.slots[ring.slot()].b;
             uint64_t* full = &smem.pipeline.full[ring.slot()];
             if constexpr (W::expanded) {
-                using Packed = PackedHalf<typename T::Gemm1::A>;
-                ring.expect(ctx.mem, smem.pipeline, 2 * Packed::bytes);
-                scales.template load<Packed>(b, full, i);
-            } else {
-                ring.expect(ctx.mem, smem.pipeline, sizeof(b));
+                load_packed<T>(ctx, ring, tile, i, weights, scales);
+                ring.commit(ctx.mem, smem.pipeline);
+                continue;
             }
+            ring.expect(ctx.mem, smem.pipeline, sizeof(b));
             if (tile.shared == Shared::b) {
                 int half = pair_member();
                 weights.load(b[half], full, i, half, true);

@@ -70,20 +70,21 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
 // A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet
 // spill.
 template <class T, int n>
-MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, int slots) {
+MEGAMOE_DEVICE void run_wide_rows(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output,
+                                  const Tile& tile) {
     WideSums<n> sum;
-    multiply_wide<T, n>(sum, ctx, ring, slots);
+    multiply_wide<T, n>(sum, ctx, ring, Shape<T>::k_slots(ctx.args, tile.stage), slot_steps<T>(tile));
     finish_wide<T>(ctx, current_tile<T>(), output, sum);
 }
 template <class T>
 MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, const Tile& tile) {
     if constexpr (T::Gemm1::B::expanded) {
         if (tile.rows() <= 16) {
-            run_wide<T, 16>(ctx, ring, output, tile.slots);
+            run_wide_rows<T, 16>(ctx, ring, output, tile);
         } else if (tile.rows() <= 32) {
-            run_wide<T, 32>(ctx, ring, output, tile.slots);
+            run_wide_rows<T, 32>(ctx, ring, output, tile);
         } else {
-            run_wide<T, 64>(ctx, ring, output, tile.slots);
+            run_wide_rows<T, 64>(ctx, ring, output, tile);
         }
     }
 }

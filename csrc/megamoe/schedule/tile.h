@@ -18,7 +18,7 @@ struct Tile {
     int block;  // -1: no more tiles; of a weight matrix the m-block
     int n;      // -1: none for this CTA, which only loads its half of the A that its partner multiplies
     BlockEntry entry;
-    int slots;   // of the pipeline that its K fills,
+    int slots;   // of the pipeline that its K fills, see slot_steps(),
     int inputs;  // and those behind them that its epilogue reads and writes
     MEGAMOE_PURE bool valid() const { return block >= 0; }
     MEGAMOE_PURE bool absent() const { return n < 0; }
