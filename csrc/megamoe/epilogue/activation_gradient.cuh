@@ -131,7 +131,7 @@ struct ActivationGradientEpilogue {
     static MEGAMOE_DEVICE void write_rows(const Context& ctx, const Tile& tile, Output& output,
                                           const uint32_t (&dgu)[planes_][2][pairs], int half, Fragment f) {
         const Args& args = ctx.args;
-        float* scales = scales_of_half<T>(ctx, tile, half, math_group() * group_rows);
+        float* scales = scales_of_half<T>(ctx, tile, half);
         MEGAMOE_UNROLL
         for (int plane = 0; plane < planes_; ++plane) {
             Rows::write_bf16(output, dgu[plane], scales, f);

@@ -83,13 +83,14 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
     }
 }
 
-// Where the scales of a half go, which is one group, from the tile's row `row` on; null if there is no such
-// half.
-template <class T>
-MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half, int row) {
+// Where a warpgroup's scales of a half go, which is one group; null if there is no such half. `wide`: both
+// have the first one's rows.
+template <class T, bool wide = false>
+MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const Gemm& gemm = gemm_of(ctx.args, tile.stage);
     int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
-    float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) + row;
+    float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) +
+                    (wide ? 0 : math_group() * group_rows);
     return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
 }
 
@@ -100,7 +101,7 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
     for (int half = 0; half < 2; ++half) {
         if (half >= count) break;
         float* scales = nullptr;
-        if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half, math_group() * group_rows);
+        if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half);
         Out::write_half(output, sum[half], scales, f);
     }
 }

@@ -38,7 +38,7 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
         MEGAMOE_UNROLL
         for (int half = 0; half < E::halves; ++half) {
             float* scales = nullptr;
-            if constexpr (Out::scaled) scales = scales_of_half<T>(ctx, tile, half, 0);
+            if constexpr (Out::scaled) scales = scales_of_half<T, true>(ctx, tile, half);
             Out::write_columns(output, sum[half], scales, f);
         }
     });
