@@ -15,6 +15,7 @@ from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan
@@ -60,7 +61,7 @@ class EmulateBackend:
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
@@ -69,10 +70,18 @@ class EmulateBackend:
     ) -> Tensor:
         """Return y [T, H] bf16. Collective."""
 
-        def run(xs: Any, ids: Any, scores: Any, counts: Any, experts: Any) -> list[Tensor]:
+        scale = None
+        if isinstance(x, QuantizedRows):
+            x, scale = x.q.view(torch.uint8), x.scale
+
+        def run(
+            xs: Any, ids: Any, scores: Any, counts: Any, scales: Any, experts: Any
+        ) -> list[Tensor]:
+            pairs = zip(xs, scales, strict=True)
+            xs = [x if scale is None else QuantizedRows(x, scale) for x, scale in pairs]
             return self.emulation.forward_all(xs, ids, scores, experts, num_tokens_device=counts)
 
-        y = self._run(run, 0, (x, topk_ids, topk_weights, num_tokens_device), weights)
+        y = self._run(run, 0, (x, topk_ids, topk_weights, num_tokens_device, scale), weights)
         return y.to(x.device) if out is None else out.copy_(y)
 
     def forward_train(

@@ -20,6 +20,7 @@ from megamoe.backends.gradients import Targets
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
@@ -92,7 +93,7 @@ class Emulation:
 
     def forward_all(
         self,
-        xs: Sequence[Tensor],
+        xs: Sequence[Tensor | QuantizedRows],
         topk_ids: Sequence[Tensor],
         topk_weights: Sequence[Tensor],
         weights: Sequence[ExpertWeights],
@@ -109,6 +110,8 @@ class Emulation:
         "train") in place of the workspace's.
         """
         kept = Kept()
+        scales = [x.scale if isinstance(x, QuantizedRows) else None for x in xs]
+        xs = [x.q if isinstance(x, QuantizedRows) else x for x in xs]
         ys = [nan_like(x, torch.bfloat16) for x in xs]
         counts = num_tokens_device or [None] * len(self.ranks)
 
@@ -121,7 +124,8 @@ class Emulation:
             elif states is not None:
                 arguments.fill_state(args, plan, states[index].data_ptr())
             tensors = (kept.flat(t[index]) for t in (xs, topk_ids, topk_weights))
-            arguments.fill_call(args, *tensors, ys[index], kept.flat(counts[index]))
+            further = (kept.flat(t[index]) for t in (counts, scales))
+            arguments.fill_call(args, *tensors, ys[index], *further)
 
         self.written = [[y] for y in ys]
         self._prefixes = [self._prefix(r, kind, states) for r in range(len(ys))]

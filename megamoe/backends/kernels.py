@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.jit import abi
 from megamoe.jit.source import Variant
 from megamoe.memory.arguments import PROFILE_SLOTS, Plan, fill_static
@@ -91,14 +91,23 @@ def weights_key(w: ExpertWeights) -> tuple[Any, ...]:
 
 
 def check_rows(
-    p: Problem, device: torch.device, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    p: Problem,
+    device: torch.device,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    x_scale: Tensor | None = None,
 ) -> None:
     """Refuse what would make the kernel read out of bounds. Callers say more, see functional.check_call."""
-    tokens = x.shape[0]
+    tokens, stored = x.shape[0], torch.bfloat16
+    if x_scale is not None:
+        stored = p.formats.x.dtype
+        groups = p.formats.x.scale_shape(tokens, p.hidden) if p.formats.x.scaled else ()
+        check_tensor("x_scale", x_scale, groups, torch.float32, device)
     if (
         x.shape[1] != p.hidden
         or tokens > p.max_tokens
-        or x.dtype != torch.bfloat16
+        or x.dtype != stored
         or topk_weights.dtype != torch.float32
         or topk_ids.dtype not in (torch.int32, torch.int64)
         or topk_ids.shape != (tokens, p.top_k)
@@ -109,7 +118,7 @@ def check_rows(
         raise ArgumentError(
             "x, topk_ids, topk_weights",
             [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, topk_ids, topk_weights)],
-            f"contiguous [T <= {p.max_tokens}, {p.hidden}] bf16, [T, {p.top_k}] int32|int64 and "
+            f"contiguous [T <= {p.max_tokens}, {p.hidden}] {stored}, [T, {p.top_k}] int32|int64 and "
             f"[T, {p.top_k}] fp32 on {device}",
         )
 

@@ -18,6 +18,7 @@ from megamoe.backends.reserve import agree_on, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
 from megamoe.jit import compiler
 from megamoe.jit.source import Variant
@@ -29,6 +30,7 @@ from megamoe.memory.launches import (
     current_device,
     launch_lock,
     launch_order,
+    never,
     on_device,
     refuse_capture,
 )
@@ -132,7 +134,7 @@ class MegaBackend:
         self._bias: Tensor | None = None  # kept until other weights are set
         self._make_y: Callable[[], Tensor]
         # says whether x, ids and weights are like those that were checked last
-        self._checked: Callable[..., bool] = lambda *_: False
+        self._checked: Callable[..., bool] = never
         self._sealed: ExpertWeights | None = None  # whose addresses the launch has
 
     @property
@@ -171,7 +173,7 @@ class MegaBackend:
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
@@ -187,26 +189,28 @@ class MegaBackend:
         if self._on_gpu and current_device() != self._ordinal:
             with on_device(self.device):
                 return self.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+        x, x_scale = x if type(x) is QuantizedRows else (x, None)
         self.window.poll()
         if self._launcher is None:
             self.prepare(weights)
         with launch_lock:
-            if not self._checked(x, topk_ids, topk_weights):
-                kernels.check_rows(self.problem, self.device, x, topk_ids, topk_weights)
+            if x_scale is not None or not self._checked(x, topk_ids, topk_weights):
+                kernels.check_rows(self.problem, self.device, x, topk_ids, topk_weights, x_scale)
                 self._args.num_tokens = x.shape[0]
                 self._args.ids_are_int64 = topk_ids.dtype == torch.int64
                 shape, strides = tuple(x.shape), (x.shape[1], 1)
                 self._make_y = partial(allocator(self._on_gpu), shape, strides, torch.bfloat16)
-                self._checked = alike(x, topk_ids, topk_weights)
+                self._checked = never if x_scale is not None else alike(x, topk_ids, topk_weights)
             y = self._make_y() if out is None else out
             if weights is not self._sealed:
                 self._set_weights(weights)
             handle = self._order.before_launch()
-            fill_pointers(self._args, x, topk_ids, topk_weights, y, num_tokens_device)
+            tensors = x, topk_ids, topk_weights, y, num_tokens_device, x_scale
+            fill_pointers(self._args, *tensors)
             self._launcher.launch(handle)
             self.window.last_launch = self._launched
         if handle:  # not the default stream
-            for tensor in (x, topk_ids, topk_weights, y, num_tokens_device):
+            for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(self._order.stream)  # nothing if it was made there
         return y
@@ -296,11 +300,8 @@ class MegaBackend:
             raise MegaMoEError(
                 "statistics() are those of the last call of a window, and that was another layer's, or there was none"
             )
-        tables = (
-            self.plan.window["window_routes"].view(self.window.memory),
-            self._tables(kernel)["chunk_prefix"],
-            self.window.epoch_cell,
-        )
+        routes = self.plan.window["window_routes"].view(self.window.memory)
+        tables = routes, self._tables(kernel)["chunk_prefix"], self.window.epoch_cell
         return Statistics.of_tables(*tables, self.plan.pool_rows, layout.BLOCK_ROWS)
 
     def _tables(self, kernel: str) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.formats.planes import rows_of
 from megamoe.formats.quantization import Codec, codec
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 
 
@@ -117,7 +118,7 @@ class StagedBackend:
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
@@ -149,13 +150,13 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 def moe(
     problem: Problem,
     group: Any,
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     topk_ids: Tensor,
     topk_weights: Tensor,
     dense: ExpertWeights,
     mark: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return y [T, H] in x's dtype, and the rows of each local expert, [L] int64.
+    """Return y [T, H] in x's dtype (bf16 where x is quantized), and the rows of each local expert, [L] int64.
 
     y is differentiable in x, topk_weights and all tensors of `dense`.
     mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and `dense` need
@@ -168,7 +169,7 @@ def moe(
 def _moe(
     problem: Problem,
     group: Any,
-    x: Tensor,
+    x: Tensor | QuantizedRows,
     topk_ids: Tensor,
     topk_weights: Tensor,
     dense: ExpertWeights,
@@ -176,17 +177,13 @@ def _moe(
 ) -> tuple[Tensor, Tensor]:
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
-    x_codec = codec(problem.formats.x)
 
     # route: one row per valid (token, k), sorted by expert, hence by rank
     flat = topk_ids.reshape(-1).long()
     valid = (flat >= 0) & (flat < experts)
     order = torch.argsort(torch.where(valid, flat, experts), stable=True)
     order = order[: int(valid.sum())]
-    source = x
-    if x_codec is not None:
-        source = _StraightThrough.apply(x.to(compute_dtype(x.device)), x_codec)
-    rows = _RowsOfTokens.apply(source, order, top_k)
+    rows = _RowsOfTokens.apply(_source(problem, x), order, top_k)
     counts = torch.bincount(flat[order], minlength=experts)
     if group is not None:
         call = [mark[0] | _gradients(rows, dense), mark[1]]
@@ -212,7 +209,19 @@ def _moe(
     y = torch.zeros(tokens, problem.hidden, dtype=torch.float32, device=x.device)
     for k, y_k in enumerate(y_routes.view(tokens, top_k, problem.hidden).unbind(1)):
         y = torch.addcmul(y, scores[:, k : k + 1], y_k.float())
-    return y.to(x.dtype), sizes
+    return y.to(x.dtype if isinstance(x, Tensor) else torch.bfloat16), sizes
+
+
+def _source(problem: Problem, x: Tensor | QuantizedRows) -> Tensor:
+    """Return x as gemm1 multiplies it: its values behind quantization, where the precision has one."""
+    formulas, dtype = codec(problem.formats.x), compute_dtype(x.device)
+    if formulas is None:
+        assert isinstance(x, Tensor)
+        return x
+    if isinstance(x, QuantizedRows):
+        return formulas.dequantize(*x).to(dtype)
+    made: Tensor = _StraightThrough.apply(x.to(dtype), formulas)
+    return made
 
 
 def _gradients(rows: Tensor, dense: ExpertWeights) -> int:

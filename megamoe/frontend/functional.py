@@ -18,6 +18,7 @@ from megamoe import env
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, RankMismatch
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.frontend.agreement import check_equal, process_group, together
 from megamoe.memory.transport.group import host_name, spans_hosts
@@ -48,14 +49,14 @@ class Backend(Protocol):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
         num_tokens_device: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return y [T, H] bf16."""
+        """Return y [T, H] bf16. Ranks may bring x in bf16 or, where the precision stores it so, quantized."""
 
     def forward_train(
         self,
@@ -107,13 +108,21 @@ def check_call(
     topk_weights: Tensor,
     out: Tensor | None = None,
     num_tokens_device: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """Raise ArgumentError unless the tensors of one call fit the problem. Reads no contents."""
+    stored = problem.formats.x
+    if x_scale is not None and not stored.scaled:
+        raise ArgumentError("x_scale", "given", f"None with precision {problem.precision!r}")
     if not isinstance(x, Tensor) or x.dim() != 2:
         value = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError("x.shape", value, f"[T, {problem.hidden}]")
     tokens, device = x.shape[0], x.device
-    check_tensor("x", x, (tokens, problem.hidden), torch.bfloat16, device)
+    dtype = torch.bfloat16 if x_scale is None else stored.dtype
+    check_tensor("x", x, (tokens, problem.hidden), dtype, device)
+    if x_scale is not None:
+        groups = stored.scale_shape(tokens, problem.hidden)
+        check_tensor("x_scale", x_scale, groups, torch.float32, device)
     if tokens > problem.max_tokens:
         raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {problem.max_tokens}")
     routes = (tokens, problem.top_k)

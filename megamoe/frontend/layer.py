@@ -15,10 +15,11 @@ from megamoe.backends.order import CLOSING, meet
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend import main_grad
 from megamoe.frontend.agreement import ALONE, check_equal, process_group, tell
-from megamoe.frontend.autograd import apply, refuse_tangents, watched
+from megamoe.frontend.autograd import apply, apply_quantized, refuse_tangents, watched
 from megamoe.frontend.delayed import Delayed
 from megamoe.frontend.functional import (
     agree,
@@ -28,7 +29,7 @@ from megamoe.frontend.functional import (
     open_backend,
 )
 from megamoe.frontend.known import KnownCalls, records, tensors_of
-from megamoe.frontend.rows import Weighting, rows_of
+from megamoe.frontend.rows import Weighting, rows_of, scales_of
 from megamoe.frontend.runtime import Runtime, flat
 
 log = logging.getLogger("megamoe")
@@ -101,6 +102,7 @@ class Layer:
         *,
         num_tokens_device: Tensor | None = None,
         out: Tensor | None = None,
+        x_scale: Tensor | None = None,
     ) -> Tensor:
         """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
 
@@ -111,12 +113,15 @@ class Layer:
             only refuse calls whose gradients are recorded.
         num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
             of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
-        out: like x, to write y into; not while gradients are recorded.
+        out: like y, to write y into; not while gradients are recorded.
+        x_scale: [..., ceil(H/128)] fp32 of an x that was quantized before, in e4m3 and groups of 128 along H, where the
+            precision stores it so; not while gradients are recorded. Ranks need not agree on that.
         Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
         runtime = self._runtime
         if (
             runtime is not None
+            and x_scale is None
             and not torch.compiler.is_compiling()
             and self._known.has(x, topk_ids, topk_weights, weights, num_tokens_device, out)
         ):
@@ -129,7 +134,7 @@ class Layer:
                 if self._elsewhere:
                     return self._uncompiled(weights, (*call, runtime.state_bytes), True)
                 return apply(*call, runtime.state_bytes, True)
-        return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+        return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
 
     def _checked(
         self,
@@ -139,19 +144,25 @@ class Layer:
         weights: ExpertWeights,
         num_tokens_device: Tensor | None,
         out: Tensor | None,
+        x_scale: Tensor | None,
     ) -> Tensor:
         given = x, topk_ids, topk_weights
         try:
             x, topk_ids, topk_weights = rows_of(self.problem, *given)
+            x_scale = scales_of(x, x_scale)
             rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             flat_out = None
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
                 check_overlap(out, x)
                 flat_out = flat(out)
-            check_call(self.problem, *rows, num_tokens_device=num_tokens_device)
-            call = x, topk_ids, topk_weights, num_tokens_device
-            x, topk_weights = self._weighting.apply(self.problem, *call)
+            scale = None if x_scale is None else flat(x_scale)
+            check_call(self.problem, *rows, None, num_tokens_device, scale)
+            call = topk_ids, topk_weights, num_tokens_device
+            if x_scale is None:
+                x, topk_weights = self._weighting.apply(self.problem, x, *call)
+            else:
+                x_scale, topk_weights = self._weighting.apply(self.problem, x_scale, *call)
             rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             self._check_weights(weights, x.device)
             tensors = (x, topk_weights, *tensors_of(weights))
@@ -159,6 +170,9 @@ class Layer:
             recording = records(x, topk_weights, weights)
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
+            if recording and x_scale is not None:
+                expected = "torch.no_grad() or inference_mode(): a quantized x has no gradient"
+                raise ArgumentError("gradients", "recorded", expected)
             if recording and not self.problem.formats.trains:
                 name = f"precision {self.problem.precision!r}"
                 expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
@@ -172,17 +186,22 @@ class Layer:
         assert runtime is not None
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
         direct = plain and not watched()
-        if direct and all(ours is theirs for ours, theirs in zip(rows, given, strict=True)):
+        if (
+            direct
+            and x_scale is None
+            and all(ours is theirs for ours, theirs in zip(rows, given, strict=True))
+        ):
             self._known.add(*rows, weights, num_tokens_device, out)
         if direct and not recording:
             mine = runtime.weights(weights)
-            y = runtime.backend.forward(*rows, mine, num_tokens_device, flat_out)
+            first = rows[0] if x_scale is None else QuantizedRows(rows[0], flat(x_scale))
+            y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0
         work = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device, state_bytes
         if recording and self._elsewhere:
             return self._uncompiled(weights, work, direct)
-        y = apply(*work, direct)
+        y = apply(*work, direct) if x_scale is None else apply_quantized(x_scale, *work[:-1])
         return y if out is None else out.copy_(y)
 
     @torch.compiler.disable(

@@ -117,8 +117,7 @@ class MegaMoE(nn.Module):
         self.place = Place(self.problem, self.group)
         self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
         self._loaded = False
-        # what the layer was when average_expert_gradients() took it
-        self.averaged: type | None = None
+        self.averaged: type | None = None  # what average_expert_gradients() took
         self._known: ExpertWeights | None = None  # of the last call
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
@@ -147,6 +146,7 @@ class MegaMoE(nn.Module):
         *,
         num_tokens_device: Tensor | None = None,
         out: Tensor | None = None,
+        x_scale: Tensor | None = None,
     ) -> Tensor:
         """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
 
@@ -158,7 +158,7 @@ class MegaMoE(nn.Module):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", True, expected)
         call = x, topk_ids, topk_weights, self._experts()
-        return self._layer(*call, num_tokens_device=num_tokens_device, out=out)
+        return self._layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
 
     def expert_weights(self) -> ExpertWeights:
         """Return the parameters as they are: bf16 masters, or what load_fp8_weights or load_mxfp4_weights was given."""

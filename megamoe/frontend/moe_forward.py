@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import refuse_tangents
 from megamoe.frontend.functional import Backend, check_call
@@ -32,6 +33,7 @@ def moe_forward(
     apply_router_weight_on_input: bool = False,
     out: Tensor | None = None,
     num_tokens_device: Tensor | None = None,
+    x_scale: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Compute the layer on all ranks of `group`. Collective: every rank calls, even for no tokens.
@@ -40,6 +42,7 @@ def moe_forward(
     topk_ids: [T, K] int32 or int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
     weights: this rank's experts, see ExpertWeights. out: [T, H] bf16 to write y into.
     num_tokens_device: [1] int32 on the device; tokens from there on are not computed, their rows of y undefined.
+    x_scale: [T, ceil(H/128)] fp32 of an x in e4m3, as in Layer.
     backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
         close_backends().
     routed_scaling_factor, apply_router_weight_on_input, and gradients: as in Layer. An object as the backend has
@@ -56,22 +59,27 @@ def moe_forward(
         options["apply_router_weight_on_input"] = apply_router_weight_on_input
         layer = _shared_layer(weights, (backend, problem, group), options)
         try:
-            check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
+            check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device, x_scale)
         except ArgumentError as error:
             layer.refuse(error)
             raise
-        return layer(*call, num_tokens_device=num_tokens_device, out=out)
+        return layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
     try:
-        check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device)
+        check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device, x_scale)
         _check_object(problem, backend, x, topk_weights, weights, out)
         how = routed_scaling_factor, apply_router_weight_on_input
         weighting = Weighting.checked(problem, *how)
     except (ArgumentError, ConfigError):
         getattr(backend, "refuse", nothing)()
         raise
-    rows = x, topk_ids, topk_weights, num_tokens_device
-    x, topk_weights = weighting.apply(problem, *rows)
-    return backend.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+    rest = topk_ids, topk_weights, num_tokens_device
+    rows: Tensor | QuantizedRows
+    if x_scale is None:
+        rows, topk_weights = weighting.apply(problem, x, *rest)
+    else:
+        x_scale, topk_weights = weighting.apply(problem, x_scale, *rest)
+        rows = QuantizedRows(x, x_scale)
+    return backend.forward(rows, topk_ids, topk_weights, weights, num_tokens_device, out)
 
 
 def _shared_layer(weights: Any, key: tuple[Any, ...], options: dict[str, Any]) -> Layer:

@@ -44,7 +44,10 @@ class Weighting(NamedTuple):
         topk_weights: Tensor,
         num_tokens_device: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x: [..., H], topk_weights: [..., K] fp32, checked -> those that the layer computes with; differentiable."""
+        """x: [..., H], topk_weights: [..., K] fp32, checked -> those that the layer computes with; differentiable.
+
+        Of a quantized x its scales are given in its place.
+        """
         if self.on_input:
             if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
                 # Of a token that is not computed the gradient is zero; times a NaN it would not be.
@@ -62,6 +65,18 @@ def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | No
         return used
     tokens = torch.arange(topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
     return used & (tokens < num_tokens_device)
+
+
+def scales_of(x: Tensor, x_scale: Tensor | None) -> Tensor | None:
+    """Return x_scale contiguous. Raises ArgumentError unless its leading sizes are those of x."""
+    if x_scale is None:
+        return None
+    if not isinstance(x_scale, Tensor):
+        raise ArgumentError("x_scale", type(x_scale).__name__, "a tensor")
+    if x_scale.shape[:-1] != x.shape[:-1] or not x_scale.dim():
+        expected = f"{list(x.shape[:-1])} + [ceil(H/128)], the leading sizes of x"
+        raise ArgumentError("x_scale.shape", list(x_scale.shape), expected)
+    return x_scale.contiguous()
 
 
 def rows_of(

@@ -36,8 +36,8 @@ GEMM_POINTERS = {
 }
 # The pointers of a call, one after the other in Args: written at once, since a field costs 0.1 us.
 _CALL, _CALL_FIELDS = (
-    struct.Struct("<5Q"),
-    ("x", "topk_ids", "topk_weights", "num_tokens_device", "y"),
+    struct.Struct("<6Q"),
+    ("x", "topk_ids", "topk_weights", "num_tokens_device", "y", "x_scale"),
 )
 _CALL_OFFSET = abi.Args.x.offset
 assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
@@ -231,10 +231,11 @@ def fill_call(
     topk_weights: Tensor,
     y: Tensor,
     num_tokens_device: Tensor | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """Fill what changes with every call: the tensors."""
     args.num_tokens, args.ids_are_int64 = x.shape[0], topk_ids.dtype == torch.int64
-    fill_pointers(args, x, topk_ids, topk_weights, y, num_tokens_device)
+    fill_pointers(args, x, topk_ids, topk_weights, y, num_tokens_device, x_scale)
 
 
 def fill_pointers(
@@ -244,6 +245,7 @@ def fill_pointers(
     topk_weights: Tensor,
     y: Tensor,
     num_tokens_device: Tensor | None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """Fill what changes from call to call when shapes and types do not."""
     source, target = x.data_ptr(), y.data_ptr()
@@ -251,7 +253,8 @@ def fill_pointers(
         raise ArgumentError("x or out", hex(source), "16-byte aligned storage")
     count = 0 if num_tokens_device is None else num_tokens_device.data_ptr()
     ids, scores = topk_ids.data_ptr(), topk_weights.data_ptr()
-    _CALL.pack_into(args, _CALL_OFFSET, source, ids, scores, count, target)
+    scale = 0 if x_scale is None else x_scale.data_ptr()
+    _CALL.pack_into(args, _CALL_OFFSET, source, ids, scores, count, target, scale)
 
 
 def set_map(field: Any, data: bytes) -> None:

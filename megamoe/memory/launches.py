@@ -111,5 +111,10 @@ def alike(*tensors: Tensor) -> Callable[..., bool]:
     return check
 
 
+def never(*_: Any) -> bool:
+    """Say that nothing is like what was seen before."""
+    return False
+
+
 def _facts(tensors: tuple[Tensor, ...]) -> list[Any]:
     return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]

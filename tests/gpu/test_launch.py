@@ -8,7 +8,8 @@ import torch
 from megamoe.backends import reference
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
-from megamoe.formats.quantization import quantize_blockwise, transpose_blocks
+from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.quantize import quantize_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
@@ -94,6 +95,22 @@ def test_strided_weights_give_the_same_bits(precision, layout):
         other = replace(strided, w13=strided.w13.transpose(1, 2).flatten(1, 2))
         assert other.w13.data_ptr() == strided.w13.data_ptr()
         assert not torch.equal(backend.forward(*call, other), y)
+    backend.check()
+    backend.close()
+
+
+def test_a_quantized_x_gives_the_same_bits():
+    _, backend, (x, *rest) = make("fp8")
+    y = backend.forward(x, *rest)
+    quantized = QuantizedRows(*quantize_rows(x))
+    assert torch.equal(backend.forward(quantized, *rest), y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backend.forward(quantized, *rest)
+    assert torch.equal(backend.forward(x, *rest), y)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, y)
     backend.check()
     backend.close()
 

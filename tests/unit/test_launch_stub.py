@@ -219,6 +219,40 @@ print(json.dumps([found, refused]))
     assert seen == [[True] * 18, [True] * 14]
 
 
+def test_a_quantized_x_is_never_taken_for_another(run):
+    """Its scales go with its call, and bf16 behind it is looked at anew: the kernel would read twice as much."""
+    seen = run("""
+from megamoe.formats.quantized import QuantizedRows
+with on_cpu():
+    backend = mega.MegaBackend(problem, device="cpu")
+    q = torch.zeros(5, 272).to(torch.float8_e4m3fn)
+    scale, x = torch.ones(5, 3), torch.zeros(5, 272, dtype=torch.bfloat16)
+    rest = torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, 3), weights
+    found, refused = [], []
+    for _ in range(2):
+        y = backend.forward(QuantizedRows(q, scale), *rest)
+        found.append([argument().x_scale == scale.data_ptr(), argument().x == q.data_ptr(), y.dtype == x.dtype])
+        for bad in (q, QuantizedRows(x, scale), QuantizedRows(q, scale[:, :2]), QuantizedRows(q, scale.double())):
+            launches = number("stub_launches").value
+            try:
+                backend.forward(bad, *rest)
+                refused.append(False)
+            except ArgumentError:
+                refused.append(number("stub_launches").value == launches)
+        backend.forward(x, *rest)
+        found.append([not argument().x_scale, argument().x == x.data_ptr()])
+    plain = Problem(272, 144, 7, 3, max_tokens=70)
+    none = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()})
+    try:
+        mega.MegaBackend(plain, device="cpu").forward(QuantizedRows(q, scale), *rest[:2], none)
+        refused.append(False)
+    except ArgumentError:
+        refused.append(True)
+print(json.dumps([found, refused]))
+""")
+    assert seen == [[[True] * 3, [True] * 2] * 2, [True] * 9]
+
+
 def test_faults_are_raised_and_reset(run):
     seen = run("""
 with on_cpu():

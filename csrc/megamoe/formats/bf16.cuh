@@ -1,6 +1,6 @@
 // bf16, as it is: no scales.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/formats/copy.cuh"
 #include "megamoe/formats/fragment.h"
 
 namespace megamoe {
@@ -10,25 +10,11 @@ struct Bf16Rows {
     static constexpr int element_bytes = 2;
     static constexpr bool scaled = false;
 
-    // A copy, 16 bytes a thread.
     static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
         const Args& args = ctx.args;
         auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
         auto* from = static_cast<const uint4_t*>(args.x);
-        int64_t total = int64_t{num_tokens} * args.hidden / 8;
-        int64_t stride = int64_t{num_ctas(ctx)} * crew_threads;
-        MEGAMOE_UNROLL_BY(1)
-        for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total; i += 4 * stride) {
-            uint4_t v[4];  // four loads in flight
-            MEGAMOE_UNROLL
-            for (int j = 0; j < 4; ++j) {
-                if (i + j * stride < total) v[j] = arch::load_streaming(from + i + j * stride);
-            }
-            MEGAMOE_UNROLL
-            for (int j = 0; j < 4; ++j) {
-                if (i + j * stride < total) arch::store_vec(to + i + j * stride, v[j]);
-            }
-        }
+        copy_by_crews(ctx, to, from, int64_t{num_tokens} * args.hidden / 8);
     }
 
     // One half as bf16: two chunks of 64 columns.

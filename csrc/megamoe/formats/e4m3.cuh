@@ -1,7 +1,7 @@
 // e4m3 with fp32 scales: rows have one per 128 columns, weights one per 128 x 128 (along K: a pipeline
 // stage).
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/formats/copy.cuh"
 #include "megamoe/formats/e4m3_group.h"
 #include "megamoe/formats/fragment.h"
 
@@ -80,6 +80,20 @@ struct E4m3Rows {
                         scales[token[j] * groups + column[j] / scale_group] = group.scale();
                 }
             }
+        }
+    }
+
+    // x that was quantized before, with its scales.
+    static MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
+        const Args& args = ctx.args;
+        auto* rows = ctx.window<uint4_t>(args.rank, args.window_x);
+        auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+        copy_by_crews(ctx, rows, static_cast<const uint4_t*>(args.x), int64_t{num_tokens} * args.hidden / 16);
+        int64_t total = int64_t{num_tokens} * ceil_div(args.hidden, scale_group);
+        MEGAMOE_UNROLL_BY(1)
+        for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total;
+             i += int64_t{num_ctas(ctx)} * crew_threads) {
+            scales[i] = args.x_scale[i];
         }
     }
 

@@ -120,11 +120,12 @@ struct Grouped {
 struct Args {
     Gemm gemm[2];  // by Stage
     // inputs and output, ordinary memory
-    const void* x;                     // [T, H] bf16
+    const void* x;                     // [T, H] bf16; with x_scale e4m3
     const void* topk_ids;              // [T, K] int32 or int64, see ids_are_int64
     const float* topk_weights;         // [T, K]
     const int32_t* num_tokens_device;  // [1] or null: then num_tokens below
     void* y;                           // [T, H] bf16
+    const float* x_scale;              // [T, ceil(H/128)], or null: x is bf16. In forward only
     // workspace, ordinary memory, zeroed once when it is made
     uint32_t* epoch;        // [1] completed launches
     uint32_t* ids_ticket;    // [1] CTAs that have staged their ids and weights

@@ -48,8 +48,17 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
 }
 
 template <class T>
+MEGAMOE_DEVICE void stage_x(Context& ctx, int num_tokens) {
+    using X = typename T::Gemm1::A;
+    if constexpr (T::direction == Direction::forward && X::scaled) {
+        if (ctx.args.x_scale != nullptr) return X::stage_quantized(ctx, num_tokens);
+    }
+    X::stage(ctx, num_tokens);
+}
+
+template <class T>
 MEGAMOE_DEVICE void stage(Context& ctx) {
-    T::Gemm1::A::stage(ctx, own_tokens<T>(ctx.args));
+    stage_x<T>(ctx, own_tokens<T>(ctx.args));
     if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
     int peer = crew_thread();
     if (peer < ctx.args.num_ranks) {

@@ -19,6 +19,7 @@ from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.quantized import QuantizedRows
 
 # what has a gradient -> its name in backward's results
 RESULTS = {
@@ -65,7 +66,7 @@ class ReferenceBackend:
     @torch.no_grad()
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: Any,
@@ -75,11 +76,18 @@ class ReferenceBackend:
         """Return y [T, H] of this rank; rows from num_tokens_device on are zero."""
         weights.validate(self.problem, x.device)
         topk_ids = _without_rows_behind(topk_ids, num_tokens_device)
-        call = self._gather(self.mark.ints(), (x, topk_ids, topk_weights), weights)
-        result = forward(self.problem, *call, rounding=self.rounding)
+        given = x, None
+        if isinstance(x, QuantizedRows):  # torch cannot pickle float8 tensors
+            given = x.q.view(torch.uint8), x.scale
+        mine = given[0], topk_ids, topk_weights, given[1]
+        xs, *routes, scales, experts = self._gather(self.mark.ints(), mine, weights)
+        for i, scale in enumerate(scales):
+            if scale is not None:
+                xs[i] = QuantizedRows(xs[i].view(torch.float8_e4m3fn), scale)
+        result = forward(self.problem, xs, *routes, experts, rounding=self.rounding)
         counts = result["counts"][self.problem.rank].sum(0)
         self._statistics = Statistics.without_pool(counts)
-        y = result["y"][self.problem.rank].to(x.dtype)
+        y = result["y"][self.problem.rank].to(torch.bfloat16)
         return y if out is None else out.copy_(y)
 
     def forward_train(
@@ -145,7 +153,7 @@ class ReferenceBackend:
             found.append(None if made is None else torch.empty_like(master).copy_(made))
         return found
 
-    def _gather(self, mark: list[int], tensors: tuple[Tensor, ...], weights: Any) -> list[Any]:
+    def _gather(self, mark: list[int], tensors: tuple[Any, ...], weights: Any) -> list[Any]:
         """Return the tensors and weights of all ranks: a list by rank of each."""
         device = tensors[0].device
         parts: list[Any] = [(*tensors, weights)]
@@ -155,7 +163,8 @@ class ReferenceBackend:
             dist.all_gather_object(parts, (*tensors, pack(weights)), group=self.group)
             parts = [(*of_rank, unpack(packed)) for *of_rank, packed in parts]
         *columns, experts = (list(column) for column in zip(*parts, strict=True))
-        return [*([t.to(device) for t in c] for c in columns), [_to(e, device) for e in experts]]
+        moved = [[None if t is None else t.to(device) for t in c] for c in columns]
+        return [*moved, [_to(e, device) for e in experts]]
 
     def refuse(self) -> None:
         """Tell the ranks that meet for a call that this one makes none. Collective."""

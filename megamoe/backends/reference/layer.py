@@ -12,11 +12,12 @@ from megamoe.backends.reference.gemm import full_fp32, grouped_gemm
 from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
 from megamoe.config import Problem
+from megamoe.formats.quantized import QuantizedRows
 
 
 def forward(
     problem: Problem,
-    x: list[Tensor],
+    x: list[Any],
     topk_ids: list[Tensor],
     topk_weights: list[Tensor],
     weights: list[Any],
@@ -27,7 +28,7 @@ def forward(
     """Compute every intermediate of every rank; the lists have one entry per rank.
 
     x: [T, H], topk_ids: [T, K], topk_weights: [T, K] of each home rank, all on one device; T may
-        differ.
+        differ. fp8: x may be QuantizedRows, which are taken as they are.
     weights: ExpertWeights of each expert rank. problem.rank is not used.
     rounding: "kernel" rounds where the kernel does: h to bf16 (fp8: quantized from fp32 by 1x128),
         y_rows and partials to bf16, y to bf16. "none" keeps fp32 throughout, on the same inputs
@@ -52,13 +53,13 @@ def forward(
 
     all_rows = [route(problem, rank, topk_ids) for rank in range(problem.ep_size)]
     kept = kept_tokens(x, check_tokens)
-    x = [x_T[tokens] for x_T, tokens in zip(x, kept, strict=True)]
+    x = [_take(x_T, tokens) for x_T, tokens in zip(x, kept, strict=True)]
     weight_NK = torch.cat([w[tokens] for w, tokens in zip(topk_weights, kept, strict=True)])
     if check_tokens is not None:
         all_rows = keep_rows(all_rows, topk_ids, kept)
     if x_codec is not None:
         for x_T in x:
-            q, scale = x_codec[0](x_T)
+            q, scale = x_T if isinstance(x_T, QuantizedRows) else x_codec[0](x_T)
             note("x_q", q)
             note("x_scale", scale)
 
@@ -76,7 +77,11 @@ def forward(
     return out
 
 
-def kept_tokens(x: list[Tensor], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
+def _take(x_TH: Any, tokens: Tensor) -> Any:
+    return x_TH.take(tokens) if isinstance(x_TH, QuantizedRows) else x_TH[tokens]
+
+
+def kept_tokens(x: list[Any], check_tokens: Tensor | list[Tensor] | None) -> list[Tensor]:
     """Return the tokens to compute of each home rank."""
     if check_tokens is None:
         return [torch.arange(x_T.shape[0], device=x_T.device) for x_T in x]

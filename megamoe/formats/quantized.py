@@ -1,0 +1,30 @@
+"""Rows of x that the caller has quantized, as they go through the backends in place of x."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class QuantizedRows(NamedTuple):
+    """q: [T, H] e4m3, or its bytes. scale: [T, ceil(H/128)] fp32, any numbers; value = q * scale."""
+
+    q: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """[T, H]."""
+        return self.q.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where both lie."""
+        return self.q.device
+
+    def take(self, tokens: Tensor) -> QuantizedRows:
+        """Return the rows of some tokens; e4m3 itself cannot be indexed everywhere."""
+        q = self.q.view(torch.uint8)[tokens].view(self.q.dtype)
+        return QuantizedRows(q, self.scale[tokens])
