@@ -17,9 +17,8 @@ def borrow_window(
     problem: Problem, group: Any, device: torch.device, backend: str, options: dict[str, Any]
 ) -> dict[str, Window]:
     """Return the option `window` for a layer where the kernel runs, nothing elsewhere. Collective."""
-    if device.type != "cuda" or options.get("window") is not None:
-        return {}
-    if choose(backend, problem, group, device, options) != "mega":
+    chosen = choose(backend, problem, group, device, options)
+    if chosen != "mega" or options.get("window") is not None:
         return {}
     key = WindowSpec.of(problem), group, device
     if key not in _windows:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
@@ -35,9 +36,8 @@ from megamoe.adapters.transformers_weights import (
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import check_options, choose, resolve
+from megamoe.frontend.functional import check_options, resolve
 from megamoe.frontend.layer import Layer
-from megamoe.memory.window import Window, WindowSpec
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -86,7 +86,7 @@ class Experts:
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[Layer] = []
-        self._windows: dict[Any, Window] = {}
+        self._windows: list[dict[str, Any]] = []  # borrowed, one for each layer
         self._number = next(_numbers)
 
     def __call__(
@@ -144,8 +144,8 @@ class Experts:
             layers = module._megamoe_layers
             for key in [k for k in layers if k[0] == self._number]:
                 layers.pop(key).close()
-        for window in self._windows.values():
-            window.close()
+        for window in self._windows:
+            return_window(window)
         self._modules.clear()
         self._spread.clear()
         self._windows.clear()
@@ -163,7 +163,9 @@ class Experts:
     def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> Layer:
         _, device, top_k = key
         problem = self._problem(module, weights, top_k, group)
-        options = self._options | self._window(problem, group, device)
+        window = borrow_window(problem, group, device, self._backend, self._options)
+        self._windows.append(window)
+        options = self._options | window
         layer = Layer(
             problem, "alone" if group is None else group, backend=self._backend, **options
         )
@@ -197,16 +199,6 @@ class Experts:
             activation=activation,
             bias=module.has_bias,
         )
-
-    def _window(self, problem: Problem, group: Any, device: torch.device) -> dict[str, Window]:
-        """Return the window of all layers of these sizes where the kernel runs; one of each would take memory each."""
-        chosen = choose(self._backend, problem, group, device, self._options)
-        if chosen != "mega" or self._options.get("window") is not None:
-            return {}
-        key = WindowSpec.of(problem), group, device
-        if key not in self._windows:
-            self._windows[key] = Window(problem, group, device=device)
-        return {"window": self._windows[key]}
 
 
 def _slice(tokens: Tensor, mesh: DeviceMesh) -> Tensor:

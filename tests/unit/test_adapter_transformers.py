@@ -309,7 +309,8 @@ with on_cpu(), mock.patch.object(functional, "why_not_mega", lambda *_: None), t
         backends = [layer._runtime.backend for layer in layers]
         windows = {{id(b.window) for b in backends}}
         workspaces = {{b.window.workspace(b.plan).data_ptr() for b in backends}}
-        found = [len(layers), len(windows), len(workspaces), len(own._windows)]
+        borrowed = {{id(w["window"]) for w in own._windows}}
+        found = [len(layers), len(windows), len(workspaces), len(borrowed)]
     own.close()
     print(json.dumps([*found, backends[0].window.closed]))
 """

@@ -85,7 +85,8 @@ def test_gradients_reach_each_parameter_that_wants_one(tied):
 
 def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch):
     made, closed = [], []
-    monkeypatch.setattr(host_windows, "choose", lambda *_: "mega")
+    chosen = ["mega"]
+    monkeypatch.setattr(host_windows, "choose", lambda *_: chosen[-1])
     window = type("Window", (), {"close": lambda self: closed.append(self)})
     monkeypatch.setattr(host_windows, "Window", lambda *_, **__: made.append(window()) or made[-1])
     small, cuda = Problem(64, 48, 6, 2, max_tokens=64), torch.device("cuda", 0)
@@ -96,7 +97,9 @@ def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch)
     assert not closed
     host_windows.return_window(taken[1])
     assert closed == made[:1]
-    assert host_windows.borrow_window(small, None, torch.device("cpu"), "auto", {}) == {}
+    assert host_windows.borrow_window(small, None, cuda, "auto", {"window": made[1]}) == {}
+    chosen.append("staged")
+    assert host_windows.borrow_window(small, None, cuda, "auto", {}) == {}
     host_windows.return_window({})
     host_windows.return_window(taken[2])
     assert closed == made
