@@ -134,21 +134,26 @@ struct E4m3Rows {
             }
         }
         math_sync();  // the largest of all columns
+        int own_row = warp * 32 + arch::lane_idx();
+        if (own_row < 2 * n) {
+            E4m3Group group;
+            MEGAMOE_UNROLL
+            for (int w = 0; w < math_role.num_warps; w += 2)
+                group.include(amax[w * group_rows + own_row], amax[(w + 1) * group_rows + own_row]);
+            amax[own_row] = group.inverse();  // in place of the first warp's
+            if (row_scale != nullptr) row_scale[own_row] = group.scale();
+        }
+        math_sync();  // the factors of all rows
         MEGAMOE_UNROLL
         for (int g = 0; g < n / 4; ++g) {
             MEGAMOE_UNROLL
             for (int j = 0; j < 2; ++j) {
                 int row = f.row(g) + j;
-                E4m3Group group;
-                MEGAMOE_UNROLL
-                for (int w = 0; w < math_role.num_warps; w += 2)
-                    group.include(amax[w * group_rows + row], amax[(w + 1) * group_rows + row]);
-                float inverse = group.inverse();
+                float inverse = amax[row];
                 uint32_t pair = arch::pack_e4m3x2(v[4 * g + j] * inverse, v[4 * g + 2 + j] * inverse);
                 int column = f.group * group_rows + f.column;
                 to.slot[swizzled(row, column)] = static_cast<uint8_t>(pair);
                 to.slot[swizzled(row, column + 8)] = static_cast<uint8_t>(pair >> 8);
-                if (warp == 0 && first_column && row_scale != nullptr) row_scale[row] = group.scale();
             }
         }
         output.hand_over_common(1);
