@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from megamoe.errors import ConfigError
 from megamoe.jit.source import ACTIVATIONS, TILE
 
+_BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
 # -> its layer type; those with {} are of an activation
 STAGES = {
-    "product": f"GroupedProduct<{TILE}, Bf16Weights>",
-    "product-columns": f"GroupedProduct<{TILE}, Bf16Columns>",
-    "product-planes": f"GroupedProduct<{TILE}, Bf16Columns, 2>",
-    "activation": f"GroupedActivation<{TILE}, {{}}>",
+    "product": f"GroupedProduct<{TILE}, {_BF16}>",
+    "product-columns": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns>",
+    "product-planes": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns, 2>",
+    "product-e4m3": f"GroupedProduct<{TILE}, {_E4M3}>",
+    "activation": f"GroupedActivation<{TILE}, {_BF16}, {{}}, Bf16Rows>",
+    "activation-quantizes": f"GroupedActivation<{TILE}, {_BF16}, {{}}, E4m3Rows>",
+    "activation-e4m3": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, Bf16Rows>",
+    "activation-e4m3-quantizes": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, E4m3Rows>",
     "saving": f"GroupedSaving<{TILE}, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",
@@ -26,7 +31,7 @@ class GroupedVariant:
     stage: str
     activation: str | None = None
 
-    kernel, precision = "grouped", "bf16"
+    kernel = "grouped"
     entry = "megamoe_grouped"
 
     def __post_init__(self) -> None:
@@ -38,6 +43,11 @@ class GroupedVariant:
 
     def __str__(self) -> str:
         return f"grouped-{self.stage}" + (f"-{self.activation}" if self.activation else "")
+
+    @property
+    def precision(self) -> str:
+        """Which of PRECISIONS has its main loop."""
+        return "fp8" if "e4m3" in self.stage else "bf16"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""

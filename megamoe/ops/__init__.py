@@ -1,7 +1,8 @@
 """Grouped GEMMs without expert parallelism, fused with what stands around them in an MLP of experts.
 
 The layer's own tiles under another driver (docs/ops.md): on Hopper GPUs a kernel each, elsewhere torch's operations;
-with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16. They take what torch's grouped_mm takes.
+with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16, and forward FP8. Offsets are those of torch's
+grouped_mm.
 """
 
 from megamoe.ops.functions import (
@@ -11,6 +12,8 @@ from megamoe.ops.functions import (
     grouped_mm_dswiglu,
     grouped_mm_swiglu,
     grouped_mm_wgrad,
+    quantize_rows,
+    scales_by_block,
 )
 
 __all__ = [
@@ -20,4 +23,6 @@ __all__ = [
     "grouped_mm_dswiglu",
     "grouped_mm_swiglu",
     "grouped_mm_wgrad",
+    "quantize_rows",
+    "scales_by_block",
 ]

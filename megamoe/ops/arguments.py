@@ -18,13 +18,24 @@ from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.memory.arguments import Encoder, set_map
 
+Scales = tuple[Tensor | None, Tensor | None]
 _ROWS, _HALF = abi.GROUP_ROWS, abi.TILES[TILE].half_columns
 
 
 def fill_product(
-    args: Any, encode: Encoder, x: Tensor, w: Tensor, offs: Any, out: Tensor, bias: Tensor | None
+    args: Any,
+    encode: Encoder,
+    x: Tensor,
+    w: Tensor,
+    offs: Any,
+    out: Tensor,
+    bias: Tensor | None,
+    scales: Scales = (None, None),
 ) -> None:
-    """x: [M, K] or in planes of K [M, P, K], w: [E, P, K, N], either major, out: [M, N], bias: [E, N] fp32."""
+    """x: [M, K] or in planes of K [M, P, K], w: [E, P, K, N], either major, out: [M, N], bias: [E, N] fp32.
+
+    scales: of x, by block, and of w, with e4m3.
+    """
     _fill_rows(args, offs, w.shape[0], [out])
     gemm = args.gemm[0]
     gemm.n, gemm.k = w.shape[3], w.shape[2]
@@ -37,6 +48,7 @@ def fill_product(
     set_map(gemm.b, _k_major(encode, w.transpose(2, 3)) if by_k else _n_major(encode, w))
     set_map(gemm.out, _ragged(encode, out))
     gemm.bias = _pointer(bias)
+    _fill_scales(args, *scales)
 
 
 def fill_activation(
@@ -49,8 +61,13 @@ def fill_activation(
     gu: Tensor | None,
     bias: Tensor | None,
     activation: Activation,
+    scales: Scales = (None, None),
+    h_scale: Tensor | None = None,
 ) -> None:
-    """x: [M, H], w: [E, P, I, H], h: [M, I], gu: [M, P, I] or None, bias: [E, P*I] fp32."""
+    """x: [M, H], w: [E, P, I, H], h: [M, I], gu: [M, P, I] or None, bias: [E, P*I] fp32.
+
+    scales: of x, by block, and of w, with e4m3. h_scale: of h, by block, where that is e4m3.
+    """
     _fill_rows(args, offs, w.shape[0], [h, gu])
     _fill_activation(args, activation)
     gemm = args.gemm[0]
@@ -61,6 +78,7 @@ def fill_activation(
     gemm.bias = _pointer(bias)
     for p in range(0 if gu is None else w.shape[1]):
         set_map(args.training.gu[p], _ragged(encode, gu[:, p]))
+    _fill_scales(args, *scales, h_scale)
 
 
 def fill_gradient(
@@ -117,6 +135,16 @@ def _fill_rows(args: Any, offs: Tensor | None, num_experts: int, outputs: list[A
         args.grouped.num_rows = out.shape[0]
         args.grouped.cleared[i] = out.data_ptr()
         args.grouped.cleared_row_bytes[i] = out[0].numel() * out.element_size()
+
+
+def _fill_scales(
+    args: Any, of_a: Tensor | None, of_b: Tensor | None, of_out: Tensor | None = None
+) -> None:
+    gemm = args.gemm[0]
+    gemm.a_scale, gemm.b_scale, gemm.out_scale = map(_pointer, (of_a, of_b, of_out))
+    for scale in (of_a, of_out):
+        if scale is not None:
+            args.pool_rows = scale.shape[1]
 
 
 def _fill_activation(args: Any, act: Activation) -> None:

@@ -1,4 +1,4 @@
-"""What the operators take: refused by name, before memory is taken."""
+"""What the operators take; the rest is refused by name, before memory is taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megamoe.config import MAX_LOCAL_EXPERTS
 from megamoe.errors import ArgumentError
 from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_strides
 
-UNIT = 8  # numbers of bf16 in 16 bytes: what widths are multiples of
+E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
 
@@ -18,11 +18,13 @@ def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
 
 
-def check_rows(name: str, t: Tensor, like: Tensor | None = None) -> None:
-    """t: [M, K] bf16, rows of 16-byte units, contiguous in K; `like`: with as many rows, on the same device."""
+def check_rows(
+    name: str, t: Tensor, like: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """t: [M, K], rows of 16-byte units, contiguous in K; `like`: with as many rows, on the same device."""
     if t.dim() != 2:
         refuse(f"{name}.shape", list(t.shape), "[rows, columns]")
-    _check_type(name, t, like)
+    _check_type(name, t, like, dtype)
     if like is not None and t.shape[0] != like.shape[0]:
         refuse(f"{name}.shape", list(t.shape), f"{like.shape[0]} rows")
     if t.shape[0] > MAX_ROWS:
@@ -33,10 +35,12 @@ def check_rows(name: str, t: Tensor, like: Tensor | None = None) -> None:
 
 
 def check_weights(name: str, w: Tensor, x: Tensor) -> None:
-    """w: [E, K, N] bf16 with one of K and N contiguous."""
+    """w: [E, K, N] of x's type with one of K and N contiguous, in e4m3 K."""
     if w.dim() != 3:
         refuse(f"{name}.shape", list(w.shape), "[experts, K, N]")
-    _check_type(name, w, x)
+    _check_type(name, w, x, x.dtype)
+    if w.dtype == E4M3 and w.stride(1) != 1:
+        refuse(f"{name}.stride()", w.stride(), "1 for K: e4m3 is multiplied K-major")
     check_experts(name, w.shape[0])
     for width in w.shape[1:]:
         _check_width(f"{name}.shape", width, w)
@@ -52,7 +56,7 @@ def check_planes(name: str, w: Tensor, planes: int, x: Tensor, width: int) -> Te
     if not (joined or apart) or w.shape[-1] != width:
         refuse(f"{name}.shape", list(w.shape), of)
     w = by_plane(w, planes)
-    _check_type(name, w, x)
+    _check_type(name, w, x, x.dtype)
     check_experts(name, w.shape[0])
     _check_width(f"{name}.shape", w.shape[2], w)
     check_strides(name, w)
@@ -99,16 +103,31 @@ def check_place(name: str, t: Tensor) -> None:
         refuse(f"{name}.data_ptr()", hex(t.data_ptr()), f"a multiple of {STRIDE_BYTES}")
 
 
-def _check_type(name: str, t: Tensor, like: Tensor | None) -> None:
-    if t.dtype != torch.bfloat16:
-        refuse(f"{name}.dtype", t.dtype, "bfloat16")
+def check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
+    """scale: of a shape, fp32, contiguous, 16-byte aligned."""
+    if scale is None:
+        refuse(name, None, f"scales {list(shape)} of e4m3")
+        return
+    if scale.dtype != torch.float32:
+        refuse(f"{name}.dtype", scale.dtype, "float32")
+    if tuple(scale.shape) != shape or not scale.is_contiguous():
+        refuse(f"{name}.shape", list(scale.shape), f"{list(shape)}, contiguous")
+    if scale.device != like.device:
+        refuse(f"{name}.device", scale.device, str(like.device))
+    check_place(name, scale)
+
+
+def _check_type(name: str, t: Tensor, like: Tensor | None, dtype: torch.dtype) -> None:
+    if t.dtype != dtype:
+        refuse(f"{name}.dtype", t.dtype, str(dtype).removeprefix("torch."))
     if like is not None and t.device != like.device:
         refuse(f"{name}.device", t.device, str(like.device))
 
 
 def _check_width(name: str, width: int, t: Tensor) -> None:
-    if not 0 < width <= MAX_WIDTH or width % UNIT:
-        refuse(name, list(t.shape), f"widths that are multiples of {UNIT}, up to {MAX_WIDTH}")
+    unit = STRIDE_BYTES // t.element_size()
+    if not 0 < width <= MAX_WIDTH or width % unit:
+        refuse(name, list(t.shape), f"widths that are multiples of {unit}, up to {MAX_WIDTH}")
 
 
 def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

@@ -6,27 +6,37 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Activation, activation_by_name
-from megamoe.ops import checks, operators
+from megamoe.formats import quantization
+from megamoe.formats.quantization import num_groups
+from megamoe.ops import checks, gradients, operators
+from megamoe.ops.scales import by_block, num_places
+
+Scales = tuple[Tensor, Tensor]
+gradients.register()
 
 
 def grouped_mm(
-    x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scales: Scales | None = None,
 ) -> Tensor:
     """Multiply each row by its expert's matrix; differentiable.
 
     x: [M, K] bf16, sorted by expert. w: [E, K, N] bf16, contiguous in K (a transposed [E, N, K]) or in N. offs: [E]
     int32, where the rows of each expert end, as torch's: ascending, an expert without rows repeats the one before, the
     last may be less than M. None: one expert has all rows. bias: [E, N] fp32 or bf16. K and N: multiples of 8.
+    scales: x and w are e4m3 (K and N multiples of 16, w contiguous in K), not differentiable; these are x's by block,
+    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32.
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
-    checks.check_rows("x", x)
+    checks.check_rows("x", x, dtype=_type(scales))
     checks.check_weights("w", w, x)
     if w.shape[1] != x.shape[1]:
         checks.refuse("w.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
-    checks.check_offs(offs, w.shape[0], x)
-    checks.check_bias("bias", bias, w.shape[0], w.shape[2], x)
-    out: Tensor = operators.grouped_mm(x, w, offs, bias)
-    return out
+    return _product(x, w, offs, bias, scales)
 
 
 def grouped_mm_swiglu(
@@ -37,41 +47,59 @@ def grouped_mm_swiglu(
     *,
     activation: str | Activation = "swiglu",
     save_pre_activation: bool = False,
+    scales: Scales | None = None,
+    quantize: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multiply each row by its expert's gate and up projection, and apply the activation; differentiable.
 
     x: [M, H] bf16. w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] of any strides that TMA takes (gate
     and up interleaved are a view); without the 2 for an activation that is not gated. offs: as grouped_mm's. bias:
     [E, 2*I] or [E, 2, I], fp32 or bf16. activation: a name or an Activation. H and I: multiples of 8.
+    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)]. quantize: h becomes e4m3,
+    for grouped_mm_downproj. Neither is differentiable, nor with save_pre_activation.
     Returns h [M, I] bf16, with save_pre_activation also the pre-activations [M, 2, I] bf16 (bias included) that
-    grouped_mm_dswiglu takes. Rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
+    grouped_mm_dswiglu takes, with quantize h's scales by block. Rows behind offs[-1] are zeros. Raises ArgumentError,
+    ConfigError.
     """
     act = activation_by_name(activation)
-    checks.check_rows("x", x)
+    checks.check_rows("x", x, dtype=_type(scales))
     w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
     checks.check_offs(offs, w.shape[0], x)
     checks.check_bias("bias", bias, w.shape[0], act.planes * w.shape[2], x)
+    if scales is not None or quantize:
+        if save_pre_activation:
+            checks.refuse("save_pre_activation", True, "False with scales or quantize")
+        shape = w.shape[0], act.planes * num_groups(w.shape[2]), num_groups(w.shape[3])
+        x_scale, w_scale = _checked(scales, x, shape) if scales is not None else (None, None)
+        if quantize and w.shape[2] % 16:
+            checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
+        options = act.kind, _numbers(act), quantize
+        found = operators.grouped_activation_e4m3(x, w, offs, bias, x_scale, w_scale, *options)
+        return tuple(found) if quantize else found[0]
     saves = save_pre_activation or _records(x, w, bias)
     h, gu = operators.grouped_activation(x, w, offs, bias, act.kind, _numbers(act), saves)
     return (h, gu) if save_pre_activation else h
 
 
 def grouped_mm_downproj(
-    h: Tensor, w_down: Tensor, offs: Tensor | None = None, bias: Tensor | None = None
+    h: Tensor,
+    w_down: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    scales: Scales | None = None,
 ) -> Tensor:
     """Multiply each row by its expert's down projection; differentiable.
 
     h: [M, I] bf16. w_down: [E, H, I] bf16, the layer's w2, contiguous in I or in H. offs, bias [E, H]: as grouped_mm's.
+    scales: h and w_down are e4m3; h's by block, as grouped_mm_swiglu returns them, and w_down's, see grouped_mm.
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
-    checks.check_rows("h", h)
+    checks.check_rows("h", h, dtype=_type(scales))
     if w_down.dim() != 3 or w_down.shape[2] != h.shape[1]:
         checks.refuse("w_down.shape", list(w_down.shape), f"[experts, H, {h.shape[1]}]")
     checks.check_weights("w_down", w_down.transpose(1, 2), h)
-    checks.check_offs(offs, w_down.shape[0], h)
-    checks.check_bias("bias", bias, w_down.shape[0], w_down.shape[1], h)
-    out: Tensor = operators.grouped_mm(h, w_down.transpose(1, 2), offs, bias)
-    return out
+    return _product(h, w_down.transpose(1, 2), offs, bias, scales)
 
 
 def grouped_mm_dswiglu(
@@ -166,6 +194,65 @@ def grouped_mlp(
     call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves
     y: Tensor = operators.grouped_mlp(*call)[0]
     return y
+
+
+def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for `scales` of other functions.
+
+    x: [M, K], K a multiple of 16. offs: as grouped_mm's. Returns e4m3 [M, K], and its scales by block
+    [ceil(K/128), P] fp32, for calls with these offs. By torch's operations; the host waits for nothing. Raises
+    ArgumentError.
+    """
+    checks.check_rows("x", x, dtype=x.dtype)
+    num = 1 if offs is None else offs.numel()
+    checks.check_offs(offs, num, x)
+    q, scale = quantization.quantize_rows(x)
+    return q, by_block(scale, offs, num)
+
+
+def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
+    """Move the scales of e4m3 rows to where the kernel reads them: each expert's begin at a multiple of 128.
+
+    scale: [M, S] fp32, one every 128 columns of a row. offs: as grouped_mm's. Returns [S, P] fp32,
+    P = 128 * (M // 128 + E), for calls with these offs. By torch's operations; the host waits for nothing. Raises
+    ArgumentError.
+    """
+    if scale.dim() != 2 or scale.dtype != torch.float32:
+        checks.refuse("scale", f"{scale.dtype} {list(scale.shape)}", "[rows, groups of 128] fp32")
+    num = 1 if offs is None else offs.numel()
+    checks.check_offs(offs, num, scale)
+    return by_block(scale, offs, num)
+
+
+def _type(scales: Scales | None) -> torch.dtype:
+    return torch.bfloat16 if scales is None else checks.E4M3
+
+
+def _checked(given: Scales, x: Tensor, of_weights: tuple[int, ...]) -> Scales:
+    """Return x's scales by block, and those of w, of a stated shape."""
+    places = num_groups(x.shape[1]), num_places(x.shape[0], of_weights[0])
+    checks.check_scales("scales[0]", given[0], places, x)
+    checks.check_scales("scales[1]", given[1], of_weights, x)
+    return given
+
+
+def _product(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    given: Scales | None,
+) -> Tensor:
+    """x: [M, K], w: [E, K, N], both checked -> [M, N]."""
+    num, depth, width = w.shape
+    checks.check_offs(offs, num, x)
+    checks.check_bias("bias", bias, num, width, x)
+    if given is None:
+        out: Tensor = operators.grouped_mm(x, w, offs, bias)
+        return out
+    of = _checked(given, x, (num, num_groups(width), num_groups(depth)))
+    quantized: Tensor = operators.grouped_mm_e4m3(x, w, offs, bias, *of)
+    return quantized
 
 
 def _numbers(act: Activation) -> list[float]:

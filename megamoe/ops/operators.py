@@ -1,4 +1,4 @@
-"""The operators as torch.library has them: forward, shapes for torch.compile, gradients.
+"""The operators as torch.library has them: what they run, and shapes for torch.compile. Gradients: gradients.py.
 
     megamoe::grouped_mm(x, w, offs?, bias?) -> out
     megamoe::grouped_mm_planes(x, w, offs?) -> out                     x and w in planes of K
@@ -6,6 +6,8 @@
     megamoe::grouped_activation_gradient(dy, w, gu, offs?, kind, numbers) -> (dgu, h)
     megamoe::grouped_wgrad(a, b, offs?, num_experts, fp32, sums) -> (out, sums)
     megamoe::grouped_wgrad_add(a, b, offs?, out!) -> ()
+    megamoe::grouped_mm_e4m3(x, w, offs?, bias?, x_scale, w_scale) -> out
+    megamoe::grouped_activation_e4m3(x, w, offs?, bias?, x_scale?, w_scale?, kind, numbers, quantizes) -> (h, h_scale)
     megamoe::grouped_mlp(x, w13, w2, offs?, b13?, b2?, kind, numbers, saves) -> (y, gu)
 
 Arguments are those of functions.py, checked there. What is not asked for comes back empty. None of them waits, or
@@ -20,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import Activation
+from megamoe.formats.quantization import num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, reference
+from megamoe.ops.checks import E4M3
 from megamoe.ops.machines import machine_of
+from megamoe.ops.scales import num_places
 
 _op = torch.library.custom_op
 Numbers = Sequence[float]  # alpha, limit, up_offset
@@ -157,6 +161,71 @@ def grouped_mlp(
     return grouped_mm(h, w2.transpose(1, 2), offs, b2), gu
 
 
+@_op("megamoe::grouped_mm_e4m3", mutates_args=())
+def grouped_mm_e4m3(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor,
+    w_scale: Tensor,
+) -> Tensor:
+    """x: [M, K], w: [E, K, N], contiguous in K, both e4m3 -> [M, N] bf16. x_scale: by block, see scales.py."""
+    machine = machine_of(x.device)
+    if machine is None:
+        numbers = reference.numbers_of(x, w.transpose(1, 2).unsqueeze(1), offs, x_scale, w_scale)
+        wide, matrices = numbers[0], numbers[1][:, 0].transpose(1, 2)
+        return reference.product(wide, matrices, offs, bias).bfloat16()
+    out = x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
+    bias, scales = _fp32(bias), (x_scale, w_scale)
+    if x.shape[0]:
+        machine.run(
+            GroupedVariant("product-e4m3"),
+            lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, bias, scales),
+        )
+    return out
+
+
+@_op("megamoe::grouped_activation_e4m3", mutates_args=())
+def grouped_activation_e4m3(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    w_scale: Tensor | None,
+    kind: str,
+    numbers: Sequence[float],
+    quantizes: bool,
+) -> tuple[Tensor, Tensor]:
+    """x: [M, H], w: [E, P, I, H], e4m3 where they have scales -> h [M, I] bf16 or e4m3, its scales by block."""
+    act, machine = Activation(kind, *numbers), machine_of(x.device)
+    h, h_scale = _empty_hidden(x, w, quantizes)
+    if machine is None:
+        if x_scale is not None and w_scale is not None:
+            x, w = reference.numbers_of(x, w, offs, x_scale, w_scale)
+        wide = reference.activation(x.float(), w, offs, bias, act)[0]
+        return reference.quantized(wide, offs, w.shape[0]) if quantizes else (wide.to(h), h_scale)
+    bias, scales = _fp32(bias), (x_scale, w_scale)
+    if x.shape[0]:
+        stage = "activation" + ("-e4m3" if x_scale is not None else "")
+        of_h = h_scale if quantizes else None
+        machine.run(
+            GroupedVariant(stage + ("-quantizes" if quantizes else ""), kind),
+            lambda *to: arguments.fill_activation(
+                *to, x, w, offs, h, None, bias, act, scales, of_h
+            ),
+        )
+    return h, h_scale
+
+
+def _empty_hidden(x: Tensor, w: Tensor, quantizes: bool) -> tuple[Tensor, Tensor]:
+    rows, (num, _, width, _) = x.shape[0], w.shape
+    shape = (num_groups(width), num_places(rows, num)) if quantizes else (0,)
+    h = x.new_empty(rows, width, dtype=E4M3 if quantizes else torch.bfloat16)
+    return h, x.new_empty(shape, dtype=torch.float32)
+
+
 def _fp32(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
@@ -194,130 +263,17 @@ def _(
     return out, a.new_empty(total, dtype=torch.float32)
 
 
+@grouped_mm_e4m3.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
+
+
+@grouped_activation_e4m3.register_fake
+def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_hidden(x, w, rest[-1])
+
+
 @grouped_mlp.register_fake
 def _(x: Tensor, w13: Tensor, w2: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (x.shape[0], w13.shape[1], w13.shape[2]) if rest[-1] else (0,)
     return x.new_empty(x.shape[0], w2.shape[1]), x.new_empty(shape)
-
-
-# --- gradients ---
-
-
-def _rows(t: Tensor) -> Tensor:
-    """Return a gradient as kernels take it."""
-    legal = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[-1]
-    return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
-
-
-def _of_product(
-    x: Tensor,
-    dy: Tensor,
-    offs: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of w [E, K, N], in its major, and of its bias."""
-    if not any(needs):
-        return None, None
-    num = w.shape[0]
-    if w.stride(2) == 1 and not needs[1]:
-        return grouped_wgrad(x, dy, offs, num, False, False)[0], None
-    dw, db = grouped_wgrad(dy, x, offs, num, False, needs[1])
-    return dw.transpose(1, 2), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
-
-
-def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w, offs, bias = ctx.saved_tensors
-    needs, dy, dx = ctx.needs_input_grad, _rows(dy), None
-    if needs[0]:
-        dx = grouped_mm(dy, w.transpose(1, 2), offs, None)
-    dw, db = _of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
-    return dx, dw if needs[1] else None, None, db
-
-
-def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
-    """dgu: [M, P, I], w13: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
-    planes, width = w13.shape[1:3]
-    if planes == 1 or w13.stride(1) == width * w13.stride(2):
-        joined = w13.shape[0], planes * width, w13.shape[3]
-        strides = w13.stride(0), w13.stride(2), w13.stride(3)
-        return grouped_mm(dgu.flatten(1), w13.as_strided(joined, strides), offs, None)
-    return grouped_mm_planes(dgu, w13, offs)
-
-
-def _of_planes_weights(
-    dgu: Tensor,
-    x: Tensor,
-    offs: Tensor | None,
-    w13: Tensor,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of w13 [E, P, I, H] and of its bias."""
-    if not any(needs):
-        return None, None
-    dw, db = grouped_wgrad(dgu.flatten(1), x, offs, w13.shape[0], False, needs[1])
-    return dw.view(w13.shape), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
-
-
-def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, offs, bias, ctx.kind, ctx.numbers, saves = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w, offs, bias, output[1] if saves else None)
-
-
-def _activation_backward(ctx: Any, dh: Tensor | None, d_gu: Tensor | None) -> tuple[Any, ...]:
-    x, w, offs, bias, gu = ctx.saved_tensors
-    needs, dgu = ctx.needs_input_grad, d_gu
-    if dh is not None:
-        act = Activation(ctx.kind, *ctx.numbers)
-        dgu = activation_gradient(act, gu.flatten(1).float(), dh.float())[0].view(gu.shape)
-        dgu = (dgu if d_gu is None else dgu + d_gu).to(gu.dtype)
-    if dgu is None:
-        return (None,) * 7
-    dgu = dgu.contiguous()
-    dx = of_planes(dgu, w, offs) if needs[0] else None
-    dw, db = _of_planes_weights(dgu, x, offs, w, bias, (needs[1], needs[3]))
-    return dx, dw if needs[1] else None, None, db, None, None, None
-
-
-def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.kind, ctx.numbers, saves = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1] if saves else None)
-
-
-def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
-    x, w13, w2, offs, b13, b2, gu = ctx.saved_tensors
-    if dy is None:
-        return (None,) * 9
-    needs, dy = ctx.needs_input_grad, _rows(dy)
-    dgu, h = grouped_activation_gradient(dy, w2, gu, offs, ctx.kind, ctx.numbers)
-    dx = of_planes(dgu, w13, offs) if needs[0] else None
-    dw13, db13 = _of_planes_weights(dgu, x, offs, w13, b13, (needs[1], needs[4]))
-    dw2 = db2 = None
-    if needs[2] or needs[5]:
-        dw2, db2 = grouped_wgrad(dy, h, offs, w2.shape[0], False, needs[5])
-        db2 = db2.view_as(b2).to(b2) if needs[5] else None
-    return (
-        dx,
-        dw13 if needs[1] else None,
-        dw2 if needs[2] else None,
-        None,
-        db13,
-        db2,
-        None,
-        None,
-        None,
-    )
-
-
-grouped_mm.register_autograd(_mm_backward, setup_context=_save_mm)
-grouped_activation.register_autograd(_activation_backward, setup_context=_save_activation)
-grouped_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)

@@ -10,6 +10,8 @@ from torch import Tensor
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.backends.reference.gemm import full_fp32
 from megamoe.config import Activation
+from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.ops import scales
 
 
 def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]]:
@@ -33,6 +35,21 @@ def activation(
     """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I]."""
     gu = _product(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
     return act(gu).to(x.dtype), gu.to(x.dtype).unflatten(1, (w.shape[1], w.shape[2]))
+
+
+def numbers_of(
+    x: Tensor, w: Tensor, offs: Tensor | None, x_scale: Tensor, w_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x: [M, K] e4m3, scales by block, w: [E, P, N, K] e4m3 -> both in fp32."""
+    by_row = scales.by_row(x_scale, offs, x.shape[0], w.shape[0])
+    wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
+    return dequantize_rows(x, by_row), wide
+
+
+def quantized(h: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """h: [M, I] -> e4m3, and scales by block."""
+    q, scale = quantize_rows(h)
+    return q, scales.by_block(scale, offs, num_experts)
 
 
 def gradient(

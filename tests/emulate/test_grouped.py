@@ -9,8 +9,14 @@ from torch import Tensor
 from megamoe import ops
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import ACTIVATIONS, KINDS, Activation
-from megamoe.jit.grouped import GroupedVariant
-from megamoe.ops import arguments, machines, operators
+from megamoe.formats.quantization import (
+    dequantize_blockwise,
+    dequantize_rows,
+    quantize_blockwise,
+    quantize_rows,
+)
+from megamoe.jit.grouped import GroupedVariant, grouped_variants
+from megamoe.ops import arguments, machines, operators, scales
 from megamoe.testing.compare import compare
 
 ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and fp32 sums
@@ -168,6 +174,60 @@ def test_bad_ends_write_nothing_else(ends):
     assert not out[taken[-1] :].any()
 
 
+def quantized(w: Tensor, planes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """w: [E, P*I, K] -> e4m3, scales, and the numbers that they are."""
+    q, scale = quantize_blockwise(w, planes)
+    return q, scale, dequantize_blockwise(q, scale, planes)
+
+
+def quantized_rows(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, scale = ops.quantize_rows(x, offs)
+    return q, scale, dequantize_rows(q, scales.by_row(scale, offs, x.shape[0], offs.numel()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_e4m3(name):
+    """x, h and both weights in e4m3: h's scales go from one kernel to the next as they are."""
+    act, (hidden, width) = ACTIVATIONS[name], (272, 144)
+    offs, num, rows = case()
+    x, x_scale, x_wide = quantized_rows(rand(rows, hidden), offs)
+    w13, s13, w13_wide = quantized(rand(num, act.planes * width, hidden, scale=0.1), act.planes)
+    w2, s2, w2_wide = quantized(rand(num, hidden, width), 1)
+    bias = torch.randn(num, act.planes * width)
+    options = {"activation": name, "scales": (x_scale, s13)}
+    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, bias, quantize=True, **options)
+    expected = act(exact(x_wide, w13_wide.transpose(1, 2), offs, bias))
+    q, q_scale = quantize_rows(expected)
+    by_row = scales.by_row(h_scale, offs, rows, num)
+    end = int(offs[-1])
+    near(by_row[:end], q_scale[:end], 1e-5)
+    steps = h[:end].float() != q[:end].float()  # where a sum's last bits decide
+    assert steps.float().mean() < 2e-3
+    assert not h[end:].float().any()
+    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
+    h_wide = torch.zeros(rows, width)
+    h_wide[:end] = dequantize_rows(h[:end], by_row[:end])
+    near(y, exact(h_wide, w2_wide.transpose(1, 2), offs))
+    assert not y[end:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_either_side_of_the_activation_may_be_bf16(name):
+    act, (hidden, width) = ACTIVATIONS[name], (272, 144)
+    offs, num, rows = case([5, 0, 200])
+    x, w = rand(rows, hidden), rand(num, act.planes * width, hidden, scale=0.1)
+    q, q_scale, q_wide = quantized_rows(x, offs)
+    wq, w_scale, w_wide = quantized(w, act.planes)
+    h = ops.grouped_mm_swiglu(q, wq, offs, activation=name, scales=(q_scale, w_scale))
+    near(h, act(exact(q_wide, w_wide.transpose(1, 2), offs)))
+    h, h_scale = ops.grouped_mm_swiglu(x, w, offs, activation=name, quantize=True)
+    end, by_row = int(offs[-1]), scales.by_row(h_scale, offs, rows, num)
+    plain = ops.grouped_mm_swiglu(x, w, offs, activation=name)
+    near(dequantize_rows(h[:end], by_row[:end]), plain[:end], 4e-2)
+
+
 def gradients(function, *tensors: Tensor) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in tensors]
     y = function(*leaves)
@@ -215,5 +275,5 @@ def differentiable(x, w, offs, bias):
 def test_kinds_are_the_kernels():
     """Each kind of the layer has its kernels here."""
     for kind in KINDS:
-        for stage in ("activation", "saving", "gradient"):
-            assert kind in str(GroupedVariant(stage, Activation(kind).kind))
+        for stage in ("activation", "activation-e4m3-quantizes", "saving", "gradient"):
+            assert GroupedVariant(stage, Activation(kind).kind) in grouped_variants()

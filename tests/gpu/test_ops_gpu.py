@@ -9,9 +9,16 @@ from torch import Tensor
 from megamoe import ops
 from megamoe.backends.reference.gemm import full_fp32
 from megamoe.config import ACTIVATIONS
+from megamoe.formats.quantization import (
+    dequantize_blockwise,
+    dequantize_rows,
+    quantize_blockwise,
+    quantize_rows,
+)
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, operators, reference
 from megamoe.ops.machines import Gpu, machine_of
+from megamoe.ops.scales import by_row
 from megamoe.testing.compare import compare
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +99,33 @@ def test_activation_and_its_gradient(name, hidden, width):
     near(again, h2)
     for found in (h, gu, dgu, again):
         assert not found[offs[-1] :].any()
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(272, 144), (2880, 2880)])
+@pytest.mark.parametrize("name", ["swiglu_oai", "relu2"])
+def test_fp8(name, hidden, width):
+    offs, num, rows = case()
+    act, end = ACTIVATIONS[name], int(offs[-1])
+    x, x_scale = ops.quantize_rows(rand(rows, hidden), offs)
+    w13 = rand(num, act.planes * width, hidden, scale=hidden**-0.5)
+    w13, s13 = quantize_blockwise(w13, act.planes)
+    w2, s2 = quantize_blockwise(rand(num, hidden, width, scale=width**-0.5))
+    options = {"activation": name, "scales": (x_scale, s13)}
+    wide = dequantize_rows(x, by_row(x_scale, offs, rows, num))
+    wide[end:] = 0
+    matrices = dequantize_blockwise(w13, s13, act.planes).transpose(1, 2)
+    expected = act(exact(wide, matrices, offs))
+    near(ops.grouped_mm_swiglu(x, w13, offs, **options)[:end], expected[:end])
+    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
+    by_rows = by_row(h_scale, offs, rows, num)[:end]
+    q, q_scale = quantize_rows(expected[:end])
+    near(by_rows, q_scale, 1e-4)
+    assert (h[:end].float() != q.float()).float().mean() < 5e-3
+    assert not h[end:].float().any()
+    h_wide = torch.zeros(rows, width, device=DEVICE)
+    h_wide[:end] = dequantize_rows(h[:end], by_rows)
+    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
+    near(y, exact(h_wide, dequantize_blockwise(w2, s2).transpose(1, 2), offs))
 
 
 @pytest.mark.parametrize(("n1", "n2"), SIZES)

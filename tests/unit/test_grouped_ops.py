@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -11,6 +14,12 @@ from torch._dynamo.backends.common import aot_autograd
 from megamoe import ops
 from megamoe.config import ACTIVATIONS
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.quantization import (
+    dequantize_blockwise,
+    dequantize_rows,
+    quantize_blockwise,
+)
+from megamoe.ops.scales import by_row
 from megamoe.testing.compare import compare
 
 OFFS = torch.tensor([4, 4, 11], dtype=torch.int32)
@@ -129,6 +138,61 @@ def test_weight_gradients_are_added():
     assert not dw[1].any()
 
 
+def fp8_operands(act):
+    rows, hidden, width = 200, 144, 272
+    offs = torch.tensor([130, 130, 190], dtype=torch.int32)
+    x, x_scale = ops.quantize_rows(rand(rows, hidden), offs)
+    w13, s13 = quantize_blockwise(rand(3, act.planes * width, hidden) * 0.1, act.planes)
+    w2, s2 = quantize_blockwise(rand(3, hidden, width))
+    return offs, x, w13, w2, (x_scale, s13), s2
+
+
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+def test_fp8(name):
+    act = ACTIVATIONS[name]
+    offs, x, w13, w2, of_first, s2 = fp8_operands(act)
+    options = {"activation": name, "scales": of_first}
+    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
+    plain = ops.grouped_mm_swiglu(x, w13, offs, **options)
+    wide = dequantize_rows(x, by_row(of_first[0], offs, 200, 3))
+    matrices = dequantize_blockwise(w13, of_first[1], act.planes).transpose(1, 2)
+    ranges = [(0, 130), (130, 130), (130, 190)]
+    expected = act(torch.cat([wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+    near(plain[:190], expected)
+    assert not plain[190:].any()
+    h_wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))[:190]
+    near(h_wide, expected, 4e-2)
+    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
+    matrices = dequantize_blockwise(w2, s2).transpose(1, 2)
+    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+
+
+def test_scales_stand_by_block():
+    """Experts begin at multiples of 128, also behind one that fills its blocks; rows of no expert are nowhere."""
+    offs = torch.tensor([1, 1, 257, 258], dtype=torch.int32)
+    scale = torch.arange(1.0, 261.0)[:, None]
+    found = ops.scales_by_block(scale, offs)
+    assert found.shape == (1, 128 * (260 // 128 + 4))
+    assert found[0, 0] == 1
+    assert found[0, 128:384].tolist() == scale[1:257, 0].tolist()
+    assert found[0, 384] == 258
+    assert torch.equal(by_row(found, offs, 260, 4)[:258], scale[:258])
+    assert torch.equal(ops.scales_by_block(scale)[0, :260], scale[:, 0])
+
+
+def test_what_has_no_gradient_says_so():
+    offs, x, w13, _, of_first, _ = fp8_operands(ACTIVATIONS["swiglu"])
+    bias = torch.zeros(3, 2 * 272, requires_grad=True)
+    h = ops.grouped_mm_swiglu(x, w13, offs, bias, scales=of_first)
+    with pytest.raises(RuntimeError, match="no autograd"):
+        h.sum().backward()
+    a = rand(M, H).requires_grad_()
+    with pytest.raises(RuntimeError, match="no autograd"):
+        ops.grouped_mm_wgrad(a, a, OFFS).sum().backward()
+    with pytest.raises(RuntimeError, match="no autograd"):
+        ops.grouped_mm_dswiglu(a, rand(3, H, I), rand(M, 2, I), OFFS)[0].sum().backward()
+
+
 def test_fullgraph_forward_and_backward():
     tensors = operands(ACTIVATIONS["swiglu_oai"])
     graphs = []
@@ -166,6 +230,15 @@ def test_opcheck():
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 
 
+def fp8(w_scale=None, x_scale=None, **options):
+    offs, x, w13, _, of_first, _ = fp8_operands(ACTIVATIONS["swiglu"])
+    scales = (
+        of_first[0] if x_scale is None else x_scale,
+        of_first[1] if w_scale is None else w_scale,
+    )
+    return ops.grouped_mm_swiglu(x, w13, offs, scales=scales, **options)
+
+
 X, W, W2 = rand(M, H), rand(3, 2 * I, H), rand(3, H, I)
 GU = rand(M, 2, I)
 REFUSED = {
@@ -192,6 +265,13 @@ REFUSED = {
     "w_down.shape is [3, 32, 24]": lambda: ops.grouped_mm_downproj(rand(M, 8), W, OFFS),
     "pre_activation.shape is [13, 32]": lambda: ops.grouped_mm_dswiglu(X, W2, GU.flatten(1), OFFS),
     "pre_activation.dtype": lambda: ops.grouped_mm_dswiglu(X, W2, GU.float(), OFFS),
+    "x.dtype is torch.bfloat16, expected float8_e4m3fn": lambda: ops.grouped_mm(
+        X, W2, OFFS, scales=(X, X)
+    ),
+    "scales[0].shape is [200, 2], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 2)),
+    "scales[1].shape is [3, 5, 2], expected [3, 6, 2]": lambda: fp8(w_scale=torch.ones(3, 5, 2)),
+    "scales[1].dtype": lambda: fp8(w_scale=torch.ones(3, 6, 2).bfloat16()),
+    "save_pre_activation is True": lambda: fp8(save_pre_activation=True),
     "b.shape is [12, 24], expected 13 rows": lambda: ops.grouped_mm_wgrad(X, X[:12], OFFS),
     "out.shape is [3, 24, 16]": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, I)),
     "out.dtype": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, H).double()),
@@ -207,3 +287,16 @@ def test_bad_input_is_refused_by_name(said):
     with pytest.raises((ArgumentError, ConfigError)) as caught:
         REFUSED[said]()
     assert said in str(caught.value)
+
+
+def test_the_snippet_of_the_document_runs():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "ops.md").read_text()
+    whole, of_fp8 = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = {}
+    exec(whole, names)
+    assert names["y"].shape == (300, 64)
+    for name, planes in (("w13", 2), ("w2", 1)):
+        names[f"{name}_e4m3"], names[f"{name}_scale"] = quantize_blockwise(names[name], planes)
+    before = names["y"]
+    exec(of_fp8, names)
+    near(names["y"], before, 0.1)

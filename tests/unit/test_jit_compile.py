@@ -42,7 +42,11 @@ QUICK = [v for v in variants() if v.kernel == "forward" and v.precision in TRAIN
     Variant("fp8", "clamped_swiglu", kernel="train"),
     Variant("bf16", "clamped_swiglu", kernel="backward"),
 ]
-QUICK_GROUPED = [GroupedVariant("saving", "swiglu"), GroupedVariant("weights")]
+QUICK_GROUPED = [
+    GroupedVariant("saving", "swiglu"),
+    GroupedVariant("activation-e4m3-quantizes", "swiglu"),
+    GroupedVariant("weights"),
+]
 EVERY = variants() + grouped_variants()
 
 

@@ -241,6 +241,12 @@ MEGAMOE_DEVICE int row0(const Tile& tile) {
     }
 }
 
+// Where the scales of a tile's rows stand: by block, also where the rows of experts follow each other.
+template <class T>
+MEGAMOE_DEVICE int scale_row0(const Tile& tile) {
+    return tile.block * T::Tiling::rows;
+}
+
 // A ragged map of rows has dimensions (columns, 64, rows + 1, 1), one distance between rows in both, and
 // begins 64 rows early. So a box at 64 - n, row + n is `row` and the n - 1 behind it: TMA clips the others,
 // or reads them as zeros. docs/ops.md has the picture.

@@ -89,7 +89,7 @@ template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const Gemm& gemm = gemm_of(ctx.args, tile.stage);
     int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
-    float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + row0<T>(tile) +
+    float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
                     (wide ? 0 : math_group() * group_rows);
     return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
 }

@@ -25,12 +25,12 @@ struct GroupedWeightsOf<T, Bf16Columns> {
 };
 
 // A row of output for each row.
-template <class S, class Weights, class Epilogue, int k_planes = 1>
+template <class S, class Rows, class Weights, class Epilogue, int k_planes = 1>
 struct GroupedLayer {
     static constexpr Direction direction = Direction::grouped;
     static constexpr bool profile = false;
     using Tiling = S;
-    using Gemm1 = GemmOf<Bf16Rows, Weights, Epilogue, k_planes>;
+    using Gemm1 = GemmOf<Rows, Weights, Epilogue, k_planes>;
     using Gemm2 = Gemm1;
     template <class T>
     using RowsOf = GroupedRows<T>;
@@ -39,16 +39,17 @@ struct GroupedLayer {
 };
 
 // out = A B, plus a bias.
-template <class S, class Weights, int k_planes = 1>
-using GroupedProduct = GroupedLayer<S, Weights, PlainEpilogue<S, Bf16Rows>, k_planes>;
+template <class S, class Rows, class Weights, int k_planes = 1>
+using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Bf16Rows>, k_planes>;
 // h = activation(x w13); the second saves the pre-activations.
+template <class S, class Rows, class Weights, class Activation, class HiddenRows>
+using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
 template <class S, class Activation>
-using GroupedActivation = GroupedLayer<S, Bf16Weights, ActivationEpilogue<S, Activation, Bf16Rows>>;
-template <class S, class Activation>
-using GroupedSaving = GroupedLayer<S, Bf16Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
+using GroupedSaving = GroupedLayer<S, Bf16Rows, Bf16Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
 // dgu = (dy w2) act'(gu), and h = act(gu).
 template <class S, class Activation>
-using GroupedGradient = GroupedLayer<S, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
+using GroupedGradient =
+    GroupedLayer<S, Bf16Rows, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
 
 // A^T B of each expert's rows.
 template <class S>

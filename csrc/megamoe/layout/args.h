@@ -109,7 +109,8 @@ struct Training {
 };
 
 // What a grouped launch has (kernels/grouped.cuh), besides gemm[0], num_local_experts and what its epilogue needs of
-// Training. R rows, sorted by expert. Maps of outputs, and of weight gradients' operands, are ragged (cta/context.h).
+// Training. R rows, sorted by expert; their scales by block, [ceil(./128), pool_rows] with 128 for each. Maps of outputs,
+// and of weight gradients' operands, are ragged (cta/context.h).
 struct Grouped {
     const int32_t* ends;  // [num_local_experts] where the rows of each expert end; null: all are one expert's
     void* cleared[3];     // outputs [R, row bytes] or null: rows of no expert become zeros

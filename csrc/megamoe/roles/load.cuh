@@ -76,7 +76,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
                 gradients.await(ctx, tile);
             });
         A rows(ctx, tile);
-        const float* scale = gemm_of(args, tile.stage).a_scale + row0<T>(tile);
+        const float* scale = gemm_of(args, tile.stage).a_scale + scale_row0<T>(tile);
         bool tall = tile.rows() > group_rows;  // a short block has one box of 64 rows
         uint32_t bytes =
             (tall ? 2 : 1) * box_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);

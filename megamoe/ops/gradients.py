@@ -1,0 +1,142 @@
+"""Gradients of the operators, by the operators. Those of e4m3 operands have none: a backward pass raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.reference.backward import activation_gradient
+from megamoe.config import Activation
+from megamoe.ops.operators import (
+    grouped_activation,
+    grouped_activation_gradient,
+    grouped_mlp,
+    grouped_mm,
+    grouped_mm_planes,
+    grouped_wgrad,
+)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """Return a gradient as kernels take it."""
+    legal = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[-1]
+    return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
+
+
+def _of_product(
+    x: Tensor,
+    dy: Tensor,
+    offs: Tensor | None,
+    w: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of w [E, K, N], in its major, and of its bias."""
+    if not any(needs):
+        return None, None
+    num = w.shape[0]
+    if w.stride(2) == 1 and not needs[1]:
+        return grouped_wgrad(x, dy, offs, num, False, False)[0], None
+    dw, db = grouped_wgrad(dy, x, offs, num, False, needs[1])
+    return dw.transpose(1, 2), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
+
+
+def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, w, offs, bias = ctx.saved_tensors
+    needs, dy, dx = ctx.needs_input_grad, _rows(dy), None
+    if needs[0]:
+        dx = grouped_mm(dy, w.transpose(1, 2), offs, None)
+    dw, db = _of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
+    return dx, dw if needs[1] else None, None, db
+
+
+def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
+    """dgu: [M, P, I], w13: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
+    planes, width = w13.shape[1:3]
+    if planes == 1 or w13.stride(1) == width * w13.stride(2):
+        joined = w13.shape[0], planes * width, w13.shape[3]
+        strides = w13.stride(0), w13.stride(2), w13.stride(3)
+        return grouped_mm(dgu.flatten(1), w13.as_strided(joined, strides), offs, None)
+    return grouped_mm_planes(dgu, w13, offs)
+
+
+def _of_planes_weights(
+    dgu: Tensor,
+    x: Tensor,
+    offs: Tensor | None,
+    w13: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of w13 [E, P, I, H] and of its bias."""
+    if not any(needs):
+        return None, None
+    dw, db = grouped_wgrad(dgu.flatten(1), x, offs, w13.shape[0], False, needs[1])
+    return dw.view(w13.shape), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
+
+
+def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, offs, bias, ctx.kind, ctx.numbers, saves = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w, offs, bias, output[1] if saves else None)
+
+
+def _activation_backward(ctx: Any, dh: Tensor | None, d_gu: Tensor | None) -> tuple[Any, ...]:
+    x, w, offs, bias, gu = ctx.saved_tensors
+    needs, dgu = ctx.needs_input_grad, d_gu
+    if dh is not None:
+        act = Activation(ctx.kind, *ctx.numbers)
+        dgu = activation_gradient(act, gu.flatten(1).float(), dh.float())[0].view(gu.shape)
+        dgu = (dgu if d_gu is None else dgu + d_gu).to(gu.dtype)
+    if dgu is None:
+        return (None,) * 7
+    dgu = dgu.contiguous()
+    dx = of_planes(dgu, w, offs) if needs[0] else None
+    dw, db = _of_planes_weights(dgu, x, offs, w, bias, (needs[1], needs[3]))
+    return dx, dw if needs[1] else None, None, db, None, None, None
+
+
+def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    *tensors, ctx.kind, ctx.numbers, saves = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1] if saves else None)
+
+
+def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
+    x, w13, w2, offs, b13, b2, gu = ctx.saved_tensors
+    if dy is None:
+        return (None,) * 9
+    needs, dy = ctx.needs_input_grad, _rows(dy)
+    dgu, h = grouped_activation_gradient(dy, w2, gu, offs, ctx.kind, ctx.numbers)
+    dx = of_planes(dgu, w13, offs) if needs[0] else None
+    dw13, db13 = _of_planes_weights(dgu, x, offs, w13, b13, (needs[1], needs[4]))
+    dw2 = db2 = None
+    if needs[2] or needs[5]:
+        dw2, db2 = grouped_wgrad(dy, h, offs, w2.shape[0], False, needs[5])
+        db2 = db2.view_as(b2).to(b2) if needs[5] else None
+    return (
+        dx,
+        dw13 if needs[1] else None,
+        dw2 if needs[2] else None,
+        None,
+        db13,
+        db2,
+        None,
+        None,
+        None,
+    )
+
+
+def register() -> None:
+    """Give the operators their gradients. Once."""
+    grouped_mm.register_autograd(_mm_backward, setup_context=_save_mm)
+    grouped_activation.register_autograd(_activation_backward, setup_context=_save_activation)
+    grouped_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)
