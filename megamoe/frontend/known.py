@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import watched
 from megamoe.frontend.functional import overlap
@@ -39,7 +40,7 @@ class KnownCalls:
 
     def has(
         self,
-        x: Tensor,
+        rows: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
@@ -47,6 +48,11 @@ class KnownCalls:
         out: Tensor | None,
     ) -> bool:
         """Whether operators need not be called: nobody watches, and a call like this passed all checks."""
+        x = rows
+        if type(rows) is QuantizedRows:
+            x, scale = rows
+            if type(scale) is not Tensor or not scale.is_contiguous() or scale.is_neg():
+                return False
         if (
             type(x) is not Tensor
             or type(topk_ids) is not Tensor
@@ -58,14 +64,14 @@ class KnownCalls:
         try:
             if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
                 return False
-            call = _key(x, topk_ids, topk_weights, num_tokens_device, out)
+            call = _key(rows, topk_ids, topk_weights, num_tokens_device, out)
             return _weights_key(tensors_of(weights)) == self._weights and call in self._calls
         except AttributeError:  # something is no tensor: the checks will name it
             return False
 
     def add(
         self,
-        x: Tensor,
+        rows: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
@@ -75,7 +81,7 @@ class KnownCalls:
         """Remember a call that passed all checks."""
         if len(self._calls) >= MAX_CALLS:
             self._calls.clear()
-        self._calls.add(_key(x, topk_ids, topk_weights, num_tokens_device, out))
+        self._calls.add(_key(rows, topk_ids, topk_weights, num_tokens_device, out))
         self._weights = _weights_key(tensors_of(weights))
 
     def clear(self) -> None:
@@ -84,15 +90,15 @@ class KnownCalls:
 
 
 def _key(
-    x: Tensor,
+    rows: Tensor | QuantizedRows,
     topk_ids: Tensor,
     topk_weights: Tensor,
     num_tokens_device: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return what the checks of a call look at."""
-    tensors = (x, topk_ids, topk_weights)
-    key = [(t.shape, t.dtype, t.device) for t in tensors]
+    x = rows if type(rows) is QuantizedRows else (rows,)
+    key = [(t.shape, t.dtype, t.device) for t in (*x, topk_ids, topk_weights)]
     for t in (num_tokens_device, out):
         key.append(t if t is None else (t.shape, t.dtype, t.device, t.is_contiguous(), type(t)))
     return tuple(key)

@@ -118,18 +118,17 @@ class Layer:
             precision stores it so; not while gradients are recorded. Ranks need not agree on that.
         Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
-        runtime = self._runtime
+        runtime, rows = self._runtime, x if x_scale is None else QuantizedRows(x, x_scale)
         if (
             runtime is not None
-            and x_scale is None
             and not torch.compiler.is_compiling()
-            and self._known.has(x, topk_ids, topk_weights, weights, num_tokens_device, out)
+            and self._known.has(rows, topk_ids, topk_weights, weights, num_tokens_device, out)
         ):
             if not records(x, topk_weights, weights):
                 mine = runtime.weights(weights)
-                call = x, topk_ids, topk_weights, mine, num_tokens_device, out
+                call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
                 return runtime.backend.forward(*call)
-            if out is None and self.problem.formats.trains:
+            if out is None and x_scale is None and self.problem.formats.trains:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
                 if self._elsewhere:
                     return self._uncompiled(weights, (*call, runtime.state_bytes), True)
@@ -146,9 +145,9 @@ class Layer:
         out: Tensor | None,
         x_scale: Tensor | None,
     ) -> Tensor:
-        given = x, topk_ids, topk_weights
+        given = [x, topk_ids, topk_weights, x_scale]
         try:
-            x, topk_ids, topk_weights = rows_of(self.problem, *given)
+            x, topk_ids, topk_weights = rows_of(self.problem, *given[:3])
             x_scale = scales_of(x, x_scale)
             rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             flat_out = None
@@ -186,15 +185,12 @@ class Layer:
         assert runtime is not None
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
         direct = plain and not watched()
-        if (
-            direct
-            and x_scale is None
-            and all(ours is theirs for ours, theirs in zip(rows, given, strict=True))
-        ):
-            self._known.add(*rows, weights, num_tokens_device, out)
+        scale = None if x_scale is None else flat(x_scale)
+        first = rows[0] if scale is None else QuantizedRows(rows[0], scale)
+        if direct and all(a is b for a, b in zip((*rows, scale), given, strict=True)):
+            self._known.add(first, *rows[1:], weights, num_tokens_device, out)
         if direct and not recording:
             mine = runtime.weights(weights)
-            first = rows[0] if x_scale is None else QuantizedRows(rows[0], flat(x_scale))
             y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0

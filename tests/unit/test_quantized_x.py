@@ -150,6 +150,30 @@ def test_compiled_module_and_function():
     close_backends()
 
 
+def test_known_calls_are_checked_again_when_anything_changes(monkeypatch):
+    x, ids, scores = call_of()
+    q, scale = quantize_rows(x)
+    weights, layer = make_weights(PROBLEM), Layer(PROBLEM, backend="staged")
+    checked, check = [], Layer._checked
+    monkeypatch.setattr(Layer, "_checked", lambda *a: checked.append(1) or check(*a))
+    expected = layer(q, ids, scores, weights, x_scale=scale)
+    other = layer(x * 2, ids, scores, weights)
+    for _ in range(2):
+        assert same_bits(layer(q, ids, scores, weights, x_scale=scale.clone()), expected)
+        assert same_bits(layer(x * 2, ids, scores, weights), other)
+        assert same_bits(layer(q, ids, scores, weights, x_scale=scale * 2), other)
+    assert len(checked) == 2
+    wide = scale.repeat_interleave(2, 1)[:, ::2]
+    assert same_bits(layer(q, ids, scores, weights, x_scale=wide), expected)
+    assert len(checked) == 3
+    for wrong, options in ((q, {}), (q, {"x_scale": scale[:9]}), (x, {"x_scale": scale})):
+        with pytest.raises(ArgumentError):
+            layer(wrong, ids, scores, weights, **options)
+    recorded = scores.clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="gradients is recorded"):
+        layer(q, ids, recorded, weights, x_scale=scale)
+
+
 def test_weights_on_the_input_scale_the_scales():
     problem = replace(PROBLEM, top_k=1)
     x, ids, _ = call_of(problem)
@@ -181,6 +205,10 @@ def test_what_is_refused():
     ):
         with pytest.raises(ArgumentError, match=message):
             layer(x_given, ids, scores, weights, x_scale=s_given)
+    memory = torch.empty(TOKENS, 144, dtype=torch.bfloat16)
+    first = memory.view(-1).view(E4M3)[: TOKENS * 144].view(TOKENS, 144)
+    with pytest.raises(ArgumentError, match="out is a part of x"):  # rows of y are twice as long
+        layer(first, ids, scores, weights, x_scale=scale, out=memory)
     recorded = scores.clone().requires_grad_()
     with pytest.raises(ArgumentError, match="gradients is recorded, expected torch.no_grad"):
         layer(q, ids, recorded, weights, x_scale=scale)
