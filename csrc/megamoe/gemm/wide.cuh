@@ -77,7 +77,37 @@ struct WideScales {
     }
 };
 
-// `steps` of K, of which a pipeline slot holds `slot_steps`.
+// A step of K in flight: its operand, until its MMAs are done.
+template <class T, int n>
+struct WideStep {
+    using Rows = typename T::Gemm1::A;
+    using Slot = typename TileSmem<typename T::Tiling>::PipelineSlot;
+    WideOperand a[2];
+    float weight_scale[2];
+
+    MEGAMOE_DEVICE void expand(const Slot& slot, int step, const PackedRows<Rows>& at) {
+        expand_wide(a, weight_scale, slot, step, at);
+    }
+    MEGAMOE_DEVICE void issue(WideSums<n>& sum, WideSums<n>& product, arch::Desc rows, bool first) {
+        if constexpr (Rows::scaled) {
+            issue_wide<typename Rows::Element, n>(product, a, rows, false);
+        } else {
+            issue_wide<typename Rows::Element, n>(sum, a, rows, !first);
+        }
+    }
+    MEGAMOE_DEVICE void finish(WideSums<n>& sum, WideSums<n>& product, const float* row_scales, int quad) {
+        if constexpr (Rows::scaled) {
+            WideScales<n> scales(row_scales, quad);
+            await_wide<n>(product, a);
+            scales.promote(sum, product, weight_scale);
+        } else {
+            await_wide<n>(sum, a);
+        }
+    }
+};
+
+// `steps` of K, of which a pipeline slot holds `slot_steps`. The second one's weights are expanded while the
+// first one is multiplied, where registers suffice for both.
 template <class T, int n>
 MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
                                   int slot_steps) {
@@ -89,26 +119,34 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
     WideSums<n> product;
     clear<n>(sum);
     clear<n>(product);
-    int step = 0;  // of the slot
-    for (int i = 0; i < steps; ++i) {
-        int slot = ring.slot();
-        arch::Desc b =
-            arch::desc_advance(rows, slot * static_cast<int>(sizeof(smem.slots[0])) + step * box_bytes);
-        if (step == 0) await_slot<T>(ctx, ring);
-        WideOperand a[2];
-        float weight_scale[2];
-        expand_wide(a, weight_scale, smem.slots[slot], step, at);
-        if constexpr (Rows::scaled) {
-            issue_wide<typename Rows::Element, n>(product, a, b, false);
-            WideScales<n> scales(smem.a_scale[slot] + step * group_rows, quad);
-            await_wide<n>(product, a);
-            scales.promote(sum, product, weight_scale);
+    for (int i = 0; i < steps; i += slot_steps) {
+        auto& slot = smem.slots[ring.slot()];
+        const float* row_scales = smem.a_scale[ring.slot()];
+        arch::Desc b = arch::desc_advance(rows, ring.slot() * static_cast<int>(sizeof(slot)));
+        bool second = slot_steps == 2 && i + 1 < steps;
+        await_slot<T>(ctx, ring);
+        if constexpr (n <= 32) {
+            WideStep<T, n> first;
+            first.expand(slot, 0, at);
+            first.issue(sum, product, b, i == 0);
+            if (second) {
+                WideStep<T, n> next;
+                next.expand(slot, 1, at);
+                first.finish(sum, product, row_scales, quad);
+                next.issue(sum, product, arch::desc_advance(b, box_bytes), false);
+                next.finish(sum, product, row_scales + group_rows, quad);
+            } else {
+                first.finish(sum, product, row_scales, quad);
+            }
         } else {
-            issue_wide<typename Rows::Element, n>(sum, a, b, i != 0);
-            await_wide<n>(sum, a);
+            MEGAMOE_UNROLL_BY(1)
+            for (int s = 0; s < 1 + second; ++s) {
+                WideStep<T, n> step;
+                step.expand(slot, s, at);
+                step.issue(sum, product, arch::desc_advance(b, s * box_bytes), i + s == 0);
+                step.finish(sum, product, row_scales + s * group_rows, quad);
+            }
         }
-        if (++step < slot_steps && i + 1 < steps) continue;
-        step = 0;
         pass_half<T>(ctx, ring);  // all lanes have read
         ring.release(ctx.mem, smem.pipeline);
         ring.advance();
