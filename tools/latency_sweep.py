@@ -40,7 +40,7 @@ from common import (
     refuse_training,
     shapes_from,
 )
-from sweep_contenders import DIRECTIONS, Call, Contender, Entry, problem_of
+from sweep_contenders import DIRECTIONS, E4M3_FORWARD, Call, Contender, Entry, problem_of
 from sweep_plot import Measurement, plot
 
 import megamoe
@@ -140,6 +140,8 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     ]
     if direction == "step" and PRECISIONS[precision].w.scaled:
         found.append(Entry(args.backend, precision, "quantize"))
+    if args.quantized_x and direction == "forward" and PRECISIONS[precision].x.scaled:
+        found.append(Entry(args.backend, precision, E4M3_FORWARD))
     of_baselines = gradients[0]
     return found + [Entry(name, "bf16", direction, of_baselines) for name in args.baseline]
 
@@ -255,6 +257,7 @@ def main() -> int:
     add("--baseline", nargs="+", default=[], choices=("staged", "autograd"),
         help="measured in turns with the backend; autograd: staged without its recomputing operator")  # fmt: skip
     add("--direction", default="forward", choices=DIRECTIONS, help="step: forward and backward")
+    add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
     add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
     add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",

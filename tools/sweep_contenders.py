@@ -13,6 +13,8 @@ from torch import Tensor
 import megamoe
 from megamoe.config import PRECISIONS
 from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.quantization import quantize_rows
+from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import Inputs, make_inputs
 from megamoe.testing.shapes import Shape
 
@@ -21,6 +23,7 @@ GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0, "bf16xmxfp4": 
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 DIRECTIONS = ("forward", "backward", "step")
+E4M3_FORWARD = "e4m3 x"  # forward of an x that comes quantized
 BF16_BYTES = 2
 
 
@@ -41,7 +44,7 @@ class Entry:
 
     backend: str
     precision: str
-    direction: str = "forward"  # or "quantize": of the weights, once a step
+    direction: str = "forward"  # or E4M3_FORWARD, or "quantize": of the weights, once a step
     gradients: str | None = (
         None  # where those of the weights go: "bf16", or "main_grad", added to fp32
     )
@@ -51,7 +54,7 @@ class Entry:
 
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
-        times = {"forward": 1, "backward": 2, "step": 3, "quantize": 0}
+        times = {"forward": 1, E4M3_FORWARD: 1, "backward": 2, "step": 3, "quantize": 0}
         return times[self.direction] * shape.flops(tokens)
 
     def floors(self, shape: Shape, tokens: int, ranks: int) -> tuple[float, float, float]:
@@ -59,6 +62,7 @@ class Entry:
         load = Load(shape, tokens, ranks)
         parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
         parts["backward"] = [load.backward(self.precision, self.gradients)]
+        parts[E4M3_FORWARD] = parts["forward"]
         parts["step"] = parts["forward"] + parts["backward"]
         gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
         return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
@@ -140,7 +144,8 @@ class Contender:
             options["reserve_sms"] = entry.reserve_sms
         if entry.step_blocks is not None:
             options["step_blocks"] = entry.step_blocks
-        training = entry.direction != "forward"
+        self.infers = entry.direction in ("forward", E4M3_FORWARD)
+        training = not self.infers
         self.cache, self.layer = QuantizedCache(), None
         plain = entry.backend == "autograd"
         with torch.set_grad_enabled(training):  # launches take the SMs that are free where it is on
@@ -173,7 +178,7 @@ class Contender:
         """Return the experts as the backend takes them."""
         if not self.problem.formats.w.scaled:
             return self.masters
-        trains = self.entry.direction != "forward" and self.layer is None
+        trains = not self.infers and self.layer is None
         return self.cache.weights(self.problem, self.masters, trains)
 
     def quantized_again(self) -> megamoe.ExpertWeights:
@@ -184,8 +189,10 @@ class Contender:
     def call(self, tokens: int) -> Call:
         """Return the call to time, after one that pays for first-call work."""
         drawn = make_inputs(self.problem, tokens, device=self.device, ids_dtype=torch.int32)
-        if self.entry.direction == "forward":
-            arguments = (drawn.x, drawn.topk_ids, drawn.topk_weights, self.weights())
+        if self.infers:
+            quantized = self.entry.direction == E4M3_FORWARD
+            x = QuantizedRows(*quantize_rows(drawn.x)) if quantized else drawn.x
+            arguments = (x, drawn.topk_ids, drawn.topk_weights, self.weights())
             call = Call(lambda _: self.backend.forward(*arguments))
         elif self.entry.direction == "quantize":
             call = Call(lambda _: self.quantized_again())

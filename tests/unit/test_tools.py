@@ -236,6 +236,15 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
 
 
+def test_latency_sweep_of_a_quantized_x(tmp_path):
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 1, "--tokens", 8,
+               "--precision", "fp8", "bf16", "--quantized-x", "--samples", 1, "--out", tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = csv_rows(tmp_path / "latency.csv")
+    found = [(r["precision"], r["direction"]) for r in rows]
+    assert found == [("fp8", "forward"), ("fp8", "e4m3 x"), ("bf16", "forward")]
+
+
 @pytest.mark.parametrize("direction", ["backward", "step"])
 def test_latency_sweep_of_training(direction, tmp_path):
     done = run("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,

@@ -40,7 +40,7 @@ def run(rank, folder):
 def test_programs_run(tmp_path):
     results = launch(run, 2, str(tmp_path), timeout_s=120)
     for found in results:
-        assert found["sections"] == 16  # those of GPUs are run by tests/gpu/test_training_gpu.py
+        assert found["sections"] == 17  # those of GPUs are run by tests/gpu/test_training_gpu.py
         assert found["loaded"]
         assert found["group"] == (True, 2)
         assert found["experts"] == [6, 96, 64]
