@@ -154,11 +154,22 @@ inline void issue(Load&& load, const char* what) {
     machine.loads.push_back(std::move(load));
 }
 
+// A map may have two dimensions with one distance, so that a box ends where a box of one of them would not.
+// Stores clip; loads through it were seen to touch memory outside of the tensor (H200, 2026-11-22).
+inline void check_apart(const EmulatedTensorMap& map) {
+    for (uint32_t d = 1; d + 1 < map.rank; ++d)
+        for (uint32_t e = d + 1; e < map.rank; ++e)
+            if (map.dims[d] > 1 && map.dims[e] > 1 && map.strides_bytes[d - 1] == map.strides_bytes[e - 1])
+                machine.fail("tma_load: dimensions %u and %u have one distance, %llu bytes", d, e,
+                             static_cast<unsigned long long>(map.strides_bytes[d - 1]));
+}
+
 // Into the shared memory of `cta`, where s_dst and bar lie.
 inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, int c0,
                         int c1, int c2, int c3) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
+    check_apart(map);
     uint32_t bytes = box_bytes(map);
     // 1024: the swizzle pattern's period, as the wgmma descriptors assume.
     check_shared(cta, s_dst, bytes, 8 * row_bytes(map), "tma_load");

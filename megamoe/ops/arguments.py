@@ -1,8 +1,8 @@
 """Fills the argument block of a grouped launch: csrc/megamoe/kernels/grouped.cuh, one function a stage.
 
-Tensors are checked. Maps of outputs, and of the weight gradient's operands, are ragged: dimensions (columns, 64, rows +
-1, 1), the distance between rows in both of the middle ones, and a base 64 rows before the tensor. A box that begins at
-64 - n, row + n covers rows row .. row + n - 1 (csrc/megamoe/cta/context.h, RaggedBox).
+Tensors are checked. Maps of outputs are ragged: dimensions (columns, 64, rows + 1, 1), the distance between rows in
+both of the middle ones, and a base 64 rows before the tensor. A box that begins at 64 - n, row + n covers rows row ..
+row + n - 1 (csrc/megamoe/cta/context.h, store_rows). For stores alone: loads through such a map touch what lies there.
 """
 
 from __future__ import annotations
@@ -110,18 +110,24 @@ def fill_weights(
     encode: Encoder,
     a: Tensor,
     b: Tensor,
+    tails: tuple[Tensor, Tensor],
     offs: Any,
     out: Tensor,
     sums: Tensor | None,
     accumulate: bool,
 ) -> None:
-    """a: [M, N1], b: [M, N2], out: [E, N1, N2] bf16 or fp32, sums: of a's columns [E, N1] fp32 or None."""
+    """a: [M, N1], b: [M, N2], out: [E, N1, N2] bf16 or fp32, sums: of a's columns [E, N1] fp32 or None.
+
+    tails: of a and b, see tails.py.
+    """
     _fill_rows(args, offs, out.shape[0], [])
     args.grouped.num_rows = a.shape[0]
     gemm, training, size = args.gemm[0], args.training, out.element_size()
     gemm.n, gemm.k = a.shape[1], b.shape[1]
-    set_map(gemm.a, _ragged(encode, a))
-    set_map(gemm.b, _ragged(encode, b))
+    set_map(gemm.a, _rows(encode, a))
+    set_map(gemm.b, _n_major(encode, b[None, None]))
+    set_map(args.grouped.tails_a, _rows(encode, tails[0]))
+    set_map(args.grouped.tails_b, _n_major(encode, tails[1][None, None]))
     dw = out.unsqueeze(1)
     set_map(training.dw[0], encode(*_place(dw), (abi.SLOT_K_BYTES // size, _ROWS, 1, 1), size))
     training.weights_wanted, training.dw_bytes, training.accumulate = 1, size, accumulate

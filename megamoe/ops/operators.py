@@ -29,6 +29,7 @@ from megamoe.ops import arguments, reference
 from megamoe.ops.checks import E4M3
 from megamoe.ops.machines import machine_of
 from megamoe.ops.scales import num_places
+from megamoe.ops.tails import tails
 
 _op = torch.library.custom_op
 Numbers = Sequence[float]  # alpha, limit, up_offset
@@ -136,12 +137,22 @@ def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) ->
         _add_products(machine, a, b, offs, out, None, accumulate=True)
 
 
-def _add_products(machine: Any, a: Tensor, b: Tensor, *rest: Any, accumulate: bool) -> None:
-    if a.shape[0]:
-        machine.run(
-            GroupedVariant("weights"),
-            lambda *to: arguments.fill_weights(*to, a, b, *rest, accumulate),
-        )
+def _add_products(
+    machine: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    out: Tensor,
+    sums: Tensor | None,
+    accumulate: bool,
+) -> None:
+    if a.shape[0] == 0:
+        return
+    ends = tails(a, offs), tails(b, offs)
+    machine.run(
+        GroupedVariant("weights"),
+        lambda *to: arguments.fill_weights(*to, a, b, ends, offs, out, sums, accumulate),
+    )
 
 
 @_op("megamoe::grouped_mlp", mutates_args=())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe import ops
+from megamoe.backends.emulation import EmulationError
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import ACTIVATIONS, KINDS, Activation
 from megamoe.formats.quantization import (
@@ -140,6 +141,14 @@ def test_weight_gradient(seed, monkeypatch):
     assert torch.equal(added[empty], before[empty])
     _, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
     near(sums, exact_weights(a, torch.ones_like(b[:, :1]), offs)[..., 0], 1e-6)
+
+
+def test_loads_through_a_ragged_map_are_seen(monkeypatch):
+    """On a GPU they touch memory outside of the tensor."""
+    offs, _, rows = case([70, 3])
+    monkeypatch.setattr(arguments, "_n_major", lambda encode, w: arguments._ragged(encode, w[0, 0]))
+    with pytest.raises(EmulationError, match="dimensions 1 and 2 have one distance"):
+        ops.grouped_mm_wgrad(rand(rows, 72), rand(rows, 64), offs)
 
 
 def test_the_next_expert_may_be_nan():

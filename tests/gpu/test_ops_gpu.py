@@ -23,6 +23,8 @@ from megamoe.testing.compare import compare
 
 pytestmark = pytest.mark.gpu
 ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and of sums in another order
+SUMMED = 1e-4  # of fp32 sums in tensor cores, whose additions truncate
+FP8_SUMMED = 2e-3  # of 128 e4m3 products, which tensor cores add with fewer bits
 EDGES = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0, 300, 2500]
 SIZES = [(264, 136), (2880, 2880)]  # K or H, and N or I
 DEVICE = torch.device("cuda")
@@ -115,17 +117,17 @@ def test_fp8(name, hidden, width):
     wide[end:] = 0
     matrices = dequantize_blockwise(w13, s13, act.planes).transpose(1, 2)
     expected = act(exact(wide, matrices, offs))
-    near(ops.grouped_mm_swiglu(x, w13, offs, **options)[:end], expected[:end])
+    near(ops.grouped_mm_swiglu(x, w13, offs, **options)[:end], expected[:end], 4e-3)
     h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
     by_rows = by_row(h_scale, offs, rows, num)[:end]
     q, q_scale = quantize_rows(expected[:end])
-    near(by_rows, q_scale, 1e-4)
-    assert (h[:end].float() != q.float()).float().mean() < 5e-3
+    near(by_rows, q_scale, FP8_SUMMED)
+    assert (h[:end].float() != q.float()).float().mean() < 5e-2
     assert not h[end:].float().any()
     h_wide = torch.zeros(rows, width, device=DEVICE)
     h_wide[:end] = dequantize_rows(h[:end], by_rows)
     y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
-    near(y, exact(h_wide, dequantize_blockwise(w2, s2).transpose(1, 2), offs))
+    near(y, exact(h_wide, dequantize_blockwise(w2, s2).transpose(1, 2), offs), 4e-3)
 
 
 @pytest.mark.parametrize(("n1", "n2"), SIZES)
@@ -136,11 +138,11 @@ def test_weight_gradient(n1, n2):
     expected, column_sums = reference.weights(a, b, offs, num)
     near(ops.grouped_mm_wgrad(a, b, offs), expected)
     fp32, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
-    near(fp32, expected, 1e-5)
+    near(fp32, expected, SUMMED)
     near(sums, column_sums, 1e-5)
     assert not fp32[torch.tensor(EDGES) == 0].any()
     before = torch.randn_like(fp32)
-    near(ops.grouped_mm_wgrad(a, b, offs, out=before.clone()), before + expected, 1e-5)
+    near(ops.grouped_mm_wgrad(a, b, offs, out=before.clone()), before + expected, SUMMED)
     assert torch.equal(ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32), fp32)
 
 

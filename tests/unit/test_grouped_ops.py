@@ -20,6 +20,7 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
 )
 from megamoe.ops.scales import by_row
+from megamoe.ops.tails import tails
 from megamoe.testing.compare import compare
 
 OFFS = torch.tensor([4, 4, 11], dtype=torch.int32)
@@ -300,3 +301,16 @@ def test_the_snippet_of_the_document_runs():
     before = names["y"]
     exec(of_fp8, names)
     near(names["y"], before, 0.1)
+
+
+def test_tails_are_what_is_left_of_whole_slots():
+    offs = torch.tensor([0, 64, 135, 136], dtype=torch.int32)
+    rows = torch.arange(1.0, 141.0)[:, None].expand(-1, 8).bfloat16().contiguous()
+    rows[136:] = float("nan")
+    found = tails(rows, offs)[:, 0].unflatten(0, (4, 64))
+    assert not found[:2].any()  # no rows, and whole slots alone
+    assert found[2, :7].tolist() == rows[128:135, 0].tolist()
+    assert not found[2, 7:].any()
+    assert found[3, 0] == rows[135, 0]
+    assert not found[3, 1:].any()
+    assert tails(rows[:64], None).shape == (64, 8)

@@ -247,25 +247,16 @@ MEGAMOE_DEVICE int scale_row0(const Tile& tile) {
     return tile.block * T::Tiling::rows;
 }
 
-// A ragged map of rows has dimensions (columns, 64, rows + 1, 1), one distance between rows in both, and
-// begins 64 rows early. So a box at 64 - n, row + n is `row` and the n - 1 behind it: TMA clips the others,
-// or reads them as zeros. docs/ops.md has the picture.
-struct RaggedBox {
-    int skipped, end;
-    MEGAMOE_DEVICE RaggedBox(int row, int rows) {
-        int n = max_of(0, min_of(group_rows, rows));
-        skipped = group_rows - n;
-        end = row + n;
-    }
-};
-
-// One thread: 64 rows of a tile, from its row `row` on, to an output that has the launch's rows.
+// One thread: 64 rows of a tile, from its row `row` on, to an output that has the launch's rows. Where
+// experts' rows follow each other the map is ragged: its dimensions are (columns, 64, rows + 1, 1), with one
+// distance between rows in both, and it begins 64 rows early. A box at 64 - n, first + n is `first` and the n
+// - 1 rows behind it, as TMA clips the others. docs/ops.md has the picture, and why loads do not do it.
 template <class T>
 MEGAMOE_DEVICE void store_rows(const TensorMap* map, const void* from, int column, const Tile& tile,
                                int row) {
     if constexpr (is_grouped<T>) {
-        RaggedBox box(row0<T>(tile) + row, tile.rows() - row);
-        arch::tma_store_4d(map, from, column, box.skipped, box.end, 0);
+        int first = row0<T>(tile) + row, n = min_of(group_rows, tile.rows() - row);
+        arch::tma_store_4d(map, from, column, group_rows - n, first + n, 0);
     } else {
         arch::tma_store_2d(map, from, column, row0<T>(tile) + row);
     }

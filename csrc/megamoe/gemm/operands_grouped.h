@@ -4,7 +4,7 @@
 //   rows        rows, K-major; in P planes      weights as forward has them, K-major: WeightRows; or
 //   MN-major,
 //               of K where `k_planes` is 2      [L, P, k, n]: GroupedColumns
-//   weights     rows, MN-major, ragged          rows, MN-major, ragged: both with K = rows of the expert
+//   weights     rows, MN-major                  rows, MN-major: both with K = rows of the expert
 #pragma once
 #include "megamoe/gemm/operands_backward.h"
 
@@ -49,43 +49,44 @@ struct GroupedColumns {
     }
 };
 
-// Of both operands of a weight tile: 64 rows of its expert, zeros behind the last.
+// Of both operands of a weight tile: 64 rows of its expert, whole ones where they stand; what is left of the
+// expert behind them, with zero rows, is in the tails. An expert without rows has a tail of zeros alone.
 struct RowsOfK {
-    const int32_t* first;
+    int first, rows, tail;
     MEGAMOE_DEVICE RowsOfK(const Context& ctx, const Tile& tile)
-        : first(ctx.smem.experts.first_row + tile.expert()) {}
-    MEGAMOE_DEVICE RaggedBox box(int slot) const {
-        int row = first[0] + slot * group_rows;
-        return {row, first[1] - row};
-    }
+        : first(ctx.smem.experts.first_row[tile.expert()]),
+          rows(ctx.smem.experts.first_row[tile.expert() + 1] - first),
+          tail(tile.expert() * group_rows) {}
+    MEGAMOE_DEVICE bool is_whole(int slot) const { return (slot + 1) * group_rows <= rows; }
+    MEGAMOE_DEVICE int row(int slot) const { return is_whole(slot) ? first + slot * group_rows : tail; }
 };
 
 template <class T>
-struct RaggedRows {
-    const TensorMap* map;
+struct RowsAndTails {
+    const Args& args;
     RowsOfK k;
     int m;
-    MEGAMOE_DEVICE RaggedRows(const Context& ctx, const Tile& tile)
-        : map(&ctx.args.gemm[0].a), k(ctx, tile), m(GradientBlock<typename T::Tiling>(ctx.args, tile).row) {}
+    MEGAMOE_DEVICE RowsAndTails(const Context& ctx, const Tile& tile)
+        : args(ctx.args), k(ctx, tile), m(GradientBlock<typename T::Tiling>(ctx.args, tile).row) {}
 
     static MEGAMOE_DEVICE void ready(Context&, const Tile&) {}
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
-        RaggedBox box = k.box(slot);
-        load_4d(both, to, map, full, m + half * group_rows, box.skipped, box.end, 0);
+        const TensorMap* map = k.is_whole(slot) ? &args.gemm[0].a : &args.grouped.tails_a;
+        load_2d(both, to, map, full, m + half * group_rows, k.row(slot));
     }
 };
 
 template <class T>
-struct RaggedColumns {
+struct ColumnsAndTails {
     using S = typename T::Tiling;
-    const TensorMap* map;
+    const Args& args;
     Halves<S> halves;
     RowsOfK k;
-    MEGAMOE_DEVICE RaggedColumns(const Context& ctx, const Tile& tile)
-        : map(&ctx.args.gemm[0].b), halves(halves_of<T>(tile.stage, tile.n)), k(ctx, tile) {}
+    MEGAMOE_DEVICE ColumnsAndTails(const Context& ctx, const Tile& tile)
+        : args(ctx.args), halves(halves_of<T>(tile.stage, tile.n)), k(ctx, tile) {}
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
-        RaggedBox box = k.box(slot);
-        load_columns<S>(both, to, map, full, halves.column(half), box.skipped, box.end, 0);
+        const TensorMap* map = k.is_whole(slot) ? &args.gemm[0].b : &args.grouped.tails_b;
+        load_columns<S>(both, to, map, full, halves.column(half), k.row(slot), 0, 0);
     }
 };
 

@@ -61,9 +61,9 @@ struct GroupedWeightGradient {
     using Gemm1 = WeightGemm;
     using Gemm2 = WeightGemm;
     template <class T>
-    using RowsOf = RaggedRows<T>;
+    using RowsOf = RowsAndTails<T>;
     template <class T>
-    using WeightsOf = RaggedColumns<T>;
+    using WeightsOf = ColumnsAndTails<T>;
 };
 
 // Of a thread. No transport warp needs what it has in the layer: math takes it, whose epilogues spill with

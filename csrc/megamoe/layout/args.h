@@ -109,9 +109,12 @@ struct Training {
 };
 
 // What a grouped launch has (kernels/grouped.cuh), besides gemm[0], num_local_experts and what its epilogue needs of
-// Training. R rows, sorted by expert; their scales by block, [ceil(./128), pool_rows] with 128 for each. Maps of outputs,
-// and of weight gradients' operands, are ragged (cta/context.h).
+// Training. R rows, sorted by expert; their scales by block, [ceil(./128), pool_rows] with 128 for each. Maps of outputs
+// are ragged (cta/context.h). Weight gradients: A [R, gemm[0].n], B [1, 1, R, gemm[0].k], boxes 64 rows x 128 bytes, and
+// of either a tail: behind an expert's last whole 64 rows the others, as 64 with zero rows.
 struct Grouped {
+    TensorMap tails_a;  // [L * 64, gemm[0].n]
+    TensorMap tails_b;  // [1, 1, L * 64, gemm[0].k]
     const int32_t* ends;  // [num_local_experts] where the rows of each expert end; null: all are one expert's
     void* cleared[3];     // outputs [R, row bytes] or null: rows of no expert become zeros
     int64_t cleared_row_bytes[3];
