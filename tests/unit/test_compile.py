@@ -6,6 +6,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
 
 from megamoe import Layer, MegaMoE, Problem
+from megamoe.formats.quantization import quantize_rows
 from megamoe.frontend.autograd import apply
 from megamoe.testing import assert_close, make_inputs, make_weights
 
@@ -28,6 +29,15 @@ def test_opcheck(precision):
     arguments = (x, inputs.topk_ids, inputs.topk_weights, *weights, count)
     handle = layer._layer.handle
     torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle))
+    if precision == "fp8":
+        q, scale = quantize_rows(inputs.x)
+        frozen = [a if a is None else a.detach() for a in arguments[1:]]
+        kinds = (
+            "test_faketensor",
+            "test_autograd_registration",
+        )  # others multiply e4m3, torch cannot
+        call = q, scale, *frozen, handle
+        torch.library.opcheck(OPS.moe_forward_quantized.default, call, test_utils=kinds)
     dy = torch.ones_like(inputs.x)
     detached = [a if a is None else a.detach() for a in arguments]
     needs = [True, False, True, True, False, True]
