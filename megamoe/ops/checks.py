@@ -80,14 +80,18 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
         refuse("offs.device", offs.device, str(x.device))
 
 
-def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor) -> None:
-    """bias: [E, width] or by plane [E, P, I], fp32 or bf16."""
+def check_bias(
+    name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor, planes: int = 1
+) -> None:
+    """bias: [E, width], or by plane [E, P, width / P], fp32 or bf16."""
     if bias is None:
         return
     if bias.dtype not in (torch.float32, torch.bfloat16):
         refuse(f"{name}.dtype", bias.dtype, "float32 or bfloat16")
-    if bias.dim() < 2 or bias.shape[0] != num_experts or bias.numel() != num_experts * width:
-        refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
+    apart = (num_experts, planes, width // planes)
+    if tuple(bias.shape) not in ((num_experts, width), apart):
+        expected = f"[{num_experts}, {width}]" + (f" or {list(apart)}" if planes > 1 else "")
+        refuse(f"{name}.shape", list(bias.shape), expected)
     if bias.device != x.device:
         refuse(f"{name}.device", bias.device, str(x.device))
 

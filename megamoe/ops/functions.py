@@ -65,7 +65,7 @@ def grouped_mm_swiglu(
     checks.check_rows("x", x, dtype=_type(scales))
     w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
     checks.check_offs(offs, w.shape[0], x)
-    checks.check_bias("bias", bias, w.shape[0], act.planes * w.shape[2], x)
+    checks.check_bias("bias", bias, w.shape[0], act.planes * w.shape[2], x, act.planes)
     if scales is not None or quantize:
         if save_pre_activation:
             checks.refuse("save_pre_activation", True, "False with scales or quantize")
@@ -188,7 +188,7 @@ def grouped_mlp(
         checks.refuse("w2.shape", list(w2.shape), f"[{num}, {x.shape[1]}, {width}]")
     checks.check_planes("w2", w2.unsqueeze(1), 1, x, width)
     checks.check_offs(offs, num, x)
-    checks.check_bias("b13", b13, num, planes * width, x)
+    checks.check_bias("b13", b13, num, planes * width, x, planes)
     checks.check_bias("b2", b2, num, x.shape[1], x)
     saves = _records(x, w13, w2, b13, b2)
     call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves

@@ -258,6 +258,9 @@ REFUSED = {
     "offs.shape is [2], expected [3]": lambda: ops.grouped_mm(X, W2, OFFS[:2]),
     "offs.device is meta": lambda: ops.grouped_mm(X, W2, OFFS.to("meta")),
     "bias.shape is [3, 8], expected [3, 16]": lambda: ops.grouped_mm(X, W2, OFFS, rand(3, 8)),
+    "bias.shape is [3, 16, 2], expected [3, 32] or [3, 2, 16]": lambda: ops.grouped_mm_swiglu(
+        X, W, OFFS, rand(3, I, 2)
+    ),
     "bias.dtype is torch.float64": lambda: ops.grouped_mm(X, W2, OFFS, rand(3, I).double()),
     "w_up.shape is [3, 32, 24], expected [experts, 2 * I, 16]": lambda: ops.grouped_mm_swiglu(
         X[:, :16], W, OFFS
