@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference import forward
-from megamoe.config import Problem
+from megamoe.config import Activation, Problem
 from megamoe.formats.mxfp4 import MAGNITUDES, arrange_scales
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
@@ -31,6 +31,9 @@ def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
     found = {}
     for name, (shape, dtype) in expected_weights(problem).items():
+        if name.startswith("b"):
+            found[name] = torch.randn(shape, generator=g) / 8
+            continue
         high = spread + 1 if name.endswith("scale") else 256
         bits = torch.randint(high, shape, generator=g)
         found[name] = (bits + (CENTRE - spread if name.endswith("scale") else 0)).to(dtype)
@@ -63,7 +66,7 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
         blocks = power.unflatten(1, (planes, -1)).repeat_interleave(128, 2)[:, :, :rows]
         of_each = blocks.flatten(1, 2).repeat_interleave(128, 2)[:, :, : values.shape[2]]
         out.append(((values / of_each).to(torch.float8_e4m3fn), power))
-    return ExpertWeights(out[0][0], out[1][0], None, None, out[0][1], out[1][1])
+    return ExpertWeights(out[0][0], out[1][0], w.b13, w.b2, out[0][1], out[1][1])
 
 
 def plainly(problem: Problem, w: ExpertWeights) -> tuple[Problem, ExpertWeights]:
@@ -118,15 +121,30 @@ def test_bits_are_those_of_the_same_numbers(
     routing=st.sampled_from(ROUTINGS),
     spread=st.integers(0, 40),
     seed=st.integers(0, 1000),
+    bias=st.booleans(),
 )
 def test_any_shape(
-    precision: str, sizes: tuple[int, ...], ep_size: int, tokens: int, routing: str, spread: int, seed: int
+    precision: str, sizes: tuple[int, ...], ep_size: int, tokens: int, routing: str, spread: int, seed: int, bias: bool
 ) -> None:  # fmt: skip
     h, i, experts, top_k = sizes
     check(
-        Problem(32 * h, 32 * i, experts, top_k, ep_size, max_tokens=140, precision=precision),
+        Problem(32 * h, 32 * i, experts, top_k, ep_size, max_tokens=140, precision=precision, bias=bias),
         *(tokens,), spread=spread, seed=seed, routing=routing,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", list(PLAIN))
+@pytest.mark.parametrize("activation", ["relu2", "clamped_swiglu"])
+def test_activations(precision: str, activation: str) -> None:
+    """Halves that are neighbouring columns, each with scales of its own, and numbers of an activation."""
+    numbers = {} if activation == "relu2" else {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    for seed, tokens in enumerate((7, 20, 64, 100)):
+        problem = Problem(
+            416, 320, 3, 2, max_tokens=100, precision=precision, bias=True,
+            activation=Activation(activation, **numbers),
+        )  # fmt: skip
+        check(problem, tokens, routing="hot", seed=seed)
 
 
 def test_what_e4m3_rounds() -> None:
