@@ -168,16 +168,21 @@ struct ExpandTo<Bf16Rows> {
     };
     using LookUp = uint32_t;  // the scale, twice
     template <int num>
-    static MEGAMOE_DEVICE bool plain(const Half&, const int (&)[num]) {
-        return true;
+    static MEGAMOE_DEVICE bool plain(const Half&, const int (&scales)[num]) {  // neither subnormal nor NaN
+        int least = scales[0], most = scales[0];
+        MEGAMOE_UNROLL
+        for (int i = 1; i < num; ++i) {
+            least = min_of(least, scales[i]);
+            most = max_of(most, scales[i]);
+        }
+        return least > 0 && most < 255;
     }
-    template <bool, int num>
+    template <bool all_plain, int num>
     static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half&, const int (&scales)[num]) {
         MEGAMOE_UNROLL
         for (int i = 0; i < num; ++i) {
-            int s = scales[i];
-            uint32_t bits = s == 0 ? 0x40u : s == 255 ? 0x7fc0u : static_cast<uint32_t>(s) << 7;
-            to[i] = bits << 16 | bits;
+            bool odd = !all_plain && (scales[i] == 0 || scales[i] == 255);  // 2^-127 is half of 2^-126
+            to[i] = static_cast<uint32_t>(scales[i]) * 0x00800080 | (odd ? 0x00400040 : 0);
         }
     }
     static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp power, int half) {
