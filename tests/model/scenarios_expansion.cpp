@@ -1,4 +1,5 @@
-// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion.
+// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion. And output slots that both
+// warpgroups fill, in the wide form: roles/math.cuh, claim_common() and hand_over_common().
 #include "scenarios.h"
 
 namespace model {
@@ -54,6 +55,45 @@ void expansion(World& w, const Flaw& flaw) {
     });
 }
 
+// One output slot, two laps. Either warpgroup writes its columns, crosses the proxies, meets the other, and
+// commits to its own ring. The store thread reads the first one's slot when that has been committed, and
+// releases both when both have.
+void common_output(World& w, const Flaw& flaw) {
+    constexpr int laps = 2, groups = 2;
+    bool apart = flaw("the warpgroups do not meet"), hasty = flaw("a warpgroup does not wait for its turn");
+    std::array<bool, groups> fenced = {!flaw("no proxy fence in the first warpgroup"),
+                                       !flaw("no proxy fence in the second warpgroup")};
+    std::array<int, groups> part;
+    for (int g = 0; g < groups; ++g) part[g] = w.payload(name_of("slot's columns", g), /*shared=*/true);
+    std::array<int, laps> met, stored;
+    std::array<std::array<int, laps>, groups> full;
+    for (int i = 0; i < laps; ++i) {
+        met[i] = w.barrier(name_of("met", i), groups);
+        stored[i] = w.barrier(name_of("empty", i), 1);
+        for (int g = 0; g < groups; ++g)
+            full[g][i] = w.barrier(name_of(g == 0 ? "full" : "full beside", i), 1);
+    }
+    for (int g = 0; g < groups; ++g) {
+        w.thread(name_of("math", g), 0, 0, [=](Mem& m) {
+            for (int i = 0; i < laps; ++i) {
+                if (i > 0 && !(hasty && g == 1)) m.wait(stored[i - 1]);
+                m.write(part[g], i);
+                if (fenced[g]) m.fence_proxy_async_shared();
+                if (!apart) m.sync(met[i]);
+                m.arrive(full[g][i]);
+            }
+        });
+    }
+    w.thread("store", 0, 0, [=](Mem& m) {
+        for (int i = 0; i < laps; ++i) {
+            m.wait(full[0][i]);
+            for (int p : part) m.tma_load(p, i);
+            m.wait(full[1][i]);
+            m.arrive_tma(stored[i]);
+        }
+    });
+}
+
 }  // namespace
 
 const std::vector<Scenario> expansion_scenarios = {
@@ -62,6 +102,11 @@ const std::vector<Scenario> expansion_scenarios = {
      {"an expander writes before the other has read", "MMAs do not wait for the expansion",
       "MMAs wait for one of the expanders", "no proxy fence in the first expander",
       "no proxy fence in the second expander"},
+     {}},
+    {"an output slot that both warpgroups fill",
+     common_output,
+     {"the warpgroups do not meet", "a warpgroup does not wait for its turn",
+      "no proxy fence in the first warpgroup", "no proxy fence in the second warpgroup"},
      {}},
 };
 
