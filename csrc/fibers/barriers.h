@@ -111,6 +111,9 @@ inline void mbar_arrive(uint64_t* bar) { arrive(*current->cta, bar, 0, "mbar_arr
 inline void mbar_arrive_at(uint64_t* bar, int member) {
     arrive(member_cta(member, "mbar_arrive_at"), in_member(bar, member), 0, "mbar_arrive_at");
 }
+inline void mbar_arrive_cluster(uint64_t* bar, int member) {
+    arrive(member_cta(member, "mbar_arrive_cluster"), in_member(bar, member), 0, "mbar_arrive_cluster");
+}
 inline void mbar_arrive_at(uint64_t* bar, int member, uint32_t arrivals) {
     for (uint32_t i = 0; i < arrivals; ++i) mbar_arrive_at(bar, member);
 }
@@ -143,6 +146,7 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
+inline void mbar_wait_cluster(uint64_t* bar, uint32_t parity) { mbar_wait(bar, parity); }
 
 // Both barriers are .aligned on the machine: a lane that strays from its warp is an error.
 inline void named_sync(int id, int num_threads) {

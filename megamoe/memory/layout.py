@@ -184,6 +184,7 @@ def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
     planes = p.activation.planes
     for cell in BACKWARD_CONTROL:
         yield cell, (1,), torch.int32
+    yield "dealt", (3,), torch.int32
     yield "expert_rows", (p.num_local_experts(p.rank), 2), torch.int32
     yield "row_weight", (rows,), torch.float32
     yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32

@@ -72,7 +72,7 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder) -> None:
     address = {name: base + region.offset for name, region in plan.backward.items()}
     x_rows, dy_rows = address["x_rows"], address.get("dy_rows", args.x_pool)
     hs = address.get("hs") or _workspace_base(args, plan) + plan.workspace["h"].offset
-    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
+    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "dealt"):
         setattr(training, name, address[name])
 
     def rows_map(at: int, columns: int, rank: int = 2, size: int = BF16.bytes) -> bytes:

@@ -190,7 +190,8 @@ void partial_slices(World& w, const Flaw& flaw) {
         slice[s] = w.payload(name_of("slice", s)), cell[s] = w.cell(name_of("partial_ready", s), 4);
     }
     int whole = w.payload("another token's partial");
-    bool first_only = flaw("every slice goes by the first one's flag"), numbered = !flaw("flags without an epoch");
+    bool first_only = flaw("every slice goes by the first one's flag"),
+         numbered = !flaw("flags without an epoch");
     for (int s = 0; s < 2; ++s) {
         w.thread(name_of("reduce@1", s), 1, s, [=](Mem& m) {
             m.write(slice[s]);

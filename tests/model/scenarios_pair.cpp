@@ -73,6 +73,58 @@ void shared_stage(World& w, const Flaw& flaw, int stages, int halves) {
         }
     }
 }
+
+// The ring of units that CTA 0's dealer fills in both CTAs, for two of the three threads that walk them in
+// either. One look of all is enough for a slot to be dealt again.
+struct DealtSlots {
+    std::vector<PairPhaseBarrier> full;  // the dealer arrives at both
+    std::vector<PhaseBarrier> empty;     // CTA 0's
+};
+template <int slots>
+void dealt_units(World& w, const Flaw& flaw, int units) {
+    bool own_count = flaw("empty counts the threads of CTA 0 only"), ahead = flaw("units are dealt unasked"),
+         late = flaw("the unit is written behind the arrival"), one = flaw("only CTA 0 is told"),
+         early = flaw("a role gives the slot back before it read");
+    std::array<DealtSlots, 2> ring_of;            // [CTA]
+    std::vector<std::array<int, 2>> unit(slots);  // [slot][CTA]
+    for (int s = 0; s < slots; ++s) {
+        std::array<PhaseBarrier, 2> full;
+        PhaseBarrier empty(w, name_of("empty", 0, s), own_count ? 2 : 4);
+        for (int c = 0; c < 2; ++c) {
+            full[c] = PhaseBarrier(w, name_of("full", c, s), 1);
+            unit[s][c] = w.payload(name_of("unit", c, s));
+        }
+        for (int c = 0; c < 2; ++c) {
+            ring_of[c].full.push_back({full, c});
+            ring_of[c].empty.push_back(empty);
+        }
+    }
+    w.thread("deal", 0, 0, [=](Mem& m) {
+        Ring<slots> ring;
+        for (int i = 0; i < units; ++i, ring.advance()) {
+            if (!ahead) ring.acquire(m, ring_of[0]);
+            if (late) ring.commit(m, ring_of[0]);
+            for (int c = 0; c < (one ? 1 : 2); ++c) m.write(unit[ring.slot()][c], i);
+            if (!late) ring.commit(m, ring_of[0]);
+        }
+    });
+    for (int c = 0; c < 2; ++c) {
+        for (const char* role : {"load", "store"}) {
+            w.thread(name_of(role, c), 0, c, [=](Mem& m) {
+                Ring<slots> ring;
+                for (int i = 0; i < units; ++i, ring.advance()) {
+                    ring.await(m, ring_of[c]);
+                    if (early) ring.release(m, ring_of[c]);
+                    m.read(unit[ring.slot()][c], i);
+                    if (!early) ring.release(m, ring_of[c]);
+                }
+            });
+        }
+    }
+}
+void dealt_units_1(World& w, const Flaw& flaw) { dealt_units<1>(w, flaw, 2); }
+void dealt_units_2(World& w, const Flaw& flaw) { dealt_units<2>(w, flaw, 3); }
+
 void shared_stage_1(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 2); }
 void shared_stage_2(World& w, const Flaw& flaw) { shared_stage<2>(w, flaw, 3, 2); }
 void shared_stage_short(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 1); }
@@ -306,6 +358,18 @@ const std::vector<Scenario> pair_scenarios = {
      shared_stage_short,
      {"empty counts the math warps of its own CTA only", "both halves are expected of a short block",
       "math releases before it read"},
+     {}},
+    {"dealt units, 1 slot x 2",
+     dealt_units_1,
+     {"empty counts the threads of CTA 0 only", "units are dealt unasked",
+      "the unit is written behind the arrival", "only CTA 0 is told",
+      "a role gives the slot back before it read"},
+     {}},
+    {"dealt units, 2 slots, 3 units",
+     dealt_units_2,
+     {"empty counts the threads of CTA 0 only", "units are dealt unasked",
+      "the unit is written behind the arrival", "only CTA 0 is told",
+      "a role gives the slot back before it read"},
      {}},
     {"two loaders of a stage",
      two_loaders,

@@ -247,14 +247,15 @@ void weights_of_two_passes(World& w, const Flaw& flaw) {
     });
 }
 
-// (h) A loader of CTA 1 that saw the abort multicasts what is there (0) into CTA 0's slot. What stays in dw
-// is right or NaN.
+// (h) A loader of CTA 1 that saw the abort multicasts what is there (0) into CTA 0's slot. The last CTA to
+// leave, 0 or one of another pair, looks. What stays in dw is right or NaN.
 void garbage_is_no_gradient(World& w, const Flaw& flaw) {
     constexpr uint32_t garbage = 0, right = 1, nan = 2;
     int abort = w.cell("abort"), cell = w.cell("grads_ready"), dgu = w.payload("dgu"), dw = w.payload("dw");
     int slot = w.payload("operand", true), full = w.barrier("full", 1),
-        through = w.barrier("cluster_sync", 2);
-    bool blind = flaw("nobody looks"), early = flaw("looks before the cluster barrier");
+        through = w.barrier("cluster_sync", 2), ticket = w.cell("exit_ticket");
+    bool blind = flaw("nobody looks"), early = flaw("looks before it arrives"),
+         hasty = flaw("arrives before the cluster barrier"), first = flaw("the first CTA to leave looks");
     bool completes = !flaw("the tile's store is not complete");
     auto aborted = [=](Mem& m) { return m.load(abort, Order::relaxed, Scope::system) != 0; };
     w.thread("peer", 1, 0, [=](Mem& m) { m.Memory::store(abort, 1, Order::release, Scope::system); });
@@ -277,14 +278,20 @@ void garbage_is_no_gradient(World& w, const Flaw& flaw) {
         if (completes) m.async_complete();
         m.arrive(through);
     });
-    w.thread("transport[0]", 0, 0, [=](Mem& m) {
-        bool seen = early && aborted(m);
-        m.sync(through);
-        if (!early && !blind) seen = aborted(m);
-        if (seen) m.tma_store(dw, nan);
-        m.async_complete();
-        if (m.read(dw, -1) == garbage) m.expect(garbage, right, "a gradient");
-    });
+    for (int cta : {0, 2}) {
+        w.thread(name_of("leave", cta), 0, cta, [=](Mem& m) {
+            bool seen = early && aborted(m);
+            if (cta == 0 && !hasty) m.sync(through);
+            bool last = LastArrival::arrive(m, ticket, 2);
+            if (cta == 0 && hasty) m.sync(through);
+            if (first == last) return;
+            if (!early && !blind) seen = aborted(m);
+            m.fence_proxy_async();
+            if (seen) m.tma_store(dw, nan);
+            m.async_complete();
+            if (m.read(dw, -1) == garbage) m.expect(garbage, right, "a gradient");
+        });
+    }
 }
 
 constexpr const char *no_bulk_stores = "writes by ordinary stores, or not at all",
@@ -313,7 +320,8 @@ const std::vector<Scenario> training_scenarios = {
       {"value - 1 at exit_ticket", one_launch}}},
     {"(h) garbage is no gradient",
      garbage_is_no_gradient,
-     {"nobody looks", "looks before the cluster barrier", "the tile's store is not complete"},
+     {"nobody looks", "looks before it arrives", "arrives before the cluster barrier",
+      "the first CTA to leave looks", "the tile's store is not complete"},
      {},
      false},
     {"(f) recompute, then data",

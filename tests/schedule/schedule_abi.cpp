@@ -1,4 +1,6 @@
 // schedule/order.h behind a C interface, for tests/schedule/test_schedule.py (ctypes).
+#include <vector>
+
 #include "megamoe/schedule/order.h"
 
 using namespace megamoe;
@@ -27,34 +29,52 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
     out[0] = g.first, out[1] = g.size;
 }
 
-// The stream of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks, one CTA
-// after the other: per tile (cta, step, stage, part, block, n, shared). A step is `span` blocks of gemm1 and
-// then the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its
-// pair's unit has n = -1. Writes at most `capacity` tiles and returns how many there are.
+// The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile (cta,
+// step, stage, part, block, n, shared), each CTA's in its own order. A step is `span` blocks of gemm1 and then
+// the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its pair's
+// unit has n = -1. seed 0: units are dealt in advance, one CTA after the other is written; else by tickets, to
+// the pairs as they come in an order that the seed draws. Writes at most `capacity` tiles and returns how many
+// there are; -1 for a portion past the last block.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
-                int* out, int capacity) {
-    int num_blocks = 0;
+                unsigned seed, int* out, int capacity) {
+    int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
-    int written = 0;
-    for (int cta = 0; cta < num_ctas; ++cta) {
-        UnitStream stream(num_blocks, units_of(tiles1), units_of(tiles2), span, cta / pair_ctas,
-                          num_ctas / pair_ctas);
-        while (!stream.done()) {
-            Position p = stream.pop();
-            int first = 0, e = 0;                       // the expert that holds block p.portion
-            while (e < num_experts && first + expert_blocks[e] <= p.portion) first += expert_blocks[e++];
-            if (e == num_experts) return -1;  // a portion past the last block
-            bool is1 = p.stage == Stage::gemm1;
-            int tiles = is1 ? tiles1 : tiles2;
-            Group group = group_of(first, expert_blocks[e], p.portion);
+    auto write = [&](Unit unit_of_pair, int pair) {
+        Position p = unit_of_pair.position(units_of(tiles1), units_of(tiles2));
+        int first = 0, e = 0;  // the expert that holds block p.portion
+        while (e < num_experts && first + expert_blocks[e] <= p.portion) first += expert_blocks[e++];
+        if (e == num_experts) return false;
+        bool is1 = p.stage == Stage::gemm1;
+        int tiles = is1 ? tiles1 : tiles2;
+        Group group = group_of(first, expert_blocks[e], p.portion);
+        for (int member = 0; member < pair_ctas; ++member) {
             UnitTile unit;
-            if (!unit_in_group(group, p, tiles, cta % pair_ctas, &unit)) continue;
-            if (written++ >= capacity) return written;  // one too many: the test says so
+            if (!unit_in_group(group, p, tiles, member, &unit)) continue;
+            if (written++ >= capacity) continue;  // one too many: the test says so
             int* tile = out + 7 * (written - 1);
-            tile[0] = cta, tile[1] = p.portion / span + (is1 ? 0 : 1), tile[2] = static_cast<int>(p.stage),
-            tile[3] = p.portion * units_of(tiles) + p.part, tile[4] = unit.block;
-            tile[5] = unit.n < tiles ? unit.n : -1, tile[6] = static_cast<int>(unit.shared);
+            tile[0] = pair * pair_ctas + member, tile[1] = p.portion / span + (is1 ? 0 : 1);
+            tile[2] = static_cast<int>(p.stage), tile[3] = p.portion * units_of(tiles) + p.part;
+            tile[4] = unit.block, tile[5] = unit.n < tiles ? unit.n : -1;
+            tile[6] = static_cast<int>(unit.shared);
         }
+        return true;
+    };
+    std::vector<UnitStream> streams;
+    for (int pair = 0; pair < num_pairs; ++pair)
+        streams.emplace_back(num_blocks, units_of(tiles1), units_of(tiles2), 0, span, pair, num_pairs);
+    auto all_done = [&] {
+        for (const UnitStream& stream : streams)
+            if (!stream.done()) return false;
+        return true;
+    };
+    int tickets[2] = {0, 0}, pair = 0;
+    while (!all_done()) {
+        if (seed != 0) pair = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 8) % num_pairs;
+        while (streams[pair].done()) pair = (pair + 1) % num_pairs;
+        Unit unit = streams[pair].pop([&](Stage stage, int before) {
+            return num_pairs + (seed == 0 ? before : tickets[static_cast<int>(stage)]++);
+        });
+        if (!write(unit, pair)) return -1;
     }
     return written;
 }

@@ -105,7 +105,17 @@ struct ExpertTable {
     int32_t first_row[max_local_experts + 1];
 };
 
+// The units that a pair is dealt, on their way to its six threads that walk them. A slot is free when all
+// have read it; with three, one or two units are dealt ahead of the loaders, as `store` is about one behind.
+constexpr int num_dealt = 3;
+constexpr int num_dealt_to = 3;  // threads of a CTA: load_a, load_b, store
+struct DealSmem {
+    Unit unit[num_dealt];
+    Slots<num_dealt, TakenBarrier, DealtBarrier> slots;
+};
+
 struct Smem {
+    DealSmem deal;
     union {
         MoverSmem movers;
         ExpertTable experts;  // a grouped launch has no movers

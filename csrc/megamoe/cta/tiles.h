@@ -59,27 +59,138 @@ MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, Stage stage) {
             ceil_div(gradient_columns(args, stage), S::columns)};
 }
 
+// Two gemm1 tiles a CTA and step, or what the caller asked for.
+template <class T>
+MEGAMOE_DEVICE int step_blocks(const Context& ctx) {
+    const Args& args = ctx.args;
+    int blocks = args.step_blocks != 0 ? args.step_blocks
+                                       : ceil_div(2 * num_ctas(ctx), Shape<T>::tiles(args, Stage::gemm1));
+    return max_of(blocks, max_group);
+}
+
+template <class T>
+MEGAMOE_DEVICE bool recomputes(const Context& ctx) {
+    return T::direction == Direction::backward && ctx.smem.plan.phase == Phase::recompute;
+}
+MEGAMOE_DEVICE int pair_idx(const Context& ctx) { return cta_idx(ctx) / pair_ctas; }
+MEGAMOE_DEVICE int num_pairs(const Context& ctx) { return num_ctas(ctx) / pair_ctas; }
+
+// Units of a block in either stage; a grouped launch has one GEMM alone.
+template <class T>
+MEGAMOE_DEVICE int units_of_block(const Context& ctx, Stage stage) {
+    return units_of(Shape<T>::tiles(ctx.args, is_grouped<T> ? Stage::gemm1 : stage));
+}
+
+// This pair's units in this pass, from the first ones on.
+template <class T>
+MEGAMOE_DEVICE UnitStream unit_stream(const Context& ctx) {
+    int weights = 0;
+    if constexpr (has_weight_tiles<T>) {
+        if (!recomputes<T>(ctx))
+            weights = num_weight_units(ctx.args.num_local_experts, weight_matrix<T>(ctx.args, Stage::dw13),
+                                       weight_matrix<T>(ctx.args, Stage::dw2));
+    }
+    UnitStream stream(ctx.smem.plan.num_blocks, units_of_block<T>(ctx, Stage::gemm1),
+                      units_of_block<T>(ctx, Stage::gemm2), weights, step_blocks<T>(ctx), pair_idx(ctx),
+                      num_pairs(ctx));
+    if (is_grouped<T> || recomputes<T>(ctx) || only_weights<T>(ctx.args))
+        stream.next2 = stream.num_blocks * stream.units2;
+    if (T::direction == Direction::grouped_weights) stream.next1 = stream.num_blocks * stream.units1;
+    return stream;
+}
+
+// Where the roles have their pair's units from. In backward a dealer gives them out as pairs get to them
+// (roles/deal.cuh): a quarter of gemm1's units may hold no tile, and others are not equally long, so that
+// shares made in advance are uneven by up to 12 % of the launch.
+template <class T>
+constexpr bool deals = T::direction == Direction::backward;
+using DealRing = Ring<num_dealt>;
+class DealtUnits {
+  public:
+    MEGAMOE_DEVICE DealtUnits(Context& ctx, DealRing& ring) : ctx_(ctx), ring_(ring) {}
+    MEGAMOE_DEVICE Unit next() {
+        ring_.await(ctx_.mem, ctx_.smem.deal.slots);
+        Unit unit = ctx_.smem.deal.unit[ring_.slot()];
+        ring_.release(ctx_.mem, ctx_.smem.deal.slots);
+        ring_.advance();
+        return unit;
+    }
+
+  private:
+    Context& ctx_;
+    DealRing& ring_;
+};
+// Elsewhere every role counts for itself: forward has few units without a tile, and waits for memory, which
+// no other share of it makes quicker, while a dealer's words take 6 us of 112 at few tokens (docs/tuning.md).
+template <class T>
+class OwnUnits {
+  public:
+    MEGAMOE_DEVICE OwnUnits(Context& ctx, DealRing&) : ctx_(ctx), stream_(unit_stream<T>(ctx)) {}
+    MEGAMOE_DEVICE Unit next() {
+        if (stream_.done()) return Unit::none();
+        return stream_.pop([&](Stage, int unit) { return unit + num_pairs(ctx_); });
+    }
+
+  private:
+    const Context& ctx_;
+    UnitStream stream_;
+};
+template <class T, bool dealt>
+struct UnitsOf {
+    using Type = DealtUnits;
+};
+template <class T>
+struct UnitsOf<T, false> {
+    using Type = OwnUnits<T>;
+};
+
+// CTA `member`'s tile of a unit of weight gradients. False if there is none, or if it would add zeros; one of
+// an expert without rows that writes zeros has one slot of them.
+template <class T>
+MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool adds, Tile* out) {
+    using S = typename T::Tiling;
+    WeightMatrix w13 = weight_matrix<T>(ctx.args, Stage::dw13), w2 = weight_matrix<T>(ctx.args, Stage::dw2);
+    WeightUnit w = weight_unit(number, w13, w2);
+    int rows = rows_of_expert<T>(ctx, w.expert);
+    if (rows == 0 && adds) return false;
+    WeightMatrix matrix = w.stage == Stage::dw13 ? w13 : w2;
+    UnitTile unit;
+    if (!unit_in_group(group_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles, member,
+                       &unit))
+        return false;
+    *out = {w.stage,
+            unit.shared,
+            unit.block,
+            unit.n < matrix.n_tiles ? unit.n : -1,
+            {w.expert << 8 | S::rows},
+            max_of(1, ceil_div(rows, group_rows)),
+            0};
+    return true;
+}
+
 // The tiles of this CTA, in order; the same stream for every role.
 template <class T>
 class Tiles {
   public:
-    // `all_weights`: nothing but the tiles of weight gradients, those of experts without rows too.
-    MEGAMOE_DEVICE explicit Tiles(const Context& ctx, bool all_weights = false)
-        : ctx_(ctx),
-          all_weights_(all_weights),
-          stream_(ctx.smem.plan.num_blocks, units_of(Shape<T>::tiles(ctx.args, first_stage())),
-                  units_of(Shape<T>::tiles(ctx.args, second_stage)), step_blocks(ctx),
-                  cta_idx(ctx) / pair_ctas, num_ctas(ctx) / pair_ctas) {
-        if (is_grouped<T> || recomputes() || all_weights || only_weights<T>(ctx.args))
-            stream_.next2 = stream_.num_blocks * stream_.units2;
-        if (T::direction == Direction::grouped_weights || all_weights)
-            stream_.next1 = stream_.num_blocks * stream_.units1;
-    }
+    MEGAMOE_DEVICE Tiles(Context& ctx, DealRing& ring) : ctx_(ctx), units_(ctx, ring) {}
 
     MEGAMOE_DEVICE Tile next() {
-        while (!stream_.done()) {
-            Position p = stream_.pop();
-            Stage stage = p.stage == Stage::gemm1 ? first_stage() : p.stage;
+        for (;;) {
+            Unit dealt = units_.next();
+            gemm1_done_ = dealt.gemm1_done();
+            if (!dealt.valid()) return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
+            if constexpr (has_weight_tiles<T>) {
+                Tile tile;
+                if (is_weight_gradient(dealt.stage())) {
+                    if (weight_tile<T>(ctx_, dealt.number(), pair_member(), adds_weight_gradients(ctx_),
+                                       &tile))
+                        return tile;
+                    continue;
+                }
+            }
+            Position p =
+                dealt.position(units_of_block<T>(ctx_, Stage::gemm1), units_of_block<T>(ctx_, Stage::gemm2));
+            Stage stage = p.stage == Stage::gemm1 && recomputes<T>(ctx_) ? Stage::recompute : p.stage;
             int tiles = Shape<T>::tiles(ctx_.args, stage);
             UnitTile unit;
             if (!unit_in_group(block_group<T>(ctx_, p.portion), p, tiles, pair_member(), &unit)) continue;
@@ -93,61 +204,14 @@ class Tiles {
             if constexpr (T::Gemm1::B::expanded) tile.slots = ceil_div(tile.slots, slot_steps<T>(tile));
             return tile;
         }
-        if constexpr (has_weight_tiles<T>) {
-            if (!recomputes()) return next_weights();
-        }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
     }
     // No tile of gemm1 is to come.
-    MEGAMOE_DEVICE bool gemm1_done() const { return !recomputes() && stream_.gemm1_done(); }
+    MEGAMOE_DEVICE bool gemm1_done() const { return gemm1_done_ && !recomputes<T>(ctx_); }
 
   private:
-    MEGAMOE_DEVICE bool recomputes() const {
-        return T::direction == Direction::backward && ctx_.smem.plan.phase == Phase::recompute;
-    }
-    static constexpr Stage second_stage = is_grouped<T> ? Stage::gemm1 : Stage::gemm2;  // it has one alone
-    MEGAMOE_DEVICE Stage first_stage() const { return recomputes() ? Stage::recompute : Stage::gemm1; }
-
-    // An expert without rows has one slot, of zeros, unless zeros would be added.
-    MEGAMOE_DEVICE Tile next_weights() {
-        using S = typename T::Tiling;
-        const Args& args = ctx_.args;
-        WeightMatrix w13 = weight_matrix<T>(args, Stage::dw13), w2 = weight_matrix<T>(args, Stage::dw2);
-        int num_units = num_weight_units(args.num_local_experts, w13, w2);
-        while (next_weight_ * stride() + pair() < num_units) {
-            WeightUnit w = weight_unit(next_weight_++ * stride() + pair(), w13, w2);
-            int rows = rows_of_expert<T>(ctx_, w.expert);
-            if (rows == 0 && adds_weight_gradients(ctx_) && !all_weights_) continue;
-            WeightMatrix matrix = w.stage == Stage::dw13 ? w13 : w2;
-            UnitTile unit;
-            if (!unit_in_group(group_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles,
-                               pair_member(), &unit))
-                continue;
-            return {w.stage,
-                    unit.shared,
-                    unit.block,
-                    unit.n < matrix.n_tiles ? unit.n : -1,
-                    {w.expert << 8 | S::rows},
-                    max_of(1, ceil_div(rows, group_rows)),
-                    0};
-        }
-        return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
-    }
-
-    // Two gemm1 tiles a CTA and step, or what the caller asked for.
-    static MEGAMOE_DEVICE int step_blocks(const Context& ctx) {
-        const Args& args = ctx.args;
-        int blocks = args.step_blocks != 0 ? args.step_blocks
-                                           : ceil_div(2 * num_ctas(ctx), Shape<T>::tiles(args, Stage::gemm1));
-        return max_of(blocks, max_group);
-    }
-    MEGAMOE_DEVICE int pair() const { return cta_idx(ctx_) / pair_ctas; }
-    MEGAMOE_DEVICE int stride() const { return num_ctas(ctx_) / pair_ctas; }
-
-    const Context& ctx_;
-    bool all_weights_;
-    UnitStream stream_;
-    int next_weight_ = 0;  // of this pair
+    Context& ctx_;
+    typename UnitsOf<T, deals<T>>::Type units_;
+    bool gemm1_done_ = false;
 };
 
 }  // namespace megamoe

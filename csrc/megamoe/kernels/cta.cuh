@@ -1,6 +1,6 @@
 // What every kernel of tiles begins with, and how it is exported.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/cta/tiles.h"
 #include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
@@ -22,6 +22,10 @@ MEGAMOE_DEVICE void init_barriers() {
                 arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
                 arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
             }
+        }
+        for (int s = 0; s < num_dealt && deals<T>; ++s) {
+            arch::mbar_init(&cta_smem<T>().common.deal.slots.full[s].bits, 1);  // the dealer
+            arch::mbar_init(&cta_smem<T>().common.deal.slots.empty[s].bits, pair_ctas * num_dealt_to);
         }
         arch::mbar_fence_init();
     }

@@ -87,9 +87,10 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;
         OutputRing<T> output;
-        if (warp == load_a_role.first_warp) load_a<T>(ctx, ring);
-        if (warp == load_b_role.first_warp) load_b<T>(ctx, ring);
-        if (warp == store_role.first_warp) store<T>(ctx, output);
+        DealRing dealt;  // not used
+        if (warp == load_a_role.first_warp) load_a<T>(ctx, ring, dealt);
+        if (warp == load_b_role.first_warp) load_b<T>(ctx, ring, dealt);
+        if (warp == store_role.first_warp) store<T>(ctx, output, dealt);
     }
 }
 

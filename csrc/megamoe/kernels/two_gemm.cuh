@@ -9,6 +9,7 @@
 #pragma once
 #include "megamoe/cta/tiles.h"
 #include "megamoe/kernels/cta.cuh"
+#include "megamoe/roles/deal.cuh"
 #include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -97,20 +98,23 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::combined);
 }
 
-// A poisoned launch: every weight gradient of this CTA becomes NaN. A loader that gave up saw the abort
-// before it loaded, so before this thread's look: no garbage stays. Cold.
+// A poisoned launch: every weight gradient becomes NaN, by the last thread to leave: all others' stores are
+// complete. A loader that gave up saw the abort before it loaded, so before this thread's look: no garbage
+// stays. Cold, and slow.
 template <class T>
 MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
-    if (!ctx.mem.aborted()) return;
     using E = typename T::WeightGemm::Epilogue;
     auto* slot = reinterpret_cast<uint4_t*>(tile_smem<T>().output[0][0]);  // all slots are free again
     constexpr uint32_t nan = 0x7fc07fc0;                                   // of two bf16, and of fp32
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < box_bytes / static_cast<int>(sizeof(uint4_t)); ++i) slot[i] = {nan, nan, nan, nan};
-    arch::fence_proxy_async_shared();
-    Tiles<T> tiles(ctx, true);
-    for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
-        if (tile.absent()) continue;
+    ctx.mem.fence_proxy_async();
+    int units = num_weight_units(ctx.args.num_local_experts, weight_matrix<T>(ctx.args, Stage::dw13),
+                                 weight_matrix<T>(ctx.args, Stage::dw2));
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = 0; i < pair_ctas * units; ++i) {
+        Tile tile;
+        if (!weight_tile<T>(ctx, i / pair_ctas, i % pair_ctas, false, &tile) || tile.absent()) continue;
         MEGAMOE_UNROLL_BY(1)
         for (int c = 0; c < E::slots(ctx.args); ++c) {
             Destination to = E::output(ctx, tile, c);
@@ -127,12 +131,15 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
 // CTA stays until its partner has sent it the last arrival on its barriers.
 template <class T>
 MEGAMOE_DEVICE void leave(Context& ctx) {
+    constexpr int leaving_thread = first_transport_warp * 32;  // it has the registers for what may follow
     arch::cluster_sync();
-    if (arch::thread_idx() == 0 && LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
+    if (arch::thread_idx() == leaving_thread &&
+        LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
         if (ctx.mem.aborted()) {
             // Where there is no record yet, a peer's fault ended this launch.
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
+            if constexpr (T::direction == Direction::backward) lose_gradients<T>(ctx);
         } else if (T::direction == Direction::train) {
             ctx.args.training.header->complete = ctx.epoch();
         }
@@ -141,12 +148,13 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     }
 }
 
-// One thread of a warp, whose ring lives across the passes.
+// One thread of a warp, whose rings live across the passes.
 template <class Ring, class Body>
 MEGAMOE_DEVICE void thread_passes(Context& ctx, Body body) {
     Ring ring;
+    DealRing dealt;
     each_pass(ctx, [&] {
-        if (arch::lane_idx() == 0) body(ring);
+        if (arch::lane_idx() == 0) body(ring, dealt);
     });
 }
 
@@ -160,24 +168,20 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
             arch::registers_shrink<transport_registers<T>>();
         }
         mover_passes<T>(ctx);
-        if constexpr (T::direction == Direction::backward) {
-            arch::cluster_sync();  // all roles are through
-            if (warp == first_transport_warp && arch::lane_idx() == 0) lose_gradients<T>(ctx);
-            arch::warp_sync();
-        }
         return;
     }
     arch::registers_shrink<load_registers>();
     if (warp == load_a_role.first_warp) {
-        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring) { load_a<T>(ctx, ring); });
+        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_a<T>(ctx, ring, dealt); });
     } else if (warp == load_b_role.first_warp) {
-        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring) { load_b<T>(ctx, ring); });
+        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_b<T>(ctx, ring, dealt); });
     } else if (warp == store_role.first_warp) {
-        thread_passes<OutputRing<T>>(ctx, [&](auto& ring) { store<T>(ctx, ring); });
+        thread_passes<OutputRing<T>>(ctx, [&](auto& ring, auto& dealt) { store<T>(ctx, ring, dealt); });
+    } else if constexpr (deals<T>) {
+        thread_passes<DealRing>(ctx, [&](auto& ring, auto&) { deal<T>(ctx, ring); });
     } else {
         each_pass(ctx, [] {});
     }
-    if constexpr (T::direction == Direction::backward) arch::cluster_sync();
 }
 
 // For the door: every rank of the launch, this one too.

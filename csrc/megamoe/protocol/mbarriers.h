@@ -18,6 +18,17 @@ struct Mbarriers {
         arch::mbar_arrive_at(&bar.bits, 0, warps);
         arch::mbar_arrive_at(&bar.bits, 1, warps);
     }
+    MEGAMOE_DEVICE void wait(DealtBarrier& bar, uint32_t parity) const {
+        arch::mbar_wait_cluster(&bar.bits, parity);
+    }
+    MEGAMOE_DEVICE void wait(TakenBarrier& bar, uint32_t parity) const {
+        arch::mbar_wait_cluster(&bar.bits, parity);
+    }
+    MEGAMOE_DEVICE void arrive(DealtBarrier& bar) const {
+        arch::mbar_arrive_cluster(&bar.bits, 0);
+        arch::mbar_arrive_cluster(&bar.bits, 1);
+    }
+    MEGAMOE_DEVICE void arrive(TakenBarrier& bar) const { arch::mbar_arrive_cluster(&bar.bits, 0); }
     // One arrival of the warp at either CTA's.
     MEGAMOE_DEVICE void arrive(PairBarrier& bar) const {
         if (arch::lane_idx() < 2) arch::mbar_arrive_at(&bar.bits, arch::lane_idx());

@@ -21,9 +21,17 @@ namespace megamoe {
 struct PairBarrier {
     uint64_t bits;
 };
-template <int slots, class Empty>
+// From one thread of the pair's CTA 0 to threads of both: its arrival on a DealtBarrier is one at either CTA,
+// what it wrote in both before is visible behind a wait; theirs on a TakenBarrier are all at CTA 0's.
+struct DealtBarrier {
+    uint64_t bits;
+};
+struct TakenBarrier {
+    uint64_t bits;
+};
+template <int slots, class Empty, class Full = uint64_t>
 struct Slots {
-    uint64_t full[slots];
+    Full full[slots];
     Empty empty[slots];
 };
 

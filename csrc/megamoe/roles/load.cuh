@@ -62,11 +62,11 @@ MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile
 }
 
 template <class T>
-MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring) {
+MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
     using A = typename T::template RowsOf<T>;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
-    Tiles<T> tiles(ctx);
+    Tiles<T> tiles(ctx, dealt);
     Gradients<T> gradients;
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         Profile<T>::timed(
@@ -149,7 +149,7 @@ MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile&
 }
 
 template <class T>
-MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
+MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
     using B = typename T::template WeightsOf<T>;
     using W = typename T::Gemm1::B;
     using Scales = typename W::Scales;
@@ -157,7 +157,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring) {
     auto& smem = tile_smem<T>();
     // Behind the plan's barriers: other CTAs' TMA stores of pre-activations in the phase before are complete.
     if constexpr (T::direction == Direction::backward) ctx.mem.fence_proxy_async();
-    Tiles<T> tiles(ctx);
+    Tiles<T> tiles(ctx, dealt);
     Gradients<T> gradients;
     for (;;) {
         Tile tile = tiles.next();

@@ -221,7 +221,11 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
         assign_rows<T>(ctx, begin, plan.chunk_end);
     }
     if constexpr (T::direction == Direction::backward) {
-        if (leads && cta_idx(ctx) == 0) *ctx.args.training.grads_ready = 0;
+        if (leads && cta_idx(ctx) == 0) {
+            *ctx.args.training.grads_ready = 0;
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 3; ++i) ctx.args.training.dealt[i] = 0;
+        }
     }
     arch::fence_proxy_async_shared();
     wait_for_grid(ctx, leads);

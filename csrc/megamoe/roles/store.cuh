@@ -67,11 +67,11 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
 }
 
 template <class T>
-MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output) {
+MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) {
     const Args& args = ctx.args;
     // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
     ctx.mem.fence_proxy_async();
-    Tiles<T> tiles(ctx);
+    Tiles<T> tiles(ctx, dealt);
     Gemm1Stored<T> stored;
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.

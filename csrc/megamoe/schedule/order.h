@@ -89,43 +89,72 @@ struct Position {
     int portion, part;
 };
 
+// A pair's unit, in one word: so it goes from the dealer to the roles. Of a stage units are numbered from 0,
+// block by block; dw13 stands for both weight matrices here (weight_unit()).
+struct Unit {
+    int packed;
+    static MEGAMOE_PURE Unit none() { return {-1}; }
+    static MEGAMOE_PURE Unit of(Stage stage, int number, bool gemm1_done) {
+        return {number << 3 | (gemm1_done ? 4 : 0) | static_cast<int>(stage)};
+    }
+    MEGAMOE_PURE bool valid() const { return packed >= 0; }
+    MEGAMOE_PURE Stage stage() const { return static_cast<Stage>(packed & 3); }
+    MEGAMOE_PURE int number() const { return packed >> 3; }
+    MEGAMOE_PURE bool gemm1_done() const { return (packed & 4) != 0; }  // the pair has none behind this unit
+    MEGAMOE_PURE Position position(int units1, int units2) const {      // not of a weight matrix
+        int of_block = stage() == Stage::gemm1 ? units1 : units2;
+        return {stage(), number() / of_block, number() % of_block};
+    }
+};
+
 // The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1.
 // Because span >= max_group, a gemm2 tile comes after every gemm1 tile of its group, which reaches into the
 // next step at most: each tile stands after all its inputs. Steps are long (two gemm1 tiles a CTA), so that
 // the CTAs that share a weight tile run it side by side and it is read from memory once: with steps of one
 // block, BF16 tiles waited for data a third of the time.
 //
-// The stream of one pair out of `stride`: of either stage every stride-th unit, in the order above. Each
-// stage is dealt out by itself, since dealing the merged order can tie a pair to one stage (measured on DSv3
-// with steps of one block: 44 tiles a step on 132 CTAs, 11.8 ms instead of 7). gemm2 is dealt from the other
-// end, so that no pair gets both remainders. Deadlock-free because every pair walks its units in the global
-// order and the inputs of both tiles of a unit precede it there.
+// The units of one pair, in the order above. Each stage is dealt out by itself, since dealing the merged
+// order can tie a pair to one stage (measured on DSv3 with steps of one block: 44 tiles a step on 132 CTAs,
+// 11.8 ms instead of 7). A pair holds its next unit of either; the first ones are given, gemm2's from the
+// other end, so that no pair begins with both remainders, and `take` says what comes behind one: a ticket
+// that counts up, or every so many-th. Deadlock-free because a pair walks its units in the global order, the
+// inputs of both tiles of a unit precede it there, and of a stage a pair holds none before others' are held:
+// whatever a unit waits for is done, or is held by a pair whose own waits are for earlier units yet.
+// Units of weight gradients come last.
 struct UnitStream {
-    int num_blocks, units1, units2, span, stride;
-    int next1, next2;  // next unit of each stage
+    int num_blocks, units1, units2, num_weights, span;
+    int next1, next2, next_weight;  // held, of each stage
 
-    MEGAMOE_PURE UnitStream(int blocks, int per_block1, int per_block2, int step_blocks, int pair,
-                            int num_pairs)
+    MEGAMOE_PURE UnitStream(int blocks, int per_block1, int per_block2, int weights, int step_blocks,
+                            int pair, int num_pairs)
         : num_blocks(blocks),
           units1(per_block1),
           units2(per_block2),
+          num_weights(weights),
           span(step_blocks),
-          stride(num_pairs),
           next1(pair),
-          next2(num_pairs - 1 - pair) {}
+          next2(num_pairs - 1 - pair),
+          next_weight(pair) {}
 
     MEGAMOE_PURE bool gemm1_done() const { return next1 / units1 >= num_blocks; }
-    MEGAMOE_PURE bool done() const { return next1 / units1 >= num_blocks && next2 / units2 >= num_blocks; }
-    MEGAMOE_PURE Position pop() {  // not when done()
-        int portion1 = next1 / units1, portion2 = next2 / units2;
-        if (portion1 < num_blocks && (portion2 >= num_blocks || portion1 / span <= portion2 / span + 1)) {
-            int part = next1 - portion1 * units1;
-            next1 += stride;
-            return {Stage::gemm1, portion1, part};
+    MEGAMOE_PURE bool rows_done() const { return gemm1_done() && next2 / units2 >= num_blocks; }
+    MEGAMOE_PURE bool done() const { return rows_done() && next_weight >= num_weights; }
+    // Not when done(). take(stage, unit): the pair's unit behind this one.
+    template <class Take>
+    MEGAMOE_PURE Unit pop(Take take) {
+        if (rows_done()) {
+            int unit = next_weight;
+            next_weight = take(Stage::dw13, unit);
+            return Unit::of(Stage::dw13, unit, true);
         }
-        int part = next2 - portion2 * units2;
-        next2 += stride;
-        return {Stage::gemm2, portion2, part};
+        int portion1 = next1 / units1, portion2 = next2 / units2;
+        bool is_gemm1 =
+            portion1 < num_blocks && (portion2 >= num_blocks || portion1 / span <= portion2 / span + 1);
+        Stage stage = is_gemm1 ? Stage::gemm1 : Stage::gemm2;
+        int unit = is_gemm1 ? next1 : next2, next = take(stage, unit);
+        next1 = is_gemm1 ? next : next1;
+        next2 = is_gemm1 ? next2 : next;
+        return Unit::of(stage, unit, gemm1_done());
     }
 };
 
@@ -151,8 +180,7 @@ MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, 
 
 // The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert:
 // experts ascending, dw13 before dw2, and within a matrix the order of blocks above, with m-blocks for
-// blocks. Every CTA has the same number of tiles, but for the remainder; one owns a tile over all of K, so
-// that nothing is summed twice.
+// blocks. One CTA owns a tile over all of K, so that nothing is summed twice.
 struct WeightMatrix {
     int m_blocks, n_tiles;  // none: not wanted
     MEGAMOE_PURE int units() const { return m_blocks * units_of(n_tiles); }

@@ -114,6 +114,18 @@ MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member) {
         "r"(member)
         : "memory");
 }
+// The same, which hands over what this thread wrote in any CTA of the cluster, to whoever waits by
+// mbar_wait_cluster. Without a scope both are of the CTA (PTX ISA, mbarrier.arrive).
+MEGAMOE_DEVICE void mbar_arrive_cluster(uint64_t* bar, int member) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
+        "}" ::"r"(smem_address(bar)),
+        "r"(member)
+        : "memory");
+}
 // `arrivals` of them at once.
 MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member, uint32_t arrivals) {
     asm volatile(
@@ -133,6 +145,17 @@ MEGAMOE_DEVICE void mbar_expect_tx(uint64_t* bar, uint32_t bytes) {
 MEGAMOE_DEVICE void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)), "r"(bytes)
                  : "memory");
+}
+MEGAMOE_DEVICE void mbar_wait_cluster(uint64_t* bar, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait_%=:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait_%=;\n"
+        "}" ::"r"(smem_address(bar)),
+        "r"(parity)
+        : "memory");
 }
 MEGAMOE_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
     asm volatile(
