@@ -75,6 +75,16 @@ def test_fp8(activation: str, width: int) -> None:
         check(emulation, Call.make(problem, tokens, seed=seed, routing=routing), seed=seed)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_passes_of_wide_experts(precision: str) -> None:
+    """recompute has two planes in a tile where gemm1 has one: more units of a block than gemm1, here 2 and 1."""
+    problem = Problem(64, 384, 3, 2, ep_size=1, max_tokens=200, precision=precision)
+    emulation = Emulation(problem, pool_rows=least_pool(problem))
+    call = Call.make(problem, [200])
+    check(emulation, call)
+    assert emulation.statistics(0).passes > 1
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     ep_size = draw(st.integers(1, 3))

@@ -75,10 +75,16 @@ MEGAMOE_DEVICE bool recomputes(const Context& ctx) {
 MEGAMOE_DEVICE int pair_idx(const Context& ctx) { return cta_idx(ctx) / pair_ctas; }
 MEGAMOE_DEVICE int num_pairs(const Context& ctx) { return num_ctas(ctx) / pair_ctas; }
 
-// Units of a block in either stage; a grouped launch has one GEMM alone.
+// What units of either stage are in this pass. A grouped launch has one GEMM alone.
+template <class T>
+MEGAMOE_DEVICE Stage stage_now(const Context& ctx, Stage stage) {
+    if (stage == Stage::gemm1 && recomputes<T>(ctx)) return Stage::recompute;
+    return is_grouped<T> ? Stage::gemm1 : stage;
+}
+// Units of a block. recompute has more than gemm1: a tile of it makes both planes of half as many columns.
 template <class T>
 MEGAMOE_DEVICE int units_of_block(const Context& ctx, Stage stage) {
-    return units_of(Shape<T>::tiles(ctx.args, is_grouped<T> ? Stage::gemm1 : stage));
+    return units_of(Shape<T>::tiles(ctx.args, stage_now<T>(ctx, stage)));
 }
 
 // This pair's units in this pass, from the first ones on.
@@ -190,7 +196,7 @@ class Tiles {
             }
             Position p =
                 dealt.position(units_of_block<T>(ctx_, Stage::gemm1), units_of_block<T>(ctx_, Stage::gemm2));
-            Stage stage = p.stage == Stage::gemm1 && recomputes<T>(ctx_) ? Stage::recompute : p.stage;
+            Stage stage = stage_now<T>(ctx_, p.stage);
             int tiles = Shape<T>::tiles(ctx_.args, stage);
             UnitTile unit;
             if (!unit_in_group(block_group<T>(ctx_, p.portion), p, tiles, pair_member(), &unit)) continue;
