@@ -269,8 +269,9 @@ def test_every_field_is_filled():
         problem, ids=torch.int64, num_tokens_device=count, profile=0x2000
     )
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
-    # The first region; 0 = the kernel chooses, 0 = all CTAs take part, whoever else is late.
-    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns"}
+    # The first region; 0 = the kernel chooses, 0 = all CTAs take part, whoever else is late; of a quantized x, of
+    # launches without expert parallelism.
+    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns", "x_scale", "grouped"}
     of_training = {n for n in abi.field_names(abi.Training) if _value(getattr(args.training, n))}
     assert of_training == {"window_d_weights"}
     for name, region in plan.workspace.items():
