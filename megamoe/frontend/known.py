@@ -53,6 +53,8 @@ class KnownCalls:
             x, scale = rows
             if type(scale) is not Tensor or not scale.is_contiguous() or scale.is_neg():
                 return False
+            if scale.requires_grad:
+                return False
         if (
             type(x) is not Tensor
             or type(topk_ids) is not Tensor

@@ -165,8 +165,11 @@ class Layer:
             rows = [flat(t) for t in (x, topk_ids, topk_weights)]
             self._check_weights(weights, x.device)
             tensors = (x, topk_weights, *tensors_of(weights))
-            refuse_tangents(tensors)
             recording = records(x, topk_weights, weights)
+            if x_scale is not None:  # topk_weights may be a factor of it
+                tensors = (x_scale, *tensors)
+                recording = recording or records(x_scale, topk_weights, weights)
+            refuse_tangents(tensors)
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
             if recording and x_scale is not None:

@@ -46,7 +46,7 @@ def moe_forward(
     backend: a name, or what make_backend returned. By name, one Layer per (problem, group, device) is kept until
         close_backends().
     routed_scaling_factor, apply_router_weight_on_input, and gradients: as in Layer. An object as the backend has
-        gradients if it is "staged".
+        gradients if it is "staged"; none has any while x is quantized.
     Returns y [T, H] bf16. Raises ArgumentError for tensors that do not fit the problem, on all ranks.
     """
     call = x, topk_ids, topk_weights, weights
@@ -66,7 +66,7 @@ def moe_forward(
         return layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
     try:
         check_call(problem, x, topk_ids, topk_weights, out, num_tokens_device, x_scale)
-        _check_object(problem, backend, x, topk_weights, weights, out)
+        _check_object(problem, backend, x, topk_weights, weights, out, x_scale)
         how = routed_scaling_factor, apply_router_weight_on_input
         weighting = Weighting.checked(problem, *how)
     except (ArgumentError, ConfigError):
@@ -101,6 +101,7 @@ def _check_object(
     topk_weights: Tensor,
     weights: ExpertWeights,
     out: Tensor | None,
+    x_scale: Tensor | None,
 ) -> None:
     """Refuse what a backend given as an object would compute wrongly."""
     if getattr(backend, "problem", problem) != problem:
@@ -108,7 +109,8 @@ def _check_object(
     if not isinstance(weights, ExpertWeights):
         raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
     weights.validate(problem, x.device)
-    tensors = (x, topk_weights, *weights.named().values())
+    given = (x,) if x_scale is None else (x, x_scale)
+    tensors = (*given, topk_weights, *weights.named().values())
     differentiable = getattr(backend, "differentiable", False)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if out is not None:
@@ -116,6 +118,9 @@ def _check_object(
         if not differentiable:
             expected = "a name, or torch.no_grad(): this object has no gradients"
             raise ArgumentError("backend", type(backend).__name__, expected)
+        if x_scale is not None:
+            expected = "torch.no_grad() or inference_mode(): a quantized x has no gradient"
+            raise ArgumentError("gradients", "recorded", expected)
     if not differentiable:
         refuse_tangents(tensors)
 

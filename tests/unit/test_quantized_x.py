@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from test_rank_mismatch import outcome
 
-from megamoe import Layer, MegaMoE, Problem
+from megamoe import Layer, MegaMoE, Problem, make_backend
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.staged import StagedBackend
 from megamoe.errors import ArgumentError
@@ -186,6 +186,30 @@ def test_weights_on_the_input_scale_the_scales():
     options = {"problem": problem, "apply_router_weight_on_input": True, "x_scale": scale}
     y = moe_forward(q, ids, scores, weights, backend=StagedBackend(problem), **options)
     assert same_bits(y, expected)
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
+def test_no_gradient_is_lost_by_way_of_scales(backend):
+    problem = replace(PROBLEM, top_k=1)
+    x, ids, scores = call_of(problem)
+    q, scale = quantize_rows(x)
+    weights, leaf = make_weights(problem), scores.clone().requires_grad_()
+    own = make_backend(backend, problem, device="cpu")
+    match = "gradients is recorded|this object has no gradients"
+    for on_input, given_scores, given_scale in (
+        (True, leaf, scale),  # a factor of the scales
+        (False, scores, scale.clone().requires_grad_()),
+    ):
+        on = {"apply_router_weight_on_input": on_input}
+        layer = Layer(problem, backend=backend, **on)
+        call = ids, given_scores, weights
+        expected = layer(q, ids, scores, weights, x_scale=scale)  # known from here on
+        with pytest.raises(ArgumentError, match=match):
+            layer(q, *call, x_scale=given_scale)
+        with pytest.raises(ArgumentError, match=match):
+            moe_forward(q, *call, problem=problem, backend=own, x_scale=given_scale, **on)
+        with torch.no_grad():
+            assert same_bits(layer(q, *call, x_scale=given_scale), expected)
 
 
 def test_what_is_refused():
