@@ -208,6 +208,8 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, routed: Tensor, shared: Tensor) -> Tensor:
         ctx.num = len(routed)
         if not torch.compiler.is_compiling() and _lies_behind(routed, shared):
+            # Counted apart, a write to the shared ones before backward would not be seen.
+            ctx.save_for_backward(shared)
             shape = len(routed) + len(shared), *routed.shape[1:]
             # Detached and then strided, it has the count of writes that both have.
             return routed.detach().as_strided(shape, routed.stride())
@@ -218,6 +220,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _ = ctx.saved_tensors  # raises where they were written since
         return grad[: ctx.num], grad[ctx.num :]
 
 

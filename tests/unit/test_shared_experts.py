@@ -239,6 +239,26 @@ def test_weights_lie_together_and_writes_to_either_are_seen(precision):
     assert not shared.join(routed, apart).w2[5:].any()
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_write_before_backward_is_refused(which):
+    shared, inputs = SharedExperts(PROBLEM, 96), make_inputs(PROBLEM, TOKENS)
+    whole = shared.empty()
+    for value in whole.named().values():
+        value.normal_()
+    halves = [
+        ExpertWeights(nn.Parameter(half.w13.data), nn.Parameter(half.w2.data))  # counted apart
+        for half in shared.split(whole)
+    ]
+    routes = shared.routes(inputs.topk_ids, inputs.topk_weights)
+    x = inputs.x.clone().requires_grad_()
+    layer = Layer(shared.problem, backend="staged")
+    y = layer(x, *routes, shared.join(*halves))
+    with torch.no_grad():
+        halves[which].w2.mul_(2)
+    with pytest.raises(RuntimeError, match="modified (by an )?in-?place"):
+        y.float().sum().backward()
+
+
 def test_with_a_placement_and_its_counters():
     placement = ExpertPlacement([3, 0, 1, 2, 4, 3])
     shared = SharedExperts(placement.problem(PROBLEM), 96)
