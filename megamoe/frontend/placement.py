@@ -19,6 +19,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.agreement import process_group
 
 
 class ExpertPlacement:
@@ -93,9 +94,14 @@ class ExpertPlacement:
 
         An expert's tokens take its slots in turns, by their number. Waits for nothing; may be captured.
         """
+        if not isinstance(topk_ids, Tensor):
+            raise ArgumentError("topk_ids", type(topk_ids).__name__, "a tensor")
         if topk_ids.dim() != 2 or topk_ids.dtype not in (torch.int32, torch.int64):
             what = f"{list(topk_ids.shape)} {topk_ids.dtype}"
             raise ArgumentError("topk_ids", what, "[T, K] int32 or int64")
+        if topk_ids.device != self._slots.device:
+            expected = f"{self._slots.device}, the placement's"
+            raise ArgumentError("topk_ids.device", topk_ids.device, expected)
         valid = (topk_ids >= 0) & (topk_ids < self.num_logical)
         experts = topk_ids.long().where(valid, 0)
         turn = torch.arange(topk_ids.shape[0], device=topk_ids.device)[:, None]
@@ -105,9 +111,9 @@ class ExpertPlacement:
     def counters(self, statistics: Statistics, group: Any = None) -> Tensor:
         """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.
 
-        statistics: of the layer. group: the layer's; its ranks hold P / size slots each.
+        statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
         """
-        counts = statistics.tokens_per_expert.long()
+        group, counts = process_group(group), statistics.tokens_per_expert.long()
         if group is not None:
             every = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
             dist.all_gather(every, counts, group=group)
@@ -128,6 +134,9 @@ class ExpertPlacement:
 
         Raises ConfigError for placements of other sizes, ArgumentError for weights of another number of slots.
         """
+        if not isinstance(source, ExpertPlacement):
+            raise ConfigError("source", type(source).__name__, "an ExpertPlacement")
+        group = process_group(group)
         if (source.num_physical, source.num_logical) != (self.num_physical, self.num_logical):
             what = f"{source.num_logical} experts in {source.num_physical} slots"
             raise ConfigError("source", what, f"{self.num_logical} in {self.num_physical}")

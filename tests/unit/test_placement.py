@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import megamoe
+from megamoe.backends.statistics import Statistics
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import launch, make_inputs, make_weights
@@ -83,7 +85,7 @@ def held_by(placement, room, rank):
 
 
 def moves(rank, size):
-    group = dist.group.WORLD if size > 1 else None
+    group = init_device_mesh("cpu", (size,)) if size > 1 else "alone"  # as a layer takes them
     room = 12 // size
     lists = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [5, 5, 5, 5, 5, 5, 5, 4, 3, 2, 1, 0]]
     lists += [[3, 1, 4, 1, 5, 0, 2, 5, 3, 5, 0, 4], lists[0]]
@@ -103,7 +105,12 @@ def test_experts_move_in_place_on_one_rank():
 
 
 def ranks_move(rank):
-    moves(rank, dist.get_world_size())
+    size = dist.get_world_size()
+    moves(rank, size)
+    placement = megamoe.ExpertPlacement([0, 1, 2] * size)
+    counts = Statistics.without_pool(torch.tensor([1, 2, 3]))
+    counted = placement.counters(counts, init_device_mesh("cpu", (size,)))
+    assert counted.tolist() == [size, 2 * size, 3 * size]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -130,6 +137,12 @@ def test_what_is_no_placement_is_refused():
     six = megamoe.ExpertPlacement(range(6))
     with pytest.raises(ArgumentError, match=r"topk_ids is \[3\]"):
         six.physical(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ArgumentError, match="topk_ids.device is meta, expected cpu"):
+        six.physical(torch.zeros(3, 2, dtype=torch.int32, device="meta"))
+    with pytest.raises(ArgumentError, match="topk_ids is list, expected a tensor"):
+        six.physical([[0, 1]])
+    with pytest.raises(ConfigError, match="source is list, expected an ExpertPlacement"):
+        six.fill_(make_weights(PROBLEM), [0, 1, 2, 3, 4, 5])
     with pytest.raises(ConfigError, match="source is 5 experts in 6 slots"):
         six.fill_(make_weights(PROBLEM), megamoe.ExpertPlacement([0, 1, 2, 3, 4, 4]))
     with pytest.raises(ArgumentError, match=r"w13 is \[8, 4, 8\], expected \[6, ...\]"):
