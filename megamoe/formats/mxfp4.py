@@ -131,8 +131,12 @@ def from_checkpoint(
     Raises ArgumentError for other shapes and dtypes, and for scales whose numbers bf16 does not have.
     """
     for what, tensor, dtypes in ((name, packed, _PACKED), (f"{name}_scale", scales, _SCALES)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(what, type(tensor).__name__, "a tensor")
         if tensor.dtype not in dtypes:
             raise ArgumentError(f"{what}.dtype", tensor.dtype, " or ".join(map(str, dtypes)))
+    if planes not in (1, 2):
+        raise ArgumentError("planes", planes, "1 or 2")
     packed, scales = packed.view(torch.uint8), scales.view(torch.uint8)
     block = MXFP4_GROUP // 2
     if packed.shape == (*scales.shape, block):

@@ -86,6 +86,10 @@ class ExpertWeights:
         """
         planes13, s13 = from_checkpoint("w13", w13, w13_scale, planes, interleaved)
         planes2, s2 = from_checkpoint("w2", w2, w2_scale, 1, False)
+        for bias in biases or ():
+            if not isinstance(bias, Tensor) or (interleaved and bias.dim() != 2):
+                what = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+                raise ArgumentError("biases", what, f"[L, {planes}*I] and [L, H]")
         b13, b2 = (None, None) if biases is None else (b.float() for b in biases)
         if b13 is not None and interleaved:
             b13 = b13.unflatten(1, (-1, planes)).transpose(1, 2).flatten(1)

@@ -248,7 +248,7 @@ class MegaMoE(nn.Module):
         self._take(MXFP4, {name: given[name].contiguous() for name in _QUANTIZED})
         for name in given.keys() & {"b13", "b2"}:
             own = getattr(self, name)
-            own.copy_(given[name].view(own.shape))
+            own.copy_(given[name].reshape(own.shape))
 
     def _take(self, stored: Format, given: dict[str, Tensor]) -> None:
         """Take weights of the layer's format in place of bf16 masters."""

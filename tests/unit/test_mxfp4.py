@@ -126,6 +126,15 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name() -> None:
         make(b13.bfloat16(), b2, s13, s2)
     with pytest.raises(ArgumentError, match="w2_scale.dtype is torch.float32"):
         make(b13, b2, s13, s2.float())
+    with pytest.raises(ArgumentError, match="w13_scale is NoneType, expected a tensor"):
+        make(b13, b2, None, s2)
+    with pytest.raises(ArgumentError, match="planes is 0, expected 1 or 2"):
+        make(b13, b2, s13, s2, planes=0)
+    with pytest.raises(ArgumentError, match="biases is NoneType, expected"):
+        make(b13, b2, s13, s2, biases=(None, torch.zeros(4, 160)))
+    planes = torch.zeros(4, 2, 96)  # not in the order of rows that alternate
+    with pytest.raises(ArgumentError, match=r"biases is \[4, 2, 96\], expected \[L, 2\*I\]"):
+        make(b13, b2, s13, s2, biases=(planes, torch.zeros(4, 160)), interleaved=True)
     s2[1, 2, 1] = 255
     with pytest.raises(ArgumentError, match="w2_scale is 255, expected at most 252"):
         make(b13, b2, s13, s2)
@@ -211,6 +220,9 @@ def test_checkpoints_go_round(tmp_path) -> None:
         second.w13_scale.add_(1)  # written in place: seen
         assert not torch.equal(second(*call), y)
     assert torch.equal(first.b13[:, :96], biases[0][:, 0::2])
+    strided = first.b13.detach().view(4, 2, 96).mT.contiguous().mT  # planes of other strides
+    second.load_mxfp4_weights(replace(first.expert_weights(), b13=strided))
+    assert torch.equal(second.b13, first.b13)
     wrong = MegaMoE(160, 96, 4, 2, "alone", precision="fp8", backend="staged", bias=True)
     lacking = {n: t for n, t in first.state_dict().items() if n != "w13_scale"}
     with pytest.raises(
