@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-EXAMPLES = 400 if os.environ.get("SLOW") == "1" else 80  # each up to a second
+EXAMPLES = 400 if os.environ.get("SLOW") == "1" else 40  # each up to a second
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
