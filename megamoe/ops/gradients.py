@@ -61,9 +61,8 @@ def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
     """dgu: [M, P, I], w13: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
     planes, width = w13.shape[1:3]
     if planes == 1 or w13.stride(1) == width * w13.stride(2):
-        joined = w13.shape[0], planes * width, w13.shape[3]
-        strides = w13.stride(0), w13.stride(2), w13.stride(3)
-        return grouped_mm(dgu.flatten(1), w13.as_strided(joined, strides), offs, None)
+        # A view here, a copy in a compiled graph that lays w13 out anew: as_strided would read past it.
+        return grouped_mm(dgu.flatten(1), w13.flatten(1, 2), offs, None)
     return grouped_mm_planes(dgu, w13, offs)
 
 

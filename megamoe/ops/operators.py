@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Activation
+from megamoe.formats.planes import STRIDE_BYTES
 from megamoe.formats.quantization import num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, reference
@@ -41,7 +42,7 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -
     machine = machine_of(x.device)
     if machine is None:
         return reference.product(x, w, offs, bias)
-    out, bias = x.new_empty(x.shape[0], w.shape[2]), _fp32(bias)
+    x, out, bias = _aligned(x), x.new_empty(x.shape[0], w.shape[2]), _fp32(bias)
     if x.shape[0]:
         stage = "product" if w.stride(2) != 1 else "product-columns"
         machine.run(
@@ -57,7 +58,7 @@ def grouped_mm_planes(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
     machine = machine_of(x.device)
     if machine is None:
         return reference.product(x.flatten(1), w.flatten(1, 2), offs, None)
-    out = x.new_empty(x.shape[0], w.shape[3])
+    x, out = _aligned(x), x.new_empty(x.shape[0], w.shape[3])
     if x.shape[0]:
         machine.run(
             GroupedVariant("product-planes"),
@@ -101,7 +102,7 @@ def grouped_activation_gradient(
     act, machine = Activation(kind, *numbers), machine_of(dy.device)
     if machine is None:
         return reference.gradient(dy, w, gu, offs, act)
-    dgu, h = torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
+    dy, dgu, h = _aligned(dy), torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
     if dy.shape[0]:
         machine.run(
             GroupedVariant("gradient", kind),
@@ -148,6 +149,7 @@ def _add_products(
 ) -> None:
     if a.shape[0] == 0:
         return
+    a, b = _aligned(a), _aligned(b)
     ends = tails(a, offs), tails(b, offs)
     machine.run(
         GroupedVariant("weights"),
@@ -235,6 +237,11 @@ def _empty_hidden(x: Tensor, w: Tensor, quantizes: bool) -> tuple[Tensor, Tensor
     shape = (num_groups(width), num_places(rows, num)) if quantizes else (0,)
     h = x.new_empty(rows, width, dtype=E4M3 if quantizes else torch.bfloat16)
     return h, x.new_empty(shape, dtype=torch.float32)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return rows where TMA reads them: a copy of those of a gradient that is a part of another."""
+    return rows.clone() if rows.data_ptr() % STRIDE_BYTES else rows
 
 
 def _fp32(bias: Tensor | None) -> Tensor | None:

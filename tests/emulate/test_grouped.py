@@ -273,6 +273,34 @@ def test_gradients_of_the_mlp(interleaved):
         near(f, e, 8e-3)  # dy, dgu, h and the pre-activations are rounded, too
 
 
+def test_a_gradient_may_lie_anywhere():
+    """dy is a part of another tensor's gradient, 8 bytes behind a multiple of 16."""
+    offs, num, rows = case([5, 0, 70], behind=2)
+    x, w13, w2 = rand(rows, H), rand(num, 2 * I, H, scale=0.2), rand(num, H, I, scale=0.2)
+    beside = torch.zeros(rows, 4).bfloat16()
+
+    def last(x, w13, w2):
+        return ops.grouped_mlp(x, w13, w2, offs)
+
+    def saved(x, w13, w2):
+        gu = ops.grouped_mm_swiglu(x, w13, offs, save_pre_activation=True)[1]
+        return ops.grouped_mm(gu[:, 0].contiguous(), w2.transpose(1, 2), offs)
+
+    def pre(x, w13):
+        return ops.grouped_mm_swiglu(x, w13, offs, save_pre_activation=True)[1].flatten()
+
+    for function, tensors in (last, (x, w13, w2)), (saved, (x, w13, w2)), (pre, (x, w13)):
+        leaves, others = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+        y, again = function(*leaves), function(*others)
+        before = beside if y.dim() == 2 else beside[0]
+        part = torch.cat((before, y, before), -1)
+        dy = torch.randn(part.shape).bfloat16()
+        part.backward(dy)
+        again.backward(dy[..., 4:-4].contiguous())
+        for found, expected in zip(leaves, others, strict=True):
+            assert torch.equal(found.grad, expected.grad)
+
+
 def differentiable(x, w, offs, bias):
     parts, start = [], 0
     for e, end in enumerate(offs.tolist()):
