@@ -70,14 +70,24 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
         if num_experts != 1:
             refuse("offs", None, f"the ends of {num_experts} experts: None is for one")
         return
+    if not isinstance(offs, Tensor):
+        refuse("offs", offs, "a tensor, int32")
     if offs.dtype != torch.int32:
         refuse("offs.dtype", offs.dtype, "int32")
-    if tuple(offs.shape) != (num_experts,) or not offs.is_contiguous():
-        refuse(
-            "offs.shape", list(offs.shape), f"[{num_experts}], contiguous: where each expert ends"
-        )
+    if tuple(offs.shape) != (num_experts,):
+        refuse("offs.shape", list(offs.shape), f"[{num_experts}]: where each expert ends")
+    if not offs.is_contiguous():
+        refuse("offs.stride()", offs.stride(), "1")
     if offs.device != x.device:
         refuse("offs.device", offs.device, str(x.device))
+
+
+def num_ends(offs: Tensor | None, x: Tensor) -> int:
+    """Return E, of offs alone."""
+    num = offs.numel() if isinstance(offs, Tensor) else 1
+    check_experts("offs", num)
+    check_offs(offs, num, x)
+    return num
 
 
 def check_bias(
@@ -145,4 +155,14 @@ def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> 
     if out.requires_grad:
         refuse(f"{name}.requires_grad", True, "False: it is written in place")
     check_strides(name, out)
+    if _overlaps(out):
+        refuse(f"{name}.stride()", out.stride(), f"places of their own for all of {list(shape)}")
     check_place(name, out)
+
+
+def _overlaps(out: Tensor) -> bool:
+    """Say whether experts or rows of [E, N1, N2], contiguous in N2, share places."""
+    (num, rows, width), (expert, row, _) = out.shape, out.stride()
+    by_expert = row >= width and (num == 1 or expert >= row * (rows - 1) + width)
+    by_row = expert >= width and row >= expert * (num - 1) + width
+    return not (by_expert or by_row)

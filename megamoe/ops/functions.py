@@ -96,8 +96,9 @@ def grouped_mm_downproj(
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_rows("h", h, dtype=_type(scales))
-    if w_down.dim() != 3 or w_down.shape[2] != h.shape[1]:
-        checks.refuse("w_down.shape", list(w_down.shape), f"[experts, H, {h.shape[1]}]")
+    if w_down.dim() != 3 or w_down.shape[2] != h.shape[1] or w_down.shape[1] % 8:
+        expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
+        checks.refuse("w_down.shape", list(w_down.shape), expected)
     checks.check_weights("w_down", w_down.transpose(1, 2), h)
     return _product(h, w_down.transpose(1, 2), offs, bias, scales)
 
@@ -119,9 +120,9 @@ def grouped_mm_dswiglu(
     """
     act = activation_by_name(activation)
     checks.check_rows("dy", dy)
-    w = checks.check_planes("w_down", w_down.unsqueeze(1), 1, dy, w_down.shape[-1])[:, 0]
-    if w.shape[1] != dy.shape[1]:
-        checks.refuse("w_down.shape", list(w.shape), f"[experts, {dy.shape[1]}, I]")
+    if w_down.dim() != 3 or w_down.shape[1] != dy.shape[1]:
+        checks.refuse("w_down.shape", list(w_down.shape), f"[experts, {dy.shape[1]}, I]")
+    w = checks.check_planes("w_down", w_down.unsqueeze(1), 1, dy, w_down.shape[2])[:, 0]
     shape = [dy.shape[0], act.planes, w.shape[2]]
     if list(pre_activation.shape) != shape or not pre_activation.is_contiguous():
         checks.refuse("pre_activation.shape", list(pre_activation.shape), f"{shape}, contiguous")
@@ -150,9 +151,7 @@ def grouped_mm_wgrad(
     """
     checks.check_rows("a", a)
     checks.check_rows("b", b, a)
-    num = 1 if offs is None else offs.numel()
-    checks.check_experts("offs", num)
-    checks.check_offs(offs, num, a)
+    num = checks.num_ends(offs, a)
     if dtype not in (torch.bfloat16, torch.float32):
         checks.refuse("dtype", dtype, "bfloat16 or float32")
     if out is None:
@@ -199,13 +198,15 @@ def grouped_mlp(
 def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for `scales` of other functions.
 
-    x: [M, K], K a multiple of 16. offs: as grouped_mm's. Returns e4m3 [M, K], and its scales by block
-    [ceil(K/128), P] fp32, for calls with these offs. By torch's operations; the host waits for nothing. Raises
+    x: [M, K] bf16, fp16 or fp32, K a multiple of 16. offs: as grouped_mm's. Returns e4m3 [M, K], and its scales by
+    block [ceil(K/128), P] fp32, for calls with these offs. By torch's operations; the host waits for nothing. Raises
     ArgumentError.
     """
-    checks.check_rows("x", x, dtype=x.dtype)
-    num = 1 if offs is None else offs.numel()
-    checks.check_offs(offs, num, x)
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        checks.refuse("x.dtype", x.dtype, "bfloat16, float16 or float32")
+    if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % 16:
+        checks.refuse("x.shape", list(x.shape), "[rows, a multiple of 16]")
+    num = checks.num_ends(offs, x)
     q, scale = quantization.quantize_rows(x)
     return q, by_block(scale, offs, num)
 
@@ -219,8 +220,7 @@ def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     """
     if scale.dim() != 2 or scale.dtype != torch.float32:
         checks.refuse("scale", f"{scale.dtype} {list(scale.shape)}", "[rows, groups of 128] fp32")
-    num = 1 if offs is None else offs.numel()
-    checks.check_offs(offs, num, scale)
+    num = checks.num_ends(offs, scale)
     return by_block(scale, offs, num)
 
 
@@ -230,6 +230,8 @@ def _type(scales: Scales | None) -> torch.dtype:
 
 def _checked(given: Scales, x: Tensor, of_weights: tuple[int, ...]) -> Scales:
     """Return x's scales by block, and those of w, of a stated shape."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        checks.refuse("scales", type(given).__name__, "two tensors: of rows, of weights")
     places = num_groups(x.shape[1]), num_places(x.shape[0], of_weights[0])
     checks.check_scales("scales[0]", given[0], places, x)
     checks.check_scales("scales[1]", given[1], of_weights, x)

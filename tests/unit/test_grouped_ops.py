@@ -243,7 +243,7 @@ def fp8(w_scale=None, x_scale=None, **options):
 
 
 X, W, W2 = rand(M, H), rand(3, 2 * I, H), rand(3, H, I)
-GU = rand(M, 2, I)
+GU, E4M3 = rand(M, 2, I), rand(16, 16).to(torch.float8_e4m3fn)
 REFUSED = {
     "x.dtype is torch.float32": lambda: ops.grouped_mm(X.float(), W.transpose(1, 2), OFFS),
     "x.shape is [1, 13, 24]": lambda: ops.grouped_mm(X[None], W.transpose(1, 2), OFFS),
@@ -258,6 +258,13 @@ REFUSED = {
     "offs is None, expected the ends of 3 experts": lambda: ops.grouped_mm(X, W2),
     "offs.dtype is torch.int64": lambda: ops.grouped_mm(X, W2, OFFS.long()),
     "offs.shape is [2], expected [3]": lambda: ops.grouped_mm(X, W2, OFFS[:2]),
+    "offs.stride() is (2,), expected 1": lambda: ops.grouped_mm(
+        X, W2, OFFS.repeat_interleave(2)[::2]
+    ),
+    "offs is [4, 4, 11], expected a tensor": lambda: ops.grouped_mm(X, W2, OFFS.tolist()),
+    "experts of offs is 0": lambda: ops.quantize_rows(W[0, :, :16], OFFS[:0]),
+    "x.dtype is torch.int32": lambda: ops.quantize_rows(X.int(), OFFS),
+    "x.shape is [13, 24], expected [rows, a multiple of 16]": lambda: ops.quantize_rows(X, OFFS),
     "offs.device is meta": lambda: ops.grouped_mm(X, W2, OFFS.to("meta")),
     "bias.shape is [3, 8], expected [3, 16]": lambda: ops.grouped_mm(X, W2, OFFS, rand(3, 8)),
     "bias.shape is [3, 16, 2], expected [3, 32] or [3, 2, 16]": lambda: ops.grouped_mm_swiglu(
@@ -268,6 +275,12 @@ REFUSED = {
         X[:, :16], W, OFFS
     ),
     "activation is 'gelu'": lambda: ops.grouped_mm_swiglu(X, W, OFFS, activation="gelu"),
+    "w_down.shape is [3, 20, 24], expected [experts, H a mult": lambda: ops.grouped_mm_downproj(
+        X, W[:, :20], OFFS
+    ),
+    "w_down.shape is [24], expected [experts, 24, I]": lambda: ops.grouped_mm_dswiglu(
+        X, W2[0, :, 0], GU, OFFS
+    ),
     "w_down.shape is [3, 32, 24]": lambda: ops.grouped_mm_downproj(rand(M, 8), W, OFFS),
     "pre_activation.shape is [13, 32]": lambda: ops.grouped_mm_dswiglu(X, W2, GU.flatten(1), OFFS),
     "pre_activation.dtype": lambda: ops.grouped_mm_dswiglu(X, W2, GU.float(), OFFS),
@@ -276,10 +289,16 @@ REFUSED = {
     ),
     "scales[0].shape is [200, 2], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 2)),
     "scales[1].shape is [3, 5, 2], expected [3, 6, 2]": lambda: fp8(w_scale=torch.ones(3, 5, 2)),
+    "scales is Tensor, expected two tensors": lambda: ops.grouped_mm(
+        E4M3, E4M3[None].transpose(1, 2), scales=X
+    ),
     "scales[1].dtype": lambda: fp8(w_scale=torch.ones(3, 6, 2).bfloat16()),
     "save_pre_activation is True": lambda: fp8(save_pre_activation=True),
     "b.shape is [12, 24], expected 13 rows": lambda: ops.grouped_mm_wgrad(X, X[:12], OFFS),
     "out.shape is [3, 24, 16]": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, I)),
+    "out.stride() is (64, 24, 1), expected places of their own": lambda: ops.grouped_mm_wgrad(
+        X, X, OFFS, out=torch.zeros(800).as_strided((3, H, H), (64, H, 1))
+    ),
     "out.dtype": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, H).double()),
     "dtype is torch.float16": lambda: ops.grouped_mm_wgrad(X, X, OFFS, dtype=torch.float16),
     "w2.shape is [3, 16, 24], expected [3, 24, 16]": lambda: ops.grouped_mlp(
@@ -306,6 +325,14 @@ def test_the_snippet_of_the_document_runs():
     before = names["y"]
     exec(of_fp8, names)
     near(names["y"], before, 0.1)
+
+
+def test_sums_may_lie_between_others():
+    """Experts beside each other in the rows of one tensor: nothing is shared."""
+    a, b = rand(M, H), rand(M, I)
+    out = torch.zeros(H, 3, I).transpose(0, 1)
+    ops.grouped_mm_wgrad(a, b, OFFS, out=out)
+    assert torch.equal(out, ops.grouped_mm_wgrad(a, b, OFFS, dtype=torch.float32))
 
 
 def test_tails_are_what_is_left_of_whole_slots():
