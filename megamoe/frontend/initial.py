@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megamoe.errors import ArgumentError
 from megamoe.frontend.shards import Place
 
 
 @torch.no_grad()
 def draw(place: Place, init_seed: int | None, w13: Tensor, w2: Tensor) -> None:
-    """Fill both from (init_seed, global expert): truncated normal, std fan_in ** -0.5. None: a seed of torch's."""
+    """Fill both from (init_seed, global expert): truncated normal, std fan_in ** -0.5. None: a seed of torch's.
+
+    Raises ArgumentError for quantized weights, whose scales would stay.
+    """
+    if w13.element_size() == 1:
+        raise ArgumentError("w13.dtype", w13.dtype, "masters: make a new layer to draw its experts")
     if w13.is_meta:
         return
     seed = int(torch.randint(2**31, (), device="cpu")) if init_seed is None else init_seed

@@ -133,10 +133,10 @@ class MegaMoE(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
+        draw(self.place, self._init_seed, self.w13, self.w2)
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
-        draw(self.place, self._init_seed, self.w13, self.w2)
 
     def forward(
         self,

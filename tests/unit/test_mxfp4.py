@@ -223,6 +223,9 @@ def test_checkpoints_go_round(tmp_path) -> None:
     strided = first.b13.detach().view(4, 2, 96).mT.contiguous().mT  # planes of other strides
     second.load_mxfp4_weights(replace(first.expert_weights(), b13=strided))
     assert torch.equal(second.b13, first.b13)
+    with pytest.raises(ArgumentError, match="w13.dtype is torch.uint8, expected masters"):
+        second.reset_parameters()  # their scales would stay
+    assert torch.equal(second.b13, first.b13)
     wrong = MegaMoE(160, 96, 4, 2, "alone", precision="fp8", backend="staged", bias=True)
     lacking = {n: t for n, t in first.state_dict().items() if n != "w13_scale"}
     with pytest.raises(
