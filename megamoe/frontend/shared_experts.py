@@ -43,6 +43,8 @@ class SharedExperts:
         routed_scaling_factor: float = 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
+        if not isinstance(problem, Problem):
+            raise ConfigError("problem", type(problem).__name__, "megamoe.Problem")
         width = problem.intermediate
         if not isinstance(intermediate, int) or intermediate < 1 or intermediate % width:
             raise ConfigError("intermediate", intermediate, f"a multiple of {width}, the experts'")
@@ -76,6 +78,8 @@ class SharedExperts:
         Differentiable in both weights. Waits for nothing; may be captured. Raises ArgumentError for other shapes and
         types, on this rank only.
         """
+        if not isinstance(topk_ids, Tensor):
+            raise ArgumentError("topk_ids", type(topk_ids).__name__, "a tensor")
         experts, lead = self.routed_problem.num_experts, tuple(topk_ids.shape[:-1])
         shape, device = (*lead, self.routed_problem.top_k), self._slots.device
         floats = torch.float32, torch.bfloat16, torch.float16, torch.float64

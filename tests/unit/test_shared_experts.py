@@ -300,10 +300,13 @@ def test_what_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             SharedExperts(PROBLEM, **options)
+    with pytest.raises(ConfigError, match="problem is str, expected megamoe.Problem"):
+        SharedExperts("dsv3", 96)
     shared, whole = SharedExperts(PROBLEM, 96, activation="swiglu"), whole_of(PROBLEM)
     routed, parts = make_weights(PROBLEM), shared.parts(whole)
     ids, scores = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
     for call, message in (
+        (lambda: shared.routes([[0, 1]], scores), "topk_ids is list, expected a tensor"),
         (lambda: shared.routes(ids[:, :1], scores), r"topk_ids.shape is \[4, 1\]"),
         (lambda: shared.routes(ids, scores[:3]), r"topk_weights.shape is \[3, 2\]"),
         (lambda: shared.routes(ids, ids), "topk_weights.dtype is torch.int64"),
