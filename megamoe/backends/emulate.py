@@ -14,7 +14,7 @@ from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.errors import ArgumentError, MegaMoEError, RankMismatch
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.memory import layout
@@ -187,6 +187,8 @@ class EmulateBackend:
         experts = ExpertWeights(**{n: _to(t, "cpu") for n, t in weights.named().items()})
         self._meet(flags)
         everyone = self.group.all_gather((*mine, pack(experts)))
+        if len({len(of_rank) for of_rank in everyone}) > 1:
+            raise RankMismatch("some ranks of this call record gradients, others do not")
         *columns, packed = map(list, zip(*everyone, strict=True))
 
         def on_rank_0() -> list[Any]:

@@ -122,6 +122,9 @@ def over_ranks(rank):
                 q if rank else f[0], ids, scores, weights, x_scale=w
             )
         )
+        if backend == "emulate":
+            leaf = x.clone().requires_grad_(rank == 0)  # only rank 0 records
+            found["mixed"] = outcome(lambda x=leaf, c=layer: c(x, ids, scores, weights))
         layer.close()
     return found
 
@@ -131,6 +134,7 @@ def test_over_two_ranks():
         for backend in ("staged", "reference", "emulate"):
             assert found[backend] is True
             text = str(found[f"{backend}, wrong"])
+            assert found["mixed"][0] == "RankMismatch", found["mixed"]
             assert ("x_scale.shape is [21, 1]" in text) if rank else ("RankMismatch" in text), text
 
 
