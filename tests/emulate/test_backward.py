@@ -30,7 +30,13 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+QUICK = ("swiglu_oai", "relu2")  # swiglu is in the tests below
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ACTIVATIONS],
+)
 def test_every_activation_through_several_launches(activation: str) -> None:
     """Bias, ragged sizes, dropped ids, repeated experts, ranks without tokens, experts and ranks without rows."""
     problem = Problem(272, 144, 5, 3, ep_size=2, max_tokens=70, activation=activation, bias=True)

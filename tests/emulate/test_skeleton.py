@@ -27,7 +27,10 @@ def run(problem: Problem, tokens: int, seed: int = 0) -> tuple[Any, Any]:
     return got, forward(problem, *columns, weights)["y"]
 
 
-@pytest.mark.parametrize(("precision", "activation"), [("bf16", "relu2"), ("fp8", "swiglu")])
+@pytest.mark.parametrize(
+    ("precision", "activation"),
+    [("bf16", "relu2"), pytest.param("fp8", "swiglu", marks=pytest.mark.slow)],
+)
 def test_tile_of_64_rows(monkeypatch: Any, precision: str, activation: str) -> None:
     """Blocks of 64 rows, four pipeline and two output slots change no bit: K is summed in the same order."""
     problem = Problem(

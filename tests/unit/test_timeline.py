@@ -39,7 +39,7 @@ def spans(path):
     return found
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
     small = ("--backend", "emulate", "--shape", "tiny", "--tokens", 40, "--ranks", 2, "--cta", 1)
     assert timeline(*small, "--direction", direction, "--out", tmp_path, "--name", "a") == 0

@@ -240,7 +240,7 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
 
 
-@pytest.mark.parametrize("direction", ["backward", "step"])
+@pytest.mark.parametrize("direction", [pytest.param("backward", marks=pytest.mark.slow), "step"])
 def test_latency_sweep_of_training(direction, tmp_path):
     done = run("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
                "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
