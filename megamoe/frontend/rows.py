@@ -12,6 +12,13 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 
 
+def finite_factor(factor: Any) -> float:
+    """Return routed_scaling_factor as a float. Raises ConfigError for what is no finite number."""
+    if not (isinstance(factor, (int, float)) and isfinite(factor)):
+        raise ConfigError("routed_scaling_factor", factor, "a finite number")
+    return float(factor)
+
+
 class Weighting(NamedTuple):
     """Where routing weights come in.
 
@@ -25,8 +32,7 @@ class Weighting(NamedTuple):
     @classmethod
     def checked(cls, problem: Problem, factor: Any, on_input: Any) -> Weighting:
         """Return it; raises ConfigError for what is no finite number, no bool, or needs another top_k."""
-        if not (isinstance(factor, (int, float)) and isfinite(factor)):
-            raise ConfigError("routed_scaling_factor", factor, "a finite number")
+        factor = finite_factor(factor)
         if not isinstance(on_input, bool):
             raise ConfigError("apply_router_weight_on_input", repr(on_input), "a bool")
         if on_input and problem.top_k != 1:
@@ -34,7 +40,7 @@ class Weighting(NamedTuple):
                 f"False with top_k {problem.top_k}: x is fetched once a rank, for all experts there"
             )
             raise ConfigError("apply_router_weight_on_input", True, expected)
-        return cls(float(factor), on_input)
+        return cls(factor, on_input)
 
     def apply(
         self,

@@ -7,7 +7,6 @@ Every rank holds all parts behind its routed experts, and its tokens take its ow
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from megamoe.config import MAX_TOP_K, Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.table import SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.frontend.rows import finite_factor
 
 
 class SharedExperts:
@@ -50,12 +50,8 @@ class SharedExperts:
             raise ConfigError("intermediate", intermediate, f"a multiple of {width}, the experts'")
         if activation is not None and activation_by_name(activation) != problem.activation:
             raise ConfigError("activation", activation, f"{problem.activation}, the experts'")
-        if not (
-            isinstance(routed_scaling_factor, (int, float)) and isfinite(routed_scaling_factor)
-        ):
-            raise ConfigError("routed_scaling_factor", routed_scaling_factor, "a finite number")
         self.count, self.routed_problem = intermediate // width, problem
-        self.routed_scaling_factor = float(routed_scaling_factor)
+        self.routed_scaling_factor = finite_factor(routed_scaling_factor)
         top_k = problem.top_k + self.count
         if top_k > MAX_TOP_K:
             found = f"{intermediate}, {self.count} times {width}"

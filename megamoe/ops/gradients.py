@@ -26,6 +26,11 @@ def _rows(t: Tensor) -> Tensor:
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
+def _of_bias(sums: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
+    """Return sums of columns as the gradient of the bias that was given."""
+    return None if bias is None or not needed else sums.view_as(bias).to(bias)
+
+
 def _of_product(
     x: Tensor,
     dy: Tensor,
@@ -41,7 +46,7 @@ def _of_product(
     if w.stride(2) == 1 and not needs[1]:
         return grouped_wgrad(x, dy, offs, num, False, False)[0], None
     dw, db = grouped_wgrad(dy, x, offs, num, False, needs[1])
-    return dw.transpose(1, 2), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
+    return dw.transpose(1, 2), _of_bias(db, bias, needs[1])
 
 
 def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -78,7 +83,7 @@ def _of_planes_weights(
     if not any(needs):
         return None, None
     dw, db = grouped_wgrad(dgu.flatten(1), x, offs, w13.shape[0], False, needs[1])
-    return dw.view(w13.shape), None if bias is None or not needs[1] else db.view_as(bias).to(bias)
+    return dw.view(w13.shape), _of_bias(db, bias, needs[1])
 
 
 def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -120,7 +125,7 @@ def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     dw2 = db2 = None
     if needs[2] or needs[5]:
         dw2, db2 = grouped_wgrad(dy, h, offs, w2.shape[0], False, needs[5])
-        db2 = db2.view_as(b2).to(b2) if needs[5] else None
+        db2 = _of_bias(db2, b2, needs[5])
     return (
         dx,
         dw13 if needs[1] else None,

@@ -150,7 +150,7 @@ def _add_products(
     if a.shape[0] == 0:
         return
     a, b = _aligned(a), _aligned(b)
-    ends = tails(a, offs), tails(b, offs)
+    ends = tails(a, b, offs)
     machine.run(
         GroupedVariant("weights"),
         lambda *to: arguments.fill_weights(*to, a, b, ends, offs, out, sums, accumulate),

@@ -18,12 +18,17 @@ def num_places(num_rows: int, num_experts: int) -> int:
     return BLOCK * (num_rows // BLOCK + num_experts)
 
 
+def ends_of(offs: Tensor, num_rows: int) -> Tensor:
+    """Return where the rows of each expert end, [E] int64, as the kernel takes them: ascending, none past the rows."""
+    return offs.long().clamp(0, num_rows).cummax(0)[0]
+
+
 def places(offs: Tensor | None, num_rows: int, num_experts: int, device: torch.device) -> Tensor:
     """Return where each row's scales stand, [M] int64; rows of no expert share the last place, which is no row's."""
     rows = torch.arange(num_rows, device=device)
     if offs is None:
         return rows
-    ends = offs.long().clamp(0, num_rows).cummax(0)[0]
+    ends = ends_of(offs, num_rows)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
     blocks = (ends - starts + BLOCK - 1) // BLOCK
     moved = (blocks.cumsum(0) - blocks) * BLOCK - starts

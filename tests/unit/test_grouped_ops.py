@@ -339,10 +339,10 @@ def test_tails_are_what_is_left_of_whole_slots():
     offs = torch.tensor([0, 64, 135, 136], dtype=torch.int32)
     rows = torch.arange(1.0, 141.0)[:, None].expand(-1, 8).bfloat16().contiguous()
     rows[136:] = float("nan")
-    found = tails(rows, offs)[:, 0].unflatten(0, (4, 64))
+    found = tails(rows, rows, offs)[0][:, 0].unflatten(0, (4, 64))
     assert not found[:2].any()  # no rows, and whole slots alone
     assert found[2, :7].tolist() == rows[128:135, 0].tolist()
     assert not found[2, 7:].any()
     assert found[3, 0] == rows[135, 0]
     assert not found[3, 1:].any()
-    assert tails(rows[:64], None).shape == (64, 8)
+    assert tails(rows[:64], rows[:64], None)[1].shape == (64, 8)

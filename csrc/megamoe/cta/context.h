@@ -67,7 +67,8 @@ template <class T>
 constexpr bool has_weight_tiles =
     T::direction == Direction::backward || T::direction == Direction::grouped_weights;
 
-// Stage::recompute has the sizes of backward's gemm1, dy w2: both make columns of the intermediate.
+// Stage::recompute has the n and k of backward's gemm1, dy w2: both make columns of the intermediate. Not its
+// tiles: those of recompute have two planes, of half as many columns.
 MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, Stage stage) {
     return args.gemm[stage == Stage::gemm2 ? 1 : 0];
 }
