@@ -37,6 +37,17 @@ constexpr int first_crew_barrier = 2;
 constexpr int first_math_barrier = 4;  // of a warpgroup
 constexpr int math_barrier = first_math_barrier + num_math_groups;
 
+// Of the lanes up to this one.
+MEGAMOE_DEVICE int inclusive_sum(int own) {
+    int lane = arch::lane_idx();
+    MEGAMOE_UNROLL_BY(1)
+    for (int step = 1; step < 32; step <<= 1) {
+        int left = arch::shfl(own, max_of(lane - step, 0));
+        if (lane >= step) own += left;
+    }
+    return own;
+}
+
 MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
 MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
 MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }

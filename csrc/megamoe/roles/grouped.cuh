@@ -25,12 +25,7 @@ MEGAMOE_DEVICE void make_expert_table(Context& ctx) {
         }
         int begin = arch::shfl(end, max_of(lane - 1, 0));
         if (lane == 0) begin = rows;
-        int own = ceil_div(end - begin, T::Tiling::rows), all = own;
-        MEGAMOE_UNROLL_BY(1)
-        for (int step = 1; step < 32; step <<= 1) {
-            int left = arch::shfl(all, max_of(lane - step, 0));
-            if (lane >= step) all += left;
-        }
+        int own = ceil_div(end - begin, T::Tiling::rows), all = inclusive_sum(own);
         if (e < num) {
             table.first_block[e] = blocks + all - own;
             table.first_row[e] = begin;

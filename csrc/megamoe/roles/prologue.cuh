@@ -178,12 +178,7 @@ MEGAMOE_DEVICE void scan_routes(Context& ctx) {
         for (int c0 = 0; c0 < chunks; c0 += 32) {
             int c = c0 + lane;
             int own = c < chunks ? row[c] : 0;
-            int inclusive = own;
-            MEGAMOE_UNROLL_BY(1)
-            for (int step = 1; step < 32; step <<= 1) {
-                int left = arch::shfl(inclusive, max_of(lane - step, 0));
-                if (lane >= step) inclusive += left;
-            }
+            int inclusive = inclusive_sum(own);
             if (c < chunks) row[c] = running + inclusive - own;
             running += arch::shfl(inclusive, 31);
         }
