@@ -28,7 +28,7 @@ from megamoe.errors import (  # noqa: E402
     WindowBroken,
     WorkspaceTooSmall,
 )
-from megamoe.formats.cache import invalidate  # noqa: E402
+from megamoe.formats.versions import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.frontend.functional import make_backend  # noqa: E402
 from megamoe.frontend.layer import Layer  # noqa: E402

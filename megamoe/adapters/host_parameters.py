@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.formats.versions import invalidate
 from megamoe.frontend import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
@@ -19,6 +20,19 @@ def tie(parameters: Sequence[Any]) -> None:
     whole = torch.stack([p.data for p in parameters])
     for p, part in zip(parameters, whole, strict=True):
         p.data = part
+
+
+def expect_writes(module: Any) -> None:
+    """Have FP8 copies made again behind state_dict() and load_state_dict() of a module or of one around it.
+
+    What FSDP2 gathers shows nothing of a write to its shards.
+    """
+    module.register_state_dict_post_hook(_invalidate)
+    module.register_load_state_dict_post_hook(_invalidate)
+
+
+def _invalidate(*_: Any) -> None:
+    invalidate()
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -103,12 +117,16 @@ class _Joined(torch.autograd.Function):
         ctx.targets = targets
         ctx.set_materialize_grads(False)
         whole = as_one(parameters)
-        return torch.stack(parameters) if whole is None else whole
+        if whole is None:
+            return torch.stack(parameters)
+        ctx.save_for_backward(*parameters)  # the view counts writes to the first one only
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
+        _ = ctx.saved_tensors  # raises where one was written to
         if ctx.targets is not None:
             return None, *ctx.targets.add()
         parts = grad.unbind(0)

@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megamoe.adapters.host_parameters import expect_writes
 from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.megatron_experts import (
     activation_of,
@@ -133,10 +134,10 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         super().__init__(config, submodules, layer_number, pg_collection)
         check_experts(self.experts)
         tie_experts(self.experts)
+        expect_writes(self.experts)
         self.token_dispatcher = _Undispatched(config, pg_collection)
         self._backend, self._delay_wgrad, self._options = backend, delay_wgrad, options
         self._layer: Layer | None = None
-        self._versions: list[int] = []
         self._descending = False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
@@ -145,8 +146,6 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
         if self._layer is None:
             self._layer = self._open(x.device)
         await_parameters(self.experts)
-        if self._problem.formats.w.scaled:
-            self._refresh(self._layer)
         adding = self._layer.accumulate_into_main_grad
         weights = weights_of(self.experts, adding=adding, descending=self._descending)
         if self._descending:
@@ -173,13 +172,6 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             delay_wgrad=self._delay_wgrad,
             **self._options | self._window,
         )
-
-    def _refresh(self, layer: Layer) -> None:
-        """Have the weights quantized again if one has changed: joined ones do not count the writes of all."""
-        versions = [v for p in self.experts.parameters() for v in (p.data_ptr(), p._version)]
-        if versions != self._versions:
-            layer.invalidate()
-            self._versions = versions
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Make the weight gradients that wait, of the oldest backward pass. Collective.

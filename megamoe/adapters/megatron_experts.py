@@ -20,6 +20,7 @@ from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import as_one, joined, tie
 from megamoe.config import Activation
 from megamoe.errors import ConfigError
+from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 # Options of TransformerConfig that a layer does not follow: what they have to be instead.
@@ -182,10 +183,18 @@ def weights_of(experts: Any, *, adding: bool = False, descending: bool = False) 
         held, hidden = experts.num_local_experts, experts.config.hidden_size
         w13 = experts.weight1.view(held, hidden, -1).transpose(1, 2).contiguous()
         w2 = experts.weight2.view(held, -1, hidden).transpose(1, 2).contiguous()
-        return ExpertWeights(w13, w2)
-    matrices = {name: joined(parameters[name], adding=adding) for name in ("w13", "w2")}
+        return ExpertWeights(_of(parameters["w13"], w13), _of(parameters["w2"], w2))
+    matrices = {
+        name: _of(parameters[name], joined(parameters[name], adding=adding))
+        for name in ("w13", "w2")
+    }
     biases = {n: torch.stack(parameters[n]).float() for n in ("b13", "b2") if n in parameters}
     return ExpertWeights(**matrices, **biases)
+
+
+def _of(parameters: list[Any], made: Tensor) -> Tensor:
+    """Say which parameters it was made of, so that its FP8 copy lives as long as they stay what they are."""
+    return made_of(made, parameters, trains=any(p.requires_grad for p in parameters))
 
 
 def _parameters(experts: Any) -> dict[str, list[Any]]:

@@ -20,6 +20,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
+from megamoe.adapters.host_parameters import expect_writes
 from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.torchtitan_experts import (
     activation_of,
@@ -30,6 +31,7 @@ from megamoe.adapters.torchtitan_experts import (
 )
 from megamoe.config import Problem
 from megamoe.errors import ConfigError
+from megamoe.formats.versions import invalidate
 from megamoe.frontend.functional import check_options, resolve
 from megamoe.frontend.layer import Layer
 
@@ -62,6 +64,7 @@ class MegaRoutedExperts(RoutedExperts):
         check_options(self._stated, None, config.options)
         resolve(config.backend)
         super().__init__(config)
+        expect_writes(self.inner_experts)
         self._mesh: Any = None
         self._layer: Layer | None = None
         self._window: dict[str, Any] = {}
@@ -76,6 +79,7 @@ class MegaRoutedExperts(RoutedExperts):
     def init_states(self, **options: Any) -> None:
         """Initialize, then lay w1 and w3 behind each other, where they are read in place."""
         super().init_states(**options)
+        invalidate()
         tie_experts(self.inner_experts)
 
     def forward(
@@ -88,8 +92,6 @@ class MegaRoutedExperts(RoutedExperts):
         """x_BLD: [B, L, H], the next two: [B, L, K] -> [B, L, H] in x_BLD's type. The last is not used."""
         if self._layer is None:
             self._layer = self._open(x_BLD.device)
-        if self._layer.problem.formats.w.scaled:
-            self._layer.invalidate()  # parameters that FSDP gathers have no versions of their own
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
         weights = weights_of(self.inner_experts)

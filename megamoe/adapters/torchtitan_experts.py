@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import joined, tie
 from megamoe.config import Activation, activation_by_name
 from megamoe.errors import ConfigError
+from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 
@@ -36,14 +38,28 @@ def weights_of(experts: Any) -> ExpertWeights:
 
     w1 and w3 are copied unless w3 lies behind w1 in one tensor; the others are read in place.
     """
+    biases: tuple[Tensor, ...] = ()
     if isinstance(experts, GptOssGroupedExperts):
-        w13, w2 = _local(experts.mlp1_weight_EGD), _local(experts.mlp2_weight_EDF)
+        first, second = (experts.mlp1_weight_EGD,), experts.mlp2_weight_EDF
         b13, b2 = _local(experts.mlp1_bias_EG), _local(experts.mlp2_bias_ED)
-        w13, b13 = (t.unflatten(1, (-1, 2)).transpose(1, 2) for t in (w13, b13))  # g0, u0, g1, ...
-        return ExpertWeights(w13.bfloat16(), w2.bfloat16(), b13.float(), b2.float())
-    w1, w3 = _local(experts.w1_EFD), _local(experts.w3_EFD)
-    w13 = joined((w1, w3)).transpose(0, 1)
-    return ExpertWeights(w13.bfloat16(), _local(experts.w2_EDF).bfloat16())
+        w13, b13 = (_in_turn(t) for t in (_local(first[0]), b13))
+        biases = b13.float(), b2.float()
+    else:
+        first, second = (experts.w1_EFD, experts.w3_EFD), experts.w2_EDF
+        w13 = joined([_local(p) for p in first]).transpose(0, 1)
+    w2 = _local(second).bfloat16()
+    return ExpertWeights(_of(first, w13.bfloat16()), _of((second,), w2), *biases)
+
+
+def _of(parameters: Sequence[Any], made: Tensor) -> Tensor:
+    """Say which parameters it was made of, so that its FP8 copy lives as long as they stay what they are."""
+    wanted = any(p.requires_grad for p in parameters)
+    return made_of(made, [_local(p) for p in parameters], trains=wanted)
+
+
+def _in_turn(t: Tensor) -> Tensor:
+    """Rows g0, u0, g1, ... -> [L, 2, I, ...]."""
+    return t.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 def _local(parameter: Any) -> Tensor:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from megamoe.adapters.host_parameters import expect_writes
 from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.transformers_weights import (
     activation_of,
@@ -171,6 +172,7 @@ class Experts:
         )
         if not hasattr(module, "_megamoe_layers"):
             module._megamoe_layers = _Layers()
+            expect_writes(module)
         module._megamoe_layers[key] = layer
         self._modules[module] = None
         if group is not None:

@@ -22,6 +22,7 @@ from megamoe.adapters.host_activations import candidates, matching
 from megamoe.config import Activation
 from megamoe.errors import ConfigError
 from megamoe.formats.table import SCALE_GROUP
+from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
@@ -63,7 +64,8 @@ def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
 
 
 def _masters(module: Any) -> ExpertWeights:
-    w13, w2 = (w.to(torch.bfloat16) for w in matrices_of(module))
+    given = matrices_of(module)
+    w13, w2 = (w.to(torch.bfloat16) for w in given)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
@@ -73,6 +75,10 @@ def _masters(module: Any) -> ExpertWeights:
     if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
         w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2)
         b13 = None if b13 is None else b13.unflatten(1, (-1, 2)).transpose(1, 2)
+    # A copy, new in every call, is quantized where its parameter has changed.
+    w13, w2 = (
+        made_of(w, [p], trains=p.requires_grad) for w, p in zip((w13, w2), given, strict=True)
+    )
     return ExpertWeights(w13, w2, b13, b2)
 
 

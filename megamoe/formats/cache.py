@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError, MegaMoEError
@@ -22,6 +21,15 @@ from megamoe.formats.quantization import (
     transpose_blocks,
 )
 from megamoe.formats.table import E4M3_BLOCKS, Format
+from megamoe.formats.versions import (
+    Version,
+    invalidations,
+    same_storages,
+    sources_of,
+    trained,
+    uncounted,
+    version_of,
+)
 from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
 
 log = logging.getLogger("megamoe")
@@ -60,32 +68,6 @@ def _quantize_weights(
     return made, transpose_blocks(*made, planes, turned_out) if turned else None
 
 
-# Steps of any optimizer of this process. FSDP2 gathers into one storage without touching _version,
-# and fused optimizers do not bump it: a step is the one event that both have.
-_steps = [0]
-# Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
-_invalidations = [0]
-
-
-@torch.compiler.disable  # traced, the count would be a guard, and every step a recompilation
-def _count_step(*_: Any) -> None:
-    _steps[0] += 1
-
-
-register_optimizer_step_post_hook(_count_step)
-
-
-def invalidate() -> None:
-    """Make every FP8 layer of this process quantize its parameters again, at its next use each.
-
-    Needed after writes that torch does not count: `p.data.copy_()`, a collective into `p.detach()`,
-    raw pointers, optimizers outside torch.optim, FSDP2 shards written without load_state_dict, and
-    replays of a graph that holds an optimizer but no call of the layer. Costs what a step costs.
-    """
-    _count_step()
-    _invalidations[0] += 1
-
-
 def _capturing(w: Tensor) -> bool:
     return w.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -103,19 +85,15 @@ def _uncounted(w: Tensor) -> bool:
 
     Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
     """
-    if not w.is_inference() or _capturing(w):
+    if not uncounted(w) or _capturing(w):
         return False
     _warn_of_inference_tensors()
     return True
 
 
-# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none), optimizer steps, strides
-Version = tuple[int, int, int, int, tuple[int, ...]]
-
-
 @dataclass
 class _Entry:
-    source: Tensor  # keeps the StorageImpl, so that its address cannot come back as another tensor
+    kept: list[Tensor]  # whose StorageImpl then cannot come back as another tensor's
     version: Version | None  # None: quantize again
     q: Tensor
     scale: Tensor
@@ -126,8 +104,8 @@ class _Entry:
 class QuantizedCache:
     """Quantized copies of bf16 parameters, made once per parameter version and refreshed in place.
 
-    A version is (storage, offset, tensor._version, optimizer steps of the process, strides): at most one
-    quantization per parameter and optimizer step, plus one per write that torch counts. Of a layer that trains each
+    A version is that of versions.py: at most one quantization per parameter and optimizer step, plus one per write that
+    torch counts. Of a layer that trains each
     makes the transposes too, which a backward pass multiplies; others have none. What is not counted needs
     invalidate(); parameters made under inference_mode(), of which nothing is, are quantized at every use outside
     graphs. While a CUDA graph is captured, a parameter that requires a gradient is quantized at every use, so that
@@ -137,7 +115,7 @@ class QuantizedCache:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._last: tuple[ExpertWeights, tuple[Version, Version], ExpertWeights] | None = None
+        self._last: tuple[tuple[Any, ...], ExpertWeights] | None = None  # what it was made of
         self._turned: tuple[list[Tensor], list[Version], TurnedWeights] | None = None
 
     def get(
@@ -152,26 +130,26 @@ class QuantizedCache:
 
         trains: their transposes are needed too, from now on.
         """
-        version = _version(w)
-        captured = w.requires_grad and _capturing(w)
+        version = version_of(w)
+        captured = trained(w) and _capturing(w)
         entry, volatile = self._entries.get(name), captured
         out = turned_out = None
         if entry is not None:
             trains |= entry.turned is not None
             counted = not (captured or entry.volatile or _uncounted(w))
-            if counted and entry.version == version and entry.source.shape == w.shape:
+            if counted and entry.version == version:
                 if trains and entry.turned is None:
                     _refuse_capture(w)
                     entry.turned = transpose_blocks(entry.q, entry.scale, planes)
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
                 out, turned_out = (entry.q, entry.scale), entry.turned
-            volatile |= entry.volatile and _storage(entry.source) == version[0]
+            volatile |= entry.volatile and same_storages(entry.kept, w)
         with torch.no_grad():
             (q, scale), turned = _quantize_weights(
                 w.detach(), planes, stored, out, trains, turned_out
             )
-        self._entries[name] = _Entry(w.detach(), version, q, scale, volatile, turned)
+        self._entries[name] = _Entry(sources_of(w), version, q, scale, volatile, turned)
         return q, scale
 
     def weights(
@@ -182,21 +160,21 @@ class QuantizedCache:
         trains: turned() will be asked for their transposes.
         """
         w13, w2, last = masters.w13, masters.w2, self._last
-        versions = _version(w13), _version(w2)
-        captured = (w13.requires_grad or w2.requires_grad) and _capturing(w13)
-        same = last is not None and last[1] == versions and _same(last[0], masters)
+        # The versions' storages are kept by the entries; biases are the caller's, who may move them.
+        made_of = version_of(w13), version_of(w2), masters.b13, masters.b2
+        captured = (trained(w13) or trained(w2)) and _capturing(w13)
+        same = last is not None and _same(last[0], made_of)
         same = same and not (_uncounted(w13) or _uncounted(w2))
         if last is not None and same and not captured and (self._turns() or not trains):
-            return last[2]
+            return last[1]
         stored = problem.formats.w
         q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
         q2, s2 = self.get("w2", w2, 1, stored, trains)
         if last is not None and same and not captured and not self._volatile():
-            return last[2]  # its transposes came just now
-        # Biases are the caller's, who may move them.
+            return last[1]  # its transposes came just now
         kind = SealedWeights if masters.b13 is None and masters.b2 is None else ExpertWeights
         weights = kind(q13, q2, masters.b13, masters.b2, s13, s2)
-        self._last = None if self._volatile() else (replace(masters), versions, weights)
+        self._last = None if self._volatile() else (made_of, weights)
         return weights
 
     def turned(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
@@ -212,7 +190,7 @@ class QuantizedCache:
         masters = {"w13": given.w13, "w2": given.w2}
         for name, w in masters.items():
             entry = self._entries.get(name)
-            if entry is None or entry.turned is None or entry.version != _version(w):
+            if entry is None or entry.turned is None or entry.version != version_of(w):
                 self.weights(problem, given, trains=True)
         (q13, s13, t13, u13), (q2, s2, t2, u2) = (self._made(name) for name in masters)
         forward = ExpertWeights(q13, q2, given.b13, given.b2, s13, s2)
@@ -233,7 +211,7 @@ class QuantizedCache:
         sources = [
             t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
         ]
-        versions, last = [_version(t, _invalidations) for t in sources], self._turned
+        versions, last = [version_of(t, invalidations) for t in sources], self._turned
         if last is None or last[1] != versions:
             _refuse_capture(given.w13)
             with torch.no_grad():
@@ -254,11 +232,6 @@ class QuantizedCache:
             entry.version = None
 
 
-def _version(w: Tensor, steps: list[int] = _steps) -> Version:
-    count = -1 if w.is_inference() else w._version
-    return w.untyped_storage()._cdata, w.storage_offset(), count, steps[0], w.stride()
-
-
 def _refuse_capture(w: Tensor) -> None:
     if _capturing(w):
         raise MegaMoEError(
@@ -267,13 +240,9 @@ def _refuse_capture(w: Tensor) -> None:
         )
 
 
-def _same(a: ExpertWeights, b: ExpertWeights) -> bool:
-    return a.w13 is b.w13 and a.w2 is b.w2 and a.b13 is b.b13 and a.b2 is b.b2
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return a[:2] == b[:2] and a[2] is b[2] and a[3] is b[3]
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.device) == (b.shape, b.device)
-
-
-def _storage(w: Tensor) -> int:
-    return w.untyped_storage()._cdata

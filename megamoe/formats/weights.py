@@ -14,6 +14,7 @@ from megamoe.errors import ArgumentError
 from megamoe.formats.mxfp4 import from_checkpoint
 from megamoe.formats.planes import check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
+from megamoe.formats.versions import made_of
 
 
 @dataclass
@@ -61,6 +62,7 @@ class ExpertWeights:
         w13_scale = None if s1 is None or s3 is None else torch.cat((s1, s3), dim=1)
         _check_joinable(w1, w3)
         w13: Tensor = _Joined.apply(w1, w3)
+        made_of(w13, (w1, w3), trains=w1.requires_grad or w3.requires_grad)
         return cls(w13, w2, b13, b2, w13_scale, w2_scale)
 
     @classmethod
@@ -210,11 +212,12 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, w1: Tensor, w3: Tensor) -> Tensor:
         distance = w3.storage_offset() - w1.storage_offset()
         (num, rows, width), (expert, row, column) = w1.shape, w1.stride()
-        # Detached and then strided, it has the count of writes that w1 has.
+        ctx.save_for_backward(w1, w3)  # the view counts writes to w1 only
         return w1.detach().as_strided((num, 2, rows, width), (expert, distance, row, column))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _ = ctx.saved_tensors  # raises where one was written to
         d1, d3 = grad.unbind(1)
         return d1, d3
 
@@ -230,8 +233,6 @@ def _check_joinable(w1: Tensor, w3: Tensor) -> None:
         raise ArgumentError("w3", "in another storage than w1", hint)
     if w1.stride() != w3.stride():
         raise ArgumentError("w3.stride()", w3.stride(), f"{w1.stride()}, w1's")
-    if w1._version != w3._version:  # else writes to w3 would leave the FP8 copy of both as it was
-        raise ArgumentError("w3", "counting its writes apart from w1", hint)
     distance = (w3.storage_offset() - w1.storage_offset()) * w1.element_size()
     if distance <= 0:
         raise ArgumentError("w3", f"{distance} bytes behind w1", "a positive distance: w1, then w3")

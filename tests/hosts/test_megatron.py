@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megamoe.config import ACTIVATIONS, Activation
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, same_bits
+from megamoe.testing.copies import watched
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")
 from megatron.core import parallel_state  # noqa: E402
@@ -174,6 +175,36 @@ def test_quantized_experts_follow_every_parameter():
             for expert in list(layer.experts.local_experts)[1:]:
                 expert.linear_fc2.weight.mul_(-1)
         assert_close(ours(rows())[0], theirs(rows())[0], relative=0.1)
+
+
+def apart(layer):
+    for p in layer.experts.parameters():
+        p.data = p.data.clone()
+
+
+@pytest.mark.parametrize("lay", [lambda _: None, spread, apart], ids=["tied", "buffer", "apart"])
+@pytest.mark.parametrize("kind", ["sequential", "te", "grouped"])
+def test_experts_are_quantized_once_a_step(kind, lay):
+    with grouped_gemm():
+        _, ours = pair_of(kind, options={"precision": "fp8"})
+    lay(ours)
+    parameters = list(ours.experts.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+    with watched() as seen:
+        for _ in range(2):
+            for micro in range(3):
+                ours(rows(seed=micro))[0].float().square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            ours(rows())
+            for p in parameters:
+                p.mul_(-1)
+                ours(rows())
+                ours(rows())
+            ours.load_state_dict(ours.state_dict())
+            ours(rows())
+    assert seen["stale"] == 0
+    assert seen["q"] == 2 * (1 + 2 + 1) + len(parameters)
 
 
 def routes(probs, chosen, top_k=2):

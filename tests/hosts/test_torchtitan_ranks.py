@@ -1,10 +1,12 @@
 """Two ranks of torchtitan's expert parallelism: a megamoe layer beside its all-to-all dispatcher."""
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 from megamoe.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
+from megamoe.testing.copies import watched
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make hosts")
 from torchtitan_models import dims_of, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
@@ -55,6 +57,36 @@ def run(rank):
     compare(step(ours, dims, rank), expected, "spmd_types")
     adapter.close(ours)
     return compared, error
+
+
+def train(rank):
+    """Train over FSDP2, whose gathering no counter of torch shows, then write to its shards."""
+    dims = dims_of("partial_dtensor", 2)
+    model = parallel_model(True, dims, fsdp=True, precision="fp8")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with watched() as seen:
+        for number in range(3):
+            for micro in range(2):
+                loss_of(model, dims, seed=10 * number + micro)
+            optimizer.step()
+        loss_of(model, dims)
+        steps = dict(seen)
+        state = model.state_dict()
+        with torch.no_grad():
+            for value in state.values():  # as dcp.load() does
+                local(value).mul_(0.5)
+        loss_of(model, dims)
+        model.load_state_dict({n: torch.zeros_like(value) for n, value in state.items()})
+        loss_of(model, dims)
+    adapter.close(model)
+    return steps, dict(seen)
+
+
+def test_sharded_experts_are_quantized_once_a_step():
+    layers, due = 2, 2 * (1 + 3)
+    for steps, end in launch(train, 2, timeout_s=240):
+        assert steps == {"stale": 0, "q": layers * due}
+        assert end == {"stale": 0, "q": layers * (due + 4)}
 
 
 def test_models_over_two_ranks():

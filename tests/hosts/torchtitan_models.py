@@ -96,7 +96,7 @@ def results(module, x, dy):
     return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
 
 
-def qwen3_config(ours, *, wide=False):
+def qwen3_config(ours, *, wide=False, **options):
     """wide: larger experts' and routers' weights than torchtitan draws, which have larger gradients."""
     layers = qwen3._build_qwen3_moe_layers(
         fuse_qkv=True, n_layers=2, dim=HIDDEN, n_heads=4, n_kv_heads=2, head_dim=16,
@@ -118,7 +118,7 @@ def qwen3_config(ours, *, wide=False):
         lm_head=Linear.Config(in_features=HIDDEN, out_features=128, param_init=qwen3._LINEAR_INIT),
         layers=layers,
     )
-    return overridden(config)[0] if ours else config
+    return overridden(config, **options)[0] if ours else config
 
 
 def dims_of(backend, ep):
@@ -130,9 +130,9 @@ def dims_of(backend, ep):
     return dims
 
 
-def parallel_model(ours, dims, *, fsdp):
+def parallel_model(ours, dims, *, fsdp, **options):
     """Return a Qwen3-MoE as torchtitan's trainer makes it."""
-    config = qwen3_config(ours, wide=True)
+    config = qwen3_config(ours, wide=True, **options)
     set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
     with torch.device("meta"):
         model = config.build()

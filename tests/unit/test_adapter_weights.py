@@ -4,6 +4,7 @@ import pytest
 
 from megamoe.config import Activation
 from megamoe.errors import ConfigError
+from megamoe.testing.copies import watched
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 import torch  # noqa: E402
@@ -59,6 +60,30 @@ def step(model):
     out.loss.backward()
     torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
     return out.logits.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_experts_are_quantized_once_a_step(name, dtype):
+    """In place, transposed, cast: FP8 copies are of the parameters, not of what is copied in every call."""
+    own = adapter.register("megamoe_quantized", backend="staged", precision="fp8")
+    model = model_of(name, "megamoe_quantized").to(dtype)
+    layers = len(experts_of(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    ids = token_ids(2, 12)
+    with watched() as seen:
+        for _ in range(2):
+            for _ in range(2):
+                model(ids, labels=ids).loss.backward()
+            optimizer.step()
+        model.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            model(ids)
+            for p in experts_of(model)[0].parameters():
+                p.mul_(-1)
+            model(ids)
+    assert seen == {"stale": 0, "q": 2 * (3 * layers + 1)}
+    own.close()
 
 
 @pytest.mark.parametrize("name", ["GptOss", "AriaText"])

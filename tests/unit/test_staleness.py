@@ -4,8 +4,6 @@ Every use of the copies is compared with fresh ones; the quantizations are count
 at the first use and after each optimizer step, whatever the optimizer, the wrapper or the micro-batches.
 """
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,45 +12,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megamoe
 from megamoe.formats import cache as cache_module
-from megamoe.formats.cache import QuantizedCache
-from megamoe.formats.weights import TurnedWeights
 from megamoe.testing import launch
+from megamoe.testing.copies import watched
 
 STEPS = 3
 DUE = 2 * (1 + STEPS)
-
-
-@contextmanager
-def watched(trains=True):
-    """Yield a dict that counts uses of stale copies, and quantizations made.
-
-    trains: every use asks for the transposes too, as behind a backend with a backward pass of its own.
-    """
-    seen = {"stale": 0, "q": 0}
-    weights, quantize = QuantizedCache.weights, cache_module._quantize_weights
-
-    def used(self, problem, masters, _=False):
-        got = weights(self, problem, masters, trains)
-        fresh = masters.quantized(problem)
-        pairs = [(getattr(got, n), t) for n, t in fresh.named().items() if n[0] == "w"]
-        turned = TurnedWeights.of(problem, fresh).named()
-        kept = {n: entry.turned for n, entry in self._entries.items()}
-        for n in kept if trains else ():
-            pairs += zip(kept[n], (turned[n], turned[f"{n}_scale"]), strict=True)
-        seen["stale"] += not all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
-        )
-        return got
-
-    def quantized(*args):
-        seen["q"] += 1
-        return quantize(*args)
-
-    QuantizedCache.weights, cache_module._quantize_weights = used, quantized
-    try:
-        yield seen
-    finally:
-        QuantizedCache.weights, cache_module._quantize_weights = weights, quantize
 
 
 def make(**options):

@@ -148,9 +148,8 @@ def test_cache_does_not_confuse_temporaries_at_one_address():
         w = torch.full((1, 16, 16), size).bfloat16()
         _, scale = cache.get("w2", w)
         assert scale.item() == torch.tensor(size) / 448
-        assert (
-            cache._entries["w2"].source.data_ptr() == w.data_ptr()
-        )  # kept, so not given out again
+        (kept,) = cache._entries["w2"].kept  # so that its address is not given out again
+        assert kept.data_ptr() == w.data_ptr()
         del w
 
 

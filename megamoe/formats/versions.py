@@ -1,0 +1,120 @@
+"""Versions of tensors: whether what was made of one is still made of its values.
+
+A version is (storage, offset, tensor._version) of each source, optimizer steps of the process, shape and strides.
+torch counts most writes in tensor._version. FSDP2 gathers into one storage without touching it, and fused optimizers do
+not bump it: a step is the one event that both have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# Steps of any optimizer of this process.
+_steps = [0]
+# Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
+invalidations = [0]
+
+
+@torch.compiler.disable  # traced, the count would be a guard, and every step a recompilation
+def _count_step(*_: Any) -> None:
+    _steps[0] += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def invalidate() -> None:
+    """Make every FP8 layer of this process quantize its parameters again, at its next use each.
+
+    Needed after writes that torch does not count: `p.data.copy_()`, a collective into `p.detach()`,
+    raw pointers, optimizers outside torch.optim, FSDP2 shards written without load_state_dict, and
+    replays of a graph that holds an optimizer but no call of the layer. Costs what a step costs.
+    """
+    _count_step()
+    invalidations[0] += 1
+
+
+Place = tuple[
+    int, int, int
+]  # StorageImpl, offset, tensor._version (-1 of inference tensors, which have none)
+Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
+
+
+class _Origin:
+    """What a tensor was made of: sources, and their version then if it is a copy."""
+
+    def __init__(self, made: Tensor, sources: Sequence[Tensor], trains: bool) -> None:
+        self.sources = [t.detach() for t in sources]
+        self.trains = trains
+        self.uncounted = any(t.is_inference() for t in sources)
+        copied = made.untyped_storage()._cdata != sources[0].untyped_storage()._cdata
+        self.then = (self.places(), _steps[0]) if copied else None
+
+    def places(self) -> tuple[Place, ...]:
+        """Return where the sources are now, in which version."""
+        return tuple(_place(t) for t in self.sources)
+
+
+def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) -> Tensor:
+    """Say that `made` was computed from `sources` just now, and from nothing else; return it.
+
+    So a copy, new in every call, has the version that its sources had, and a view that of all of them. Whoever says so
+    always computes it alike. trains: whether any of the sources, or what they are parts of, requires a gradient.
+    """
+    same = any(made is t for t in sources)  # nothing to say, and a parameter may get other memory
+    if not same and not torch.compiler.is_compiling():  # which keeps no attributes of tensors
+        marked: Any = made
+        marked._megamoe_origin = _Origin(made, sources, trains)
+    return made
+
+
+def version_of(w: Tensor, steps: Sequence[int] = _steps) -> Version:
+    """Return what w's values are known by."""
+    origin = origin_of(w)
+    if origin is None:
+        return (_place(w),), steps[0], w.shape, w.stride()
+    # A write to a copy is counted by its own version.
+    places, count = origin.then or (origin.places(), steps[0])
+    return places, count, w.shape, w.stride(), _count(w) if origin.then else 0
+
+
+def sources_of(w: Tensor) -> list[Tensor]:
+    """Return what has to be kept so that no other tensor gets w's version."""
+    origin = origin_of(w)
+    return [w.detach()] if origin is None else origin.sources
+
+
+def same_storages(kept: list[Tensor], w: Tensor) -> bool:
+    """Whether w's sources lie where those lie that were kept."""
+    now = sources_of(w)
+    return [t.untyped_storage()._cdata for t in kept] == [t.untyped_storage()._cdata for t in now]
+
+
+def trained(w: Tensor) -> bool:
+    """Whether a gradient of w, or of what it was made of, may be wanted."""
+    origin = origin_of(w)
+    return w.requires_grad or (origin is not None and origin.trains)
+
+
+def uncounted(w: Tensor) -> bool:
+    """Whether torch counts no writes to w's values: those of inference tensors."""
+    origin = origin_of(w)
+    return w.is_inference() if origin is None else origin.uncounted
+
+
+def origin_of(w: Tensor) -> _Origin | None:
+    """Return what made_of() said of w."""
+    return getattr(w, "_megamoe_origin", None)
+
+
+def _count(w: Tensor) -> int:
+    return -1 if w.is_inference() else w._version
+
+
+def _place(w: Tensor) -> Place:
+    return w.untyped_storage()._cdata, w.storage_offset(), _count(w)

@@ -1,0 +1,50 @@
+"""Whether FP8 copies follow their parameters: uses of stale ones, and quantizations, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megamoe.config import Problem
+from megamoe.formats import cache
+from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
+
+
+@contextmanager
+def watched(trains: bool = True) -> Iterator[dict[str, int]]:
+    """Yield a dict that counts uses of stale copies ("stale"), and quantizations made ("q").
+
+    trains: every use asks for the transposes too, as behind a backend with a backward pass of its own.
+    """
+    seen = {"stale": 0, "q": 0}
+    weights, quantize = QuantizedCache.weights, cache._quantize_weights
+
+    def used(
+        self: QuantizedCache, problem: Problem, masters: ExpertWeights, *_: bool, **__: bool
+    ) -> ExpertWeights:
+        got = weights(self, problem, masters, trains)
+        fresh = masters.quantized(problem)
+        pairs = [(getattr(got, n), t) for n, t in fresh.named().items() if n[0] == "w"]
+        turned = TurnedWeights.of(problem, fresh).named()
+        kept: dict[str, Any] = {n: entry.turned for n, entry in self._entries.items()}
+        for n in kept if trains else ():
+            pairs += zip(kept[n], (turned[n], turned[f"{n}_scale"]), strict=True)
+        seen["stale"] += not all(
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
+        )
+        return got
+
+    def quantized(*args: Any) -> Any:
+        seen["q"] += 1
+        return quantize(*args)
+
+    patched: Any = QuantizedCache
+    patched.weights, cache._quantize_weights = used, quantized
+    try:
+        yield seen
+    finally:
+        patched.weights, cache._quantize_weights = weights, quantize
