@@ -12,7 +12,6 @@ from megamoe.formats.versions import invalidate
 from megamoe.frontend import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
-_scratch: dict[Any, Tensor] = {}
 
 
 def tie(parameters: Sequence[Any]) -> None:
@@ -57,64 +56,24 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
 def joined(parameters: Sequence[Any], *, adding: bool = False) -> Tensor:
     """Return parameters of one shape and type as [L, ...]; the gradient goes back to each.
 
-    adding: the result has a `main_grad`, as a layer with accumulate_into_main_grad wants it; what is added to it
-        reaches those of the parameters (see main_grad.py). Where these lie at equal distances it is they, else a
-        tensor of fp32 that all of a shape share. Not inside torch.compile.
+    adding: a layer with accumulate_into_main_grad adds the gradient to the `main_grad` of each parameter (see
+        main_grad.py). Not inside torch.compile.
     """
     if torch.compiler.is_compiling():  # which knows no addresses
         return torch.stack(tuple(parameters))
-    targets = _Targets(parameters) if adding and torch.is_grad_enabled() else None
-    whole: Any = _Joined.apply(targets, *parameters)
-    if targets is not None and whole.requires_grad:
-        targets.give(whole)
+    joint = None
+    if adding and torch.is_grad_enabled():
+        joint = main_grad.Joint(parameters, torch.unbind, as_one)
+    whole: Any = _Joined.apply(joint, *parameters)
+    if joint is not None and whole.requires_grad:
+        joint.give(whole)
     return whole
-
-
-class _Targets:
-    """Where the gradients of joined parameters are added."""
-
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters = parameters
-        self._between: Tensor | None = None
-
-    def give(self, whole: Any) -> None:
-        """Give the joined tensor its main_grad; none where a parameter lacks one, which the layer refuses."""
-        wanted = [p for p in self._parameters if p.requires_grad]
-        mains = [getattr(p, "main_grad", None) for p in wanted]
-        if any(main is None for main in mains):
-            return
-        plain = len(wanted) == len(self._parameters)
-        plain = plain and not any(getattr(p, "overwrite_main_grad", False) for p in wanted)
-        main = as_one(mains) if plain else None
-        if main is None:
-            key = whole.shape, whole.device
-            if key not in _scratch:
-                _scratch[key] = torch.empty(whole.shape, device=whole.device)
-            main = self._between = _scratch[key]
-            whole.overwrite_main_grad = True
-        whole.main_grad = main
-        whole.grad_added_to_main_grad = False  # so that autograd comes by
-
-    def add(self) -> list[Tensor | None]:
-        """Bring what was added to the parameters; return what autograd is given for them."""
-        found: list[Tensor | None] = []
-        for i, p in enumerate(self._parameters):
-            if not p.requires_grad:
-                found.append(None)
-                continue
-            if self._between is not None:
-                if getattr(p, "overwrite_main_grad", False):
-                    p.main_grad.copy_(self._between[i])
-                else:
-                    p.main_grad.add_(self._between[i])
-            found.append(main_grad.added(p))
-        return found
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, targets: _Targets | None, *parameters: Tensor) -> Tensor:
-        ctx.targets = targets
+    def forward(ctx: Any, joint: main_grad.Joint | None, *parameters: Tensor) -> Tensor:
+        ctx.joint = joint
         ctx.set_materialize_grads(False)
         whole = as_one(parameters)
         if whole is None:
@@ -127,8 +86,8 @@ class _Joined(torch.autograd.Function):
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         _ = ctx.saved_tensors  # raises where one was written to
-        if ctx.targets is not None:
-            return None, *ctx.targets.add()
+        if ctx.joint is not None and ctx.joint.used:
+            return None, *ctx.joint.add()
         parts = grad.unbind(0)
         return None, *(
             g if n else None for g, n in zip(parts, ctx.needs_input_grad[1:], strict=True)

@@ -10,11 +10,13 @@ in place of a gradient depends on the parameter's `grad_added_to_main_grad`:
 
 `zero_out_wgrad` and `overwrite_main_grad` of a parameter mean what they mean there: zeros in place of noise, and a
 main_grad that is written, not added to. Gradients of biases and routers come in the ordinary way, as they do there.
+
+A weight that was joined of several parameters has no main_grad but a Joint, which brings the sums to theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,18 +30,78 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _placeholders: dict[Any, Tensor] = {}
 
 
+class Joint:
+    """Where gradients of a tensor that was joined of parameters are added: where their main_grad lie as it does.
+
+    Where these lie otherwise, a backward pass adds to a tensor of fp32, which add() brings to them: the node that joined
+    them calls it, where autograd comes by behind all uses of the joined tensor.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        cut: Callable[[Tensor], Sequence[Tensor]],
+        as_one: Callable[[Sequence[Tensor]], Tensor | None],
+    ) -> None:
+        """cut: the parameters' parts of what was joined. as_one: tensors like these parts as a view, or None."""
+        self.parameters, self._cut, self._as_one = parameters, cut, as_one
+        self._between: Tensor | None = None
+        self.used = False  # by a backward pass that adds, since add()
+
+    def give(self, whole: Any) -> None:
+        """Tell a layer of it."""
+        whole.joint_main_grad = self
+
+    def target(self, whole: Tensor) -> Tensor:
+        """Return what a backward pass is to add to."""
+        self.used = True
+        if self._between is not None:
+            return self._between
+        mains = [p.main_grad.detach() for p in self.parameters if _plain(p)]
+        if len(mains) == len(self.parameters):
+            parts = self._cut(whole.detach())
+            mains = [main.view(t.shape) for main, t in zip(mains, parts, strict=True)]
+            found = self._as_one(mains)
+            if found is not None:
+                return found
+        self._between = torch.zeros(whole.shape, device=whole.device)
+        return self._between
+
+    def add(self) -> list[Tensor | None]:
+        """Bring on what was added; return what autograd is given for the parameters."""
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        parts = None if self._between is None else self._cut(self._between)
+        self._between, self.used = None, False
+        for i, p in enumerate(self.parameters):
+            if not p.requires_grad:
+                continue
+            if parts is not None:
+                if getattr(p, "overwrite_main_grad", False):
+                    p.main_grad.zero_()
+                p.main_grad.add_(parts[i].view(p.shape))
+            found[i] = added(p)
+        return found
+
+
+def _plain(p: Any) -> bool:
+    return p.requires_grad and not getattr(p, "overwrite_main_grad", False)
+
+
 def check(weights: ExpertWeights) -> None:
     """Raise ArgumentError unless all weights that need a gradient have a main_grad to add it to."""
     for name in NAMES:
-        p = getattr(weights, name)
-        if not p.requires_grad:
-            continue
-        argument, main = f"weights.{name}.main_grad", getattr(p, "main_grad", None)
-        if main is None:
-            raise ArgumentError(
-                argument, None, "a tensor like the weight, since accumulate_into_main_grad is True"
-            )
-        check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
+        w: Any = getattr(weights, name)
+        joint = getattr(w, "joint_main_grad", None)
+        for p in (w,) if joint is None else joint.parameters:
+            if not p.requires_grad:
+                continue
+            argument, main = f"weights.{name}.main_grad", getattr(p, "main_grad", None)
+            if main is None:
+                expected = "a tensor like the weight, since accumulate_into_main_grad is True"
+                if joint is None and w.grad_fn is not None:
+                    expected += " (joined: SharedExperts.join(..., accumulate_into_main_grad=True))"
+                raise ArgumentError(argument, None, expected)
+            check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
 
 
 def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
@@ -49,6 +111,10 @@ def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
     for name, need in zip(NAMES, needs, strict=True):
         if need:
             p: Any = getattr(weights, name)
+            joint = getattr(p, "joint_main_grad", None)
+            if joint is not None:
+                found[name] = joint.target(p)
+                continue
             found[name] = p.main_grad.detach()
             if getattr(p, "overwrite_main_grad", False):
                 found[name].zero_()
@@ -57,6 +123,8 @@ def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
 
 def added(p: Any) -> Tensor | None:
     """Say that p's gradient is in its main_grad; return what autograd is given."""
+    if hasattr(p, "joint_main_grad"):  # so that autograd comes by
+        return torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
     if not hasattr(p, "grad_added_to_main_grad"):
         return None
     p.grad_added_to_main_grad = True

@@ -6,6 +6,7 @@ Every rank holds all parts behind its routed experts, and its tokens take its ow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,9 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import MAX_TOP_K, Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.table import SCALE_GROUP
+from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.frontend import main_grad
 from megamoe.frontend.rows import finite_factor
 
 
@@ -157,11 +160,19 @@ class SharedExperts:
         routed, shared = {n: t[:num] for n, t in named}, {n: t[num:] for n, t in named}
         return ExpertWeights(**routed), ExpertWeights(**shared)
 
-    def join(self, routed: ExpertWeights, shared: ExpertWeights) -> ExpertWeights:
+    def join(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights,
+        *,
+        accumulate_into_main_grad: bool = False,
+    ) -> ExpertWeights:
         """Return the weights that the layer takes, [L + n, ...]; the gradient goes back to both.
 
         routed: L experts. shared: n experts, as parts() returns them. Without a copy where they are views that split()
         has returned, or parameters over these; otherwise both are copied, and so in every call under torch.compile.
+        accumulate_into_main_grad: for a layer with it: gradients of w13 and w2 go to `main_grad` of those given here,
+            by the kernel itself where these lie behind each other, too, else by way of a tensor of fp32.
         Raises ArgumentError for tensors that do not belong together.
         """
         _check_kind(routed=routed, shared=shared)
@@ -169,12 +180,16 @@ class SharedExperts:
         routed.validate(replace(problem, num_experts=self.routed_problem.num_experts), device)
         made = {}
         for name, mine in routed.named().items():
-            theirs, shape = getattr(shared, name), (self.count, *mine.shape[1:])
+            given = theirs = getattr(shared, name)
+            shape = self.count, *mine.shape[1:]
             flat = (self.count, *mine.flatten(1, 2).shape[1:]) if mine.dim() > 3 else shape
             if isinstance(theirs, Tensor) and tuple(theirs.shape) == flat:
                 theirs = theirs.view(shape)  # planes apart
             check_tensor(f"shared.{name}", theirs, shape, mine.dtype, device, contiguous=False)
-            made[name] = _joined(mine, theirs)
+            adds = accumulate_into_main_grad and name in main_grad.NAMES
+            whole = _joined(mine, theirs, (mine, given) if adds else None)
+            wanted = mine.requires_grad or theirs.requires_grad
+            made[name] = made_of(whole, (mine, theirs), trains=wanted)
         for name in shared.named().keys() - made.keys():
             raise ArgumentError(f"shared.{name}", "given", "None, as the routed experts have it")
         return ExpertWeights(**made)
@@ -196,32 +211,48 @@ def _check_kind(**given: Any) -> None:
             raise ArgumentError(name, type(weights).__name__, "ExpertWeights")
 
 
-def _joined(routed: Tensor, shared: Tensor) -> Tensor:
-    whole: Tensor = _Joined.apply(routed, shared)
+def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> Tensor:
+    """adds_to: whose main_grad gradients are added to."""
+    joint = None
+    if adds_to is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sizes = len(routed), len(shared)
+        joint = main_grad.Joint(adds_to, lambda whole: whole.split(sizes), _as_one)
+    whole: Tensor = _Joined.apply(joint, routed, shared)
+    if joint is not None and whole.requires_grad:
+        joint.give(whole)
     return whole
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return rows of one tensor and those of another as a view, where they lie so."""
+    routed, shared = parts
+    if not _lies_behind(routed, shared):
+        return None
+    shape = len(routed) + len(shared), *routed.shape[1:]
+    return routed.detach().as_strided(shape, routed.stride())
 
 
 class _Joined(torch.autograd.Function):
     """Rows of one tensor, then those of another, as one; a view where they lie so."""
 
     @staticmethod
-    def forward(ctx: Any, routed: Tensor, shared: Tensor) -> Tensor:
-        ctx.num = len(routed)
-        if not torch.compiler.is_compiling() and _lies_behind(routed, shared):
-            # Counted apart, a write to the shared ones before backward would not be seen.
-            ctx.save_for_backward(shared)
-            shape = len(routed) + len(shared), *routed.shape[1:]
-            # Detached and then strided, it has the count of writes that both have.
-            return routed.detach().as_strided(shape, routed.stride())
+    def forward(ctx: Any, joint: main_grad.Joint | None, routed: Tensor, shared: Tensor) -> Tensor:
+        ctx.num, ctx.joint = len(routed), joint
+        whole = None if torch.compiler.is_compiling() else _as_one((routed, shared))
+        if whole is not None:
+            ctx.save_for_backward(routed, shared)  # the view counts writes to the former only
+            return whole
         if routed.element_size() > 1:
             return torch.cat([routed, shared])
         halves = [t.view(torch.uint8) for t in (routed, shared)]  # e4m3 is not joined everywhere
         return torch.cat(halves).view(routed.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        _ = ctx.saved_tensors  # raises where they were written since
-        return grad[: ctx.num], grad[ctx.num :]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises where one was written to
+        if ctx.joint is not None and ctx.joint.used:
+            return None, *ctx.joint.add()
+        return None, grad[: ctx.num], grad[ctx.num :]
 
 
 def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
@@ -230,7 +261,4 @@ def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
     if not len(routed) or routed.stride() != shared.stride():
         return False
     end = routed.storage_offset() + len(routed) * routed.stride(0)
-    if shared.storage_offset() != end or routed.is_inference() != shared.is_inference():
-        return False
-    # Counted apart, a write to the shared ones would leave FP8 copies of both as they were.
-    return routed.is_inference() or routed._version == shared._version
+    return shared.storage_offset() == end and routed.is_inference() == shared.is_inference()

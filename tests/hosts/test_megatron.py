@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megamoe.config import ACTIVATIONS, Activation
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.frontend import main_grad
 from megamoe.testing import assert_close, same_bits
 from megamoe.testing.copies import watched
 
@@ -361,13 +362,11 @@ def test_parameters_of_the_distributed_optimizer_are_read_in_place(dtype):
     assert layer._descending
     weights = weights_of(layer.experts, adding=True, descending=True)
     last = layer.experts.local_experts[-1]
-    for found, parameter in (
-        (weights.w13, last.linear_fc1.weight),
-        (weights.w2, last.linear_fc2.weight),
-    ):
-        assert found.data_ptr() == parameter.data_ptr()
-        assert found.main_grad.dtype == dtype
-        assert found.main_grad.data_ptr() == parameter.main_grad.data_ptr()
+    mains = main_grad.targets(weights, (True, True))
+    for name, parameter in (("w13", last.linear_fc1.weight), ("w2", last.linear_fc2.weight)):
+        assert getattr(weights, name).data_ptr() == parameter.data_ptr()
+        assert mains[name].dtype == dtype
+        assert mains[name].data_ptr() == parameter.main_grad.data_ptr()
     before = layer(rows())[0]
     for p in layer.experts.parameters():
         p.data = p.data.clone()  # the order stays
