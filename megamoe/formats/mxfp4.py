@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.errors import ArgumentError
 from megamoe.formats.planes import by_plane, rows_of
-from megamoe.formats.table import MXFP4, MXFP4_GROUP, SCALE_GROUP
+from megamoe.formats.table import MXFP4, MXFP4_GROUP, MXFP4_HEADER, SCALE_GROUP
 
 BIAS = 127  # of a scale's exponent
 NAN_SCALE = 255
@@ -23,6 +23,8 @@ _PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 _SCALES = (torch.uint8, torch.float8_e8m0fnu)
 # Of a block: 64 columns (a pipeline slot beside bf16), row, 32 columns.
 _HALVES, _ROWS, _GROUPS = 2, SCALE_GROUP, 2
+# Of e4m3's exponents a block can have, with the largest number as 384: what is `plain` needs no rounding.
+_PLAIN_BINADES, _LEAST_LARGEST = 11, 7
 
 
 def _power(exponent: Tensor) -> Tensor:
@@ -100,22 +102,42 @@ def dequantize_mxfp4(
 def arrange_scales(plain: Tensor, planes: int = 1) -> Tensor:
     """Bring scales from a checkpoint's order into the kernel's.
 
-    plain: [L, P*I, K/32] or [L, P, I, K/32] uint8 -> [L, P*ceil(I/128), ceil(K/128), 512] uint8. The 512 of a block are
-    [2, 128, 2]: 64 columns, row, 32 columns. Blocks restart at each plane; what is beyond the last row or column is 0.
+    plain: [L, P*I, K/32] or [L, P, I, K/32] uint8 -> [L, P*ceil(I/128), ceil(K/128), 528] uint8. Of the 528 of a block
+    the first is its largest scale, the second 1 where all others are at most eleven binades below, and 14 are not used;
+    512 are the scales, [2, 128, 2]: 64 columns, row, 32 columns. Blocks restart at each plane; what is beyond the last
+    row or column is 0.
     """
     plain = by_plane(plain, planes)
     num, planes, rows, groups = plain.shape
     of_block = _HALVES * _GROUPS
     n, k = -(-rows // _ROWS), -(-groups // of_block)
-    padded = torch.nn.functional.pad(plain, (0, k * of_block - groups, 0, n * _ROWS - rows))
-    blocks = padded.view(num, planes * n, _ROWS, k, _HALVES, _GROUPS).permute(0, 1, 3, 4, 2, 5)
-    return blocks.reshape(num, planes * n, k, MXFP4.block_scales)
+
+    def blocks(padding: int) -> Tensor:
+        edges = (0, k * of_block - groups, 0, n * _ROWS - rows)
+        padded = torch.nn.functional.pad(plain, edges, value=padding)
+        by_block = padded.view(num, planes * n, _ROWS, k, _HALVES, _GROUPS).permute(
+            0, 1, 3, 4, 2, 5
+        )
+        return by_block.flatten(-3)
+
+    scales = blocks(0)
+    arranged = scales.new_zeros((*scales.shape[:3], MXFP4.block_scales))
+    largest = scales.amax(-1)
+    arranged[..., 0] = largest
+    below = largest.int().clamp_min(_LEAST_LARGEST) - blocks(NAN_SCALE).amin(-1).int()
+    arranged[..., 1] = below <= _PLAIN_BINADES
+    arranged[..., MXFP4_HEADER:] = scales
+    return arranged
 
 
 def plain_scales(scales: Tensor, planes: int, rows: int, width: int) -> Tensor:
     """Invert arrange_scales: -> [L, P*I, K/32] uint8."""
     num, height, k, _ = scales.shape
-    blocks = scales.view(num, height, k, _HALVES, _ROWS, _GROUPS).permute(0, 1, 4, 2, 3, 5)
+    blocks = (
+        scales[..., MXFP4_HEADER:]
+        .unflatten(-1, (_HALVES, _ROWS, _GROUPS))
+        .permute(0, 1, 4, 2, 3, 5)
+    )
     padded = blocks.reshape(num, planes, height // planes * _ROWS, k * _HALVES * _GROUPS)
     groups = width // MXFP4_GROUP
     return padded[:, :, :rows, :groups].reshape(num, planes * rows, groups)

@@ -71,6 +71,7 @@ BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
+MXFP4_HEADER = 16  # bytes before a block's powers, see arrange_scales()
 MXFP4 = Format(
     "mxfp4",
     torch.uint8,
@@ -78,7 +79,7 @@ MXFP4 = Format(
     6.0,
     packed=2,
     scale_dtype=torch.uint8,
-    block_scales=SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
+    block_scales=MXFP4_HEADER + SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
     multiple=MXFP4_GROUP,
     cpp="Mxfp4",
 )

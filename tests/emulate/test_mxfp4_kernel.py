@@ -17,7 +17,8 @@ from torch import Tensor
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference import forward
 from megamoe.config import Activation, Problem
-from megamoe.formats.mxfp4 import MAGNITUDES, arrange_scales
+from megamoe.formats.mxfp4 import MAGNITUDES, arrange_scales, plain_scales
+from megamoe.formats.table import MXFP4_HEADER
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
@@ -29,24 +30,21 @@ CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/m
 def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
     """Return MXFP4 weights of any bits, with scales within 2^spread of each other."""
     g = torch.Generator().manual_seed(seed)
+    planes, rows = problem.activation.planes, problem.intermediate
+    plain = {
+        "w13_scale": (planes * rows, problem.hidden // 32),
+        "w2_scale": (problem.hidden, rows // 32),
+    }
     found = {}
     for name, (shape, dtype) in expected_weights(problem).items():
-        if name.startswith("b"):
+        if name in plain:
+            bits = torch.randint(spread + 1, (shape[0], *plain[name]), generator=g)
+            scales = (bits + CENTRE - spread).to(torch.uint8)
+            found[name] = arrange_scales(scales, planes if name == "w13_scale" else 1)
+        elif name.startswith("b"):
             found[name] = torch.randn(shape, generator=g) / 8
-            continue
-        high = spread + 1 if name.endswith("scale") else 256
-        bits = torch.randint(high, shape, generator=g)
-        found[name] = (bits + (CENTRE - spread if name.endswith("scale") else 0)).to(dtype)
-    # beyond the last row and column scales are 0
-    planes = problem.activation.planes
-    for name, rows, width in (
-        ("w13_scale", problem.intermediate, problem.hidden),
-        ("w2_scale", problem.hidden, problem.intermediate),
-    ):
-        ones = torch.ones(
-            1, planes if name == "w13_scale" else 1, rows, width // 32, dtype=torch.uint8
-        )
-        found[name] *= arrange_scales(ones, ones.shape[1])
+        else:
+            found[name] = torch.randint(256, shape, generator=g).to(dtype)
     return ExpertWeights(**found)
 
 
@@ -60,7 +58,7 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
         (dense.w13, w.w13_scale, problem.activation.planes),
         (dense.w2, w.w2_scale, 1),
     ):
-        largest = scales.amax(-1).int().clamp(min=LEAST)
+        largest = scales[..., MXFP4_HEADER:].amax(-1).int().clamp(min=LEAST)
         power = torch.ldexp(torch.ones(largest.shape), largest - 127 - HEADROOM)
         rows = values.shape[1] // planes
         blocks = power.unflatten(1, (planes, -1)).repeat_interleave(128, 2)[:, :, :rows]
@@ -164,7 +162,9 @@ def test_a_nan_scale_makes_its_expert_nan_and_no_other(precision: str) -> None:
     problem = Problem(160, 96, 3, 1, max_tokens=40, precision=precision)
     inputs, weights = make_inputs(problem, 40), random_bits(problem, 3, 1)
     assert weights.w2_scale is not None
-    weights.w2_scale[1, 0, 0, 5] = 255
+    plain = plain_scales(weights.w2_scale, 1, problem.hidden, problem.intermediate)
+    plain[1, 2, 1] = 255
+    weights = replace(weights, w2_scale=arrange_scales(plain))
     call = [inputs.x], [inputs.topk_ids], [inputs.topk_weights]
     y = Emulation(problem).forward_all(*call, [weights])[0]
     hit = (inputs.topk_ids == 1).any(-1)

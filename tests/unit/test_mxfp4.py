@@ -47,6 +47,23 @@ def plainly(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (numbers * power[..., None]).flatten(-2)
 
 
+def test_a_block_says_what_its_scales_are() -> None:
+    scales = torch.full((1, 130, 8), 100, dtype=torch.uint8)  # two blocks of rows, two of columns
+    scales[0, 0, 0], scales[0, 127, 3] = 111, 102
+    scales[0, 5, 4], scales[0, 6, 5] = 111, 99
+    scales[0, 128, 0] = 255
+    scales[0, 129, 4:] = 3
+    header = arrange_scales(scales)[0, ..., :2]
+    assert header.tolist() == [[[111, 1], [111, 0]], [[255, 0], [100, 0]]]
+
+
+def test_padding_and_small_scales_are_plain_where_kernels_count_on_it() -> None:
+    few = torch.tensor([[[7, 1]]], dtype=torch.uint8)  # a block of one row and 64 columns
+    assert arrange_scales(few)[0, 0, 0, :2].tolist() == [7, 1]
+    assert arrange_scales(few - 1)[0, 0, 0, :2].tolist() == [6, 1]
+    assert arrange_scales(few * 2)[0, 0, 0, :2].tolist() == [14, 0]
+
+
 @pytest.mark.parametrize(("rows", "width", "planes"), [(96, 160, 2), (130, 64, 1), (256, 288, 2)])
 def test_values_are_those_of_the_specification(rows: int, width: int, planes: int) -> None:
     blocks, scales = checkpoint(3, planes * rows, width)
@@ -146,8 +163,8 @@ def test_weights_are_checked_before_anything_runs() -> None:
     for name, change, message in (
         ("w13", lambda t: t[..., :-1], r"weights.w13.shape is \[4, 192, 79\]"),
         ("w2", lambda t: t.view(torch.int8), "weights.w2.dtype is torch.int8"),
-        ("w13_scale", lambda t: t[..., :-2], r"weights.w13_scale.shape is \[4, 2, 2, 510\]"),
-        ("w2_scale", lambda t: None, r"weights.w2_scale is None, expected torch.uint8 \[4, 2, 1, 512\]"),
+        ("w13_scale", lambda t: t[..., :-2], r"weights.w13_scale.shape is \[4, 2, 2, 526\]"),
+        ("w2_scale", lambda t: None, r"weights.w2_scale is None, expected torch.uint8 \[4, 2, 1, 528\]"),
     ):  # fmt: skip
         changed = replace(w, **{name: change(getattr(w, name))})
         with pytest.raises(ArgumentError, match=message):

@@ -7,9 +7,17 @@
 
 namespace megamoe {
 
+// The scales of 128 x 128 numbers: a header, and exponents, [2, 128 rows, 2].
+struct ScaleHeader {
+    uint8_t largest;   // exponent
+    uint8_t is_plain;  // all others are at most eleven binades below
+    uint8_t unused[14];
+};
+constexpr int block_scales = 512, block_bytes = sizeof(ScaleHeader) + block_scales;
+
 // What stands in the place of a half of B until it is expanded, for a step of K: its rows, `row_bytes` each,
 // with the swizzle of that width. Its scales, [slot_k / 64, 128 rows, 2], are in the slot's own place for
-// them. A thread of the warpgroup that expands it takes every 128th unit: 32 numbers with their scale. All of
+// them, behind the block's header where e4m3 is made of them. A thread of the warpgroup that expands it takes every 128th unit: 32 numbers with their scale. All of
 // a thread's stand at the same place of rows that are alike for the swizzles.
 template <class Rows>
 struct PackedHalf {
@@ -19,8 +27,14 @@ struct PackedHalf {
     static constexpr int num_units = scale_group * row_units;  // in a half
     static constexpr int unit_bytes = group / 2, row_bytes = row_units * unit_bytes;  // packed
     static constexpr int num_bytes = num_units * unit_bytes;
-    static constexpr int scale_bytes = num_units;
+    static constexpr int header_bytes = Rows::element_bytes == 1 ? sizeof(ScaleHeader) : 0;
+    static constexpr int scale_bytes = header_bytes + num_units;
     static constexpr int scale_offset(int step, int half) { return (2 * step + half) * scale_bytes; }
+    // Where those of a step of K begin among the blocks'.
+    static MEGAMOE_DEVICE int64_t scales_at(int step) {
+        constexpr int steps = block_scales / num_units, first = sizeof(ScaleHeader) - header_bytes;
+        return int64_t{step / steps} * block_bytes + first + step % steps * num_units;
+    }
 
     static constexpr unsigned threads = 128, rows_apart = threads / row_units;
     static constexpr int num_shares = num_units / threads;  // units of a thread
@@ -33,7 +47,7 @@ struct PackedHalf {
     static MEGAMOE_DEVICE unsigned packed_at() { return swizzled(thread() * unit_bytes); }
     static MEGAMOE_DEVICE unsigned scale_at() {
         unsigned row = thread() / row_units, k = thread() % row_units;
-        return k / 2 * (2 * scale_group) + 2 * row + k % 2;
+        return header_bytes + k / 2 * (2 * scale_group) + 2 * row + k % 2;
     }
     static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
         unsigned row = thread() / row_units, k = thread() % row_units;
@@ -45,7 +59,6 @@ struct Mxfp4Weights {
     static constexpr int packed = 2;
     static constexpr bool expanded = true, k_major = true;
     static constexpr bool scaled = false;    // by the math warps: its scales come with the numbers
-    static constexpr int block_bytes = 512;  // scales of 128 x 128 numbers
     static constexpr int slot_scale_bytes = 4 * block_bytes;  // two steps of two halves
 
     // Where a tile's scales are.
@@ -63,7 +76,7 @@ struct Mxfp4Weights {
         // Those of both halves and a step of K.
         template <class Packed>
         MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int step) const {
-            const uint8_t* from = half0_ + int64_t{step} * Packed::scale_bytes;
+            const uint8_t* from = half0_ + Packed::scales_at(step);
             arch::bulk_load(to, from, Packed::scale_bytes, full);
             arch::bulk_load(to + Packed::scale_bytes, from + to_half1_, Packed::scale_bytes, full);
         }
@@ -103,17 +116,11 @@ struct ExpandTo<E4m3Rows> {
 
     struct Half {
         int largest;
+        bool is_plain;
         MEGAMOE_DEVICE explicit Half(const uint8_t* scales) {
-            static_assert(Packed::scale_bytes == 32 * sizeof(uint4_t));
-            uint4_t v = reinterpret_cast<const uint4_t*>(scales)[arch::lane_idx()];
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            // Of 16 bits the upper byte decides: the odd scales as they are, the even ones a byte further up.
-            uint32_t most = arch::larger_u16x2(words[0], words[0] << 8);
-            MEGAMOE_UNROLL
-            for (int i = 1; i < 4; ++i)
-                most = arch::larger_u16x2(most, arch::larger_u16x2(words[i], words[i] << 8));
-            most = arch::largest_of_warp(arch::larger_u16x2(most, most >> 16) & 0xffff) >> 8;
-            largest = max_of(static_cast<int>(most), headroom + 1);
+            auto* header = reinterpret_cast<const ScaleHeader*>(scales);
+            largest = max_of(int{header->largest}, headroom + 1);
+            is_plain = header->is_plain != 0;
         }
         // The half's power of two; NaN where a scale is.
         MEGAMOE_DEVICE float scale() const {
@@ -123,14 +130,10 @@ struct ExpandTo<E4m3Rows> {
 
     using LookUp = Magnitudes;
 
-    // Are all scales at most eleven binades below the largest? Then a power of two is an exponent more for
-    // all codes but zero's.
+    // Then a power of two is an exponent more for all codes but zero's.
     template <int num>
-    static MEGAMOE_DEVICE bool plain(const Half& half, const int (&scales)[num]) {
-        int least = scales[0];
-        MEGAMOE_UNROLL
-        for (int i = 1; i < num; ++i) least = min_of(least, scales[i]);
-        return least + headroom - half.largest >= -5;
+    static MEGAMOE_DEVICE bool plain(const Half& half, const int (&)[num]) {
+        return half.is_plain;
     }
     // Magnitudes times powers of two in e4m3. Where not all are `plain`, numbers are rounded one by one.
     template <bool all_plain, int num>

@@ -26,7 +26,8 @@ struct PackedRows {
     static constexpr int to_next = 8 * Packed::row_bytes;
     // Two scales, those of 64 numbers, of row 8 * i.
     MEGAMOE_DEVICE uint32_t two_scales(const uint8_t* scales, int i, int pair) const {
-        return *reinterpret_cast<const uint16_t*>(scales + 2 * row + 16 * i + 2 * scale_group * pair);
+        return *reinterpret_cast<const uint16_t*>(scales + Packed::header_bytes + 2 * row + 16 * i +
+                                                  2 * scale_group * pair);
     }
 };
 

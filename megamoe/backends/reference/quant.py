@@ -72,11 +72,12 @@ def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
     return q.float() * scale[n][:, k]
 
 
+HEADER = 16  # bytes before a block's scales
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
-    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 512] -> fp32, number by number."""
+    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 528] -> fp32, number by number."""
     height, width = packed.shape[0], 2 * packed.shape[1]
     rows = height // planes
     n = torch.arange(height, device=packed.device)[:, None]
@@ -85,7 +86,7 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
     top = n // rows * -(-rows // GROUP)  # the plane's first block
     n = n % rows
-    within = k // 64 % 2 * 256 + n % GROUP * 2 + k // 32 % 2
+    within = HEADER + k // 64 % 2 * 256 + n % GROUP * 2 + k // 32 % 2
     power = scale[top + n // GROUP, k // GROUP, within].view(torch.float8_e8m0fnu)
     return table[code.long()] * power.float()
 

@@ -51,17 +51,6 @@ inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t selector) {
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     return pack_bf16x2(bf16_lo(a) * bf16_lo(b), bf16_hi(a) * bf16_hi(b));
 }
-inline uint32_t larger_u16x2(uint32_t a, uint32_t b) {
-    uint32_t lo = (a & 0xffff) > (b & 0xffff) ? a & 0xffff : b & 0xffff;
-    return lo | ((a >> 16) > (b >> 16) ? a >> 16 : b >> 16) << 16;
-}
-inline uint32_t largest_of_warp(uint32_t v) {
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        uint32_t other = shfl_xor(v, mask);
-        v = other > v ? other : v;
-    }
-    return v;
-}
 inline uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
     return i < limit ? load_streaming(v + i) : uint4_t{0, 0, 0, 0};
 }

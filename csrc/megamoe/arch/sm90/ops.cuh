@@ -330,8 +330,6 @@ MEGAMOE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     return r;
 }
 // Of two 16-bit halves each.
-MEGAMOE_DEVICE uint32_t larger_u16x2(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-MEGAMOE_DEVICE uint32_t largest_of_warp(uint32_t v) { return __reduce_max_sync(~0u, v); }
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }
