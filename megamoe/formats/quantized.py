@@ -1,7 +1,8 @@
-"""Rows of x that the caller has quantized, as they go through the backends in place of x."""
+"""Rows of x that the caller has quantized, as they go through the backends; weights that stay quantized."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,3 +29,16 @@ class QuantizedRows(NamedTuple):
         """Return the rows of some tokens; e4m3 itself cannot be indexed everywhere."""
         q = self.q.view(torch.uint8)[tokens].view(self.q.dtype)
         return QuantizedRows(q, self.scale[tokens])
+
+
+def keeping(
+    quantized: Sequence[Tensor], fn: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Return fn, as nn.Module._apply takes it, but that these keep their types: they move, and are not cast."""
+
+    def move(t: Tensor) -> Tensor:
+        made = fn(t)
+        cast = made.dtype != t.dtype and any(t is q for q in quantized)
+        return t.to(made.device) if cast else made
+
+    return move

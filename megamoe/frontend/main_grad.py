@@ -33,8 +33,8 @@ _placeholders: dict[Any, Tensor] = {}
 class Joint:
     """Where gradients of a tensor that was joined of parameters are added: where their main_grad lie as it does.
 
-    Where these lie otherwise, a backward pass adds to a tensor of fp32, which add() brings to them: the node that joined
-    them calls it, where autograd comes by behind all uses of the joined tensor.
+    Where these lie otherwise, a backward pass adds to a tensor of fp32, which add() brings to them. What joined them
+    calls it, where autograd comes by behind all uses of the joined tensor.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.formats.quantized import keeping
 from megamoe.formats.table import E4M3_BLOCKS, MXFP4, Format
 from megamoe.formats.weights import (
     ExpertWeights,
@@ -262,6 +263,11 @@ class MegaMoE(nn.Module):
             setattr(self, name, tensor if "scale" in name else nn.Parameter(tensor, False))
         self.invalidate()
 
+    def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
+        """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
+        loaded = [getattr(self, n) for n in _QUANTIZED] if self.w13_scale is not None else []
+        return super()._apply(keeping(loaded, fn), recurse)
+
     @torch.no_grad()
     def distribute(self, mesh: DeviceMesh) -> MegaMoE:
         """Make the parameters DTensors, Shard(0) over `mesh`, whose ranks are those of the group. Returns self.
@@ -302,10 +308,7 @@ class MegaMoE(nn.Module):
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count.
-
-        megamoe.invalidate() does so for all layers and lists such writes.
-        """
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
         self._known = None
         self._layer.invalidate()
 
@@ -342,9 +345,6 @@ class MegaMoE(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what print(layer) shows."""
-        p = self.problem
-        return (
-            f"hidden={p.hidden}, intermediate={p.intermediate}, num_experts={p.num_experts}, "
-            f"top_k={p.top_k}, ep_size={p.ep_size}, rank={p.rank}, precision={p.precision}, "
-            f"activation={p.activation.kind}, backend={self.backend}"
-        )
+        names = ["hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "precision"]
+        sizes = ", ".join(f"{name}={getattr(self.problem, name)}" for name in names)
+        return f"{sizes}, activation={self.problem.activation.kind}, backend={self.backend}"

@@ -182,6 +182,32 @@ def test_casting_the_model_keeps_the_layer_working():
     assert_close(layer(inputs.x, inputs.topk_ids, inputs.topk_weights), y, relative=0.02)
 
 
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "float", "double"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4"])
+def test_casting_leaves_quantized_weights_as_they_are(precision, cast):
+    """As of torchao's tensors, and of integers: their scales hold for these bits only."""
+    layer = make(hidden=64, precision=precision)
+    given = make_weights(layer.problem)
+    if precision == "fp8":
+        layer.load_fp8_weights(given.w13, given.w2, given.w13_scale, given.w2_scale)
+    else:
+        layer.load_mxfp4_weights(given)
+    inputs = make_inputs(layer.problem, 4)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), layer)
+    with torch.no_grad():
+        y = layer(inputs.x, inputs.topk_ids, inputs.topk_weights)
+        before = {name: (t, t.dtype) for name, t in layer.state_dict().items()}
+        getattr(net, cast)()
+        assert net[0].weight.dtype == getattr(torch, cast)
+        for name, t in layer.state_dict().items():
+            assert t.dtype == before[name][1]
+            assert t.data_ptr() == before[name][0].data_ptr()
+        assert torch.equal(layer(inputs.x, inputs.topk_ids, inputs.topk_weights), y)
+    meta = layer.to("meta", dtype=torch.bfloat16)
+    assert {t.device.type for t in meta.state_dict().values()} == {"meta"}
+    assert meta.w13.dtype == before["w13"][1]
+
+
 def on_two_ranks(rank):
     group = dist.group.WORLD
     out = {}
