@@ -183,13 +183,13 @@ MEGAMOE_DEVICE int gradient_rows(const Args& args, Stage stage) {
 MEGAMOE_DEVICE int gradient_columns(const Args& args, Stage stage) {
     return stage == Stage::dw13 ? args.gemm[0].k : args.gemm[0].n;
 }
-// Where the m-block of a weight tile begins.
+// Where the m-block of a weight tile begins. A matrix has at most two planes: no division.
 template <class S>
 struct GradientBlock {
     int plane, row;
     MEGAMOE_DEVICE GradientBlock(const Args& args, const Tile& tile) {
         int blocks = ceil_div(gradient_rows(args, tile.stage), S::rows);
-        plane = tile.block / blocks;
+        plane = tile.block < blocks ? 0 : 1;
         row = (tile.block - plane * blocks) * S::rows;
     }
 };
