@@ -8,10 +8,11 @@
 namespace megamoe {
 
 // Weight tiles need all of gemm1: this CTA's share is stored. Not said after an abort, when it may be
-// garbage.
+// garbage, nor in a phase that makes pre-activations again: that is not gemm1.
 template <class T>
 class Gemm1Stored {
   public:
+    MEGAMOE_DEVICE explicit Gemm1Stored(const Context& ctx) : said_(recomputes<T>(ctx)) {}
     MEGAMOE_DEVICE void look(Context& ctx, bool done) {
         if constexpr (T::direction == Direction::backward) {
             if (!done || said_) return;
@@ -21,7 +22,7 @@ class Gemm1Stored {
     }
 
   private:
-    bool said_ = false;
+    bool said_;
 };
 
 // A pipeline slot whose inputs math has overwritten with outputs, and which it left to this thread to give
@@ -72,7 +73,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
     // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
     ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx, dealt);
-    Gemm1Stored<T> stored;
+    Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
         if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
