@@ -188,7 +188,7 @@ FLAWS = {
         "if constexpr (T::Gemm1::B::expanded) ring.await(ctx.mem, tile_smem<T>().expanded);",
         "",
     ),
-    "not meeting before writing": ("gemm/mainloop.cuh", "[] { math_group_sync(); }", "[] {}"),
+    "not meeting before writing": ("gemm/mainloop.cuh", "[&] { math_group_sync(half); }", "[] {}"),
     "an absent tile's slots do not pass": (
         "gemm/mainloop.cuh",
         "if constexpr (T::Gemm1::B::expanded) pass_half<T>(ctx, ring);",

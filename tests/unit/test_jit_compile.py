@@ -91,13 +91,7 @@ def test_the_cubin_states_its_abi(built):
     assert 64 << 10 < check_abi(result.cubin, str(variant)) <= SMEM_LIMIT
 
 
-SPILLS = pytest.mark.xfail(reason="8 bytes since its expansion was shortened", strict=True)
-
-
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(p, marks=SPILLS if p == "fp8xmxfp4" else ()) for p in PRECISIONS],
-)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_profile_variant_compiles(precision):
     result = compile_variant(Variant(precision, "swiglu", profile=True))
     assert (result.stack_bytes, result.spill_bytes) == (0, 0)

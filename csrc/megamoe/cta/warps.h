@@ -62,7 +62,7 @@ MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_
 
 // Which of the two math warpgroups this is.
 MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
-MEGAMOE_DEVICE void math_group_sync() { arch::named_sync(first_math_barrier + math_group(), 128); }
+MEGAMOE_DEVICE void math_group_sync(int group) { arch::named_sync(first_math_barrier + group, 128); }
 MEGAMOE_DEVICE void math_sync() { arch::named_sync(math_barrier, math_role.num_warps * 32); }
 
 }  // namespace megamoe

@@ -58,7 +58,7 @@ class Expansion {
         using Packed = PackedHalf<typename T::Gemm1::A>;
         expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half],
                                           smem.slots[slot].scales + Packed::scale_offset(0, half),
-                                          &smem.b_scale[slot][half], [] { math_group_sync(); });
+                                          &smem.b_scale[slot][half], [&] { math_group_sync(half); });
         pass_half<T>(ctx_, ring_);
         ring_.advance();
     }
