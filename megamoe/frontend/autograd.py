@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from megamoe import transforms
 from megamoe.errors import ArgumentError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
@@ -255,8 +255,8 @@ def watched() -> bool:
     """Whether a mode or a transform has to see the operators."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or transforms.functional()
+        or transforms.forward_mode()
     )
 
 
@@ -272,16 +272,11 @@ def refuse_tangents(tensors: Sequence[Tensor | None]) -> None:
                 "the layer was called inside torch.func.grad, vjp or jacrev, expected torch.autograd: "
                 "its operators have no functional transform"
             )
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise ArgumentError(
-                "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "
-                "given, expected reverse mode: the layer has no forward-mode derivative"
-            )
+    if transforms.has_tangent(tensors):
+        raise ArgumentError(
+            "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "
+            "given, expected reverse mode: the layer has no forward-mode derivative"
+        )
 
 
 def apply(

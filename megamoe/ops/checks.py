@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamoe import transforms
 from megamoe.config import MAX_LOCAL_EXPERTS
 from megamoe.errors import ArgumentError
 from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_strides
@@ -16,6 +17,15 @@ MAX_WIDTH = 1 << 24
 
 def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
+
+
+def check_mode(*tensors: Tensor | None) -> None:
+    """Refuse what custom operators would not see: tangents of forward mode, and the tensors of torch.func."""
+    compiling = torch.compiler.is_compiling()  # then nothing can be asked of tensors
+    if not compiling and transforms.functional():
+        refuse("a transform of torch.func", "active", "torch.autograd's backward()")
+    if transforms.forward_mode() if compiling else transforms.has_tangent(tensors):
+        refuse("a forward-mode tangent", "given", "reverse mode: the operators have no other")
 
 
 def check_rows(

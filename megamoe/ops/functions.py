@@ -32,6 +32,7 @@ def grouped_mm(
     of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32.
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
+    checks.check_mode(x, w, bias)
     checks.check_rows("x", x, dtype=_type(scales))
     checks.check_weights("w", w, x)
     if w.shape[1] != x.shape[1]:
@@ -62,6 +63,7 @@ def grouped_mm_swiglu(
     ConfigError.
     """
     act = activation_by_name(activation)
+    checks.check_mode(x, w_up, bias)
     checks.check_rows("x", x, dtype=_type(scales))
     w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
     checks.check_offs(offs, w.shape[0], x)
@@ -95,6 +97,7 @@ def grouped_mm_downproj(
     scales: h and w_down are e4m3; h's by block, as grouped_mm_swiglu returns them, and w_down's, see grouped_mm.
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
+    checks.check_mode(h, w_down, bias)
     checks.check_rows("h", h, dtype=_type(scales))
     if w_down.dim() != 3 or w_down.shape[2] != h.shape[1] or w_down.shape[1] % 8:
         expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
@@ -119,6 +122,7 @@ def grouped_mm_dswiglu(
     ConfigError.
     """
     act = activation_by_name(activation)
+    checks.check_mode(dy, w_down, pre_activation)
     checks.check_rows("dy", dy)
     if w_down.dim() != 3 or w_down.shape[1] != dy.shape[1]:
         checks.refuse("w_down.shape", list(w_down.shape), f"[experts, {dy.shape[1]}, I]")
@@ -149,6 +153,7 @@ def grouped_mm_wgrad(
     Returns [E, N1, N2], or `out`; zeros for an expert without rows. Equal inputs give equal bits. Not differentiable.
     Raises ArgumentError.
     """
+    checks.check_mode(a, b, out)
     checks.check_rows("a", a)
     checks.check_rows("b", b, a)
     num = checks.num_ends(offs, a)
@@ -180,6 +185,7 @@ def grouped_mlp(
     saved, h is not. Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
     """
     act = activation_by_name(activation)
+    checks.check_mode(x, w13, w2, b13, b2)
     checks.check_rows("x", x)
     w13 = checks.check_planes("w13", w13, act.planes, x, x.shape[1])
     num, planes, width = w13.shape[:3]

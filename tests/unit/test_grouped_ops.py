@@ -314,6 +314,45 @@ def test_bad_input_is_refused_by_name(said):
     assert said in str(caught.value)
 
 
+DIFFERENTIATED = {
+    "mm": lambda x: ops.grouped_mm(x, W2, OFFS),
+    "mm, bias": lambda x: ops.grouped_mm(X, W2, OFFS, x[:2, :].reshape(3, I)),
+    "swiglu": lambda x: ops.grouped_mm_swiglu(x, W, OFFS),
+    "downproj": lambda x: ops.grouped_mm_downproj(x, W[:, :8], OFFS),
+    "dswiglu": lambda x: ops.grouped_mm_dswiglu(x, W2, GU, OFFS)[0],
+    "wgrad": lambda x: ops.grouped_mm_wgrad(x, X, OFFS),
+    "wgrad, out": lambda x: ops.grouped_mm_wgrad(X, x, OFFS, out=torch.zeros(3, H, H)),
+    "mlp": lambda x: ops.grouped_mlp(x, W, W2, OFFS),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_other_modes_than_reverse_are_refused(name):
+    """Custom operators drop tangents: jvp would be zero, and no error."""
+    function, dual = DIFFERENTIATED[name], torch.autograd.forward_ad
+    with dual.dual_level():
+        function(X)  # no tangent, nothing to refuse
+        with pytest.raises(ArgumentError, match="a forward-mode tangent is given, expected rev"):
+            function(dual.make_dual(X, torch.ones_like(X)))
+    for transform in (
+        lambda: torch.func.jvp(function, (X,), (X,)),
+        lambda: torch.func.grad(lambda x: function(x).float().sum())(X),
+        lambda: torch.vmap(function)(X[None]),
+    ):
+        with pytest.raises(ArgumentError, match="a transform of torch.func is active, expected to"):
+            transform()
+
+
+def test_forward_mode_is_refused_in_compiled_functions_too():
+    compiled = torch.compile(lambda x: ops.grouped_mm(x, W2, OFFS), backend="eager")
+    y, dual = compiled(X), torch.autograd.forward_ad
+    with dual.dual_level(), pytest.raises(ArgumentError, match="a forward-mode tangent is given"):
+        compiled(dual.make_dual(X, X))
+    with pytest.raises(ArgumentError, match="a forward-mode tangent is given"):
+        torch.compile(lambda x: torch.func.jvp(compiled, (x,), (x,)), backend="eager")(X)
+    assert torch.equal(compiled(X), y)
+
+
 def test_the_snippet_of_the_document_runs():
     text = (Path(__file__).resolve().parents[2] / "docs" / "ops.md").read_text()
     whole, of_fp8 = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

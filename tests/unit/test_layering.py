@@ -11,7 +11,14 @@ PACKAGE = ROOT / "megamoe"
 # lowest first; units of one line may not import each other
 LAYERS = [
     ("errors",),
-    ("env", "formats.table", "formats.planes", "formats.quantized", "formats.versions"),
+    (
+        "env",
+        "transforms",
+        "formats.table",
+        "formats.planes",
+        "formats.quantized",
+        "formats.versions",
+    ),
     ("config",),
     ("backends.order", "backends.statistics", "formats.mxfp4"),
     ("formats.quantization", "backends.reference", "checkpoints"),
