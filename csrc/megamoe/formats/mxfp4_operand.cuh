@@ -111,35 +111,46 @@ struct WideHalf<Bf16Rows> {
 };
 
 // Both halves of a slot, a step of K: their registers and their powers of two.
-template <bool all_plain, class Half>
-MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], const Half (&halves)[2]) {
-    MEGAMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-        typename Half::To::LookUp look_up[Half::num_scales];
-        Half::To::template look_ups<all_plain>(look_up, halves[h].of_half, halves[h].scales);
-        halves[h].expand(a[h], look_up);
+template <class Rows>
+struct WideStepAt {
+    const uint8_t *codes[2], *scales[2];
+    PackedRows<Rows> at;
+    template <class Slot>
+    MEGAMOE_DEVICE WideStepAt(const Slot& slot, int step, const PackedRows<Rows>& at_) : at(at_) {
+        using Packed = PackedHalf<Rows>;
+        MEGAMOE_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            codes[h] = slot.b[h] + step * Packed::num_bytes;
+            scales[h] = slot.scales + Packed::scale_offset(step, h);
+        }
     }
-}
+    // Are both halves plain, as far as this thread's go?
+    template <bool all_plain>
+    MEGAMOE_DEVICE bool expand(WideOperand (&a)[2], float (&scale)[2]) const {
+        using Half = WideHalf<Rows>;
+        const Half halves[2] = {{codes[0], scales[0], at}, {codes[1], scales[1], at}};
+        bool plain = true;
+        MEGAMOE_UNROLL
+        for (int h = 0; h < 2; ++h) {
+            typename Half::To::LookUp look_up[Half::num_scales];
+            Half::To::template look_ups<all_plain>(look_up, halves[h].of_half, halves[h].scales);
+            halves[h].expand(a[h], look_up);
+            scale[h] = halves[h].of_half.scale();
+            plain = plain && Half::To::plain(halves[h].of_half, halves[h].scales);
+        }
+        return plain;
+    }
+};
+// As if all were plain, as they nearly always are: looked at first, that would stand between a thread's reads
+// and what it makes of them. Else once more.
 template <class Rows, class Slot>
 MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], float (&scale)[2], const Slot& slot, int step,
                                 const PackedRows<Rows>& at) {
-    using Half = WideHalf<Rows>;
-    using Packed = PackedHalf<Rows>;
-    auto half = [&](int h) {
-        return Half(slot.b[h] + step * Packed::num_bytes, slot.scales + Packed::scale_offset(step, h), at);
-    };
-    const Half halves[2] = {half(0), half(1)};
-    bool plain = true;
-    MEGAMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-        scale[h] = halves[h].of_half.scale();
-        plain = plain && Half::To::plain(halves[h].of_half, halves[h].scales);
-    }
-    if (arch::ballot(!plain) == 0) {
-        expand_wide<true>(a, halves);
-    } else {
-        expand_wide<false>(a, halves);
-    }
+    WideStepAt<Rows> from(slot, step, at);
+    bool plain = from.template expand<true>(a, scale);
+    if (arch::ballot(!plain) == 0) return;
+    arch::warp_sync();  // reads anew: no register keeps the codes until here
+    from.template expand<false>(a, scale);
 }
 
 }  // namespace megamoe
