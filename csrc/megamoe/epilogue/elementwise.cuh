@@ -12,9 +12,9 @@
 //              and load_input() for load_b, claim_input() in run(), store_input(). slots_before(input): how
 //              many of its output slots are handed over before that
 //
-// Most are element by element: bias, transform(args, sum), then halves of one output. Those derive from
-// Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long when
-// unrolled.
+// Most are element by element: scale, bias, transform(args, sum), then halves of one output. Those derive
+// from Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long
+// when unrolled.
 #pragma once
 #include "megamoe/cta/context.h"
 #include "megamoe/formats/bf16.cuh"
@@ -67,6 +67,24 @@ MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, 
     }
     MEGAMOE_UNROLL_BY(1)
     for (; c < slots; ++c) output(c);
+}
+
+// Sums of weights with a scale for the whole matrix. The product is rounded by itself: fused with what
+// follows in one form of a tile and not in another, their bits would differ.
+template <class T, int n>
+MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
+    using W = typename T::Gemm1::B;
+    if constexpr (W::scales_sums) {
+        const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+        int columns = Shape<T>::scale_columns(ctx.args, tile.stage, scale_group);
+        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile, halves_of<T>(tile.stage, tile.n));
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            float scale = scales.of_sums(half, columns);
+            MEGAMOE_UNROLL
+            for (int i = 0; i < n; ++i) sum[half][i] = arch::mul_rn(sum[half][i], scale);
+        }
+    }
 }
 
 // bias[column], with columns at or past `width` left alone.
@@ -123,6 +141,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     Fragment f;
     bool first = same<E1, E2> || tile.stage == Stage::gemm1;
     const Gemm& gemm = gemm_of(args, tile.stage);
+    scale_sums<T>(ctx, tile, sum);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());

@@ -1,4 +1,4 @@
-// The epilogue of a tile in the wide form (gemm/wide.cuh): bias and transform() as they are, then both
+// The epilogue of a tile in the wide form (gemm/wide.cuh): scale, bias and transform() as they are, then both
 // warpgroups write the tile's rows into the first one's output slots.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
@@ -29,6 +29,7 @@ MEGAMOE_DEVICE void add_bias_wide(const Context& ctx, const Tile& tile, float (&
 template <class T, class Output, int n>
 MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& output, float (&sum)[2][n]) {
     WideFragment f;
+    scale_sums<T>(ctx, tile, sum);
     add_bias_wide<T>(ctx, tile, sum, f);
     of_stage<T>(tile.stage, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;

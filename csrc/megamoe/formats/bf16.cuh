@@ -60,7 +60,7 @@ struct Bf16Rows {
 struct Bf16Weights {
     using Element = bf16_t;
     static constexpr int element_bytes = 2, packed = 1;
-    static constexpr bool scaled = false, k_major = true, expanded = false;
+    static constexpr bool scaled = false, k_major = true, expanded = false, scales_sums = false;
     static constexpr int slot_scale_bytes = 0;
 
     struct Scales {

@@ -6,10 +6,10 @@
 //                    comes with scales; write_half(output, sums, row_scale, f): a half of a
 //                    tile -> output slots of 128 bytes a row; write_columns(...): the same of the wide form
 //   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
-//                    MMAs read (mxfp4.cuh), else Element, element_bytes; scaled; slot_scale_bytes that come
+//                    MMAs read (fp4.cuh), else Element, element_bytes; scaled; slot_scale_bytes that come
 //                    with them; k_major, or as rows of N for each k; Scales(scales, n, columns, tile,
 //                    halves): fetch() reads what the next pipeline slot needs, put(slot) hands it to the math
-//                    warps
+//                    warps; scales_sums: of_sums(half, columns) is what the epilogue multiplies sums by
 //
 // How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
 #pragma once

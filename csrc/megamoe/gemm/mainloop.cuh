@@ -5,7 +5,7 @@
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
-#include "megamoe/formats/mxfp4.cuh"
+#include "megamoe/formats/fp4.cuh"
 #include "megamoe/gemm/bias_gradient.cuh"
 
 namespace megamoe {
@@ -55,10 +55,11 @@ class Expansion {
         await_slot<T>(ctx_, ring_);
         auto& smem = tile_smem<T>();
         int slot = ring_.slot(), half = math_group();
-        using Packed = PackedHalf<typename T::Gemm1::A>;
-        expand_half<typename T::Gemm1::A>(smem.slots[slot].b[half],
-                                          smem.slots[slot].scales + Packed::scale_offset(0, half),
-                                          &smem.b_scale[slot][half], [&] { math_group_sync(half); });
+        using A = typename T::Gemm1::A;
+        using B = typename T::Gemm1::B;
+        uint8_t* scales = smem.slots[slot].scales + PackedHalf<A, B>::scale_offset(0, half);
+        expand_half<A, B>(smem.slots[slot].b[half], scales, &smem.b_scale[slot][half],
+                          [&] { math_group_sync(half); });
         pass_half<T>(ctx_, ring_);
         ring_.advance();
     }
@@ -198,6 +199,8 @@ template <>
 struct Multiply<Bf16Rows, Mxfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
 template <>
 struct Multiply<E4m3Rows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
+template <>
+struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
 
 template <class G>
 using MultiplyOf = Multiply<typename G::A, typename G::B>;

@@ -2,7 +2,7 @@
 // weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either warpgroup has
 // 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
 #pragma once
-#include "megamoe/formats/mxfp4_operand.cuh"
+#include "megamoe/formats/fp4_operand.cuh"
 #include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
@@ -81,11 +81,12 @@ struct WideScales {
 template <class T, int n>
 struct WideStep {
     using Rows = typename T::Gemm1::A;
+    using Packed = PackedRows<Rows, typename T::Gemm1::B>;
     using Slot = typename TileSmem<typename T::Tiling>::PipelineSlot;
     WideOperand a[2];
     float weight_scale[2];
 
-    MEGAMOE_DEVICE void expand(const Slot& slot, int step, const PackedRows<Rows>& at) {
+    MEGAMOE_DEVICE void expand(const Slot& slot, int step, const Packed& at) {
         expand_wide(a, weight_scale, slot, step, at);
     }
     MEGAMOE_DEVICE void issue(WideSums<n>& sum, WideSums<n>& product, arch::Desc rows, bool first) {
@@ -111,10 +112,9 @@ struct WideStep {
 template <class T, int n>
 MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
                                   int slot_steps) {
-    using Rows = typename T::Gemm1::A;
     auto& smem = tile_smem<T>();
     arch::Desc rows = arch::make_desc(smem.slots[0].a);
-    PackedRows<Rows> at;
+    typename WideStep<T, n>::Packed at;
     int quad = WideFragment().quad;
     WideSums<n> product;
     clear<n>(sum);

@@ -9,7 +9,7 @@
 // that; a slot without data and with a tile that is not valid ends the pass.
 #pragma once
 #include "megamoe/cta/tiles.h"
-#include "megamoe/formats/mxfp4.cuh"
+#include "megamoe/formats/fp4.cuh"
 #include "megamoe/gemm/operands.h"
 
 namespace megamoe {
@@ -130,7 +130,7 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
 template <class T, class Weights, class Scales>
 MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int i,
                                 Weights& weights, const Scales& scales) {
-    using Packed = PackedHalf<typename T::Gemm1::A>;
+    using Packed = PackedHalf<typename T::Gemm1::A, typename T::Gemm1::B>;
     auto& smem = tile_smem<T>();
     auto& slot = smem.slots[ring.slot()];
     uint64_t* full = &smem.pipeline.full[ring.slot()];

@@ -51,6 +51,7 @@ inline uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t selector) {
 inline uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     return pack_bf16x2(bf16_lo(a) * bf16_lo(b), bf16_hi(a) * bf16_hi(b));
 }
+inline float mul_rn(float a, float b) { return a * b; }
 inline uint4_t load_streaming_below(const uint4_t* v, int i, int limit) {
     return i < limit ? load_streaming(v + i) : uint4_t{0, 0, 0, 0};
 }

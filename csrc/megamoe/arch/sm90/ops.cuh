@@ -329,7 +329,8 @@ MEGAMOE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
 }
-// Of two 16-bit halves each.
+// Never fused with an addition.
+MEGAMOE_DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 MEGAMOE_DEVICE float larger_magnitude(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 MEGAMOE_DEVICE float fast_exp(float v) { return __expf(v); }
 MEGAMOE_DEVICE float fast_div(float a, float b) { return __fdividef(a, b); }

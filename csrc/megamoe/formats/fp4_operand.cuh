@@ -1,9 +1,9 @@
-// MXFP4 weights as the M operand of MMAs, straight from packed halves into registers: the wide form of a
+// FP4 weights as the M operand of MMAs, straight from packed halves into registers: the wide form of a
 // tile. A warpgroup has 64 rows of either half. Lane (row, quad) of a warp needs rows `row` and row + 8, and
 // of each instruction's K (32 bytes of expanded numbers) those that its registers a[2 * p + i] hold: bytes 4
 // * quad + 16 * p of row 8 * i.
 #pragma once
-#include "megamoe/formats/mxfp4.cuh"
+#include "megamoe/formats/fp4.cuh"
 
 namespace megamoe {
 
@@ -11,9 +11,9 @@ constexpr int slot_mmas = slot_k_bytes / mma_k_bytes;  // of a pipeline slot's K
 using WideOperand = uint32_t[slot_mmas][4];            // 64 rows of M, a pipeline slot's K
 
 // Where a thread's rows and their scales are in a half.
-template <class Rows>
+template <class Rows, class Weights>
 struct PackedRows {
-    using Packed = PackedHalf<Rows>;
+    using Packed = PackedHalf<Rows, Weights>;
     unsigned row, quad;
     MEGAMOE_DEVICE PackedRows() {
         WideFragment f;
@@ -24,27 +24,30 @@ struct PackedRows {
         return Packed::swizzled(row * Packed::row_bytes) ^ c * 16;
     }
     static constexpr int to_next = 8 * Packed::row_bytes;
-    // Two scales, those of 64 numbers, of row 8 * i.
-    MEGAMOE_DEVICE uint32_t two_scales(const uint8_t* scales, int i, int pair) const {
-        return *reinterpret_cast<const uint16_t*>(scales + Packed::header_bytes + 2 * row + 16 * i +
-                                                  2 * scale_group * pair);
+    // The scales of 64 numbers, of row 8 * i.
+    static constexpr int row_scales = 64 / Weights::group;
+    MEGAMOE_DEVICE uint32_t scales_of(const uint8_t* scales, int i, int pair) const {
+        const uint8_t* from =
+            scales + Packed::header_bytes + row_scales * row + (8 * i + scale_group * pair) * row_scales;
+        return static_cast<uint32_t>(read_scales<row_scales>(from));
     }
 };
 
 // What a thread reads of a half, and makes its registers of: codes, four numbers each, and scales.
-template <class Rows>
+template <class Rows, class Weights>
 struct WideHalf;
 
 // An instruction's K is a group of 32: 16 packed bytes, of which a lane needs two and two.
 template <>
-struct WideHalf<E4m3Rows> {
-    using To = ExpandTo<E4m3Rows>;
+struct WideHalf<E4m3Rows, Mxfp4Weights> {
+    using To = ExpandTo<E4m3Rows, Mxfp4Weights>;
+    using At = PackedRows<E4m3Rows, Mxfp4Weights>;
     static constexpr int num_scales = 2 * slot_mmas;  // of two rows
     uint32_t codes[slot_mmas][4];                     // a word that each register is made of
     int scales[num_scales];
     To::Half of_half;
 
-    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const PackedRows<E4m3Rows>& at)
+    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const At& at)
         : of_half(from_scales) {
         MEGAMOE_UNROLL
         for (int k = 0; k < slot_mmas; ++k) {
@@ -55,7 +58,7 @@ struct WideHalf<E4m3Rows> {
         }
         MEGAMOE_UNROLL
         for (int i = 0; i < num_scales; i += 2) {
-            uint32_t two = at.two_scales(from_scales, i / slot_mmas, i % slot_mmas / 2);
+            uint32_t two = at.scales_of(from_scales, i / slot_mmas, i % slot_mmas / 2);
             scales[i] = static_cast<int>(two & 0xff);
             scales[i + 1] = static_cast<int>(two >> 8);
         }
@@ -72,15 +75,17 @@ struct WideHalf<E4m3Rows> {
 
 // An instruction's K is half a group of 32: eight packed bytes, of which a lane needs one and one. A quad
 // reads 16 together.
-template <>
-struct WideHalf<Bf16Rows> {
-    using To = ExpandTo<Bf16Rows>;
-    static constexpr int num_scales = 4;
+template <class Weights>
+struct WideHalf<Bf16Rows, Weights> {
+    using To = ExpandTo<Bf16Rows, Weights>;
+    using At = PackedRows<Bf16Rows, Weights>;
+    static constexpr int row_scales = At::row_scales, num_scales = 2 * row_scales;
+    static constexpr int row_words = ceil_div(row_scales, Weights::word_scales);
     uint32_t codes[slot_mmas][2];
-    int scales[num_scales];
-    To::Half of_half;
+    int scales[2 * row_words];
+    typename To::Half of_half;
 
-    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const PackedRows<Bf16Rows>& at)
+    MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const At& at)
         : of_half(from_scales) {
         uint32_t mine = at.quad | (4 + at.quad) << 4;
         MEGAMOE_UNROLL
@@ -91,18 +96,22 @@ struct WideHalf<Bf16Rows> {
                 codes[2 * c][i] = arch::prmt(v.x, v.y, mine);
                 codes[2 * c + 1][i] = arch::prmt(v.z, v.w, mine);
             }
-            uint32_t two = at.two_scales(from_scales, i, 0);
-            scales[2 * i] = static_cast<int>(two & 0xff);
-            scales[2 * i + 1] = static_cast<int>(two >> 8);
+            uint32_t read = at.scales_of(from_scales, i, 0);
+            if constexpr (row_words == 1) {
+                scales[i] = static_cast<int>(read);
+            } else {
+                scales[2 * i] = static_cast<int>(read & 0xff);
+                scales[2 * i + 1] = static_cast<int>(read >> 8);
+            }
         }
     }
-    MEGAMOE_DEVICE void expand(WideOperand& a, const To::LookUp (&look_up)[num_scales]) const {
+    MEGAMOE_DEVICE void expand(WideOperand& a, const typename To::LookUp (&look_up)[num_scales]) const {
         MEGAMOE_UNROLL
         for (int k = 0; k < slot_mmas; ++k) {
             MEGAMOE_UNROLL
             for (int i = 0; i < 2; ++i) {
                 uint32_t out[2];
-                To::expand(out, Codes(codes[k][i]), look_up[2 * i + k / 2], 0);
+                To::expand(out, Codes(codes[k][i]), look_up[(i * slot_mmas + k) * row_scales / slot_mmas], 0);
                 a[k][i] = out[0];
                 a[k][i + 2] = out[1];
             }
@@ -111,13 +120,13 @@ struct WideHalf<Bf16Rows> {
 };
 
 // Both halves of a slot, a step of K: their registers and their powers of two.
-template <class Rows>
+template <class Rows, class Weights>
 struct WideStepAt {
     const uint8_t *codes[2], *scales[2];
-    PackedRows<Rows> at;
+    PackedRows<Rows, Weights> at;
     template <class Slot>
-    MEGAMOE_DEVICE WideStepAt(const Slot& slot, int step, const PackedRows<Rows>& at_) : at(at_) {
-        using Packed = PackedHalf<Rows>;
+    MEGAMOE_DEVICE WideStepAt(const Slot& slot, int step, const PackedRows<Rows, Weights>& at_) : at(at_) {
+        using Packed = PackedHalf<Rows, Weights>;
         MEGAMOE_UNROLL
         for (int h = 0; h < 2; ++h) {
             codes[h] = slot.b[h] + step * Packed::num_bytes;
@@ -127,7 +136,7 @@ struct WideStepAt {
     // Are both halves plain, as far as this thread's go?
     template <bool all_plain>
     MEGAMOE_DEVICE bool expand(WideOperand (&a)[2], float (&scale)[2]) const {
-        using Half = WideHalf<Rows>;
+        using Half = WideHalf<Rows, Weights>;
         const Half halves[2] = {{codes[0], scales[0], at}, {codes[1], scales[1], at}};
         bool plain = true;
         MEGAMOE_UNROLL
@@ -143,10 +152,10 @@ struct WideStepAt {
 };
 // As if all were plain, as they nearly always are: looked at first, that would stand between a thread's reads
 // and what it makes of them. Else once more.
-template <class Rows, class Slot>
+template <class Rows, class Weights, class Slot>
 MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], float (&scale)[2], const Slot& slot, int step,
-                                const PackedRows<Rows>& at) {
-    WideStepAt<Rows> from(slot, step, at);
+                                const PackedRows<Rows, Weights>& at) {
+    WideStepAt<Rows, Weights> from(slot, step, at);
     bool plain = from.template expand<true>(a, scale);
     if (arch::ballot(!plain) == 0) return;
     arch::warp_sync();  // reads anew: no register keeps the codes until here

@@ -1,39 +1,45 @@
-// MXFP4 weights: e2m1, two a byte, and a power of two for 32 of them along K (megamoe/formats/mxfp4.py).
-// Tensor cores take e4m3 or bf16: math warps expand a half in place, between its arrival and its MMAs
-// (docs/fp4.md).
+// FP4 weights: e2m1, two a byte, and a scale for a group of them along K. MXFP4: a power of two for 32
+// (megamoe/formats/mxfp4.py); NVFP4: an e4m3 for 16, and an fp32 for the matrix (nvfp4.py). Tensor cores take
+// e4m3 or bf16: math warps expand a half in place, between its arrival and its MMAs (docs/fp4.md).
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
 
 namespace megamoe {
 
-// The scales of 128 x 128 numbers: a header, and exponents, [2, 128 rows, 2].
+// Before the scales of 128 x 128 numbers.
 struct ScaleHeader {
-    uint8_t largest;   // exponent
-    uint8_t is_plain;  // all others are at most eleven binades below
-    uint8_t unused[14];
+    uint8_t largest;   // MXFP4: exponent
+    uint8_t is_plain;  // MXFP4: all others are at most eleven binades below
+    uint8_t unused[2];
+    float of_sums;  // NVFP4: what the matrix's sums are multiplied by, in the epilogue
+    uint8_t padding[8];
 };
-constexpr int block_scales = 512, block_bytes = sizeof(ScaleHeader) + block_scales;
+static_assert(sizeof(ScaleHeader) == 16, "what bulk copies move");
 
 // What stands in the place of a half of B until it is expanded, for a step of K: its rows, `row_bytes` each,
-// with the swizzle of that width. Its scales, [slot_k / 64, 128 rows, 2], are in the slot's own place for
-// them, behind the block's header where e4m3 is made of them. A thread of the warpgroup that expands it takes every 128th unit: 32 numbers with their scale. All of
-// a thread's stand at the same place of rows that are alike for the swizzles.
-template <class Rows>
+// with the swizzle of that width. Its scales, [slot_k / 64, 128 rows, 64 / group], are in the slot's own
+// place for them, behind the block's header where e4m3 is made of them. A thread of the warpgroup that
+// expands it takes every 128th unit: 32 numbers with their scales. All of a thread's stand at the same place
+// of rows that are alike for the swizzles.
+template <class Rows, class Weights>
 struct PackedHalf {
     static constexpr int slot_k = slot_k_bytes / Rows::element_bytes;
-    static constexpr int group = 32;                           // numbers that share a scale
-    static constexpr int row_units = slot_k / group;           // of 16 bytes
-    static constexpr int num_units = scale_group * row_units;  // in a half
-    static constexpr int unit_bytes = group / 2, row_bytes = row_units * unit_bytes;  // packed
+    static constexpr int unit = 32;                            // numbers in 16 bytes
+    static constexpr int unit_scales = unit / Weights::group;  // of a unit, beside each other
+    static constexpr int row_units = slot_k / unit;
+    static constexpr int num_units = scale_group * row_units;                        // in a half
+    static constexpr int unit_bytes = unit / 2, row_bytes = row_units * unit_bytes;  // packed
     static constexpr int num_bytes = num_units * unit_bytes;
+    static constexpr int num_scales = num_units * unit_scales;
     static constexpr int header_bytes = Rows::element_bytes == 1 ? sizeof(ScaleHeader) : 0;
-    static constexpr int scale_bytes = header_bytes + num_units;
+    static constexpr int scale_bytes = header_bytes + num_scales;
     static constexpr int scale_offset(int step, int half) { return (2 * step + half) * scale_bytes; }
     // Where those of a step of K begin among the blocks'.
     static MEGAMOE_DEVICE int64_t scales_at(int step) {
-        constexpr int steps = block_scales / num_units, first = sizeof(ScaleHeader) - header_bytes;
-        return int64_t{step / steps} * block_bytes + first + step % steps * num_units;
+        constexpr int steps = Weights::block_scales / num_scales;
+        constexpr int first = sizeof(ScaleHeader) - header_bytes;
+        return int64_t{step / steps} * Weights::block_bytes + first + step % steps * num_scales;
     }
 
     static constexpr unsigned threads = 128, rows_apart = threads / row_units;
@@ -47,7 +53,7 @@ struct PackedHalf {
     static MEGAMOE_DEVICE unsigned packed_at() { return swizzled(thread() * unit_bytes); }
     static MEGAMOE_DEVICE unsigned scale_at() {
         unsigned row = thread() / row_units, k = thread() % row_units;
-        return header_bytes + k / 2 * (2 * scale_group) + 2 * row + k % 2;
+        return header_bytes + (k / 2 * (2 * scale_group) + 2 * row + k % 2) * unit_scales;
     }
     static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
         unsigned row = thread() / row_units, k = thread() % row_units;
@@ -55,11 +61,18 @@ struct PackedHalf {
     }
 };
 
-struct Mxfp4Weights {
-    static constexpr int packed = 2;
+// What the formats share. `group` numbers of K have a scale of a byte. Scales stand block by block of 128 x
+// 128 numbers.
+template <int group_, bool scales_sums_>
+struct Fp4Weights {
+    static constexpr int packed = 2, group = group_;
     static constexpr bool expanded = true, k_major = true;
-    static constexpr bool scaled = false;    // by the math warps: its scales come with the numbers
-    static constexpr int slot_scale_bytes = 4 * block_bytes;  // two steps of two halves
+    static constexpr bool scaled = false;  // by the math warps: its scales come with the numbers
+    static constexpr bool scales_sums = scales_sums_;
+    static constexpr int block_scales = scale_group * scale_group / group;
+    static constexpr int block_bytes = sizeof(ScaleHeader) + block_scales;
+    // Two steps of two halves: 128 x 4 scales of e4m3's 128 of K, or at most as many of bf16's 64.
+    static constexpr int slot_scale_bytes = 4 * (sizeof(ScaleHeader) + 512);
 
     // Where a tile's scales are.
     class Scales {
@@ -79,6 +92,12 @@ struct Mxfp4Weights {
             const uint8_t* from = half0_ + Packed::scales_at(step);
             arch::bulk_load(to, from, Packed::scale_bytes, full);
             arch::bulk_load(to + Packed::scale_bytes, from + to_half1_, Packed::scale_bytes, full);
+        }
+        // What the sums of a half are multiplied by, from the last of its blocks: that has just been in L2,
+        // since loads of scales touch it.
+        MEGAMOE_DEVICE float of_sums(int half, int columns) const {
+            const uint8_t* block = half0_ + half * to_half1_ + (columns - 1) * block_bytes;
+            return reinterpret_cast<const ScaleHeader*>(block)->of_sums;
         }
 
       private:
@@ -103,14 +122,59 @@ struct Codes {
     }
 };
 
-// How a unit is expanded: Half(half) is what its units share, Unit(half, s) what its scale makes of them.
-template <class Rows>
+// A power of two for 32: E8M0, the exponent plus 127.
+struct Mxfp4Weights : Fp4Weights<32, false> {
+    // Scales that are read together, in words: one in each.
+    static constexpr int word_scales = 1;
+    // bf16: a magnitude's upper bytes, and what a number is multiplied by, twice in a word.
+    static constexpr Magnitudes upper = {0x3f3f3f00, 0x40404040};
+    template <int num>
+    static MEGAMOE_DEVICE bool plain(const int (&scales)[num]) {  // neither subnormal nor NaN
+        int least = scales[0], most = scales[0];
+        MEGAMOE_UNROLL
+        for (int i = 1; i < num; ++i) {
+            least = min_of(least, scales[i]);
+            most = max_of(most, scales[i]);
+        }
+        return least > 0 && most < 255;
+    }
+    template <bool all_plain>
+    static MEGAMOE_DEVICE uint32_t factor(int scale, int) {
+        bool odd = !all_plain && (scale == 0 || scale == 255);  // 2^-127 is half of 2^-126
+        return static_cast<uint32_t>(scale) * 0x00800080 | (odd ? 0x00400040 : 0);
+    }
+};
+
+// An e4m3 for 16, with its sign, and an fp32 in each block's header. Four bits further up an e4m3 is the bf16
+// of itself times 2^-120, subnormal ones too, and NaN 480 times that. The magnitudes have the 2^120.
+struct Nvfp4Weights : Fp4Weights<16, true> {
+    static constexpr int word_scales = 4;  // at most
+    static constexpr Magnitudes upper = {0x7b7b7b00, 0x7c7c7c7c};
+    template <int num>
+    static MEGAMOE_DEVICE bool plain(const int (&words)[num]) {  // no NaN
+        uint32_t nan = 0;
+        MEGAMOE_UNROLL
+        for (int i = 0; i < num; ++i) nan |= (static_cast<uint32_t>(words[i]) & 0x7f7f7f7f) + 0x01010101;
+        return (nan & 0x80808080) == 0;
+    }
+    template <bool all_plain>
+    static MEGAMOE_DEVICE uint32_t factor(int word, int i) {
+        // Either half of a word: the scale, and above it eight times its sign.
+        uint32_t twice =
+            arch::prmt(static_cast<uint32_t>(word), 0, 0x8080 + 0x1111 * static_cast<uint32_t>(i));
+        if (!all_plain && (twice & 0x7f) == 0x7f) return 0x7fc07fc0;
+        return twice << 4 & 0x87f087f0;
+    }
+};
+
+// How a unit is expanded: Half(half) is what its units share, look_ups() what its scales make of them.
+template <class Rows, class Weights>
 struct ExpandTo;
 
 // e4m3 times a power of two that the whole half shares, the largest scale's: 6 becomes 384.
 template <>
-struct ExpandTo<E4m3Rows> {
-    using Packed = PackedHalf<E4m3Rows>;
+struct ExpandTo<E4m3Rows, Mxfp4Weights> {
+    using Packed = PackedHalf<E4m3Rows, Mxfp4Weights>;
     static constexpr int headroom = 6;
     static constexpr int words = 1;  // that four numbers become
 
@@ -161,8 +225,8 @@ struct ExpandTo<E4m3Rows> {
 };
 
 // bf16: both bytes of the magnitude, times the scale.
-template <>
-struct ExpandTo<Bf16Rows> {
+template <class Weights>
+struct ExpandTo<Bf16Rows, Weights> {
     static constexpr int words = 2;
 
     struct Half {
@@ -171,50 +235,53 @@ struct ExpandTo<Bf16Rows> {
     };
     using LookUp = uint32_t;  // the scale, twice
     template <int num>
-    static MEGAMOE_DEVICE bool plain(const Half&, const int (&scales)[num]) {  // neither subnormal nor NaN
-        int least = scales[0], most = scales[0];
-        MEGAMOE_UNROLL
-        for (int i = 1; i < num; ++i) {
-            least = min_of(least, scales[i]);
-            most = max_of(most, scales[i]);
-        }
-        return least > 0 && most < 255;
+    static MEGAMOE_DEVICE bool plain(const Half&, const int (&scales)[num]) {
+        return Weights::plain(scales);
     }
-    template <bool all_plain, int num>
-    static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half&, const int (&scales)[num]) {
+    template <bool all_plain, int num, int num_words>
+    static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half&, const int (&scales)[num_words]) {
+        constexpr int of_word = num / num_words;
         MEGAMOE_UNROLL
-        for (int i = 0; i < num; ++i) {
-            bool odd = !all_plain && (scales[i] == 0 || scales[i] == 255);  // 2^-127 is half of 2^-126
-            to[i] = static_cast<uint32_t>(scales[i]) * 0x00800080 | (odd ? 0x00400040 : 0);
-        }
+        for (int i = 0; i < num; ++i)
+            to[i] = Weights::template factor<all_plain>(scales[i / of_word], i % of_word);
     }
-    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp power, int half) {
-        constexpr Magnitudes upper = {0x3f3f3f00, 0x40404040}, lower = {0xc0800000, 0xc0804000};
+    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp factor, int half) {
+        constexpr Magnitudes upper = Weights::upper, lower = {0xc0800000, 0xc0804000};
         uint32_t high = upper.of(codes.magnitudes_of(half)) | codes.signs_of(half);
         uint32_t low = lower.of(codes.magnitudes_of(half));
-        out[0] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), power);
-        out[1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), power);
+        out[0] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), factor);
+        out[1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), factor);
     }
 };
 
+// Up to four scales that stand beside each other, the first one lowest.
+template <int num>
+MEGAMOE_DEVICE int read_scales(const uint8_t* from) {
+    if constexpr (num == 1) return *from;
+    if constexpr (num == 2) return *reinterpret_cast<const uint16_t*>(from);
+    if constexpr (num == 4) return *reinterpret_cast<const int*>(from);
+}
+
 // Expands a half in place, by the 128 threads of a math warpgroup, which `meet` when all have read it. Its
 // power of two goes to `scale`.
-template <class Rows, class Meet>
+template <class Rows, class Weights, class Meet>
 MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* scale, Meet meet) {
-    using Packed = PackedHalf<Rows>;
-    using To = ExpandTo<Rows>;
+    using Packed = PackedHalf<Rows, Weights>;
+    using To = ExpandTo<Rows, Weights>;
     constexpr int num = Packed::num_shares, chunks = 2 * To::words;  // of 16 bytes, in a unit
+    constexpr int unit_scales = Packed::unit_scales;
     uint32_t packed[num][4];
-    int s[num];
+    int s[num];  // a unit's scales
     MEGAMOE_UNROLL
     for (int i = 0; i < num; ++i) {
-        s[i] = scales[Packed::scale_at() + i * 2 * Packed::rows_apart];
+        unsigned at = Packed::scale_at() + i * 2 * Packed::rows_apart * unit_scales;
+        s[i] = read_scales<unit_scales>(scales + at);
         uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
                                                       i * Packed::threads * Packed::unit_bytes);
         packed[i][0] = v.x, packed[i][1] = v.y, packed[i][2] = v.z, packed[i][3] = v.w;
     }
     typename To::Half of_half(scales);
-    typename To::LookUp look_up[num];
+    typename To::LookUp look_up[num * unit_scales];
     if (arch::ballot(!To::plain(of_half, s)) == 0) {
         To::template look_ups<true>(look_up, of_half, s);
     } else {
@@ -230,7 +297,8 @@ MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* sca
             MEGAMOE_UNROLL
             for (int four = 0; four < 4 / To::words; ++four) {
                 Codes codes(packed[i][(4 / To::words * c + four) / 2]);
-                To::expand(out + To::words * four, codes, look_up[i], four % 2);
+                To::expand(out + To::words * four, codes, look_up[(i * chunks + c) * unit_scales / chunks],
+                           four % 2);
             }
             uint8_t* to = half + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
             *reinterpret_cast<uint4_t*>(to) = {out[0], out[1], out[2], out[3]};
