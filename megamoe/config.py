@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megamoe.errors import MAX_RANKS, ConfigError
-from megamoe.formats.table import PRECISIONS, Precision
+from megamoe.formats.table import PRECISIONS, REFUSED, Precision
 
 MAX_TOP_K = 32  # a lane each: max_top_k in csrc/megamoe/cta/smem.h
 MAX_WIDTH = 16384  # of hidden and intermediate
@@ -152,7 +152,8 @@ class Problem:
         yield "num_experts", self.num_experts, ok, expected
         highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * ep_size) * CHUNK_TOKENS
         yield "max_tokens", self.max_tokens, 1 <= self.max_tokens <= highest, f"1..{highest}"
-        yield "precision", self.precision, self.precision in PRECISIONS, " or ".join(PRECISIONS)
+        expected = REFUSED.get(self.precision, " or ".join(PRECISIONS))
+        yield "precision", self.precision, self.precision in PRECISIONS, expected
         yield "bias", self.bias, isinstance(self.bias, bool), "a bool"
 
     @property

@@ -27,6 +27,7 @@ REQUIRED = {
     "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
     "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
     "bf16xmxfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
+    "bf16xnvfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
     "fp8xmxfp4": ("QGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
 }
 FORBIDDEN = ("LDL", "STL")

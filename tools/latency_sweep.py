@@ -48,7 +48,13 @@ from megamoe.config import PRECISIONS
 from megamoe.testing import make_weights
 from megamoe.testing.shapes import Shape
 
-FLOPS_PER_SM_CLOCK = {"fp8": 8192, "bf16": 4096, "fp8xmxfp4": 8192, "bf16xmxfp4": 4096}
+FLOPS_PER_SM_CLOCK = {
+    "fp8": 8192,
+    "bf16": 4096,
+    "fp8xmxfp4": 8192,
+    "bf16xmxfp4": 4096,
+    "bf16xnvfp4": 4096,
+}
 FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 1_500_000  # about 0.8 ms: longer than any rank's host takes to queue what follows
 HOT_SECONDS = 0.5

@@ -19,7 +19,9 @@ from megamoe.testing import Inputs, make_inputs
 from megamoe.testing.shapes import Shape
 
 # Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
-GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0, "bf16xmxfp4": 745.0}
+GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0} | dict.fromkeys(
+    ("bf16xmxfp4", "bf16xnvfp4"), 745.0
+)
 HBM_BYTES_PER_US = 4.3e6
 NVLINK_BYTES_PER_US = 340e3
 DIRECTIONS = ("forward", "backward", "step")

@@ -71,7 +71,7 @@ BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
-MXFP4_HEADER = 16  # bytes before a block's powers, see arrange_scales()
+FP4_HEADER = 16  # bytes before a block's scales, see arrange_scales() of either format
 MXFP4 = Format(
     "mxfp4",
     torch.uint8,
@@ -79,9 +79,21 @@ MXFP4 = Format(
     6.0,
     packed=2,
     scale_dtype=torch.uint8,
-    block_scales=MXFP4_HEADER + SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
+    block_scales=FP4_HEADER + SCALE_GROUP * SCALE_GROUP // MXFP4_GROUP,
     multiple=MXFP4_GROUP,
     cpp="Mxfp4",
+)
+NVFP4_GROUP = 16  # values along K that share an e4m3
+NVFP4 = Format(
+    "nvfp4",
+    torch.uint8,
+    (SCALE_GROUP, SCALE_GROUP),
+    6.0,
+    packed=2,
+    scale_dtype=torch.uint8,
+    block_scales=FP4_HEADER + SCALE_GROUP * SCALE_GROUP // NVFP4_GROUP,
+    multiple=32,  # a row of packed bytes is a multiple of 16, as TMA wants it
+    cpp="Nvfp4",
 )
 
 
@@ -115,6 +127,12 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
         Precision("fp8xmxfp4", x=E4M3_ROWS, w=MXFP4, h=E4M3_ROWS, trains=False),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
+        Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16, trains=False),
     )
+}
+# Names that somebody may look for, and what to say of them.
+REFUSED = {
+    "fp8xnvfp4": "bf16xnvfp4: an e2m1 times its e4m3 scale has up to six significant bits, which bf16 holds; e4m3, "
+    "with four, would quantize the weights again"
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]

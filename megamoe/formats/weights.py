@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
-from megamoe.formats.mxfp4 import from_checkpoint
+from megamoe.formats import mxfp4, nvfp4
+from megamoe.formats.fp4 import read_biases
 from megamoe.formats.planes import check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
@@ -24,8 +24,9 @@ class ExpertWeights:
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
     b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
-    MXFP4, which from_mxfp4() makes of checkpoints and quantized() of bf16: w13 [L, P*I, H/2] and w2 [L, H, I/2] uint8,
-    w13_scale [L, P*ceil(I/128), ceil(H/128), 528] and w2_scale [L, ceil(H/128), ceil(I/128), 528] uint8.
+    MXFP4 and NVFP4, which from_mxfp4() and from_nvfp4() make of checkpoints and quantized() of bf16: w13 [L, P*I, H/2]
+    and w2 [L, H, I/2] uint8, w13_scale [L, P*ceil(I/128), ceil(H/128), S] and w2_scale [L, ceil(H/128), ceil(I/128), S]
+    uint8, S = 528 or, in NVFP4, 1040.
 
     w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
     multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up
@@ -86,16 +87,47 @@ class ExpertWeights:
         biases: b13 [L, P*I], in the order of w13's rows, and b2 [L, H], of any float type.
         Waits for the device. Raises ArgumentError for other shapes or dtypes, NaN scales and those above 2^125.
         """
-        planes13, s13 = from_checkpoint("w13", w13, w13_scale, planes, interleaved)
-        planes2, s2 = from_checkpoint("w2", w2, w2_scale, 1, False)
-        for bias in biases or ():
-            if not isinstance(bias, Tensor) or (interleaved and bias.dim() != 2):
-                what = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
-                raise ArgumentError("biases", what, f"[L, {planes}*I] and [L, H]")
-        b13, b2 = (None, None) if biases is None else (b.float() for b in biases)
-        if b13 is not None and interleaved:
-            b13 = b13.unflatten(1, (-1, planes)).transpose(1, 2).flatten(1)
-        return cls(planes13, planes2, b13, b2, s13, s2)
+        planes13, s13 = mxfp4.from_checkpoint("w13", w13, w13_scale, planes, interleaved)
+        planes2, s2 = mxfp4.from_checkpoint("w2", w2, w2_scale, 1, False)
+        return cls(planes13, planes2, *read_biases(biases, planes, interleaved), s13, s2)
+
+    @classmethod
+    def from_nvfp4(
+        cls,
+        w13: Tensor,
+        w2: Tensor,
+        scales: tuple[Tensor, Tensor],
+        outer: tuple[Tensor, Tensor],
+        *,
+        inverse: bool = False,
+        planes: int = 2,
+        interleaved: bool = False,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> ExpertWeights:
+        """Take the NVFP4 experts of a checkpoint; w13 and w2 are not copied, the scales are put into another order.
+
+        w13: [L, P*I, H/2] or [L, P, I, H/2]; w2: [L, H, I/2]. A byte is two e2m1, the lower nibble the first.
+        scales: of w13 [L, P*I, H/16] or [L, P, I, H/16], of w2 [L, H, I/16]; e4m3 or its bytes, with any sign.
+        outer: of w13 [L], or [L, P] for gate and up apart, of w2 [L]; fp32. ModelOpt's weight_scale_2.
+        inverse: numbers are divided by them, as by compressed-tensors' weight_global_scale.
+        interleaved, biases: as from_mxfp4().
+        Waits for the device. Raises ArgumentError for other shapes or dtypes, NaN scales, and outer ones that are not
+        positive and finite.
+        """
+        for name, pair in (("scales", scales), ("outer", outer)):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise ArgumentError(name, type(pair).__name__, "a pair: of w13, of w2")
+        made = [
+            nvfp4.from_checkpoint(
+                *(name, w, scale, of_matrix), planes=p, interleaved=turned, inverse=inverse
+            )
+            for name, w, scale, of_matrix, p, turned in (
+                ("w13", w13, scales[0], outer[0], planes, interleaved),
+                ("w2", w2, scales[1], outer[1], 1, False),
+            )
+        ]
+        (w13, s13), (w2, s2) = made
+        return cls(w13, w2, *read_biases(biases, planes, interleaved), s13, s2)
 
     def with_flat_bias(self) -> ExpertWeights:
         """Return weights whose b13 is contiguous, as the kernel reads it: these, or with a copy of b13."""
@@ -281,36 +313,6 @@ def _check_strided(
     check_tensor(name, value, shape, dtype, device, contiguous=False)
     if width and isinstance(value, Tensor):
         check_strides(name, value)
-
-
-_MASTERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-def check_checkpoint(
-    problem: Problem, state_dict: Mapping[str, Any], prefix: str, holds: torch.dtype
-) -> None:
-    """Raise ArgumentError for numbers that mean nothing without scales; load_state_dict would just cast them.
-
-    holds: the dtype of the layer's w13 now.
-    """
-    stored = problem.formats.w
-    expected = f"bf16 masters, or {stored.dtype} with scales" if stored.scaled else "bf16 masters"
-    given = {name: state_dict.get(prefix + name) for name in ("w13", "w2")}
-    for name, tensor in given.items():
-        if tensor is None or (tensor.dtype in _MASTERS and holds in _MASTERS):
-            continue
-        key, scale = f"{prefix}{name}", f"{prefix}{name}_scale"
-        if tensor.dtype in _MASTERS:
-            expected = f"{holds} with scales, which the layer holds: make a new layer for masters"
-            raise ArgumentError(f"{key} of the state dict", tensor.dtype, expected)
-        if not (stored.scaled and tensor.dtype == stored.dtype):
-            raise ArgumentError(f"{key} of the state dict", tensor.dtype, expected)
-        if state_dict.get(scale) is None:
-            expected = f"{stored.scale_dtype}, since {key} is {stored.dtype}"
-            raise ArgumentError(f"{scale} of the state dict", None, expected)
-        if holds in _MASTERS and any(t is None or t.dtype != tensor.dtype for t in given.values()):
-            dtypes = {n: None if t is None else t.dtype for n, t in given.items()}
-            raise ArgumentError(f"{prefix}w13 and w2 of the state dict", dtypes, "of one dtype")
 
 
 def check_tensor(

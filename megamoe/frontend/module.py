@@ -17,20 +17,15 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import keeping
-from megamoe.formats.table import E4M3_BLOCKS, MXFP4, Format
-from megamoe.formats.weights import (
-    ExpertWeights,
-    check_checkpoint,
-    check_tensor,
-    expected_weights,
-)
+from megamoe.formats.table import E4M3_BLOCKS, MXFP4, NVFP4, Format
+from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.frontend.functional import check_device
 from megamoe.frontend.initial import draw
 from megamoe.frontend.layer import Layer
+from megamoe.frontend.quantized import QUANTIZED, check_state, check_taken
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
-_QUANTIZED = ("w13", "w2", "w13_scale", "w2_scale")
 
 
 class MegaMoE(nn.Module):
@@ -38,8 +33,8 @@ class MegaMoE(nn.Module):
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
     group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
-    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4" (MXFP4 weights
-        beside e4m3 and bf16 rows). bf16 masters are quantized once per version.
+    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
+        or NVFP4 weights beside e4m3 or bf16 rows). bf16 masters are quantized once per version.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by prepare().
@@ -127,7 +122,7 @@ class MegaMoE(nn.Module):
         for name in ("b13", "b2"):
             empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
-        for name in ("w13_scale", "w2_scale"):  # filled by load_fp8_weights and load_mxfp4_weights
+        for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
             self.register_buffer(name, None)
         self.reset_parameters()
 
@@ -162,7 +157,7 @@ class MegaMoE(nn.Module):
         return self._layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
 
     def expert_weights(self) -> ExpertWeights:
-        """Return the parameters as they are: bf16 masters, or what load_fp8_weights or load_mxfp4_weights was given."""
+        """Return the parameters as they are: bf16 masters, or what a load_..._weights() was given."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
@@ -239,33 +234,36 @@ class MegaMoE(nn.Module):
         Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
         its input, its routing weights and its biases only. The tensors are kept, not copied.
         """
-        self._take(E4M3_BLOCKS, dict(zip(_QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
+        self._take(E4M3_BLOCKS, dict(zip(QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
 
     @torch.no_grad()
     def load_mxfp4_weights(self, weights: ExpertWeights) -> None:
         """Take MXFP4 weights, see ExpertWeights.from_mxfp4, as load_fp8_weights does; biases are copied."""
+        self._take_fp4(MXFP4, weights)
+
+    @torch.no_grad()
+    def load_nvfp4_weights(self, weights: ExpertWeights) -> None:
+        """Take NVFP4 weights, see ExpertWeights.from_nvfp4, likewise."""
+        self._take_fp4(NVFP4, weights)
+
+    def _take_fp4(self, stored: Format, weights: ExpertWeights) -> None:
         weights.validate(self.problem, weights.w13.device)
         given = weights.named() | {"w13": weights.w13.flatten(1, -2)}
-        self._take(MXFP4, {name: given[name].contiguous() for name in _QUANTIZED})
+        self._take(stored, {name: given[name].contiguous() for name in QUANTIZED})
         for name in given.keys() & {"b13", "b2"}:
             own = getattr(self, name)
             own.copy_(given[name].reshape(own.shape))
 
     def _take(self, stored: Format, given: dict[str, Tensor]) -> None:
         """Take weights of the layer's format in place of bf16 masters."""
-        if self.problem.formats.w != stored:
-            expected = f"one whose weights are {stored.name}, not {self.problem.formats.w.name}"
-            raise ConfigError("precision", repr(self.problem.precision), expected)
-        expected_of = expected_weights(self.problem)
-        for name, tensor in given.items():
-            check_tensor(name, tensor, *expected_of[name], device=given["w13"].device)
+        check_taken(self.problem, stored, given)
         for name, tensor in given.items():
             setattr(self, name, tensor if "scale" in name else nn.Parameter(tensor, False))
         self.invalidate()
 
     def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
         """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
-        loaded = [getattr(self, n) for n in _QUANTIZED] if self.w13_scale is not None else []
+        loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
         return super()._apply(keeping(loaded, fn), recurse)
 
     @torch.no_grad()
@@ -289,10 +287,10 @@ class MegaMoE(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
         """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
-        check_checkpoint(self.problem, state_dict, prefix, self.w13.dtype)
+        check_state(self.problem, state_dict, prefix, self.w13.dtype)
         parameters = {name: getattr(self, name) for name in _NAMES}
         self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
-        given = {name: state_dict.get(prefix + name) for name in _QUANTIZED}
+        given = {name: state_dict.get(prefix + name) for name in QUANTIZED}
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())
         if complete and given["w13"].dtype == stored.dtype != self.w13.dtype:

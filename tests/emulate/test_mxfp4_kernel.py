@@ -17,14 +17,15 @@ from torch import Tensor
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference import forward
 from megamoe.config import Activation, Problem
-from megamoe.formats.mxfp4 import MAGNITUDES, arrange_scales, plain_scales
-from megamoe.formats.table import MXFP4_HEADER
+from megamoe.formats.fp4 import MAGNITUDES
+from megamoe.formats.mxfp4 import arrange_scales, plain_scales
+from megamoe.formats.table import FP4_HEADER
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
 
 PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16"}
-CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/mxfp4.cuh
+CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/fp4.cuh
 
 
 def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
@@ -58,7 +59,7 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
         (dense.w13, w.w13_scale, problem.activation.planes),
         (dense.w2, w.w2_scale, 1),
     ):
-        largest = scales[..., MXFP4_HEADER:].amax(-1).int().clamp(min=LEAST)
+        largest = scales[..., FP4_HEADER:].amax(-1).int().clamp(min=LEAST)
         power = torch.ldexp(torch.ones(largest.shape), largest - 127 - HEADROOM)
         rows = values.shape[1] // planes
         blocks = power.unflatten(1, (planes, -1)).repeat_interleave(128, 2)[:, :, :rows]

@@ -13,8 +13,8 @@ from megamoe.backends import reference
 from megamoe.backends.reference.quant import dequantize_mxfp4 as oracle
 from megamoe.backends.staged import StagedBackend
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.fp4 import MAGNITUDES
 from megamoe.formats.mxfp4 import (
-    MAGNITUDES,
     arrange_scales,
     dequantize_mxfp4,
     plain_scales,

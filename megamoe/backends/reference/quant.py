@@ -1,4 +1,4 @@
-"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), and read MXFP4, plainly."""
+"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), and read MXFP4 and NVFP4."""
 
 from __future__ import annotations
 
@@ -91,12 +91,28 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
     return table[code.long()] * power.float()
 
 
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 1040] -> fp32, number by number."""
+    height, width = packed.shape[0], 2 * packed.shape[1]
+    rows = height // planes
+    n = torch.arange(height, device=packed.device)[:, None]
+    k = torch.arange(width, device=packed.device)[None, :]
+    code = packed[n, k // 2] >> (4 * (k % 2)).to(torch.uint8) & 15
+    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+    block = n // rows * -(-rows // GROUP) + n % rows // GROUP
+    within = HEADER + k // 64 % 2 * 512 + n % rows % GROUP * 4 + k // 16 % 4
+    step = scale[block, k // GROUP, within].view(torch.float8_e4m3fn).float()
+    outer = scale[:, -1, 4:8].contiguous().view(torch.float32)[block, 0]
+    return table[code.long()] * step * outer
+
+
 # By a format's name: how it is made and read, None for bf16 itself.
 ROWS: dict[str, Any] = {"bf16": None, "e4m3 1x128": (quantize_rows, dequantize_rows)}
 BLOCKS: dict[str, Any] = {
     "bf16": None,
     "e4m3 128x128": dequantize_block,
     "mxfp4": dequantize_mxfp4,
+    "nvfp4": dequantize_nvfp4,
 }
 
 
