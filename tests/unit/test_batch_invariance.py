@@ -15,7 +15,7 @@ from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
 
 WATCHED = 12
-PRECISIONS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4")
+PRECISIONS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 
 
 def problem_of(precision, **changed):

@@ -1,4 +1,4 @@
-"""MXFP4 weights in the emulated kernel: bit for bit what the kernel makes of the same numbers in e4m3 or bf16.
+"""FP4 weights in the emulated kernel: bit for bit what the kernel makes of the same numbers in e4m3 or bf16.
 
 The two have to agree exactly: in the wide form and in the tall one, whatever the order of fibers, where scales lie so
 far apart that e4m3 rounds, and at edges of tiles.
@@ -6,7 +6,9 @@ far apart that e4m3 rounds, and at edges of tiles.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,17 +21,22 @@ from megamoe.backends.reference import forward
 from megamoe.config import Activation, Problem
 from megamoe.formats.fp4 import MAGNITUDES
 from megamoe.formats.mxfp4 import arrange_scales, plain_scales
-from megamoe.formats.table import FP4_HEADER
+from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
+from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4
+from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.jit import paths
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
 
-PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16"}
+PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16", "bf16xnvfp4": "bf16"}
 CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/fp4.cuh
 
 
 def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
-    """Return MXFP4 weights of any bits, with scales within 2^spread of each other."""
+    """Return FP4 weights of any bits, with scales within 2^spread of each other."""
+    if problem.formats.w == NVFP4:
+        return nvfp4_bits(problem, range(max(15 - spread, 0), 16), seed)
     g = torch.Generator().manual_seed(seed)
     planes, rows = problem.activation.planes, problem.intermediate
     plain = {
@@ -47,6 +54,35 @@ def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
         else:
             found[name] = torch.randint(256, shape, generator=g).to(dtype)
     return ExpertWeights(**found)
+
+
+def nvfp4_bits(problem: Problem, exponents: range, seed: int) -> ExpertWeights:
+    """Return NVFP4 weights of any bits, of numbers up to about 2^-9; each matrix with its own power of two.
+
+    exponents: what the scales' four bits may be: 0 is that of subnormal ones.
+    """
+    g = torch.Generator().manual_seed(seed)
+    num, planes, rows = (
+        problem.num_local_experts(problem.rank),
+        problem.activation.planes,
+        problem.intermediate,
+    )
+    made = []
+    for p, height, width in ((planes, rows, problem.hidden), (1, problem.hidden, rows)):
+        shape = num, p * height, width // NVFP4_GROUP
+        scales = torch.randint(exponents.start, exponents.stop, shape, generator=g) << 3
+        scales |= torch.randint(8, shape, generator=g) | torch.randint(2, shape, generator=g) << 7
+        scales[scales & 127 == 127] -= 1  # NaN
+        outer = torch.randint(3, (num, p), generator=g) - exponents.stop - 5
+        packed = torch.randint(256, (num, p * height, width // 2), generator=g).to(torch.uint8)
+        powers = torch.ldexp(torch.ones(num, p), outer)
+        made.append((packed, arrange_nvfp4(scales.to(torch.uint8), powers, p)))
+    b13, b2 = (
+        torch.randn(num, height, generator=g) / 8 if problem.bias else None
+        for height in (planes * rows, problem.hidden)
+    )
+    (w13, s13), (w2, s2) = made
+    return ExpertWeights(w13, w2, b13, b2, s13, s2)
 
 
 def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
@@ -146,6 +182,46 @@ def test_activations(precision: str, activation: str) -> None:
         check(problem, tokens, routing="hot", seed=seed)
 
 
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+def test_nvfp4_of_every_scale(rows: int) -> None:
+    """Each of 256 scales with each of 16 numbers, among others of its size, so that none is lost in a sum."""
+    problem = Problem(64, 64, 1, 1, max_tokens=128, precision="bf16xnvfp4")
+    bf16 = replace(problem, precision="bf16")
+    x = torch.eye(64, dtype=torch.bfloat16).repeat(2, 1)[:rows]  # columns of w13, one by one
+    call = [x], [torch.zeros(rows, 1, dtype=torch.int64)], [torch.ones(rows, 1)]
+    for exponent in range(16):
+        w = nvfp4_bits(problem, range(exponent, exponent + 1), exponent)
+        groups = plain_nvfp4(w.w13_scale, 2, 64, 64)[0].repeat_interleave(NVFP4_GROUP, -1)
+        codes = torch.stack((w.w13 & 15, w.w13 >> 4), dim=-1).flatten(-2)
+        pairs = (groups.int() * 16 + codes).unique().numel()
+        assert pairs == 16 * (14 if exponent == 15 else 16)
+        found = Emulation(problem).forward_all(*call, [w])[0]
+        dense = w.dense(problem, torch.bfloat16)
+        assert same_bits(found, Emulation(bf16).forward_all(*call, [dense])[0])
+        assert bool(found.isfinite().all())
+        assert bool(found.any())
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("tokens", [40, 140])
+def test_a_nan_scale_of_nvfp4_makes_its_expert_nan_and_no_other(byte: int, tokens: int) -> None:
+    problem = Problem(160, 96, 3, 1, max_tokens=140, precision="bf16xnvfp4")
+    inputs = make_inputs(problem, tokens, routing="hot")
+    weights = nvfp4_bits(problem, range(10, 16), 1)
+    inputs.topk_ids[:5] = 0
+    for name, planes, row, group in (("w2_scale", 1, 2, 3), ("w13_scale", 2, 100, 9)):
+        rows, width = (160, 96) if planes == 1 else (96, 160)
+        plain, outer = plain_nvfp4(getattr(weights, name), planes, rows, width)
+        plain[1, row, group] = byte
+        changed = replace(weights, **{name: arrange_nvfp4(plain, outer, planes)})
+        call = [inputs.x], [inputs.topk_ids], [inputs.topk_weights]
+        y = Emulation(problem).forward_all(*call, [changed])[0]
+        hit = (inputs.topk_ids == 1).any(-1)
+        assert 0 < int(hit.sum()) < tokens
+        assert bool(y[hit].isnan().any(-1).all())
+        assert bool(y[~hit].isfinite().all())
+
+
 def test_what_e4m3_rounds() -> None:
     """Exact for 14 binades below the block's largest scale; one more and 0.5 times it is lost, at 21 all are."""
     values = torch.tensor(MAGNITUDES)
@@ -158,7 +234,7 @@ def test_what_e4m3_rounds() -> None:
     assert 2**-10 / (6 * 2**HEADROOM) < 2.6e-6
 
 
-@pytest.mark.parametrize("precision", list(PLAIN))
+@pytest.mark.parametrize("precision", ["fp8xmxfp4", "bf16xmxfp4"])
 def test_a_nan_scale_makes_its_expert_nan_and_no_other(precision: str) -> None:
     problem = Problem(160, 96, 3, 1, max_tokens=40, precision=precision)
     inputs, weights = make_inputs(problem, 40), random_bits(problem, 3, 1)
@@ -223,22 +299,22 @@ FLAWS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flaw", list(FLAWS))
-def test_a_flaw_of_the_hand_over_is_seen(
-    flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path
-) -> None:
-    import shutil
-
-    from megamoe.jit import paths
-
-    source = tmp_path / "csrc"
+def plant(flaw: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the kernel be compiled from sources with a flaw: in a file, something replaced."""
+    source, (file, old, new) = folder / "csrc", flaw
     shutil.copytree(paths.CSRC, source)
-    file, old, new = FLAWS[flaw]
     header = source / "megamoe" / file
     assert header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new))
     monkeypatch.setattr(paths, "CSRC", source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", list(FLAWS))
+def test_a_flaw_of_the_hand_over_is_seen(
+    flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(FLAWS[flaw], monkeypatch, tmp_path)
     problem = Problem(416, 288, 3, 2, max_tokens=150, precision="fp8xmxfp4")
 
     def run() -> None:
@@ -246,6 +322,34 @@ def test_a_flaw_of_the_hand_over_is_seen(
             check(problem, 150, routing="hot", seed=seed, num_ctas=4)
             check(problem, 16, seed=seed)
             check(problem, 60, seed=seed)
+
+    with pytest.raises((AssertionError, EmulationError)):
+        run()
+
+
+NVFP4_FLAWS = {
+    "a scale's sign is lost": ("formats/fp4.cuh", "& 0x87f087f0", "& 0x07f007f0"),
+    "NaN is 480": ("formats/fp4.cuh", "(twice & 0x7f) == 0x7f", "false"),
+    "NaN is not looked for": ("formats/fp4.cuh", "(nan & 0x80808080) == 0", "true"),
+    "three of four scales": ("formats/fp4.cuh", "0x1111 * static_cast<uint32_t>(i)", "0x1111 * (i < 3 ? i : 2)"),
+    "1.5 is 3": ("formats/fp4.cuh", "0x7b7b7b00", "0x7c7b7b00"),
+    "up has gate's scale": ("formats/fp4.cuh", "half0_ + half * to_half1_ + (columns", "half0_ + (columns"),
+    "wide sums are not scaled": ("epilogue/wide.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
+    "tall sums are not scaled": ("epilogue/elementwise.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", list(NVFP4_FLAWS))
+def test_a_flaw_of_nvfp4_is_seen(
+    flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(NVFP4_FLAWS[flaw], monkeypatch, tmp_path)
+
+    def run() -> None:
+        for rows in (16, 128):
+            test_nvfp4_of_every_scale(rows)
+            test_a_nan_scale_of_nvfp4_makes_its_expert_nan_and_no_other(0xFF, 20 + rows)
 
     with pytest.raises((AssertionError, EmulationError)):
         run()
