@@ -13,7 +13,7 @@ from megamoe.testing import launch
 
 SIZES = {"hidden": 32, "intermediate": 32, "num_experts": 3, "top_k": 2, "max_tokens": 8}
 OTHERS = {"bias": True, "activation": "swiglu_oai"}
-MASTERS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4")
+MASTERS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 
 
 def make(precision, seed=1, backend="staged", group=None):
@@ -135,13 +135,15 @@ def taking(precision, values):
     if precision == "fp8":
         layer.load_fp8_weights(*(given[n].clone() for n in ("w13", "w2", "w13_scale", "w2_scale")))
         copied(layer, {n: given.get(n, p) for n, p in layer.named_parameters()})
+    elif precision == "bf16xnvfp4":
+        layer.load_nvfp4_weights(ExpertWeights(**given))
     else:
         layer.load_mxfp4_weights(ExpertWeights(**given))
     return layer
 
 
 @pytest.mark.parametrize("way", ["copy_", "uncounted", "load_state_dict", "load again"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"])
 def test_given_numbers_and_scales(precision, way):
     """They are read in place: nothing to invalidate."""
     masters = make(precision)
