@@ -51,7 +51,7 @@ def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
 Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
-def _quantize_weights(
+def quantize_weights(
     w: Tensor, planes: int, stored: Format, out: Pair | None, turned: bool, turned_out: Pair | None
 ) -> tuple[Pair, Pair | None]:
     """Return (q, scale), and their transposes if `turned`. The `out`s: memory for them.
@@ -146,7 +146,7 @@ class QuantizedCache:
                 out, turned_out = (entry.q, entry.scale), entry.turned
             volatile |= entry.volatile and same_storages(entry.kept, w)
         with torch.no_grad():
-            (q, scale), turned = _quantize_weights(
+            (q, scale), turned = quantize_weights(
                 w.detach(), planes, stored, out, trains, turned_out
             )
         self._entries[name] = _Entry(sources_of(w), version, q, scale, volatile, turned)

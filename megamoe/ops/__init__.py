@@ -1,8 +1,7 @@
 """Grouped GEMMs without expert parallelism, fused with what stands around them in an MLP of experts.
 
 The layer's own tiles under another driver (docs/ops.md): on Hopper GPUs a kernel each, elsewhere torch's operations;
-with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16, and forward FP8. Offsets are those of torch's
-grouped_mm.
+with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16 and FP8. Offsets are those of torch's grouped_mm.
 """
 
 from megamoe.ops.functions import (

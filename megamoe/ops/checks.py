@@ -116,6 +116,12 @@ def check_bias(
         refuse(f"{name}.device", bias.device, str(x.device))
 
 
+def check_quantizable(name: str, w: Tensor) -> None:
+    """w: [E, ..., N, K] bf16, whose copies in e4m3, the transposed ones too, have rows of 16-byte units."""
+    if any(width % STRIDE_BYTES for width in w.shape[-2:]):
+        refuse(f"{name}.shape", list(w.shape), f"widths that are multiples of {STRIDE_BYTES}")
+
+
 def check_experts(name: str, num_experts: int) -> None:
     if not 1 <= num_experts <= MAX_LOCAL_EXPERTS:
         refuse(f"experts of {name}", num_experts, f"1..{MAX_LOCAL_EXPERTS}")

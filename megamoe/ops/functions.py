@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
 from megamoe.config import Activation, activation_by_name
 from megamoe.formats import quantization
 from megamoe.formats.quantization import num_groups
-from megamoe.ops import checks, gradients, operators
+from megamoe.ops import checks, dynamic, gradients, operators
 from megamoe.ops.scales import by_block, num_places
 
-Scales = tuple[Tensor, Tensor]
+Scales = tuple[Tensor, Tensor] | Literal["dynamic"]
 gradients.register()
+dynamic.register()
 
 
 def grouped_mm(
@@ -29,7 +32,8 @@ def grouped_mm(
     int32, where the rows of each expert end, as torch's: ascending, an expert without rows repeats the one before, the
     last may be less than M. None: one expert has all rows. bias: [E, N] fp32 or bf16. K and N: multiples of 8.
     scales: x and w are e4m3 (K and N multiples of 16, w contiguous in K), not differentiable; these are x's by block,
-    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32.
+    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32. "dynamic": x and w are bf16 and
+    multiplied in FP8, quantized here, differentiable (docs/ops.md).
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_mode(x, w, bias)
@@ -37,6 +41,8 @@ def grouped_mm(
     checks.check_weights("w", w, x)
     if w.shape[1] != x.shape[1]:
         checks.refuse("w.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
+    if _is_dynamic(scales):
+        checks.check_quantizable("w", w)
     return _product(x, w, offs, bias, scales)
 
 
@@ -56,8 +62,8 @@ def grouped_mm_swiglu(
     x: [M, H] bf16. w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] of any strides that TMA takes (gate
     and up interleaved are a view); without the 2 for an activation that is not gated. offs: as grouped_mm's. bias:
     [E, 2*I] or [E, 2, I], fp32 or bf16. activation: a name or an Activation. H and I: multiples of 8.
-    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)]. quantize: h becomes e4m3,
-    for grouped_mm_downproj. Neither is differentiable, nor with save_pre_activation.
+    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)]; or "dynamic". quantize: h
+    becomes e4m3, for grouped_mm_downproj; not differentiable. Neither goes with save_pre_activation.
     Returns h [M, I] bf16, with save_pre_activation also the pre-activations [M, 2, I] bf16 (bias included) that
     grouped_mm_dswiglu takes, with quantize h's scales by block. Rows behind offs[-1] are zeros. Raises ArgumentError,
     ConfigError.
@@ -71,12 +77,16 @@ def grouped_mm_swiglu(
     if scales is not None or quantize:
         if save_pre_activation:
             checks.refuse("save_pre_activation", True, "False with scales or quantize")
-        shape = w.shape[0], act.planes * num_groups(w.shape[2]), num_groups(w.shape[3])
-        x_scale, w_scale = _checked(scales, x, shape) if scales is not None else (None, None)
         if quantize and w.shape[2] % 16:
             checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
-        options = act.kind, _numbers(act), quantize
-        found = operators.grouped_activation_e4m3(x, w, offs, bias, x_scale, w_scale, *options)
+        call, options = (x, w, offs, bias), (act.kind, _numbers(act), quantize)
+        if _is_dynamic(scales):
+            checks.check_quantizable("w_up", w)
+            found = dynamic.grouped_activation_dynamic(*call, *options)
+        else:
+            shape = w.shape[0], act.planes * num_groups(w.shape[2]), num_groups(w.shape[3])
+            of = (None, None) if scales is None else _checked(scales, x, shape)
+            found = operators.grouped_activation_e4m3(*call, *of, *options)
         return tuple(found) if quantize else found[0]
     saves = save_pre_activation or _records(x, w, bias)
     h, gu = operators.grouped_activation(x, w, offs, bias, act.kind, _numbers(act), saves)
@@ -94,7 +104,8 @@ def grouped_mm_downproj(
     """Multiply each row by its expert's down projection; differentiable.
 
     h: [M, I] bf16. w_down: [E, H, I] bf16, the layer's w2, contiguous in I or in H. offs, bias [E, H]: as grouped_mm's.
-    scales: h and w_down are e4m3; h's by block, as grouped_mm_swiglu returns them, and w_down's, see grouped_mm.
+    scales: h and w_down are e4m3; h's by block, as grouped_mm_swiglu returns them, and w_down's, see grouped_mm; or
+    "dynamic".
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_mode(h, w_down, bias)
@@ -103,6 +114,8 @@ def grouped_mm_downproj(
         expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
         checks.refuse("w_down.shape", list(w_down.shape), expected)
     checks.check_weights("w_down", w_down.transpose(1, 2), h)
+    if _is_dynamic(scales):
+        checks.check_quantizable("w_down", w_down)
     return _product(h, w_down.transpose(1, 2), offs, bias, scales)
 
 
@@ -176,13 +189,16 @@ def grouped_mlp(
     b2: Tensor | None = None,
     *,
     activation: str | Activation = "swiglu",
+    scales: Literal["dynamic"] | None = None,
 ) -> Tensor:
     """Run each row through its expert's MLP: grouped_mm_swiglu, then grouped_mm_downproj; differentiable.
 
     x: [M, H] bf16. w13: as grouped_mm_swiglu's w_up. w2: [E, H, I] bf16, contiguous in I. offs: as grouped_mm's; None
     for a dense MLP, w13 [1, 2*I, H], w2 [1, H, I]. b13: [E, 2*I], b2: [E, H], fp32 or bf16, or None.
+    scales: "dynamic": multiplied in FP8, see grouped_mm; h goes between both products as e4m3.
     Its backward pass is one launch for dgu and h, one for x's gradient and one for each weight: the pre-activations are
-    saved, h is not. Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
+    saved, h is not. In FP8 nothing is saved but the arguments, and the first launch is three and torch's operations.
+    Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
     """
     act = activation_by_name(activation)
     checks.check_mode(x, w13, w2, b13, b2)
@@ -195,6 +211,13 @@ def grouped_mlp(
     checks.check_offs(offs, num, x)
     checks.check_bias("b13", b13, num, planes * width, x, planes)
     checks.check_bias("b2", b2, num, x.shape[1], x)
+    if scales is not None:
+        if not _is_dynamic(scales):
+            checks.refuse("scales", type(scales).__name__, "'dynamic' or None")
+        checks.check_quantizable("w13", w13)
+        of_mlp = x, w13, w2, offs, b13, b2, act.kind, _numbers(act)
+        quantized: Tensor = dynamic.grouped_mlp_dynamic(*of_mlp)
+        return quantized
     saves = _records(x, w13, w2, b13, b2)
     call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves
     y: Tensor = operators.grouped_mlp(*call)[0]
@@ -230,11 +253,17 @@ def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     return by_block(scale, offs, num)
 
 
+def _is_dynamic(scales: Any) -> bool:
+    if isinstance(scales, str) and scales != "dynamic":
+        checks.refuse("scales", repr(scales), "two tensors, 'dynamic' or None")
+    return isinstance(scales, str)
+
+
 def _type(scales: Scales | None) -> torch.dtype:
-    return torch.bfloat16 if scales is None else checks.E4M3
+    return torch.bfloat16 if scales is None or _is_dynamic(scales) else checks.E4M3
 
 
-def _checked(given: Scales, x: Tensor, of_weights: tuple[int, ...]) -> Scales:
+def _checked(given: Any, x: Tensor, of_weights: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return x's scales by block, and those of w, of a stated shape."""
     if not isinstance(given, tuple | list) or len(given) != 2:
         checks.refuse("scales", type(given).__name__, "two tensors: of rows, of weights")
@@ -258,6 +287,9 @@ def _product(
     if given is None:
         out: Tensor = operators.grouped_mm(x, w, offs, bias)
         return out
+    if _is_dynamic(given):
+        here: Tensor = dynamic.grouped_mm_dynamic(x, w, offs, bias)
+        return here
     of = _checked(given, x, (num, num_groups(width), num_groups(depth)))
     quantized: Tensor = operators.grouped_mm_e4m3(x, w, offs, bias, *of)
     return quantized

@@ -1,4 +1,4 @@
-"""Gradients of the operators, by the operators. Those of e4m3 operands have none: a backward pass raises."""
+"""Gradients of the operators in BF16, by the operators; of FP8 products: dynamic.py. e4m3 operands have none."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megamoe.ops.operators import (
 )
 
 
-def _rows(t: Tensor) -> Tensor:
+def rows_of(t: Tensor) -> Tensor:
     """Return a gradient as kernels take it."""
     legal = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[-1]
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
-def _of_bias(sums: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
+def of_bias(sums: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
     """Return sums of columns as the gradient of the bias that was given."""
     return None if bias is None or not needed else sums.view_as(bias).to(bias)
 
 
-def _of_product(
+def of_product(
     x: Tensor,
     dy: Tensor,
     offs: Tensor | None,
@@ -46,7 +46,7 @@ def _of_product(
     if w.stride(2) == 1 and not needs[1]:
         return grouped_wgrad(x, dy, offs, num, False, False)[0], None
     dw, db = grouped_wgrad(dy, x, offs, num, False, needs[1])
-    return dw.transpose(1, 2), _of_bias(db, bias, needs[1])
+    return dw.transpose(1, 2), of_bias(db, bias, needs[1])
 
 
 def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -55,10 +55,10 @@ def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, w, offs, bias = ctx.saved_tensors
-    needs, dy, dx = ctx.needs_input_grad, _rows(dy), None
+    needs, dy, dx = ctx.needs_input_grad, rows_of(dy), None
     if needs[0]:
         dx = grouped_mm(dy, w.transpose(1, 2), offs, None)
-    dw, db = _of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
+    dw, db = of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
     return dx, dw if needs[1] else None, None, db
 
 
@@ -71,7 +71,7 @@ def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
     return grouped_mm_planes(dgu, w13, offs)
 
 
-def _of_planes_weights(
+def of_planes_weights(
     dgu: Tensor,
     x: Tensor,
     offs: Tensor | None,
@@ -83,7 +83,7 @@ def _of_planes_weights(
     if not any(needs):
         return None, None
     dw, db = grouped_wgrad(dgu.flatten(1), x, offs, w13.shape[0], False, needs[1])
-    return dw.view(w13.shape), _of_bias(db, bias, needs[1])
+    return dw.view(w13.shape), of_bias(db, bias, needs[1])
 
 
 def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -103,7 +103,7 @@ def _activation_backward(ctx: Any, dh: Tensor | None, d_gu: Tensor | None) -> tu
         return (None,) * 7
     dgu = dgu.contiguous()
     dx = of_planes(dgu, w, offs) if needs[0] else None
-    dw, db = _of_planes_weights(dgu, x, offs, w, bias, (needs[1], needs[3]))
+    dw, db = of_planes_weights(dgu, x, offs, w, bias, (needs[1], needs[3]))
     return dx, dw if needs[1] else None, None, db, None, None, None
 
 
@@ -118,14 +118,14 @@ def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     x, w13, w2, offs, b13, b2, gu = ctx.saved_tensors
     if dy is None:
         return (None,) * 9
-    needs, dy = ctx.needs_input_grad, _rows(dy)
+    needs, dy = ctx.needs_input_grad, rows_of(dy)
     dgu, h = grouped_activation_gradient(dy, w2, gu, offs, ctx.kind, ctx.numbers)
     dx = of_planes(dgu, w13, offs) if needs[0] else None
-    dw13, db13 = _of_planes_weights(dgu, x, offs, w13, b13, (needs[1], needs[4]))
+    dw13, db13 = of_planes_weights(dgu, x, offs, w13, b13, (needs[1], needs[4]))
     dw2 = db2 = None
     if needs[2] or needs[5]:
         dw2, db2 = grouped_wgrad(dy, h, offs, w2.shape[0], False, needs[5])
-        db2 = _of_bias(db2, b2, needs[5])
+        db2 = of_bias(db2, b2, needs[5])
     return (
         dx,
         dw13 if needs[1] else None,

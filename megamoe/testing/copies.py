@@ -21,7 +21,7 @@ def watched(trains: bool = True) -> Iterator[dict[str, int]]:
     trains: every use asks for the transposes too, as behind a backend with a backward pass of its own.
     """
     seen = {"stale": 0, "q": 0}
-    weights, quantize = QuantizedCache.weights, cache._quantize_weights
+    weights, quantize = QuantizedCache.weights, cache.quantize_weights
 
     def used(
         self: QuantizedCache, problem: Problem, masters: ExpertWeights, *_: bool, **__: bool
@@ -43,8 +43,8 @@ def watched(trains: bool = True) -> Iterator[dict[str, int]]:
         return quantize(*args)
 
     patched: Any = QuantizedCache
-    patched.weights, cache._quantize_weights = used, quantized
+    patched.weights, cache.quantize_weights = used, quantized
     try:
         yield seen
     finally:
-        patched.weights, cache._quantize_weights = weights, quantize
+        patched.weights, cache.quantize_weights = weights, quantize

@@ -355,7 +355,7 @@ def test_forward_mode_is_refused_in_compiled_functions_too():
 
 def test_the_snippet_of_the_document_runs():
     text = (Path(__file__).resolve().parents[2] / "docs" / "ops.md").read_text()
-    whole, of_fp8 = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    whole, of_fp8, training = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names = {}
     exec(whole, names)
     assert names["y"].shape == (300, 64)
@@ -364,6 +364,9 @@ def test_the_snippet_of_the_document_runs():
     before = names["y"]
     exec(of_fp8, names)
     near(names["y"], before, 0.1)
+    exec(training, names)
+    near(names["y"], before, 0.1)
+    assert all(names[name].grad.any() for name in ("x", "w13", "w2"))
 
 
 def test_sums_may_lie_between_others():
