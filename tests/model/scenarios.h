@@ -37,7 +37,8 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *thought_missing = "a peer thought to be missing costs SMs, nothing else",
                             *not_read = "not read here: see routes_ready",
                             *one_barrier = "only one barrier here: see grid_barrier",
-                            *no_tma = "no TMA here: see rows_ready";
+                            *no_tma = "no TMA here: see rows_ready",
+                            *no_bulk_stores = "writes by ordinary stores, or not at all";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
     pair_scenarios, expansion_scenarios, backward_scenarios, training_scenarios;

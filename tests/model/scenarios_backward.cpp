@@ -174,8 +174,6 @@ void d_weights(World& w, const Flaw& flaw) {
     });
 }
 
-constexpr const char* no_bulk_stores = "writes by ordinary stores, or not at all";
-
 }  // namespace
 
 const std::vector<Scenario> backward_scenarios = {

@@ -294,8 +294,7 @@ void garbage_is_no_gradient(World& w, const Flaw& flaw) {
     }
 }
 
-constexpr const char *no_bulk_stores = "writes by ordinary stores, or not at all",
-                     *by_the_boundary = "the kernel boundary completes and orders it",
+constexpr const char *by_the_boundary = "the kernel boundary completes and orders it",
                      *one_launch = "the ticket serves one launch here: see last_arrival";
 
 }  // namespace
