@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# What the fork server imports once, not once for each rank and launch.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "megamoe"]
+
 
 @dataclass(frozen=True)
 class _Setup:
@@ -45,8 +48,7 @@ def launch(
     ended; so is TimeoutError. start_method: "fork" starts at once, from a process that has neither used CUDA nor
     computed with several threads.
     """
-    # The fork server imports torch once, not once for each rank and launch.
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     # The parent serves the store, on a port that the system picks: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="megamoe-launch-") as folder:

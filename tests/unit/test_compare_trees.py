@@ -3,7 +3,7 @@
 import csv
 import textwrap
 
-from test_tools import ROOT, run
+from programs import ROOT, run
 
 FAKE = """
     import pathlib, sys

@@ -1,7 +1,5 @@
 """Problem, Activation, env and errors: constraints, expert ranges, hashes, messages."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import run_code
 
 import megamoe
 from megamoe import env
@@ -104,8 +103,7 @@ def test_fingerprint_is_stable_and_ignores_the_rank():
     ]
     assert len({p.fingerprint() for p in [base, *others]}) == len(others) + 1
     code = f"import megamoe; print(megamoe.Problem(**{GOOD}, ep_size=2).fingerprint())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == base.fingerprint() < 1 << 32
+    assert int(run_code(code)) == base.fingerprint() < 1 << 32
 
 
 def test_activations_match_their_definitions():

@@ -4,19 +4,17 @@ import contextlib
 import importlib
 import inspect
 import io
-import os
 import re
-import subprocess
 import sys
 from functools import lru_cache
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from programs import ROOT, start
 
 import megamoe
 
-ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
 PLACES = ("csrc", "docs", "jit", "megamoe", "tests", "tools")
@@ -146,10 +144,7 @@ def run_snippet(code, tmp_path):
     code += "\nassert y.shape == (10, 64) and y.isfinite().all()\n"
     rendezvous = f"file://{tmp_path}/rendezvous"
     code = code.replace('"gloo"', f'"gloo", init_method="{rendezvous}", rank=0, world_size=1')
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = start(["-c"], code, LOCAL_RANK="0")
     return done.returncode, done.stdout + done.stderr
 
 

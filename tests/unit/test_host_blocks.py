@@ -1,7 +1,7 @@
 """tools/host_blocks.py: blocks of transformers with both experts agree, and a fault in ours is told."""
 
 import pytest
-from test_tools import run, run_code
+from programs import run, run_code
 
 pytest.importorskip("transformers", minversion="5.20")
 TINY = ("--shape", "tiny", "--tokens", "24", "--samples", "1", "--backend", "staged")

@@ -2,7 +2,7 @@
 
 import re
 
-from test_tools import run, run_code
+from programs import run, run_code
 
 WAYS = ("module", "Layer", "operator", "backend")
 

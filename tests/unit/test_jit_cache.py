@@ -4,11 +4,10 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
+from programs import start
 
 from megamoe.errors import ConfigError
 from megamoe.jit import cache, paths
@@ -271,23 +270,24 @@ def test_a_planted_result_is_not_used(tmp_path, monkeypatch):
     assert len(calls) == 3
 
 
+WARM_ALL = ["megamoe.jit", "--all"]
+WARM = """
+import runpy
+runpy.run_module("megamoe.jit", run_name="__main__", alter_sys=False)
+"""
 WITHOUT_CUDA = """
-import runpy, sys
+import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name == "cuda" or name.startswith(("cuda.", "nvidia")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-sys.argv = ["megamoe.jit", "--all"]
-runpy.run_module("megamoe.jit", run_name="__main__", alter_sys=False)
 """
 
 
 def test_the_warmer_without_the_wheels_says_what_to_install(tmp_path):
-    environment = os.environ | {"MEGAMOE_CACHE_DIR": str(tmp_path), "MEGAMOE_COMPILER": "nvrtc"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_CUDA], env=environment, capture_output=True, text=True
-    )
+    code = WITHOUT_CUDA + WARM
+    done = start(WARM_ALL, code, MEGAMOE_CACHE_DIR=str(tmp_path), MEGAMOE_COMPILER="nvrtc")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = [text for text in done.stderr.splitlines() if "megamoe" in text]
@@ -297,9 +297,7 @@ def test_the_warmer_without_the_wheels_says_what_to_install(tmp_path):
 
 def test_the_warmer_refuses_an_open_folder(tmp_path):
     tmp_path.chmod(0o777)
-    environment = os.environ | {"MEGAMOE_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "megamoe.jit", "--all"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = start(WARM_ALL, WARM, MEGAMOE_CACHE_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"{tmp_path} can be written by others" in done.stderr

@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_code
 
 from megamoe.errors import AbiMismatch, CompileError, ConfigError
 from megamoe.jit import cache, compiler, paths, prebuilt
@@ -15,7 +14,6 @@ from megamoe.jit.__main__ import main as jit
 from megamoe.jit.compiler import compile_source, compile_variant, prebuilt_flags
 from megamoe.jit.source import QUANTIZE, QUANTIZE_SOURCE, Variant
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANT = Variant("fp8", "swiglu")
 KERNEL = """
 #include "megamoe/layout/args.h"
@@ -80,15 +78,12 @@ print(json.dumps([digests, said, compiler.why_not(made), compiler.why_not(absent
 def test_a_process_without_a_compiler_gets_the_same_bytes(tmp_path):
     folder = tmp_path / "made"
     assert jit(["--export", str(folder), "--only", str(VARIANT), QUANTIZE]) == 0
-    changed = {"MEGAMOE_PREBUILT": str(folder), "MEGAMOE_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER],
-        env=os.environ | changed | {"PYTHONPATH": str(ROOT), "CUDA_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    digests, said, *reasons = json.loads(done.stdout)
+    variables = {
+        "MEGAMOE_PREBUILT": str(folder),
+        "MEGAMOE_CACHE_DIR": str(tmp_path / "cache"),
+        "CUDA_HOME": str(tmp_path),
+    }
+    digests, said, *reasons = json.loads(run_code(WITHOUT_COMPILER, **variables))
     here = [compile_variant(VARIANT).cubin, compile_source(QUANTIZE_SOURCE).cubin]
     assert digests == [prebuilt.hashlib.sha256(cubin).hexdigest() for cubin in here]
     assert "has no kernel bf16-geglu.cu" in said

@@ -1,6 +1,6 @@
 """tools/shared_experts.py: the shared expert inside and beside agree, and a fault is told."""
 
-from test_tools import run_code
+from programs import run_code
 
 TINY = ("--shape", "tiny", "--tokens", "24", "3", "--samples", "1", "--backend", "staged")
 

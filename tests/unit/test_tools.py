@@ -2,8 +2,6 @@
 
 import csv
 import math
-import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from programs import ROOT, run, run_code
 
 from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
@@ -20,7 +19,6 @@ from megamoe.config import Problem
 from megamoe.jit.compiler import parse_log
 from megamoe.testing.stages import StageChecker
 
-ROOT = Path(__file__).resolve().parents[2]
 PLANTED = """
 import megamoe.backends.staged as staged
 good = staged.StagedBackend.forward
@@ -32,31 +30,10 @@ staged.StagedBackend.forward = bad
 """
 
 
-def run(tool: str, *arguments: object, path: Path = ROOT) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / tool, *arguments]
-    environment = os.environ | {
-        "PYTHONPATH": f"{path}{os.pathsep}{ROOT}",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    environment.pop("LOCAL_RANK", None)
-    return subprocess.run(
-        [str(c) for c in command], env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.fixture
 def tools(monkeypatch):
     """Let a test import from tools/: a process of its own costs seconds."""
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-
-
-def run_code(code: str) -> str:
-    """Run Python text that may import from tools/; return what it printed."""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tools'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:

@@ -1,6 +1,6 @@
 """tools/tune.py: what it calls the best choice, and where it does not run."""
 
-from test_tools import run, run_code
+from programs import run, run_code
 
 
 def test_the_formula_is_held_against_the_best():

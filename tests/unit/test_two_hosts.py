@@ -1,20 +1,15 @@
-"""Two torchrun nodes over loopback that call themselves two hosts: what "auto" does, and EP inside a host.
-
-The file is also the program that the nodes run.
-"""
+"""Two nodes of torchrun's launcher that call themselves two hosts: what "auto" does, and EP inside a host."""
 
 import json
 import logging
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
+from programs import fresh
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe import MegaMoE, UnreachablePeer, make_backend
@@ -22,7 +17,6 @@ from megamoe.memory.transport.group import spans_hosts
 from megamoe.memory.window import Window
 from megamoe.testing import assert_close, make_inputs
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 6, "top_k": 2, "max_tokens": 16}
 TOKENS = 9
 
@@ -79,50 +73,40 @@ def program(folder):
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hosts")
+def node(index, folder):
+    """One of two hosts, as torchrun makes it: an agent, and the ranks that it starts."""
+    config = LaunchConfig(
+        min_nodes=2,
+        max_nodes=2,
+        nproc_per_node=2,
+        run_id="two hosts",
+        rdzv_backend="static",
+        rdzv_endpoint=folder.joinpath("endpoint").read_text(),
+        rdzv_configs={"rank": index, "timeout": 120},
+        start_method="fork",  # they need not import torch again
+        monitor_interval=0.1,
+    )
+    os.environ.update(MEGAMOE_HOST=f"host-{'ab'[index]}", GLOO_SOCKET_IFNAME="lo")
+    elastic_launch(config, program)(folder)
+
+
+def test_layers_compute_the_same_on_two_hosts(tmp_path):
+    """The program compares y and gradients with one rank's; here: every rank came to its end, through staged."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    nodes = []
-    for node in range(2):
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
-            *(f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"),
-            *(__file__, str(folder)),
-        ]
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "MEGAMOE_HOST": f"host-{'ab'[node]}",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        nodes.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    printed = [node.communicate(timeout=200)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(printed)
-    return folder
-
-
-def test_layers_compute_the_same_on_two_hosts(ranks):
-    """The program compares y and gradients with one rank's; here: every rank came to its end, through staged."""
-    found = [json.loads((ranks / f"rank{rank}.json").read_text()) for rank in range(4)]
+        (tmp_path / "endpoint").write_text(f"127.0.0.1:{probe.getsockname()[1]}")
+    nodes = [fresh(node, index, tmp_path) for index in range(2)]
+    for process in nodes:
+        process.start()
+    for process in nodes:
+        process.join(200)
+    assert [process.exitcode for process in nodes] == [0, 0]
+    found = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     assert [f["backend"] for f in found] == ["StagedBackend"] * 4
     assert len({f["refused"] for f in found}) == 1
     assert 'use backend="staged"' in found[0]["refused"]
-
-
-def test_auto_says_once_why_it_is_staged(ranks):
-    texts = [(ranks / f"log{rank}").read_text() for rank in range(4)]
+    # "auto" says once why it is staged
+    texts = [(tmp_path / f"log{rank}").read_text() for rank in range(4)]
     assert texts[1:] == ["", "", ""]
     assert texts[0].count("not mega") == 1
     assert "the group spans 2 hosts" in texts[0]
@@ -133,7 +117,3 @@ def test_hosts_are_told_apart_by_their_names():
     assert spans_hosts(["a"] * 4) is None
     text = spans_hosts(["a", "a", "a", "b", "c", "b"])
     assert text.endswith("(ranks 0..2 on a; 3, 5 on b; 4 on c)")
-
-
-if __name__ == "__main__":
-    program(Path(sys.argv[1]))
