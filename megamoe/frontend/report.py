@@ -19,7 +19,8 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
     share a window share that too), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes), and the
     same as "text" and in one "line". Of training backward_bytes (a workspace that layers share likewise),
     train_state_bytes (each call whose backward is to come keeps so many), train_state_used_bytes (of these, at an even
-    load), train_state_worst_bytes (with a pool that holds every launch in one pass), training_regions.
+    load), train_state_worst_bytes (with a pool that holds every launch in one pass), training_regions: 0 and empty for
+    precisions that do not train.
     """
     if isinstance(of, Problem):
         return layout.memory_report(of, pool_rows)

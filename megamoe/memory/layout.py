@@ -70,7 +70,7 @@ def _place(specs: Iterator[_Spec]) -> dict[str, Region]:
 
 def total_bytes(regions: dict[str, Region]) -> int:
     """Return the bytes that hold all regions."""
-    return _round_up(max(region.end for region in regions.values()), ALIGNMENT)
+    return _round_up(max((region.end for region in regions.values()), default=0), ALIGNMENT)
 
 
 # --- the window: symmetric memory, the same offsets on every rank ---
@@ -286,16 +286,18 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     rows = default_pool_rows(problem) if pool_rows is None else pool_rows
     worst = worst_pool_rows(problem)
     window, workspace = window_regions(problem), workspace_regions(problem, rows)
-    state, train_state = state_regions(problem), train_state_regions(problem, rows)
-    backward = backward_regions(problem, rows)
+    state, trains = state_regions(problem), problem.formats.trains
+    train_state = train_state_regions(problem, rows) if trains else {}
+    largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
+    backward = backward_regions(problem, rows) if trains else {}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),
         "backward_bytes": total_bytes(backward),
         "train_state_bytes": total_bytes(train_state),
-        "train_state_used_bytes": train_state_used(problem, rows),
-        "train_state_worst_bytes": total_bytes(train_state_regions(problem, max(worst, rows))),
+        "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
+        "train_state_worst_bytes": total_bytes(largest_state),
         "pool_rows": rows,
         "worst_pool_rows": worst,
         "regions": _sizes({**window, **workspace, **state}),
@@ -309,17 +311,23 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
         f"workspace           {mib['workspace_bytes']:>14}, {rows} pool rows (worst case {worst})",
         f"state of a call     {mib['state_bytes']:>14}",
         *_largest(report["regions"]),
+    ]
+    training = [
         "training adds",
         f"backward's workspace{mib['backward_bytes']:>14}",
         f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
         *_largest(report["training_regions"]),
     ]
-    report["text"] = "\n".join(lines)
+    report["text"] = "\n".join(lines + (training if trains else []))
     report["line"] = (
         f"memory of rank {problem.rank}: window {mib['window_bytes']}, workspace {mib['workspace_bytes']}, "
-        f"{rows} pool rows (worst case {worst}), state of a call {mib['state_bytes']}; training: "
-        f"backward's workspace {mib['backward_bytes']}, state of a call {mib['train_state_bytes']} ({of_call})"
+        f"{rows} pool rows (worst case {worst}), state of a call {mib['state_bytes']}"
     )
+    if trains:
+        report["line"] += (
+            f"; training: backward's workspace {mib['backward_bytes']}, "
+            f"state of a call {mib['train_state_bytes']} ({of_call})"
+        )
     return report
 
 

@@ -178,6 +178,18 @@ def test_what_a_training_call_keeps(name, tokens, limit):
         assert f"{report[key] / 2**20:.1f} MiB" in report["text"]
 
 
+def test_what_does_not_train_keeps_nothing_for_it():
+    problem = Problem(4096, 2048, 64, 8, max_tokens=1024, precision="bf16xnvfp4")
+    report, bf16 = (layout.memory_report(p) for p in (problem, replace(problem, precision="bf16")))
+    assert report["regions"] == bf16["regions"]
+    for key in ("backward", "train_state", "train_state_used", "train_state_worst"):
+        assert report[f"{key}_bytes"] == 0 < bf16[f"{key}_bytes"]
+    assert report["training_regions"] == {}
+    for text in ("text", "line"):
+        assert "training" in bf16[text]
+        assert "training" not in report[text]
+
+
 def test_what_an_even_load_uses():
     """All of 128 tokens of two ranks to both experts of two: everything is used but the slack of the pool."""
     problem = Problem(64, 48, 2, 2, ep_size=2, max_tokens=128)
