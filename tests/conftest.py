@@ -1,13 +1,16 @@
-"""Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared."""
+"""Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared.
+
+torch is imported where tests are collected: xdist's controller starts the workers sooner without it.
+"""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 
-torch.set_num_threads(1)
+# A pool of compilers imports torch again, for 8 s, which is more than there is to compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 collect_ignore: list[str] = []
 if find_spec("hypothesis") is None:  # a machine without a network, see tools/setup_env.sh
@@ -20,7 +23,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"LEFT OUT, no hypothesis: {path}")
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Session):
+        import torch
+
+        torch.set_num_threads(1)
+
+
 def _hopper_gpus() -> int:
+    import torch
+
     if not torch.cuda.is_available():
         return 0
     majors = [torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())]
