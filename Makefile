@@ -7,6 +7,8 @@ PY := .venv/bin/python
 READY := .venv/.ready
 HOSTS_READY := .venv-hosts/.ready
 HOSTS := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton
+FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 requests==2.34.2 urllib3==2.8.0 \
+    certifi==2026.10.18 charset-normalizer==3.5.2 einops==0.8.2 nvidia-ml-py==13.615.71
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # Evaluated when a recipe needs them, after setup.
@@ -48,11 +50,13 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
 
-## hosts    the adapters of Megatron-Core, torchtitan, SGLang, vLLM beside these, installed into .venv-hosts over .venv
+## hosts    the adapters of Megatron-Core, torchtitan, SGLang, vLLM, FlashInfer beside these, in .venv-hosts over .venv
 hosts: $(HOSTS_READY)
 	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
 	for host in sglang vllm; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
 	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_$$host.py || exit 1; done
+	PYTHONPATH=$(PYTHONPATH):.venv-hosts/flashinfer CUDA_VISIBLE_DEVICES= \
+	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_flashinfer.py
 # Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
 $(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt
 	rm -rf .venv-hosts
@@ -62,6 +66,8 @@ $(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt
 	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) $(HOSTS)
 	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) \
 	    --target .venv-hosts/serving -r tests/hosts/serving.txt
+	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) \
+	    --target .venv-hosts/flashinfer $(FLASHINFER)
 	@touch $@
 
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept

@@ -20,6 +20,7 @@ HF = [
 ]
 MEGATRON = ["megatron-core>=0.16,<0.17"]
 TORCHTITAN = ["torchtitan>=0.3,<0.4"]
+FLASHINFER = ["flashinfer-python>=0.7.2,<0.8"]
 CHECKPOINTS = ["safetensors>=0.6"]
 TEST = [
     *CU13,
@@ -78,6 +79,7 @@ setup(
         "hf": HF,
         "megatron": MEGATRON,
         "torchtitan": TORCHTITAN,
+        "flashinfer": FLASHINFER,
         "checkpoints": CHECKPOINTS,
         "test": TEST,
         "dev": [*TEST, *DEV],

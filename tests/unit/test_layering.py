@@ -46,7 +46,7 @@ LAYERS = [
     ("adapters.transformers", "adapters.megatron_experts", "adapters.torchtitan_experts"),
     ("adapters.vllm_experts",),
     ("adapters.megatron", "adapters.torchtitan", "adapters.sglang", "adapters.vllm"),
-    ("adapters.vllm_plugin",),
+    ("adapters.vllm_plugin", "adapters.flashinfer"),
     ("testing",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

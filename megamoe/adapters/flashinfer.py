@@ -1,0 +1,193 @@
+"""FlashInfer's expert-parallel layer (moe_ep, 0.7) over a megamoe layer: one of the mega kernels of its registry.
+
+    import megamoe.adapters.flashinfer as adapter
+
+    kernel = adapter.MegaMoEConfig(intermediate_size=2048, top_k=8)
+    layer = MoEEpLayer(bootstrap, fleet_params, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
+
+FlashInfer checks sizes, owns workspaces and calls; weights in the precision's own format are read in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from flashinfer.moe_ep.core.kernel.base import MegaKernelBackend
+from flashinfer.moe_ep.core.kernel.registry import register_mega_kernel
+from flashinfer.moe_ep.core.validation.common import validate_mega_forward_inputs
+from torch import Tensor
+
+from megamoe.adapters.host_windows import borrow_window, return_window
+from megamoe.config import Activation, Problem, activation_by_name
+from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.cache import quantize_weights
+from megamoe.formats.table import E4M3_BLOCKS, MXFP4
+from megamoe.formats.weights import ExpertWeights
+from megamoe.frontend.functional import check_options, resolve
+from megamoe.frontend.layer import Layer
+
+NAME = "megamoe"
+
+
+@dataclass
+class MegaMoEConfig:
+    """What MegaConfig(megakernel=...) takes for a megamoe layer.
+
+    intermediate_size: I of each expert. top_k: experts a token.
+    precision: of the products, see megamoe.config.Problem. activation: a name or an Activation, gated or not.
+    backend, options: of megamoe.Layer.
+    """
+
+    intermediate_size: int
+    top_k: int
+    precision: str = "bf16"
+    activation: str | Activation = "swiglu"
+    backend: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    kernel_name: str = NAME
+
+
+class Workspace:
+    """A layer of one capacity and, between stage_inputs() and compute(), what it is called with."""
+
+    def __init__(self, layer: Layer, window: dict[str, Any]) -> None:
+        self.layer, self._window = layer, window
+        self.staged: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
+
+    def destroy(self) -> None:
+        """Free the layer. Collective."""
+        self.layer.close()
+        return_window(self._window)
+
+
+@register_mega_kernel(NAME)
+class MegaMoEKernel(MegaKernelBackend):
+    """What FlashInfer makes of a MegaMoEConfig, and calls.
+
+    Weights: bf16 or fp32 packs, quantized where the precision is; packs with scales as the precision stores them, e4m3
+    with fp32 for each 128 x 128 or packed e2m1 with E8M0 for each 32, or ExpertWeights as `transformed_weights`. Raises
+    ConfigError and ArgumentError for what no layer computes.
+    """
+
+    def __init__(self, config: MegaMoEConfig) -> None:
+        if not isinstance(config, MegaMoEConfig):
+            raise ConfigError("megakernel", type(config).__name__, "MegaMoEConfig")
+        super().__init__(config)
+        self._stated = config
+
+    @classmethod
+    def kernel_name(cls) -> str:
+        """Return its name in FlashInfer's registry."""
+        return NAME
+
+    def validate_init(self, bootstrap: Any, fleet_params: Any) -> None:
+        """Raise ConfigError for sizes and options that no layer could have, before memory is taken."""
+        problem = self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)
+        check_options(replace(problem, ep_size=1, rank=0), None, self._stated.options)
+        resolve(self._stated.backend)
+        if bootstrap.stream:
+            raise ConfigError("bootstrap.stream", bootstrap.stream, "0: torch's current stream")
+
+    def preprocess_weights(self, weights: Any, fleet_params: Any) -> ExpertWeights:
+        """Return the pack as a layer takes it: as it is, where the precision stores it so."""
+        problem = self._here(fleet_params)
+        stored = problem.formats.w
+        if weights.w13_scale is None:
+            made = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
+            if stored.scaled:
+                made.validate(_masters(problem))
+                made = _quantized(problem, made)
+        elif stored == E4M3_BLOCKS:
+            scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
+            made = ExpertWeights(weights.w13, weights.w2, **scales)
+        elif stored == MXFP4:
+            planes = problem.activation.planes
+            pack = weights.w13, weights.w2, weights.w13_scale, weights.w2_scale
+            made = ExpertWeights.from_mxfp4(*pack, planes=planes)
+        else:
+            expected = f"None: no pack has all scales of precision {problem.precision!r}"
+            raise ArgumentError("weights.w13_scale", "given", expected)
+        return self._checked(made, problem)
+
+    def validate_transformed_weights(
+        self, transformed_weights: Any, bootstrap: Any, fleet_params: Any
+    ) -> None:
+        """Raise ArgumentError for others than ExpertWeights of these sizes."""
+        if not isinstance(transformed_weights, ExpertWeights):
+            found = type(transformed_weights).__name__
+            raise ArgumentError("transformed_weights", found, "megamoe.ExpertWeights")
+        self._checked(transformed_weights, self._here(fleet_params))
+
+    def validate_forward(self, t: Any, fleet_params: Any, *, quantize_input: bool) -> None:
+        """Raise the host's errors for tensors that do not fit; the layer's own checks come with the call."""
+        rows = t.hidden_states, t.topk_ids, t.topk_weights, fleet_params
+        options = {"quantize_input": quantize_input, "scales": t.scales}
+        validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
+
+    def stage_inputs(self, t: Any, workspace: Workspace, *, quantize_input: bool) -> None:
+        """Keep the call's tensors: the layer reads them in place. quantize_input: False: t.scales are x's."""
+        scales = None if quantize_input else t.scales
+        workspace.staged = t.hidden_states, t.topk_ids, t.topk_weights, scales
+
+    def compute(
+        self, workspace: Workspace, transformed_weights: ExpertWeights, *, output: Tensor | None
+    ) -> Tensor:
+        """Call the layer. output: [T or more, H] bf16 to write y into, or None. Returns y [T, H]. Collective."""
+        if workspace.staged is None:
+            raise ArgumentError("compute()", "called", "stage_inputs() before each")
+        (x, ids, scores, x_scale), workspace.staged = workspace.staged, None
+        out = None if output is None else output[: x.shape[0]]
+        with torch.no_grad():
+            return workspace.layer(x, ids, scores, transformed_weights, out=out, x_scale=x_scale)
+
+    def _allocate_workspace(self, fleet_params: Any) -> Workspace:
+        problem, weights = self._here(fleet_params), self._transformed_weights
+        if weights is None:
+            raise ConfigError("weights", None, "a pack, or transformed_weights, before a workspace")
+        group = self.ep_comm_group if self.ep_world_size > 1 else None
+        of = self._stated.backend, self._stated.options
+        window = borrow_window(problem, group, weights.w13.device, *of)
+        options = self._stated.options | window
+        layer = Layer(
+            problem, "alone" if group is None else group, backend=self._stated.backend, **options
+        )
+        layer.prepare(weights)
+        return Workspace(layer, window)
+
+    def _here(self, fleet_params: Any) -> Problem:
+        return self._problem(fleet_params, self.ep_world_size, self.ep_rank)
+
+    def _problem(self, fleet_params: Any, ep_size: int, rank: int) -> Problem:
+        if fleet_params.num_experts % ep_size:
+            expected = f"a multiple of {ep_size}, the ranks"
+            raise ConfigError("num_experts", fleet_params.num_experts, expected)
+        return Problem(
+            hidden=fleet_params.token_hidden_size,
+            intermediate=self._stated.intermediate_size,
+            num_experts=fleet_params.num_experts,
+            top_k=self._stated.top_k,
+            ep_size=ep_size,
+            rank=rank,
+            max_tokens=fleet_params.max_tokens_per_rank,
+            precision=self._stated.precision,
+            activation=activation_by_name(self._stated.activation),
+        )
+
+    def _checked(self, weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+        weights.validate(problem)
+        self._transformed_weights = weights
+        return weights
+
+
+def _masters(problem: Problem) -> Problem:
+    return replace(problem, precision="bf16")
+
+
+def _quantized(problem: Problem, masters: ExpertWeights) -> ExpertWeights:
+    """Return what the precision stores of bf16 weights, which FlashInfer then lets go."""
+    planes, stored = problem.activation.planes, problem.formats.w
+    (q13, s13), _ = quantize_weights(masters.w13, planes, stored, None, False, None)
+    (q2, s2), _ = quantize_weights(masters.w2, 1, stored, None, False, None)
+    return ExpertWeights(q13, q2, w13_scale=s13, w2_scale=s2)
