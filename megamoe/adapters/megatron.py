@@ -147,7 +147,8 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             self._layer = self._open(x.device)
         await_parameters(self.experts)
         adding = self._layer.accumulate_into_main_grad
-        weights = weights_of(self.experts, adding=adding, descending=self._descending)
+        reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
+        weights = weights_of(self.experts, adding=adding, **reads)
         if self._descending:
             topk_ids = turned_ids(topk_ids, self.num_local_experts)
         return self._layer(x, topk_ids, topk_weights, weights), None

@@ -172,10 +172,13 @@ def adds_to_main_grad(experts: Any) -> bool:
     return type(experts) is not GroupedMLP and bool(experts.config.gradient_accumulation_fusion)
 
 
-def weights_of(experts: Any, *, adding: bool = False, descending: bool = False) -> ExpertWeights:
+def weights_of(
+    experts: Any, *, adding: bool = False, descending: bool = False, copies: bool = False
+) -> ExpertWeights:
     """Return the experts as a layer takes them.
 
-    adding: gradients of matrices go to main_grad. descending: the last expert comes first.
+    adding: gradients of matrices go to main_grad. descending: the last expert comes first. copies: FP8 copies are made
+    of the matrices, which live as long as the parameters stay what they are.
     """
     order = slice(None, None, -1 if descending else 1)
     parameters = {kind: of_kind[order] for kind, of_kind in _parameters(experts).items()}
@@ -183,18 +186,14 @@ def weights_of(experts: Any, *, adding: bool = False, descending: bool = False) 
         held, hidden = experts.num_local_experts, experts.config.hidden_size
         w13 = experts.weight1.view(held, hidden, -1).transpose(1, 2).contiguous()
         w2 = experts.weight2.view(held, -1, hidden).transpose(1, 2).contiguous()
-        return ExpertWeights(_of(parameters["w13"], w13), _of(parameters["w2"], w2))
-    matrices = {
-        name: _of(parameters[name], joined(parameters[name], adding=adding))
-        for name in ("w13", "w2")
-    }
+        matrices = {"w13": w13, "w2": w2}
+    else:
+        matrices = {n: joined(parameters[n], adding=adding) for n in ("w13", "w2")}
+    for name in matrices if copies else ():  # hundreds of parameters: not for nothing
+        wanted = any(p.requires_grad for p in parameters[name])
+        made_of(matrices[name], parameters[name], trains=wanted)
     biases = {n: torch.stack(parameters[n]).float() for n in ("b13", "b2") if n in parameters}
     return ExpertWeights(**matrices, **biases)
-
-
-def _of(parameters: list[Any], made: Tensor) -> Tensor:
-    """Say which parameters it was made of, so that its FP8 copy lives as long as they stay what they are."""
-    return made_of(made, parameters, trains=any(p.requires_grad for p in parameters))
 
 
 def _parameters(experts: Any) -> dict[str, list[Any]]:

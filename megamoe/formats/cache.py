@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from megamoe.config import Problem
 from megamoe.errors import CompileError, MegaMoEError
@@ -25,7 +25,7 @@ from megamoe.formats.versions import (
     Version,
     invalidations,
     same_storages,
-    sources_of,
+    storages_of,
     trained,
     uncounted,
     version_of,
@@ -93,7 +93,7 @@ def _uncounted(w: Tensor) -> bool:
 
 @dataclass
 class _Entry:
-    kept: list[Tensor]  # whose StorageImpl then cannot come back as another tensor's
+    kept: list[UntypedStorage]  # which then cannot come back as another tensor's
     version: Version | None  # None: quantize again
     q: Tensor
     scale: Tensor
@@ -149,7 +149,7 @@ class QuantizedCache:
             (q, scale), turned = quantize_weights(
                 w.detach(), planes, stored, out, trains, turned_out
             )
-        self._entries[name] = _Entry(sources_of(w), version, q, scale, volatile, turned)
+        self._entries[name] = _Entry(storages_of(w), version, q, scale, volatile, turned)
         return q, scale
 
     def weights(

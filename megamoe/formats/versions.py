@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # Steps of any optimizer of this process.
@@ -46,18 +46,23 @@ Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
 
 
 class _Origin:
-    """What a tensor was made of: sources, and their version then if it is a copy."""
+    """What a tensor was made of: sources, where they were, and their version then if it is a copy."""
 
     def __init__(self, made: Tensor, sources: Sequence[Tensor], trains: bool) -> None:
-        self.sources = [t.detach() for t in sources]
-        self.trains = trains
+        self.storages = [
+            t.untyped_storage() for t in sources
+        ]  # not asked again: `.data = ...` gives a tensor another
+        self._offsets = [t.storage_offset() for t in sources]
+        self._sources, self.trains = sources, trains
         self.uncounted = any(t.is_inference() for t in sources)
-        copied = made.untyped_storage()._cdata != sources[0].untyped_storage()._cdata
+        copied = made.untyped_storage()._cdata != self.storages[0]._cdata
         self.then = (self.places(), _steps[0]) if copied else None
 
     def places(self) -> tuple[Place, ...]:
-        """Return where the sources are now, in which version."""
-        return tuple(_place(t) for t in self.sources)
+        """Return where the sources were, and their version now."""
+        counts = map(_count, self._sources)
+        cells = zip(self.storages, self._offsets, counts, strict=True)
+        return tuple((storage._cdata, offset, count) for storage, offset, count in cells)
 
 
 def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) -> Tensor:
@@ -83,16 +88,15 @@ def version_of(w: Tensor, steps: Sequence[int] = _steps) -> Version:
     return places, count, w.shape, w.stride(), _count(w) if origin.then else 0
 
 
-def sources_of(w: Tensor) -> list[Tensor]:
+def storages_of(w: Tensor) -> list[UntypedStorage]:
     """Return what has to be kept so that no other tensor gets w's version."""
     origin = origin_of(w)
-    return [w.detach()] if origin is None else origin.sources
+    return [w.untyped_storage()] if origin is None else origin.storages
 
 
-def same_storages(kept: list[Tensor], w: Tensor) -> bool:
+def same_storages(kept: list[UntypedStorage], w: Tensor) -> bool:
     """Whether w's sources lie where those lie that were kept."""
-    now = sources_of(w)
-    return [t.untyped_storage()._cdata for t in kept] == [t.untyped_storage()._cdata for t in now]
+    return [s._cdata for s in kept] == [s._cdata for s in storages_of(w)]
 
 
 def trained(w: Tensor) -> bool:
