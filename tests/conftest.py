@@ -23,11 +23,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"LEFT OUT, no hypothesis: {path}")
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    if isinstance(collector, pytest.Session):
-        import torch
+def pytest_collectstart() -> None:
+    import torch
 
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 def _hopper_gpus() -> int:
