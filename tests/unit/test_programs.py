@@ -1,4 +1,4 @@
-"""programs.py: what it starts ends, prints and imports as under a new python; and the tests' own torch has one thread."""
+"""programs.py: what it starts ends, prints and imports as under a new python; the tests' own torch has one thread."""
 
 import pytest
 import torch
