@@ -7,10 +7,12 @@ import torch
 
 from megamoe.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
+from megamoe.testing.copies import watched
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 from hf_models import ALL_EXPERTS, experts_of, model_of, snippets, token_ids  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
 
@@ -99,3 +101,35 @@ def test_models_over_two_ranks(name, tmp_path):
         assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
     assert results[0]["left"] > results[1]["left"] == 0
     assert "rank 1 of the group failed" in results[0]["too many"]
+
+
+def train_sharded(rank, name, reshard):
+    """Train over FSDP2, whose gathering no counter of torch shows, then write to its shards, in two ways."""
+    own = adapter.register("megamoe_sharded", backend="staged", precision="fp8", max_tokens=64)
+    model, ids = model_of(name, "megamoe_sharded"), token_ids(2, 12)
+    for part in (*model.model.layers, model):
+        fully_shard(part, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with watched() as seen:
+        for _ in range(2):
+            for _ in range(2):
+                model(ids, labels=ids).loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(ids)
+            model.load_state_dict({n: 0.5 * t for n, t in model.state_dict().items()})
+            model(ids)
+            for t in model.state_dict().values():
+                t.to_local().mul_(0.5)
+            model(ids)
+    own.close()
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_experts_are_quantized_once_a_step(name, reshard):
+    layers, due = 2, 2 * (1 + 2 + 2)
+    expected = [{"stale": 0, "q": layers * due}] * 2
+    assert launch(train_sharded, 2, name, reshard) == expected
