@@ -80,12 +80,12 @@ def _warn_of_inference_tensors() -> None:
     )
 
 
-def _uncounted(w: Tensor) -> bool:
+def _uncounted(w: Tensor, version: Version) -> bool:
     """Whether any use may follow a write that nobody can see: of inference tensors, which have no _version.
 
     Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
     """
-    if not uncounted(w) or _capturing(w):
+    if not uncounted(version) or _capturing(w):
         return False
     _warn_of_inference_tensors()
     return True
@@ -136,7 +136,7 @@ class QuantizedCache:
         out = turned_out = None
         if entry is not None:
             trains |= entry.turned is not None
-            counted = not (captured or entry.volatile or _uncounted(w))
+            counted = not (captured or entry.volatile or _uncounted(w, version))
             if counted and entry.version == version:
                 if trains and entry.turned is None:
                     _refuse_capture(w)
@@ -161,10 +161,11 @@ class QuantizedCache:
         """
         w13, w2, last = masters.w13, masters.w2, self._last
         # The versions' storages are kept by the entries; biases are the caller's, who may move them.
-        made_of = version_of(w13), version_of(w2), masters.b13, masters.b2
+        of13, of2 = version_of(w13), version_of(w2)
+        made_of = of13, of2, masters.b13, masters.b2
         captured = (trained(w13) or trained(w2)) and _capturing(w13)
         same = last is not None and _same(last[0], made_of)
-        same = same and not (_uncounted(w13) or _uncounted(w2))
+        same = same and not (_uncounted(w13, of13) or _uncounted(w2, of2))
         if last is not None and same and not captured and (self._turns() or not trains):
             return last[1]
         stored = problem.formats.w
