@@ -110,10 +110,7 @@ def trained(w: Tensor) -> bool:
 
 def uncounted(version: Version) -> bool:
     """Whether torch counts no writes to what has this version: to an inference tensor, of which nothing is counted."""
-    for place in version[0]:  # any() takes three times as long, in every call
-        if place[2] < 0:
-            return True
-    return False
+    return -1 in [place[2] for place in version[0]]
 
 
 def origin_of(w: Tensor) -> _Origin | None:
