@@ -251,7 +251,9 @@ def main() -> int:
     add_shape_arguments(parser, default="qwen3-30b")
     args = parser.parse_args()
     args.ranks = args.ranks or 1
-    if args.ranks > 1 and (args.host != "transformers" or args.precision != ["bf16"]):
+    if args.ranks > 1 and (
+        args.host != "transformers" or args.precision != parser.get_default("precision")
+    ):
         parser.error(f"--ranks {args.ranks}: expected --host transformers and --precision bf16")
     return launch(worker, args)
 
