@@ -89,4 +89,6 @@ step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qw
 step train_curves 300 "$python" tools/train_step.py --steps 300 --curves "$out/train_curves.png"
 step train_sweep 300 "$python" tools/latency_sweep.py --direction step --shape qwen3-30b --tokens 8192 --precision bf16 \
     fp8 --reserve-sms 0 default --backend mega --baseline staged --out "$out" --name train_sweep
+step train_sweep_dsv3 200 "$python" tools/latency_sweep.py --direction step --shape dsv3 --tokens 4096 --precision bf16 \
+    fp8 --samples 8 --backend mega --baseline staged --out "$out" --name train_sweep_dsv3
 ! compgen -G "$out/*.failed" >/dev/null
