@@ -24,6 +24,7 @@ from megamoe.formats.table import E4M3_BLOCKS, Format
 from megamoe.formats.versions import (
     Version,
     invalidations,
+    kept_uncounted,
     same_storages,
     storages_of,
     trained,
@@ -85,10 +86,12 @@ def _uncounted(w: Tensor, version: Version) -> bool:
 
     Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
     """
-    if not uncounted(version) or _capturing(w):
+    if _capturing(w):
         return False
-    _warn_of_inference_tensors()
-    return True
+    if uncounted(version):
+        _warn_of_inference_tensors()
+        return True
+    return kept_uncounted(w)
 
 
 @dataclass
@@ -164,8 +167,8 @@ class QuantizedCache:
         of13, of2 = version_of(w13), version_of(w2)
         made_of = of13, of2, masters.b13, masters.b2
         captured = (trained(w13) or trained(w2)) and _capturing(w13)
-        same = last is not None and _same(last[0], made_of)
-        same = same and not (_uncounted(w13, of13) or _uncounted(w2, of2))
+        unseen = [_uncounted(w13, of13), _uncounted(w2, of2)]  # both are asked, each time
+        same = last is not None and _same(last[0], made_of) and not any(unseen)
         if last is not None and same and not captured and (self._turns() or not trains):
             return last[1]
         stored = problem.formats.w

@@ -2,19 +2,24 @@
 
 A version is (storage, offset, tensor._version) of each source, optimizer steps of the process, shape and strides.
 torch counts most writes in tensor._version. FSDP2 gathers into one storage without touching it, and fused optimizers do
-not bump it: a step is the one event that both have.
+not bump it: a step is the one event that both have. It counts before and after its writes, since an optimizer's own
+hooks behind a step, which may call a layer, run before those of all optimizers.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-# Steps of any optimizer of this process.
+# Steps of any optimizer of this process, twice.
 _steps = [0]
 # Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
 invalidations = [0]
@@ -25,6 +30,7 @@ def _count_step(*_: Any) -> None:
     _steps[0] += 1
 
 
+register_optimizer_step_pre_hook(_count_step)
 register_optimizer_step_post_hook(_count_step)
 
 
@@ -53,7 +59,7 @@ class _Origin:
             t.untyped_storage() for t in sources
         ]  # not asked again: `.data = ...` gives a tensor another
         self._offsets = [t.storage_offset() for t in sources]
-        self._sources, self.trains = sources, trains
+        self._sources, self.trains, self._used = sources, trains, False
         copied = made.untyped_storage()._cdata != self.storages[0]._cdata
         self.then = (self.places(), _steps[0]) if copied else None
 
@@ -62,6 +68,15 @@ class _Origin:
         counts = map(_count, self._sources)
         cells = zip(self.storages, self._offsets, counts, strict=True)
         return tuple((storage._cdata, offset, count) for storage, offset, count in cells)
+
+    def used(self) -> bool:
+        """Whether this was asked before."""
+        self._used, before = True, self._used
+        return before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave nothing to a saved or copied tensor, which is made of nothing; torch.load() knows this type."""
+        return OrderedDict, ()
 
 
 def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) -> Tensor:
@@ -80,13 +95,14 @@ def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) ->
 def version_of(w: Tensor, steps: Sequence[int] = _steps) -> Version:
     """Return what w's values are known by."""
     origin = getattr(w, "_megamoe_origin", None)
-    if origin is None:
+    if not origin:
         count = -1 if w.is_inference() else w._version
         place = w.untyped_storage()._cdata, w.storage_offset(), count
         return (place,), steps[0], w.shape, w.stride()
-    # A write to a copy is counted by its own version.
-    places, count = origin.then or (origin.places(), steps[0])
-    return places, count, w.shape, w.stride(), _count(w) if origin.then else 0
+    if origin.then is None:
+        return origin.places(), steps[0], w.shape, w.stride()
+    # A copy may be kept, and written to: that counts as of other tensors.
+    return *origin.then, w.shape, w.stride(), steps[0], _count(w)
 
 
 def storages_of(w: Tensor) -> list[UntypedStorage]:
@@ -113,9 +129,15 @@ def uncounted(version: Version) -> bool:
     return -1 in [place[2] for place in version[0]]
 
 
+def kept_uncounted(w: Tensor) -> bool:
+    """Whether w is a copy of which torch counts no writes, and was asked about before: it may have been written to."""
+    origin = origin_of(w)
+    return origin is not None and origin.then is not None and w.is_inference() and origin.used()
+
+
 def origin_of(w: Tensor) -> _Origin | None:
     """Return what made_of() said of w."""
-    return getattr(w, "_megamoe_origin", None)
+    return getattr(w, "_megamoe_origin", None) or None
 
 
 def _count(w: Tensor) -> int:

@@ -290,6 +290,11 @@ class Layer:
         group = ALONE if self.group is None else self.group
         return Layer(self.problem, group, **arguments, **self._options)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a saved module keeps: not what is open. A number of this process is another layer's elsewhere."""
+        delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
+        return self.__dict__ | {"_runtime": None, "_known": KnownCalls(), "_delayed": delayed}
+
     @property
     def handle(self) -> Tensor:
         """What stands for this layer in the operators; raises before prepare() and after close()."""

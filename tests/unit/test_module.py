@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -171,6 +172,23 @@ def test_copies():
     average = torch.optim.swa_utils.AveragedModel(net, use_buffers=False)
     average.update_parameters(net)
     assert torch.equal(average.module[0].w2, layer.w2)
+
+
+def test_a_saved_layer_is_not_open():
+    """Its number may be another layer's where it is loaded, whose gradients it would then get."""
+    layer, file = make(activation="swiglu", delay_wgrad=True), io.BytesIO()
+    inputs = make_inputs(layer.problem, 8)
+    call = inputs.x.requires_grad_(), inputs.topk_ids, inputs.topk_weights
+    layer(*call).float().sum().backward()
+    layer.backward_dw()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded._layer._runtime is None
+    layer.close()
+    del layer
+    loaded(*call).float().sum().backward()
+    loaded.backward_dw()
 
 
 def test_casting_the_model_keeps_the_layer_working():

@@ -90,6 +90,16 @@ def test_accumulation():
     assert seen == {"stale": 0, "q": DUE}
 
 
+def test_a_hook_behind_a_step():
+    """An optimizer's own hooks run before those of all optimizers; what they call has the new values."""
+    layer = make()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    optimizer.register_step_post_hook(lambda *_: layer(*batch()))
+    with watched() as seen:
+        train(layer, stepping(optimizer))
+    assert seen["stale"] == 0
+
+
 def test_step_inside_backward():
     layer = make()
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)

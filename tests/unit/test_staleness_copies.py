@@ -1,5 +1,8 @@
 """Weights that adapters compute from parameters in every call are quantized once a step, and never stale."""
 
+import copy
+import io
+
 import pytest
 import torch
 
@@ -128,6 +131,55 @@ def test_weights_that_are_kept():
     assert seen["stale"] == 0
 
 
+def trained_by(optimizer):
+    def write(w):
+        for t in (w.w13, w.w2):
+            t.grad = torch.ones_like(t)
+        optimizer([w.w13, w.w2], lr=0.1, fused=True).step()
+
+    return write
+
+
+def pointed_into(w):
+    w.w13.data.mul_(2)
+    megamoe.invalidate()
+
+
+def written_in_place(w):
+    w.w13.mul_(2)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("write", [trained_by(torch.optim.AdamW), pointed_into, written_in_place])
+def test_copies_that_are_kept_are_weights_of_their_own(write, inference):
+    host = Host("apart")
+    with torch.inference_mode(inference), watched() as seen:
+        kept = ExpertWeights(*(t.detach().clone() for t in host.weights().named().values()))
+        for name in ("w13", "w2"):  # as join() marks what it has copied
+            made_of(getattr(kept, name), (host.w1, host.w3))
+        host.weights = lambda: kept
+        for _ in range(3):
+            host()
+            write(kept)
+            host()
+    assert seen["stale"] == 0
+
+
+@pytest.mark.parametrize("kind", ["tied", "apart"])
+def test_saved_and_copied_tensors_are_made_of_nothing(kind):
+    host, file = Host(kind).requires_grad_(False), io.BytesIO()
+    torch.save(host.weights().named(), file)
+    file.seek(0)
+    loaded = ExpertWeights(**torch.load(file))
+    copied = copy.deepcopy(host.weights())
+    with watched() as seen, torch.no_grad():
+        for w in (host.weights(), loaded, copied, loaded, copied):
+            w.w13.mul_(2)
+            host.weights = lambda w=w: w
+            host()
+    assert seen["stale"] == 0
+
+
 def test_a_backward_pass_behind_a_write():
     """The copies of the old values, which backward needs once more, are not those of the next call."""
     host = Host("apart")
@@ -146,9 +198,9 @@ def test_inference_mode():
     with torch.inference_mode():
         made = Host("apart").requires_grad_(False)
     for host, due in (
-        (Host("apart"), 2),
-        (made, 6),
-    ):  # torch counts no writes: at every use, as by prepare()
+        (Host("apart"), 3),  # the first call's copy of w1 and w3 is used twice, by prepare(), too
+        (made, 6),  # torch counts no writes: at every use
+    ):
         with watched() as seen, torch.inference_mode():
             host()
             host()
