@@ -83,11 +83,12 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.joint is not None and ctx.joint.used:
+            _ = ctx.saved_tensors
+            return None, *ctx.joint.add(grad)
         if grad is None:
             return (None,) * len(ctx.needs_input_grad)
         _ = ctx.saved_tensors  # raises where one was written to
-        if ctx.joint is not None and ctx.joint.used:
-            return None, *ctx.joint.add()
         parts = grad.unbind(0)
         return None, *(
             g if n else None for g, n in zip(parts, ctx.needs_input_grad[1:], strict=True)

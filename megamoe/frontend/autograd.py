@@ -177,6 +177,8 @@ class _Call(torch.autograd.Function):
             waits = ctx.delaying if asked else None
             grads = _delayed(waits, dy, inputs, handle, state, needs)
         elif ctx.adding is not None:
+            for index in (2, 3):  # grad(loss, inputs=[x]) adds nothing
+                needs[index] = needs[index] and _asked(ctx.next_functions[index + 1][0])
             grads = _added(ctx.adding, dy, inputs, handle, state, needs)
         elif not ctx.direct or watched() or torch.is_grad_enabled():
             dy = torch.zeros_like(inputs[0]) if dy is None else dy.contiguous()
@@ -186,6 +188,14 @@ class _Call(torch.autograd.Function):
             grads = gradients(runtime_of(handle), dy, inputs, state, needs)
         dx, d_topk_weights, *of_weights = grads
         return dx, None, d_topk_weights, *of_weights, *[None] * 9
+
+
+def _asked(node: Any) -> bool:
+    """Whether this backward pass goes on to the node of a weight."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad() asks for the weight itself
+        return True
 
 
 def _added(

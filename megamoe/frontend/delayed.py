@@ -125,10 +125,13 @@ class Delayed:
             passed = pending.dy, pending.inputs, pending.state
             found = gradients(runtime, *passed, needs, into, only_weights=True)[2:]
         for name in into:
-            found[NAMES.index(name)] = main_grad.added(given[NAMES.index(name)])
-        made = [(w, g) for w, g in zip(given, found, strict=True) if g is not None]
-        if made:
-            torch.autograd.backward(*map(list, zip(*made, strict=True)))
+            w: Any = getattr(pending.weights, name)
+            joint = getattr(w, "joint_main_grad", None)
+            made = main_grad.added(w) if joint is None else joint.nothing(w)
+            found[NAMES.index(name)] = made
+        pairs = [(w, g) for w, g in zip(given, found, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 
     def forget(self, count: int) -> None:
         """Drop the oldest `count` passes."""

@@ -46,6 +46,7 @@ class Joint:
         """cut: the parameters' parts of what was joined. as_one: tensors like these parts as a view, or None."""
         self.parameters, self._cut, self._as_one = parameters, cut, as_one
         self._between: Tensor | None = None
+        self._nothing: Tensor | None = None
         self.used = False  # by a backward pass that adds, since add()
 
     def give(self, whole: Any) -> None:
@@ -67,10 +68,24 @@ class Joint:
         self._between = torch.zeros(whole.shape, device=whole.device)
         return self._between
 
-    def add(self) -> list[Tensor | None]:
-        """Bring on what was added; return what autograd is given for the parameters."""
+    def nothing(self, whole: Tensor) -> Tensor:
+        """Return a gradient of the joined tensor that add() knows to be none, for where autograd wants one."""
+        if self._nothing is None:
+            self._nothing = torch.zeros((), dtype=whole.dtype, device=whole.device)
+        return self._nothing.expand(whole.shape)
+
+    def add(self, grad: Tensor | None) -> list[Tensor | None]:
+        """Bring on what was added; return what autograd is given for the parameters.
+
+        grad: of the joined tensor, by other ways than a layer that adds. It goes on to grad, or, where that is given a
+            tensor of no meaning, to main_grad.
+        """
         found: list[Tensor | None] = [None] * len(self.parameters)
+        if grad is not None and self._nothing is not None:
+            same = grad.untyped_storage()._cdata == self._nothing.untyped_storage()._cdata
+            grad = None if same else grad
         parts = None if self._between is None else self._cut(self._between)
+        others = None if grad is None else self._cut(grad)
         self._between, self.used = None, False
         for i, p in enumerate(self.parameters):
             if not p.requires_grad:
@@ -80,6 +95,10 @@ class Joint:
                     p.main_grad.zero_()
                 p.main_grad.add_(parts[i].view(p.shape))
             found[i] = added(p)
+            if others is not None and found[i] is None:
+                found[i] = others[i]
+            elif others is not None:
+                p.main_grad.add_(others[i].reshape(p.shape))
         return found
 
 
@@ -123,9 +142,9 @@ def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
 
 def added(p: Any) -> Tensor | None:
     """Say that p's gradient is in its main_grad; return what autograd is given."""
-    if hasattr(p, "joint_main_grad"):  # so that autograd comes by
-        return torch.empty((), dtype=p.dtype, device=p.device).expand(p.shape)
-    if not hasattr(p, "grad_added_to_main_grad"):
+    if not hasattr(
+        p, "grad_added_to_main_grad"
+    ):  # a joint has none: autograd comes by without a gradient, too
         return None
     p.grad_added_to_main_grad = True
     key = p.shape, p.stride(), p.dtype, p.device

@@ -238,6 +238,7 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: main_grad.Joint | None, routed: Tensor, shared: Tensor) -> Tensor:
         ctx.num, ctx.joint = len(routed), joint
+        ctx.set_materialize_grads(False)
         whole = None if torch.compiler.is_compiling() else _as_one((routed, shared))
         if whole is not None:
             ctx.save_for_backward(routed, shared)  # the view counts writes to the former only
@@ -248,10 +249,12 @@ class _Joined(torch.autograd.Function):
         return torch.cat(halves).view(routed.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises where one was written to
         if ctx.joint is not None and ctx.joint.used:
-            return None, *ctx.joint.add()
+            return None, *ctx.joint.add(grad)
+        if grad is None:
+            return None, None, None
         return None, grad[: ctx.num], grad[ctx.num :]
 
 

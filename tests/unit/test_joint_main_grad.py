@@ -164,3 +164,53 @@ def test_what_is_missing_is_named():
     give_main_grads(halves)
     with pytest.raises(ArgumentError, match=r"join\(.*accumulate_into_main_grad=True"):
         loss_of(layer, SHARED.join(*halves))
+
+
+def penalty_of(weights):
+    return sum(getattr(weights, name).float().square().sum() for name in NAMES)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("lie", ["together", "apart"])
+def test_gradients_by_other_ways_are_not_lost(lie, flag):
+    """A penalty goes to grad, or to main_grad where grad is given a tensor of no meaning."""
+    expected, halves = plain(), halves_of()
+    layer = Layer(SHARED.problem, backend="staged", **ADDING)
+    give_main_grads(halves, lie)
+    for p in parameters_of(halves).values() if flag else ():
+        p.grad_added_to_main_grad = False
+    weights = SHARED.join(*halves, **ADDING)
+    (loss_of(layer, weights) + penalty_of(weights)).backward()
+    for name, p in parameters_of(halves).items():
+        found = p.main_grad - 0.5 + (0 if flag else p.grad)
+        assert_close(found, expected[name].float() + 2 * p.detach(), relative=1e-2, name=name)
+
+
+@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("lie", ["together", "apart"])
+def test_what_is_not_asked_for_is_not_added(lie, join):
+    """A gradient of x alone, as a penalty on it takes: the next pass adds to main_grad once."""
+    expected, halves = plain(), halves_of()
+    layer = Layer(SHARED.problem, backend="staged", **ADDING)
+    give_main_grads(halves, lie)
+    if join:
+        weights = SHARED.join(*halves, **ADDING)
+    else:
+        whole = SHARED.join(*halves)
+        weights = ExpertWeights(nn.Parameter(whole.w13), nn.Parameter(whole.w2))
+        for name in NAMES:
+            w = getattr(weights, name)
+            w.main_grad = torch.full(w.shape, 0.5)
+    x, *routes = call_of()
+    x.requires_grad_()
+    loss = layer(x, *routes, weights).float().square().sum()
+    (dx,) = torch.autograd.grad(loss, [x], retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert torch.equal(dx, x.grad)
+    loss.backward()
+    found = {name: p.main_grad for name, p in parameters_of(halves).items()}
+    if not join:
+        parts = SHARED.split(replace(weights, **{n: getattr(weights, n).main_grad for n in NAMES}))
+        found = parameters_of(parts)
+    for name, main in found.items():
+        assert_close(main - 0.5, expected[name], relative=1e-2, name=name)
