@@ -129,10 +129,14 @@ def read_biases(
     """Return b13 [L, P*I], gate rows first, and b2 [L, H] in fp32. Raises ArgumentError for others."""
     if biases is None:
         return None, None
+    if not isinstance(biases, (tuple, list)) or len(biases) != 2:
+        raise ArgumentError("biases", type(biases).__name__, "a pair: of w13, of w2")
     for bias in biases:
         if not isinstance(bias, Tensor) or (interleaved and bias.dim() != 2):
             what = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ArgumentError("biases", what, f"[L, {planes}*I] and [L, H]")
+    if interleaved and biases[0].shape[1] % planes:
+        raise ArgumentError("biases[0].shape", list(biases[0].shape), f"[L, {planes}*I]")
     b13, b2 = (b.float() for b in biases)
     if interleaved:
         b13 = b13.unflatten(1, (-1, planes)).transpose(1, 2).flatten(1)

@@ -124,7 +124,7 @@ def from_checkpoint(
         where = nan.nonzero()[0].tolist()
         raise ArgumentError(f"{name}_scale", f"NaN at {where}", "e4m3 numbers")
     return packed, arrange_scales(
-        scales, _outer(f"{name}_scale_2", outer, len(packed), planes, inverse), planes
+        scales, _outer(f"outer of {name}", outer, len(packed), planes, inverse), planes
     )
 
 

@@ -22,7 +22,7 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.frontend.functional import check_device
 from megamoe.frontend.initial import draw
 from megamoe.frontend.layer import Layer
-from megamoe.frontend.quantized import QUANTIZED, check_state, check_taken
+from megamoe.frontend.quantized import QUANTIZED, check_kind, check_state, check_taken
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
@@ -247,6 +247,7 @@ class MegaMoE(nn.Module):
         self._take_fp4(NVFP4, weights)
 
     def _take_fp4(self, stored: Format, weights: ExpertWeights) -> None:
+        check_kind(weights)
         weights.validate(self.problem, weights.w13.device)
         given = weights.named() | {"w13": weights.w13.flatten(1, -2)}
         self._take(stored, {name: given[name].contiguous() for name in QUANTIZED})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,24 @@ def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
 
 
-def check_mode(*tensors: Tensor | None) -> None:
-    """Refuse what custom operators would not see: tangents of forward mode, and the tensors of torch.func."""
+_OPTIONAL = ("bias", "b13", "b2", "out")
+
+
+def check_given(**given: object) -> None:
+    """Refuse what is no tensor, by the names of arguments."""
+    for name, t in given.items():
+        if not (isinstance(t, Tensor) or (t is None and name in _OPTIONAL)):
+            refuse(name, type(t).__name__, "a tensor")
+
+
+def check_mode(**given: Any) -> None:
+    """Refuse what is no tensor, and what custom operators would not see: forward mode's tangents, torch.func."""
     compiling = torch.compiler.is_compiling()  # then nothing can be asked of tensors
-    if not compiling and transforms.functional():
-        refuse("a transform of torch.func", "active", "torch.autograd's backward()")
-    if transforms.forward_mode() if compiling else transforms.has_tangent(tensors):
+    if not compiling:
+        check_given(**given)
+        if transforms.functional():
+            refuse("a transform of torch.func", "active", "torch.autograd's backward()")
+    if transforms.forward_mode() if compiling else transforms.has_tangent(list(given.values())):
         refuse("a forward-mode tangent", "given", "reverse mode: the operators have no other")
 
 
@@ -135,8 +149,8 @@ def check_place(name: str, t: Tensor) -> None:
 
 def check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
     """scale: of a shape, fp32, contiguous, 16-byte aligned."""
-    if scale is None:
-        refuse(name, None, f"scales {list(shape)} of e4m3")
+    if not isinstance(scale, Tensor):
+        refuse(name, scale, f"scales {list(shape)} of e4m3")
         return
     if scale.dtype != torch.float32:
         refuse(f"{name}.dtype", scale.dtype, "float32")

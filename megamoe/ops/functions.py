@@ -36,7 +36,7 @@ def grouped_mm(
     multiplied in FP8, quantized here, differentiable (docs/ops.md).
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
-    checks.check_mode(x, w, bias)
+    checks.check_mode(x=x, w=w, bias=bias)
     checks.check_rows("x", x, dtype=_type(scales))
     checks.check_weights("w", w, x)
     if w.shape[1] != x.shape[1]:
@@ -69,7 +69,7 @@ def grouped_mm_swiglu(
     ConfigError.
     """
     act = activation_by_name(activation)
-    checks.check_mode(x, w_up, bias)
+    checks.check_mode(x=x, w_up=w_up, bias=bias)
     checks.check_rows("x", x, dtype=_type(scales))
     w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
     checks.check_offs(offs, w.shape[0], x)
@@ -108,7 +108,7 @@ def grouped_mm_downproj(
     "dynamic".
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
-    checks.check_mode(h, w_down, bias)
+    checks.check_mode(h=h, w_down=w_down, bias=bias)
     checks.check_rows("h", h, dtype=_type(scales))
     if w_down.dim() != 3 or w_down.shape[2] != h.shape[1] or w_down.shape[1] % 8:
         expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
@@ -135,7 +135,7 @@ def grouped_mm_dswiglu(
     ConfigError.
     """
     act = activation_by_name(activation)
-    checks.check_mode(dy, w_down, pre_activation)
+    checks.check_mode(dy=dy, w_down=w_down, pre_activation=pre_activation)
     checks.check_rows("dy", dy)
     if w_down.dim() != 3 or w_down.shape[1] != dy.shape[1]:
         checks.refuse("w_down.shape", list(w_down.shape), f"[experts, {dy.shape[1]}, I]")
@@ -166,7 +166,7 @@ def grouped_mm_wgrad(
     Returns [E, N1, N2], or `out`; zeros for an expert without rows. Equal inputs give equal bits. Not differentiable.
     Raises ArgumentError.
     """
-    checks.check_mode(a, b, out)
+    checks.check_mode(a=a, b=b, out=out)
     checks.check_rows("a", a)
     checks.check_rows("b", b, a)
     num = checks.num_ends(offs, a)
@@ -201,7 +201,7 @@ def grouped_mlp(
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
     """
     act = activation_by_name(activation)
-    checks.check_mode(x, w13, w2, b13, b2)
+    checks.check_mode(x=x, w13=w13, w2=w2, b13=b13, b2=b2)
     checks.check_rows("x", x)
     w13 = checks.check_planes("w13", w13, act.planes, x, x.shape[1])
     num, planes, width = w13.shape[:3]
@@ -231,6 +231,7 @@ def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor
     block [ceil(K/128), P] fp32, for calls with these offs. By torch's operations; the host waits for nothing. Raises
     ArgumentError.
     """
+    checks.check_given(x=x)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         checks.refuse("x.dtype", x.dtype, "bfloat16, float16 or float32")
     if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % 16:
@@ -247,6 +248,7 @@ def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     P = 128 * (M // 128 + E), for calls with these offs. By torch's operations; the host waits for nothing. Raises
     ArgumentError.
     """
+    checks.check_given(scale=scale)
     if scale.dim() != 2 or scale.dtype != torch.float32:
         checks.refuse("scale", f"{scale.dtype} {list(scale.shape)}", "[rows, groups of 128] fp32")
     num = checks.num_ends(offs, scale)

@@ -301,6 +301,13 @@ REFUSED = {
     ),
     "out.dtype": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, H).double()),
     "dtype is torch.float16": lambda: ops.grouped_mm_wgrad(X, X, OFFS, dtype=torch.float16),
+    "x is list, expected a tensor": lambda: ops.grouped_mm(X.tolist(), W2, OFFS),
+    "w13 is NoneType, expected a tensor": lambda: ops.grouped_mlp(X, None, W2, OFFS),
+    "b is NoneType, expected a tensor": lambda: ops.grouped_mm_wgrad(X, None, OFFS),
+    "bias is int, expected a tensor": lambda: ops.grouped_mm(X, W2, OFFS, 1, scales="dynamic"),
+    "x is ndarray, expected a tensor": lambda: ops.quantize_rows(X.float().numpy(), OFFS),
+    "scale is float, expected a tensor": lambda: ops.scales_by_block(1.0, OFFS),
+    "scales[1] is 1.0, expected scales [3, 6, 2]": lambda: fp8(w_scale=1.0),
     "w2.shape is [3, 16, 24], expected [3, 24, 16]": lambda: ops.grouped_mlp(
         X, W, W2.transpose(1, 2), OFFS
     ),

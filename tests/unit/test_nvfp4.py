@@ -183,19 +183,22 @@ def hostile() -> list[tuple[str, dict[str, object], str]]:
         ("three", made(outer=(o13, o2, o2)), "outer is tuple, expected a pair"),
         ("NaN", made(scales=(s13, nan)), r"w2_scale is NaN at \[1, 2, 3\], expected e4m3 numbers"),
         ("-NaN", made(scales=(negative_nan, s2)), r"w13_scale is NaN at \[0, 5, 1\]"),
-        ("zero", made(outer=(o13, zero)), r"w2_scale_2 is 0.0 at \[3\], expected positive and finite"),
-        ("zero divisor", made(outer=(o13, zero), inverse=True), r"w2_scale_2 is 0.0 at \[3\]"),
-        ("negative", made(outer=(-o13, o2)), r"w13_scale_2 is -.* at \[0\], expected positive"),
-        ("inf", made(outer=(inf, o2)), r"w13_scale_2 is inf at \[1\]"),
-        ("nan", made(outer=(inf - inf + o13, o2)), r"w13_scale_2 is nan at \[1\]"),
-        ("too small to invert", made(outer=(o13 * 1e-39, o2), inverse=True), "w13_scale_2 is .*e-4"),
-        ("outer's shape", made(outer=(o13[:3], o2)), r"scale_2.shape is \[3\], expected \[4\] or \[4, 1\] or \[4, 2\]"),
-        ("by plane, of w2", made(outer=(o13, o2[:, None].expand(4, 2))), r"w2_scale_2.shape is \[4, 2\], expected"),
-        ("a scalar", made(outer=(o13[0], o2)), r"w13_scale_2.shape is \[\]"),
-        ("outer's dtype", made(outer=(o13.bfloat16(), o2)), "w13_scale_2.dtype is torch.bfloat16"),
-        ("outer is no tensor", made(outer=(1.0, o2)), "w13_scale_2 is float, expected a tensor"),
+        ("zero", made(outer=(o13, zero)), r"outer of w2 is 0.0 at \[3\], expected positive and finite"),
+        ("zero divisor", made(outer=(o13, zero), inverse=True), r"outer of w2 is 0.0 at \[3\]"),
+        ("negative", made(outer=(-o13, o2)), r"outer of w13 is -.* at \[0\], expected positive"),
+        ("inf", made(outer=(inf, o2)), r"outer of w13 is inf at \[1\]"),
+        ("nan", made(outer=(inf - inf + o13, o2)), r"outer of w13 is nan at \[1\]"),
+        ("too small to invert", made(outer=(o13 * 1e-39, o2), inverse=True), "outer of w13 is .*e-4"),
+        ("outer's shape", made(outer=(o13[:3], o2)), r"outer of w13.shape is \[3\], expected \[4\] or \[4, 1\] or \[4, 2\]"),
+        ("by plane, of w2", made(outer=(o13, o2[:, None].expand(4, 2))), r"outer of w2.shape is \[4, 2\], expected"),
+        ("a scalar", made(outer=(o13[0], o2)), r"outer of w13.shape is \[\]"),
+        ("outer's dtype", made(outer=(o13.bfloat16(), o2)), "outer of w13.dtype is torch.bfloat16"),
+        ("outer is no tensor", made(outer=(1.0, o2)), "outer of w13 is float, expected a tensor"),
         ("planes", made(planes=3), "planes is 3, expected 1 or 2"),
         ("biases", made(biases=(None, o2)), "biases is NoneType"),
+        ("one bias", made(biases=(o2,)), "biases is tuple, expected a pair"),
+        ("a number", made(biases=5), "biases is int, expected a pair"),
+        ("odd", made(interleaved=True, biases=(torch.zeros(4, 3), o2[:, None])), r"biases\[0\].shape is \[4, 3\]"),
     ]  # fmt: skip
 
 
@@ -279,5 +282,7 @@ def test_checkpoints_go_round(tmp_path) -> None:
         mxfp4.load_nvfp4_weights(given)
     with pytest.raises(ConfigError, match="'bf16xmxfp4', expected one whose weights are nvfp4"):
         mxfp4.load_nvfp4_weights(mxfp4.expert_weights().quantized(mxfp4.problem))
+    with pytest.raises(ArgumentError, match="weights is dict, expected ExpertWeights"):
+        mxfp4.load_mxfp4_weights(given.named())
     for layer in (first, second, mxfp4):
         layer.close()
