@@ -19,6 +19,7 @@ _WRITERS = (
 )
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _DTYPES = (("U8",), ("F8_E4M3",), ("F32",))
+_LEFT = ("input_scale", "input_global_scale")  # of activations, which stay bf16
 
 
 def read_nvfp4(folder: str | Path, module: str, experts: Iterable[int]) -> dict[str, Any]:
@@ -26,14 +27,17 @@ def read_nvfp4(folder: str | Path, module: str, experts: Iterable[int]) -> dict[
 
     module: what stands before `experts.0.`, such as "model.layers.3.mlp". experts: a rank's, by their numbers.
     Scales of activations are not read, since rows stay bf16. Experts without gates have planes = 1.
-    Raises ArgumentError for a tensor that is missing or of another type or shape than those of the first expert.
+    Raises ArgumentError for a tensor that is missing or of another type or shape than those of the first expert, and
+    for one that a layer would have to compute with, too: biases, scales that AWQ multiplies x by.
     """
-    numbers = list(experts)
-    if not numbers:
-        raise ArgumentError("experts", numbers, "at least one")
+    numbers = list(experts) if isinstance(experts, Iterable) else []
+    if not numbers or not all(isinstance(n, int) for n in numbers):
+        raise ArgumentError("experts", experts, "numbers, at least one")
     with Source(Path(folder)) as source:
         prefix = f"{module}.experts."
         (*ends, inverse), names = _found(source, f"{prefix}{numbers[0]}.")
+        read = {f"{name}.{end}" for name in names for end in (*ends, *_LEFT)}
+        _check_rest(source, prefix, numbers, read)
         *ups, down = [_read(source, prefix, numbers, n, ends) for n in names]
     if ups[0][0].shape != ups[-1][0].shape or ups[0][1].shape != ups[-1][1].shape:
         shapes = [list(t.shape[1:]) for codes, scales, _ in ups for t in (codes, scales)]
@@ -58,6 +62,16 @@ def _found(source: Source, expert: str) -> tuple[tuple[Any, ...], tuple[str, ...
     seen = sorted(name for name in known if name.startswith(expert))[:6]
     expected = " or ".join(f"{expert}up_proj.{{{', '.join(w[:3])}}}" for w in _WRITERS)
     raise ArgumentError(f"tensors of {expert[:-1]}", seen, expected)
+
+
+def _check_rest(source: Source, prefix: str, numbers: list[int], read: set[str]) -> None:
+    """Raise ArgumentError for tensors of these experts that are not read."""
+    experts = set(map(str, numbers))
+    for name in source.names:
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and number in experts and rest not in read:
+            expected = "none that from_nvfp4() has no place for: " + ", ".join(sorted(read))
+            raise ArgumentError(f"tensor {name!r}", "there", expected)
 
 
 def _read(

@@ -189,7 +189,7 @@ def hostile() -> list[tuple[str, dict[str, object], str]]:
         ("inf", made(outer=(inf, o2)), r"outer of w13 is inf at \[1\]"),
         ("nan", made(outer=(inf - inf + o13, o2)), r"outer of w13 is nan at \[1\]"),
         ("too small to invert", made(outer=(o13 * 1e-39, o2), inverse=True), "outer of w13 is .*e-4"),
-        ("outer's shape", made(outer=(o13[:3], o2)), r"outer of w13.shape is \[3\], expected \[4\] or \[4, 1\] or \[4, 2\]"),
+        ("outer's shape", made(outer=(o13[:3], o2)), r"w13.shape is \[3\], expected \[4\] or \[4, 1\] or \[4, 2\]"),
         ("by plane, of w2", made(outer=(o13, o2[:, None].expand(4, 2))), r"outer of w2.shape is \[4, 2\], expected"),
         ("a scalar", made(outer=(o13[0], o2)), r"outer of w13.shape is \[\]"),
         ("outer's dtype", made(outer=(o13.bfloat16(), o2)), "outer of w13.dtype is torch.bfloat16"),

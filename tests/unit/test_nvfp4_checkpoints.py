@@ -22,6 +22,9 @@ NAMES = {
 }
 
 
+GATE_OF_0 = [f"0.gate_proj.{end}" for end in (*NAMES["ModelOpt"], "input_scale")]
+
+
 def foreign(writer: str) -> dict[str, torch.Tensor]:
     """Return a module's tensors behind `experts.`, those of activations among them."""
     found = {}
@@ -72,7 +75,12 @@ def test_experts_that_lack_something_are_refused_by_name(tmp_path) -> None:
         ({"3.up_proj.weight": torch.zeros(64, 80).to(torch.uint8)}, range(3, 4), "gate_proj and up_proj"),
         ({}, range(3, 6), "tensor 'm.experts.4.gate_proj.weight' is missing"),
         ({}, range(7, 8), r"tensors of m.experts.7 is \[\]"),
-        ({}, [], "experts is .*, expected at least one"),
+        ({}, [], "experts is .*, expected numbers, at least one"),
+        ({}, 3, "experts is 3, expected numbers"),
+        ({}, "01", "experts is 01, expected numbers"),
+        ({"1.up_proj.bias": torch.ones(96)}, range(4), "tensor 'm.experts.1.up_proj.bias' is there, expected none"),
+        ({"0.up_proj.pre_quant_scale": torch.ones(160)}, range(2), "'m.experts.0.up_proj.pre_quant_scale' is there"),
+        (dict.fromkeys(GATE_OF_0), range(4), "tensor 'm.experts.1.gate_proj.input_scale' is there"),
     ):  # fmt: skip
         made = {n: t for n, t in (foreign("ModelOpt") | change).items() if t is not None}
         save_file({f"m.experts.{n}": t for n, t in made.items()}, tmp_path / "m.safetensors")
