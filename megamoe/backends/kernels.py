@@ -151,14 +151,17 @@ def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
     tokens = int(regions["window_routes"][parity, rank, 0])
     found = {"partials": regions["window_partials"][:, :tokens]}
     if "window_x_scale" in regions and kernel != "backward":  # which stages dy there
-        found["x_q"] = regions["window_x"][:tokens]
+        problem = plan.problem
+        found["x_q"] = problem.formats.x.in_order(regions["window_x"][:tokens], problem.hidden)
         found["x_scale"] = regions["window_x_scale"][:tokens]
     return found
 
 
-def rows_of_forward(views: dict[str, Tensor]) -> dict[str, Tensor]:
+def rows_of_forward(problem: Problem, views: dict[str, Tensor]) -> dict[str, Tensor]:
     """views: the regions of workspace and state of a single pass -> what it left by pool row."""
-    found = {name: views[name] for name in ("x_pool", "h", "y_rows", "route_rows")}
+    found = {name: views[name] for name in ("y_rows", "route_rows")}
+    found["x_pool"] = problem.formats.x.in_order(views["x_pool"], problem.hidden)
+    found["h"] = problem.formats.h.in_order(views["h"], problem.intermediate)
     for name in ("x_pool_scale", "h_scale"):
         if name in views:
             found[name] = views[name].t()

@@ -314,7 +314,7 @@ class MegaBackend:
     def intermediates(self) -> dict[str, Tensor]:
         """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
 
-        Views: the next launch overwrites them. Of a forward: x_pool, h, y_rows (and their scales, as [M, S]) by
+        Views, where rows lie by column: the next launch overwrites them. Of a forward: x_pool, h, y_rows (and their scales, as [M, S]) by
         pool row; route_rows [C*32, K], the pool row of each route or -1, by token in chunk order; partials [R, T, H] of
         own tokens by expert rank (only written where it has a route) and, for fp8, x_q, x_scale; if it trains, gate_up
         [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
@@ -326,7 +326,7 @@ class MegaBackend:
         if layer != self._kernels.layer:
             return {}
         single = int(self.statistics().passes) == 1
-        found = kernels.rows_of_forward(self._tables(kernel)) if single else {}
+        found = kernels.rows_of_forward(self.problem, self._tables(kernel)) if single else {}
         if single and kernel == "backward" and self._training is not None:
             found = self._training.rows()
         return found | kernels.home_rows(self.plan, self.window, kernel)

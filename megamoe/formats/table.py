@@ -6,7 +6,7 @@ this file, the oracle's own quant.py, and csrc/. Each refuses by name a format t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
@@ -33,6 +33,7 @@ class Format:
     scale_dtype: torch.dtype = torch.float32
     block_scales: int = 1
     multiple: int = 16
+    by_quads: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -54,8 +55,15 @@ class Format:
         return self.bytes / self.packed + scales
 
     def width(self, columns: int) -> int:
-        """Return how many elements a row of so many numbers has."""
-        return columns // self.packed
+        """Return how many elements a row of so many numbers has in memory."""
+        return -(-columns // SCALE_GROUP) * SCALE_GROUP if self.by_quads else columns // self.packed
+
+    def in_order(self, rows: torch.Tensor, columns: int) -> torch.Tensor:
+        """rows: [M, width(columns)] as they are in memory -> [M, columns], by column."""
+        if not self.by_quads:
+            return rows
+        words = rows.unflatten(-1, (-1, 8, 4, 4))  # in each group [place, quad, number]
+        return words.transpose(-3, -2).flatten(-4)[..., :columns]
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the shape of the scales of a matrix; ragged last blocks count."""
@@ -69,6 +77,7 @@ class Format:
 _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
 BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
+E4M3_QUADS = replace(E4M3_ROWS, name="e4m3 1x128 by quads", cpp="E4m3Quad", by_quads=True)
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
 FP4_HEADER = 16  # bytes before a block's scales, see arrange_scales() of either format
@@ -125,7 +134,7 @@ PRECISIONS: dict[str, Precision] = {
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
-        Precision("fp8xmxfp4", x=E4M3_ROWS, w=MXFP4, h=E4M3_ROWS, trains=False),
+        Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS, trains=False),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
         Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16, trains=False),
     )

@@ -175,8 +175,8 @@ def fill_static(
         box = (abi.SLOT_K_BYTES // size, abi.GROUP_ROWS)
         return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
 
-    x_pool = pool_map("x_pool", p.hidden, p.formats.x.bytes)
-    h = pool_map("h", p.intermediate, p.formats.h.bytes)
+    x_pool = pool_map("x_pool", p.formats.x.width(p.hidden), p.formats.x.bytes)
+    h = pool_map("h", p.formats.h.width(p.intermediate), p.formats.h.bytes)
     y_rows = pool_map("y_rows", p.hidden, BF16.bytes)
     gemm1, gemm2 = args.gemm
     gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate

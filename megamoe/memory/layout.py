@@ -100,7 +100,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
     yield "window_weights", (2, tokens, top_k), torch.float32
     yield "window_d_weights", (tokens, top_k), torch.float32
     x = p.formats.x
-    yield "window_x", (tokens, hidden), x.dtype
+    yield "window_x", (tokens, x.width(hidden)), x.dtype
     if x.scaled:
         yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
     yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
@@ -157,10 +157,10 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "rows_ready", (blocks,), torch.int32
     yield "gemm1_done", (blocks,), torch.int32
     yield "gemm2_done", (blocks,), torch.int32
-    yield "x_pool", (rows, p.hidden), x.dtype
+    yield "x_pool", (rows, x.width(p.hidden)), x.dtype
     if x.scaled:
         yield "x_pool_scale", x.scale_shape(rows, p.hidden)[::-1], torch.float32
-    yield "h", (rows, p.intermediate), h.dtype
+    yield "h", (rows, h.width(p.intermediate)), h.dtype
     if h.scaled:
         yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
     yield "y_rows", (rows, p.hidden), torch.bfloat16

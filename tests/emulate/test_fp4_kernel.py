@@ -104,12 +104,38 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(out[0][0], out[1][0], w.b13, w.b2, out[0][1], out[1][1])
 
 
-def plainly(problem: Problem, w: ExpertWeights) -> tuple[Problem, ExpertWeights]:
-    """Return the problem and the weights that the kernel without expansion takes."""
+def by_quads(values: Tensor, dim: int, planes: int = 1) -> Tensor:
+    """values: [..., planes * K, ...] -> zeros up to whole groups of 128 of K, and each group's fours by quads."""
+    values = values.unflatten(dim, (planes, -1)).movedim(dim + 1, -1)
+    values = torch.nn.functional.pad(values.float(), (0, -values.shape[-1] % 128)).to(values.dtype)
+    order = torch.arange(128).view(4, 8, 4).transpose(0, 1).flatten()
+    found = values.unflatten(-1, (-1, 128))[..., order].flatten(-2)
+    return found.movedim(-1, dim + 1).flatten(dim, dim + 1).contiguous()
+
+
+def of_quads(problem: Problem, w: ExpertWeights) -> ExpertWeights:
+    """Return e4m3 weights for columns of x, h and y by quads: sums have an order inside 128 of K."""
+    planes, e4m3 = problem.activation.planes, w.w13.dtype
+    w13, w2 = w.w13.float(), w.w2.float()
+    w13 = by_quads(by_quads(w13, 2), 1, planes).to(e4m3)
+    w2 = by_quads(by_quads(w2, 2), 1).to(e4m3)
+    b13 = None if w.b13 is None else by_quads(w.b13, 1, planes)
+    b2 = None if w.b2 is None else by_quads(w.b2, 1)
+    return replace(w, w13=w13, w2=w2, b13=b13, b2=b2)
+
+
+def plainly(
+    problem: Problem, xs: list[Tensor], weights: list[ExpertWeights]
+) -> tuple[Problem, list[Tensor], list[ExpertWeights]]:
+    """Return what the kernel without expansion takes: problem, x and weights of all ranks."""
     plain = replace(problem, precision=PLAIN[problem.precision])
-    if problem.formats.h.scaled:
-        return plain, as_fp8(problem, w)
-    return plain, w.dense(problem, torch.bfloat16)
+    if not problem.formats.h.scaled:
+        return plain, xs, [w.dense(problem, torch.bfloat16) for w in weights]
+    widths = {"hidden": problem.hidden, "intermediate": problem.intermediate}
+    plain = replace(plain, **{name: -(-width // 128) * 128 for name, width in widths.items()})
+    ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
+    found = [of_quads(p, as_fp8(p, w)) for p, w in zip(ranks, weights, strict=True)]
+    return plain, [by_quads(x, 1) for x in xs], found
 
 
 def check(
@@ -120,11 +146,12 @@ def check(
     weights = [random_bits(p, spread, 7 * seed + p.rank) for p in ranks]
     call = [[i.x for i in inputs], [i.topk_ids for i in inputs], [i.topk_weights for i in inputs]]
     ys = Emulation(problem, num_ctas=num_ctas).forward_all(*call, weights, seed=seed)
-    plains = [plainly(p, w) for p, w in zip(ranks, weights, strict=True)]
-    other = Emulation(replace(problem, precision=PLAIN[problem.precision]), num_ctas=num_ctas)
-    expected = other.forward_all(*call, [w for _, w in plains])
+    plain, xs, others = plainly(problem, call[0], weights)
+    expected = Emulation(plain, num_ctas=num_ctas).forward_all(xs, *call[1:], others)
     for y, want in zip(ys, expected, strict=True):
         assert bool(y.isfinite().all())
+        if problem.formats.h.scaled:
+            y = by_quads(y, 1)
         assert same_bits(y, want)
     return ys
 

@@ -9,6 +9,7 @@ struct Bf16Rows {
     using Element = bf16_t;
     static constexpr int element_bytes = 2;
     static constexpr bool scaled = false;
+    static MEGAMOE_DEVICE int row_bytes(int columns) { return columns * element_bytes; }
 
     static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
         const Args& args = ctx.args;

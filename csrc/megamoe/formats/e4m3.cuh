@@ -4,6 +4,7 @@
 #include "megamoe/formats/copy.cuh"
 #include "megamoe/formats/e4m3_group.h"
 #include "megamoe/formats/fragment.h"
+#include "megamoe/formats/words.h"
 
 namespace megamoe {
 
@@ -34,10 +35,16 @@ class Pieces {
     int token_, piece_, tokens_ahead_, pieces_ahead_, per_token_;
 };
 
-struct E4m3Rows {
+struct alignas(8) TwoWords {  // eight columns
+    uint32_t first, second;
+};
+
+template <class Words>
+struct E4m3RowsIn {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1;
     static constexpr bool scaled = true;
+    static MEGAMOE_DEVICE int row_bytes(int columns) { return Words::row_bytes(columns); }
 
     // 8 columns a lane, so 16 lanes hold one group of 128 (docs/numerics.md).
     static MEGAMOE_DEVICE void stage(Context& ctx, int num_tokens) {
@@ -45,50 +52,35 @@ struct E4m3Rows {
         int groups = ceil_div(args.hidden, scale_group);
         auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
         auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-        Pieces pieces(cta_idx(ctx) * crew_warps + crew_warp(), num_ctas(ctx) * crew_warps,
-                      ceil_div(args.hidden, Pieces::piece_columns));
-        constexpr int batch = 8;  // loads in flight
-        MEGAMOE_UNROLL_BY(1)
-        while (pieces.token() < num_tokens) {
-            uint4_t v[batch];
-            int64_t token[batch];
-            int column[batch];
+        each_piece<uint4_t>(ctx, num_tokens, [&](const uint4_t& v, int64_t token, int column) {
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            E4m3Group group;
             MEGAMOE_UNROLL
-            for (int j = 0; j < batch; ++j, pieces.advance()) {
-                token[j] = pieces.token();
-                column[j] = pieces.column();
-                v[j] = {0, 0, 0, 0};
-                if (token[j] < num_tokens && column[j] < args.hidden) {
-                    v[j] = arch::load_streaming(static_cast<const uint16_t*>(args.x) +
-                                                token[j] * args.hidden + column[j]);
-                }
+            for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
+            group.join_lanes<16>();
+            float inverse = group.inverse();
+            if (column < row_bytes(args.hidden)) {
+                put(rows + token * row_bytes(args.hidden), column,
+                    {e4m3_of_bf16(words[0], words[1], inverse), e4m3_of_bf16(words[2], words[3], inverse)});
+                if (arch::lane_idx() % 16 == 0)
+                    scales[token * groups + column / scale_group] = group.scale();
             }
-            MEGAMOE_UNROLL
-            for (int j = 0; j < batch; ++j) {
-                if (token[j] >= num_tokens) break;  // uniform in the warp
-                const uint32_t words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
-                E4m3Group group;
-                MEGAMOE_UNROLL
-                for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
-                group.join_lanes<16>();
-                float inverse = group.inverse();
-                if (column[j] < args.hidden) {
-                    auto* to = reinterpret_cast<uint32_t*>(rows + token[j] * args.hidden + column[j]);
-                    MEGAMOE_UNROLL
-                    for (int w = 0; w < 2; ++w) to[w] = e4m3_of_bf16(words[2 * w], words[2 * w + 1], inverse);
-                    if (arch::lane_idx() % 16 == 0)
-                        scales[token[j] * groups + column[j] / scale_group] = group.scale();
-                }
-            }
-        }
+        });
     }
 
     // x that was quantized before, with its scales.
     static MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
         const Args& args = ctx.args;
-        auto* rows = ctx.window<uint4_t>(args.rank, args.window_x);
+        auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
         auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
-        copy_by_crews(ctx, rows, static_cast<const uint4_t*>(args.x), int64_t{num_tokens} * args.hidden / 16);
+        if constexpr (Words::is_plain) {
+            copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.x),
+                          int64_t{num_tokens} * args.hidden / 16);
+        } else {
+            each_piece<TwoWords>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
+                if (column < row_bytes(args.hidden)) put(rows + token * row_bytes(args.hidden), column, v);
+            });
+        }
         int64_t total = int64_t{num_tokens} * ceil_div(args.hidden, scale_group);
         MEGAMOE_UNROLL_BY(1)
         for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total;
@@ -152,14 +144,54 @@ struct E4m3Rows {
                 float inverse = amax[row];
                 uint32_t pair = arch::pack_e4m3x2(v[4 * g + j] * inverse, v[4 * g + 2 + j] * inverse);
                 int column = f.group * group_rows + f.column;
-                to.slot[swizzled(row, column)] = static_cast<uint8_t>(pair);
-                to.slot[swizzled(row, column + 8)] = static_cast<uint8_t>(pair >> 8);
+                to.slot[swizzled(row, Words::place(column))] = static_cast<uint8_t>(pair);
+                to.slot[swizzled(row, Words::place(column + 8))] = static_cast<uint8_t>(pair >> 8);
             }
         }
         output.hand_over_common(1);
     }
 
   private:
+    // Of x, eight columns of a token a lane: take(v, token, column), zeros behind the last column.
+    template <class From, class Take>
+    static MEGAMOE_DEVICE void each_piece(Context& ctx, int num_tokens, Take take) {
+        const Args& args = ctx.args;
+        Pieces pieces(cta_idx(ctx) * crew_warps + crew_warp(), num_ctas(ctx) * crew_warps,
+                      ceil_div(args.hidden, Pieces::piece_columns));
+        constexpr int batch = 8;  // loads in flight
+        MEGAMOE_UNROLL_BY(1)
+        while (pieces.token() < num_tokens) {
+            From v[batch];
+            int64_t token[batch];
+            int column[batch];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < batch; ++j, pieces.advance()) {
+                token[j] = pieces.token();
+                column[j] = pieces.column();
+                v[j] = {};
+                if (token[j] < num_tokens && column[j] < args.hidden) {
+                    constexpr int size = sizeof(From) / 8;
+                    load_piece(v[j], static_cast<const uint8_t*>(args.x) +
+                                         (token[j] * args.hidden + column[j]) * size);
+                }
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < batch; ++j) {
+                if (token[j] >= num_tokens) break;  // uniform in the warp
+                take(v[j], token[j], column[j]);
+            }
+        }
+    }
+    static MEGAMOE_DEVICE void put(uint8_t* row, int column, const TwoWords& words) {
+        uint8_t* to = row + Words::place(column);
+        *reinterpret_cast<uint32_t*>(to) = words.first;
+        *reinterpret_cast<uint32_t*>(to + Words::place(4)) = words.second;
+    }
+    static MEGAMOE_DEVICE void load_piece(uint4_t& v, const void* from) { v = arch::load_streaming(from); }
+    static MEGAMOE_DEVICE void load_piece(TwoWords& v, const void* from) {
+        v = *static_cast<const TwoWords*>(from);
+    }
+
     template <int groups, class Output, class Even, class Odd>
     static MEGAMOE_DEVICE void write_group(Output& output, float* row_scale, Fragment f, Even even, Odd odd) {
         uint8_t* chunk = output.claim();
@@ -172,7 +204,8 @@ struct E4m3Rows {
             float inverse = group.inverse();
             MEGAMOE_UNROLL
             for (int g = 0; g < groups; ++g) {
-                *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, f.column(g))) =
+                *reinterpret_cast<uint16_t*>(chunk +
+                                             swizzled(f.row + 8 * i, Words::place(f.column(g)))) =
                     arch::pack_e4m3x2(even(i, g) * inverse, odd(i, g) * inverse);
             }
             if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = group.scale();
@@ -180,6 +213,8 @@ struct E4m3Rows {
         output.hand_over();
     }
 };
+using E4m3Rows = E4m3RowsIn<PlainWords>;
+using E4m3QuadRows = E4m3RowsIn<QuadWords>;
 
 // Where the scales of a tile's halves lie, in rows of blocks of 128 x 128. A half past the last column has
 // none of its own and takes the first half's: its products are zero.

@@ -31,44 +31,45 @@ struct PackedRows {
             scales + Packed::header_bytes + row_scales * row + (8 * i + scale_group * pair) * row_scales;
         return static_cast<uint32_t>(read_scales<row_scales>(from));
     }
+    // The scale of a group for each quad, of row 8 * i.
+    MEGAMOE_DEVICE int scale_of(const uint8_t* scales, int i) const {
+        return scales[Packed::header_bytes + 2 * (row + 8 * i) + quad / 2 * (2 * scale_group) + quad % 2];
+    }
 };
 
 // What a thread reads of a half, and makes its registers of: codes, four numbers each, and scales.
 template <class Rows, class Weights>
 struct WideHalf;
 
-// An instruction's K is a group of 32: 16 packed bytes, of which a lane needs two and two.
+// In the order of QuadWords a slot's K has 32 numbers for a lane, one group: 16 packed bytes and one scale of each
+// of its rows. A word of eight codes makes two registers.
 template <>
-struct WideHalf<E4m3Rows, Mxfp4Weights> {
-    using To = ExpandTo<E4m3Rows, Mxfp4Weights>;
-    using At = PackedRows<E4m3Rows, Mxfp4Weights>;
-    static constexpr int num_scales = 2 * slot_mmas;  // of two rows
-    uint32_t codes[slot_mmas][4];                     // a word that each register is made of
+struct WideHalf<E4m3QuadRows, Mxfp4Weights> {
+    using To = ExpandTo<E4m3QuadRows, Mxfp4Weights>;
+    using At = PackedRows<E4m3QuadRows, Mxfp4Weights>;
+    static constexpr int num_scales = 2;  // of two rows
+    uint4_t codes[2];
     int scales[num_scales];
     To::Half of_half;
 
     MEGAMOE_DEVICE WideHalf(const uint8_t* half, const uint8_t* from_scales, const At& at)
         : of_half(from_scales) {
         MEGAMOE_UNROLL
-        for (int k = 0; k < slot_mmas; ++k) {
-            const uint8_t* from = half + at.chunk(k) + 2 * at.quad;
-            MEGAMOE_UNROLL
-            for (int r = 0; r < 4; ++r)
-                codes[k][r] = *reinterpret_cast<const uint16_t*>(from + r % 2 * at.to_next + r / 2 * 8);
-        }
-        MEGAMOE_UNROLL
-        for (int i = 0; i < num_scales; i += 2) {
-            uint32_t two = at.scales_of(from_scales, i / slot_mmas, i % slot_mmas / 2);
-            scales[i] = static_cast<int>(two & 0xff);
-            scales[i + 1] = static_cast<int>(two >> 8);
+        for (int i = 0; i < 2; ++i) {
+            codes[i] = *reinterpret_cast<const uint4_t*>(half + at.chunk(at.quad) + i * at.to_next);
+            scales[i] = at.scale_of(from_scales, i);
         }
     }
     MEGAMOE_DEVICE void expand(WideOperand& a, const To::LookUp (&look_up)[num_scales]) const {
         MEGAMOE_UNROLL
-        for (int k = 0; k < slot_mmas; ++k) {
+        for (int i = 0; i < 2; ++i) {
+            const uint32_t words[slot_mmas] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
             MEGAMOE_UNROLL
-            for (int r = 0; r < 4; ++r)
-                To::expand(&a[k][r], Codes(codes[k][r]), look_up[r % 2 * slot_mmas + k], 0);
+            for (int k = 0; k < slot_mmas; ++k) {
+                Codes eight(words[k]);
+                MEGAMOE_UNROLL
+                for (int p = 0; p < 2; ++p) To::expand(&a[k][2 * p + i], eight, look_up[i], p);
+            }
         }
     }
 };

@@ -198,7 +198,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
 template <>
 struct Multiply<Bf16Rows, Mxfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
 template <>
-struct Multiply<E4m3Rows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
+struct Multiply<E4m3QuadRows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
 template <>
 struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
 

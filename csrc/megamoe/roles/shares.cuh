@@ -15,7 +15,7 @@ MEGAMOE_DEVICE int rows_per_share(const Context& ctx, int num_rows) {
 
 template <class X>
 MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
-    return args.hidden * X::element_bytes / static_cast<int>(sizeof(uint4_t));
+    return X::row_bytes(args.hidden) / static_cast<int>(sizeof(uint4_t));
 }
 
 // Slices of a row that is dispatched: a warp's loads of one in flight, where there are warps enough. Of the
