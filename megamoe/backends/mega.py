@@ -314,10 +314,10 @@ class MegaBackend:
     def intermediates(self) -> dict[str, Tensor]:
         """Return what the last launch left, by the names of megamoe.backends.reference. Waits for the device.
 
-        Views, where rows lie by column: the next launch overwrites them. Of a forward: x_pool, h, y_rows (and their scales, as [M, S]) by
-        pool row; route_rows [C*32, K], the pool row of each route or -1, by token in chunk order; partials [R, T, H] of
-        own tokens by expert rank (only written where it has a route) and, for fp8, x_q, x_scale; if it trains, gate_up
-        [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
+        Views: the next launch overwrites them; copies where rows do not lie by column. Of a forward: x_pool, h, y_rows
+        (and their scales, as [M, S]) by pool row; route_rows [C*32, K], the pool row of each route or -1, by token in
+        chunk order; partials [R, T, H] of own tokens by expert rank (only written where it has a route) and, for fp8,
+        x_q, x_scale; if it trains, gate_up [M, P*I] too. Of a backward: dy_rows, dgu [M, P*I], hs, d_s [M, S]
         by tile of I (their sum; b2's part last), dx_rows, x_rows, row_weight, route_rows, and partials. What is by pool
         row is only there when the launch was a single pass.
         """

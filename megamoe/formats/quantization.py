@@ -17,7 +17,16 @@ from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from megamoe.formats.planes import rows_of
-from megamoe.formats.table import BF16, E4M3_BLOCKS, E4M3_QUADS, E4M3_ROWS, MXFP4, NVFP4, SCALE_GROUP, Format
+from megamoe.formats.table import (
+    BF16,
+    E4M3_BLOCKS,
+    E4M3_QUADS,
+    E4M3_ROWS,
+    MXFP4,
+    NVFP4,
+    SCALE_GROUP,
+    Format,
+)
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10

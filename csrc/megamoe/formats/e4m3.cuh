@@ -62,8 +62,7 @@ struct E4m3RowsIn {
             if (column < row_bytes(args.hidden)) {
                 put(rows + token * row_bytes(args.hidden), column,
                     {e4m3_of_bf16(words[0], words[1], inverse), e4m3_of_bf16(words[2], words[3], inverse)});
-                if (arch::lane_idx() % 16 == 0)
-                    scales[token * groups + column / scale_group] = group.scale();
+                if (arch::lane_idx() % 16 == 0) scales[token * groups + column / scale_group] = group.scale();
             }
         });
     }
@@ -204,8 +203,7 @@ struct E4m3RowsIn {
             float inverse = group.inverse();
             MEGAMOE_UNROLL
             for (int g = 0; g < groups; ++g) {
-                *reinterpret_cast<uint16_t*>(chunk +
-                                             swizzled(f.row + 8 * i, Words::place(f.column(g)))) =
+                *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row + 8 * i, Words::place(f.column(g)))) =
                     arch::pack_e4m3x2(even(i, g) * inverse, odd(i, g) * inverse);
             }
             if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = group.scale();

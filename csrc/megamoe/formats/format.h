@@ -1,10 +1,11 @@
 // Formats: how the numbers of x, of the weights and of h are stored, each by itself. A format is a type; a
 // precision names three; megamoe/formats/table.py has the table.
 //
-//   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: one fp32 scale a row and 128 columns stands beside them;
-//                    stage(ctx, tokens): x -> window; if scaled stage_quantized(ctx, tokens), of x that
-//                    comes with scales; write_half(output, sums, row_scale, f): a half of a
-//                    tile -> output slots of 128 bytes a row; write_columns(...): the same of the wide form
+//   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: one fp32 scale a row and
+//                    128 columns stands beside them; stage(ctx, tokens): x -> window; if scaled
+//                    stage_quantized(ctx, tokens), of x that comes with scales; write_half(output, sums,
+//                    row_scale, f): a half of a tile -> output slots of 128 bytes a row;
+//                    write_columns(...): the same of the wide form
 //   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
 //                    MMAs read (fp4.cuh), else Element, element_bytes; scaled; slot_scale_bytes that come
 //                    with them; k_major, or as rows of N for each k; Scales(scales, n, columns, tile,

@@ -55,18 +55,15 @@ struct PackedHalf {
         unsigned row = thread() / row_units, k = thread() % row_units;
         return header_bytes + (k / 2 * (2 * scale_group) + 2 * row + k % 2) * unit_scales;
     }
-    // Where a chunk of an expanded unit goes, its 16 bytes or its four words.
-    static MEGAMOE_DEVICE void put(uint8_t* expanded, unsigned chunk, const uint32_t (&words)[4]) {
-        unsigned row = thread() / row_units, k = thread() % row_units, swizzle = row % 8 << 4;
-        uint8_t* to = expanded + row * slot_k_bytes;
-        if constexpr (same<Rows, E4m3QuadRows>) {  // no two lanes' words are in one bank
-            MEGAMOE_UNROLL
-            for (unsigned w = 0; w < 4; ++w)
-                *reinterpret_cast<uint32_t*>(to + ((4 * chunk + w) * 16 ^ swizzle) + k * 4) = words[w];
-        } else {
-            unsigned at = (k * (slot_k_bytes / row_units) + chunk * 16) ^ swizzle;
-            *reinterpret_cast<uint4_t*>(to + at) = {words[0], words[1], words[2], words[3]};
-        }
+    static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
+        unsigned row = thread() / row_units, k = thread() % row_units;
+        return row * slot_k_bytes + ((k * (slot_k_bytes / row_units) + chunk * 16) ^ (row % 8 << 4));
+    }
+    // A unit's word where rows lie by quads. No two lanes' are in one bank.
+    static constexpr bool by_quads = same<Rows, E4m3QuadRows>;
+    static MEGAMOE_DEVICE unsigned word_at(unsigned word) {
+        unsigned row = thread() / row_units, k = thread() % row_units;
+        return row * slot_k_bytes + ((word * 16) ^ (row % 8 << 4)) + k * 4;
     }
 };
 
@@ -309,7 +306,16 @@ MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* sca
                 To::expand(out + To::words * four, codes, look_up[(i * chunks + c) * unit_scales / chunks],
                            four % 2);
             }
-            Packed::put(half + i * Packed::rows_apart * slot_k_bytes, c, out);
+            if constexpr (Packed::by_quads) {
+                MEGAMOE_UNROLL
+                for (int w = 0; w < 4; ++w) {
+                    uint8_t* to = half + Packed::word_at(4 * c + w) + i * Packed::rows_apart * slot_k_bytes;
+                    *reinterpret_cast<uint32_t*>(to) = out[w];
+                }
+                continue;
+            }
+            uint8_t* to = half + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
+            *reinterpret_cast<uint4_t*>(to) = {out[0], out[1], out[2], out[3]};
         }
     }
     arch::fence_proxy_async_shared();  // MMAs read it, and TMA will overwrite it

@@ -41,8 +41,8 @@ struct PackedRows {
 template <class Rows, class Weights>
 struct WideHalf;
 
-// In the order of QuadWords a slot's K has 32 numbers for a lane, one group: 16 packed bytes and one scale of each
-// of its rows. A word of eight codes makes two registers.
+// In the order of QuadWords a slot's K has 32 numbers for a lane, one group: 16 packed bytes and one scale of
+// each of its rows. A word of eight codes makes two registers.
 template <>
 struct WideHalf<E4m3QuadRows, Mxfp4Weights> {
     using To = ExpandTo<E4m3QuadRows, Mxfp4Weights>;

@@ -1,5 +1,5 @@
-// In which order a row of e4m3 has its words, of four numbers each. A place() permutes bits of a column: those of
-// disjoint bits add up.
+// In which order a row of e4m3 has its words, of four numbers each. A place() permutes bits of a column:
+// those of disjoint bits add up.
 #pragma once
 #include "megamoe/formats/format.h"
 
@@ -19,9 +19,7 @@ struct QuadWords {
     static MEGAMOE_DEVICE int place(int column) {
         return (column & ~(scale_group - 1)) | (column >> 2 & 7) << 4 | (column >> 5 & 3) << 2 | (column & 3);
     }
-    static MEGAMOE_DEVICE int row_bytes(int columns) {
-        return ceil_div(columns, scale_group) * scale_group;
-    }
+    static MEGAMOE_DEVICE int row_bytes(int columns) { return ceil_div(columns, scale_group) * scale_group; }
 };
 
 }  // namespace megamoe
