@@ -341,6 +341,19 @@ def test_map_geometry(precision, size, activation, planes):
     assert order == [1, 4, 2, 2, 5, 3]
 
 
+def test_rows_by_quads_have_whole_groups():
+    problem = Problem(288, 160, 4, 2, max_tokens=64, precision="fp8xmxfp4")
+    args, plan, maps, _ = filled(problem)
+    x_pool, h, y_rows, w13, _ = maps
+    assert x_pool == (args.x_pool, (384, plan.pool_rows), (384,), (128, 64), 1)
+    assert h[1:] == ((256, plan.pool_rows), (256,), (128, 64), 1)
+    assert (y_rows[1][0], w13[1][0]) == (288, 144)
+    assert plan.window["window_x"].shape == (64, 384)
+    assert [plan.workspace[n].shape[1] for n in ("x_pool", "h")] == [384, 256]
+    assert layout.memory_report(problem)["regions"]["window_x"] == 64 * 384
+    assert (args.gemm[0].k, args.gemm[1].k, args.hidden) == (288, 160, 288)
+
+
 def test_maps_are_legal_without_tokens_or_experts():
     for problem in problems():
         filled(problem, tokens=0)

@@ -145,7 +145,7 @@ struct Args {
     uint32_t* pool_routes;  // [M] routes in pool order, without padding: chunk-order token * 32 + k, leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
-    void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch
+    void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch; rows may be wider, see formats/words.h
     float* x_pool_scale;    // fp8: [ceil(H/128), M]
     void* y_rows;           // [M, H] bf16, read by reduce
     // state: what this call leaves behind; the tables of every pass follow from it
@@ -162,7 +162,7 @@ struct Args {
     int64_t window_staged;    // [R] uint32 epoch: x of that home rank is staged
     int64_t window_ids;       // [2, max_tokens, K] int32, global expert or -1
     int64_t window_weights;   // [2, max_tokens, K] float
-    int64_t window_x;         // [max_tokens, H] bf16 or e4m3
+    int64_t window_x;         // [max_tokens, H] bf16 or e4m3, as x_pool
     int64_t window_x_scale;   // fp8: [max_tokens, ceil(H/128)] float
     int64_t window_ready;     // [R, ready_cells] uint32 epoch: rank r's slice of a partial of my token exists
     int64_t window_partials;  // [R, max_tokens, H] bf16: rank r's partials of my tokens
