@@ -86,12 +86,12 @@ def _uncounted(w: Tensor, version: Version) -> bool:
 
     Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
     """
-    if _capturing(w):
+    always = uncounted(version)
+    if not (always or kept_uncounted(w)) or _capturing(w):  # the last costs most
         return False
-    if uncounted(version):
+    if always:
         _warn_of_inference_tensors()
-        return True
-    return kept_uncounted(w)
+    return True
 
 
 @dataclass
@@ -167,8 +167,8 @@ class QuantizedCache:
         of13, of2 = version_of(w13), version_of(w2)
         made_of = of13, of2, masters.b13, masters.b2
         captured = (trained(w13) or trained(w2)) and _capturing(w13)
-        unseen = [_uncounted(w13, of13), _uncounted(w2, of2)]  # both are asked, each time
-        same = last is not None and _same(last[0], made_of) and not any(unseen)
+        unseen = _uncounted(w13, of13) | _uncounted(w2, of2)  # both are asked, each time
+        same = last is not None and not unseen and _same(last[0], made_of)
         if last is not None and same and not captured and (self._turns() or not trains):
             return last[1]
         stored = problem.formats.w

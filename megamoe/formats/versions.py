@@ -131,8 +131,8 @@ def uncounted(version: Version) -> bool:
 
 def kept_uncounted(w: Tensor) -> bool:
     """Whether w is a copy of which torch counts no writes, and was asked about before: it may have been written to."""
-    origin = origin_of(w)
-    return origin is not None and origin.then is not None and w.is_inference() and origin.used()
+    origin = origin_of(w) if w.is_inference() else None
+    return origin is not None and origin.then is not None and origin.used()
 
 
 def origin_of(w: Tensor) -> _Origin | None:
