@@ -25,7 +25,7 @@ from megamoe.formats.cache import quantize_weights
 from megamoe.formats.quantization import GROUP, num_groups, quantize_rows
 from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.ops.checks import E4M3
-from megamoe.ops.gradients import of_bias, of_planes_weights, of_product, rows_of
+from megamoe.ops.gradients import of_bias, of_mm, of_planes_weights, rows_of, save_mm
 from megamoe.ops.operators import (
     grouped_activation_e4m3,
     grouped_mm_e4m3,
@@ -150,19 +150,6 @@ def _of_planes(dgu: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
     return first + second
 
 
-def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w, offs, bias = ctx.saved_tensors
-    needs, dy, dx = ctx.needs_input_grad, rows_of(dy), None
-    if needs[0]:
-        dx = grouped_mm_dynamic(dy, w.transpose(1, 2), offs, None)
-    dw, db = of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
-    return dx, dw if needs[1] else None, None, db
-
-
 def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.kind, ctx.numbers, ctx.quantizes = inputs
     ctx.mark_non_differentiable(output[1])
@@ -221,7 +208,7 @@ def _mlp_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 def register() -> None:
     """Give the operators their gradients. Once."""
-    grouped_mm_dynamic.register_autograd(_mm_backward, setup_context=_save_mm)
+    grouped_mm_dynamic.register_autograd(of_mm(grouped_mm_dynamic), setup_context=save_mm)
     grouped_activation_dynamic.register_autograd(
         _activation_backward, setup_context=_save_activation
     )

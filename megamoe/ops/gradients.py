@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,17 +49,22 @@ def of_product(
     return dw.transpose(1, 2), of_bias(db, bias, needs[1])
 
 
-def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what of_mm() needs."""
     ctx.save_for_backward(*inputs)
 
 
-def _mm_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, w, offs, bias = ctx.saved_tensors
-    needs, dy, dx = ctx.needs_input_grad, rows_of(dy), None
-    if needs[0]:
-        dx = grouped_mm(dy, w.transpose(1, 2), offs, None)
-    dw, db = of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
-    return dx, dw if needs[1] else None, None, db
+def of_mm(product: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
+    """Return the backward pass of a product (x, w, offs, bias), whose gradient of x is such a product again."""
+
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, w, offs, bias = ctx.saved_tensors
+        needs, dy = ctx.needs_input_grad, rows_of(dy)
+        dx = product(dy, w.transpose(1, 2), offs, None) if needs[0] else None
+        dw, db = of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
+        return dx, dw if needs[1] else None, None, db
+
+    return backward
 
 
 def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
@@ -141,6 +146,6 @@ def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 def register() -> None:
     """Give the operators their gradients. Once."""
-    grouped_mm.register_autograd(_mm_backward, setup_context=_save_mm)
+    grouped_mm.register_autograd(of_mm(grouped_mm), setup_context=save_mm)
     grouped_activation.register_autograd(_activation_backward, setup_context=_save_activation)
     grouped_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)

@@ -76,34 +76,30 @@ HEADER = 16  # bytes before a block's scales
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
-    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 528] -> fp32, number by number."""
+def _fp4(packed: Tensor, planes: int, group: int) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """packed: [P*I, K/2] of one expert -> its numbers without scales, and where each one's scale of K/group stands."""
     height, width = packed.shape[0], 2 * packed.shape[1]
-    rows = height // planes
-    n = torch.arange(height, device=packed.device)[:, None]
-    k = torch.arange(width, device=packed.device)[None, :]
-    code = packed[n, k // 2] >> (4 * (k % 2)).to(torch.uint8) & 15
-    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
-    top = n // rows * -(-rows // GROUP)  # the plane's first block
-    n = n % rows
-    within = HEADER + k // 64 % 2 * 256 + n % GROUP * 2 + k // 32 % 2
-    power = scale[top + n // GROUP, k // GROUP, within].view(torch.float8_e8m0fnu)
-    return table[code.long()] * power.float()
-
-
-def dequantize_nvfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
-    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 1040] -> fp32, number by number."""
-    height, width = packed.shape[0], 2 * packed.shape[1]
-    rows = height // planes
+    rows, of_slot = height // planes, 64 // group
     n = torch.arange(height, device=packed.device)[:, None]
     k = torch.arange(width, device=packed.device)[None, :]
     code = packed[n, k // 2] >> (4 * (k % 2)).to(torch.uint8) & 15
     table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
     block = n // rows * -(-rows // GROUP) + n % rows // GROUP
-    within = HEADER + k // 64 % 2 * 512 + n % rows % GROUP * 4 + k // 16 % 4
-    step = scale[block, k // GROUP, within].view(torch.float8_e4m3fn).float()
-    outer = scale[:, -1, 4:8].contiguous().view(torch.float32)[block, 0]
-    return table[code.long()] * step * outer
+    within = k // 64 % 2 * GROUP * of_slot + n % rows % GROUP * of_slot + k // group % of_slot
+    return table[code.long()], (block, k // GROUP, HEADER + within)
+
+
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 528] -> fp32, number by number."""
+    numbers, places = _fp4(packed, planes, 32)
+    return numbers * scale[places].view(torch.float8_e8m0fnu).float()
+
+
+def dequantize_nvfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """packed: [P*I, K/2] of one expert, scale: [P*ceil(I/128), ceil(K/128), 1040] -> fp32, number by number."""
+    numbers, places = _fp4(packed, planes, 16)
+    outer = scale[:, -1, 4:8].contiguous().view(torch.float32)[places[0], 0]
+    return numbers * scale[places].view(torch.float8_e4m3fn).float() * outer
 
 
 # By a format's name: how it is made and read, None for bf16 itself.
