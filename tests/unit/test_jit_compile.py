@@ -75,7 +75,8 @@ def test_instructions(built, tmp_path):
         ("QGMMA", "HGMMA") if PRECISIONS[variant.precision].x.bytes == 1 else ("HGMMA", "QGMMA")
     )
     assert count[math] >= 8
-    assert count[other] == 0
+    mixed = variant.kernel == "backward" and math == "QGMMA"  # weight gradients are BF16's
+    assert (count[other] > 0) == mixed
     assert count["UTMALDG"] >= 3  # A, and two halves of B
     assert count["UTMASTG"] >= 1
     adds = variant.kernel == "backward" or variant == GroupedVariant("weights")
