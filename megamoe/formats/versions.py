@@ -45,9 +45,8 @@ def invalidate() -> None:
     invalidations[0] += 1
 
 
-Place = tuple[
-    int, int, int
-]  # StorageImpl, offset, tensor._version (-1 of inference tensors, which have none)
+# StorageImpl, offset, tensor._version (-1 of inference tensors, which have none)
+Place = tuple[int, int, int]
 Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
 
 
@@ -55,9 +54,8 @@ class _Origin:
     """What a tensor was made of: sources, where they were, and their version then if it is a copy."""
 
     def __init__(self, made: Tensor, sources: Sequence[Tensor], trains: bool) -> None:
-        self.storages = [
-            t.untyped_storage() for t in sources
-        ]  # not asked again: `.data = ...` gives a tensor another
+        # Not asked again: `.data = ...` gives a tensor another.
+        self.storages = [t.untyped_storage() for t in sources]
         self._offsets = [t.storage_offset() for t in sources]
         self._sources, self.trains, self._used = sources, trains, False
         copied = made.untyped_storage()._cdata != self.storages[0]._cdata
