@@ -37,9 +37,11 @@ class Gpu:
 
     def run(self, variant: GroupedVariant, fill: Fill) -> None:
         """Launch one kernel. The first launch of a variant loads it, and cannot be captured."""
+        from megamoe.jit.driver import use_device
         from megamoe.jit.tensormap import encode
 
         with launch_lock, on_device(torch.device("cuda", self._ordinal)):
+            use_device(self._ordinal)  # a thread of autograd has no context before its first launch
             launcher = self._launchers.get(variant)
             if launcher is None:
                 launcher = self._launchers[variant] = self._load(variant)

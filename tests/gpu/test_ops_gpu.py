@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +58,20 @@ def exact(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None = None)
 
 def test_the_kernel_is_what_runs():
     assert isinstance(machine_of(DEVICE), Gpu)
+
+
+def test_a_new_thread_has_a_context():
+    """As the first product of an autograd thread, whose maps are encoded before anything of torch ran there."""
+    offs, groups, rows = case()
+    x, w = rand(rows, 264), rand(groups, 264, 136, scale=264**-0.5)
+    ops.grouped_mm(x, w, offs)
+    moved = x.clone()  # at another address: no map of it is there yet
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(ops.grouped_mm(moved, w, offs)))
+    thread.start()
+    thread.join()
+    assert len(found) == 1
+    near(found[0][: offs[-1]], exact(x, w, offs)[: offs[-1]])
 
 
 @pytest.mark.parametrize(("k", "n"), SIZES)
