@@ -138,10 +138,10 @@ def clock_ghz(profile: Tensor | None) -> float:
     return float((cycles / ns).median())
 
 
-def kernel_ns(profile: Tensor) -> int:
-    """profile: as above -> ns from the first CTA's start to the last one's end. Waits for the device."""
+def kernel_span_ns(profile: Tensor) -> tuple[int, int]:
+    """profile: as above -> when its first CTA began and its last one ended, in ns. Waits for the device."""
     stamps = profile.cpu()
-    return int(stamps[:, _END].max() - stamps[:, _START].min())
+    return int(stamps[:, _START].min()), int(stamps[:, _END].max())
 
 
 def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
