@@ -4,7 +4,7 @@ import re
 
 from programs import run, run_code
 
-WAYS = ("module", "Layer", "operator", "backend")
+WAYS = ("module", "Layer", "operator", "backend", "torch")
 
 
 def test_table():
