@@ -213,6 +213,18 @@ struct SlotSteps {
     }
 };
 
+// Which forms tiles of weights that are expanded have (gemm/wide.cuh). In BF16 the wide one alone: 128 sums
+// and an operand fit a thread's registers. In FP8 64 products besides do not, and tiles of more than 64 rows
+// have the tall form, whose weights are expanded in the pipeline's slots.
+template <class T>
+constexpr bool expands_slots = T::Gemm1::B::expanded && T::Gemm1::A::scaled;
+template <class T>
+constexpr bool has_tall = !T::Gemm1::B::expanded || expands_slots<T>;
+template <class T>
+MEGAMOE_DEVICE bool is_wide(const Tile& tile) {
+    return T::Gemm1::B::expanded && (!has_tall<T> || tile.rows() <= group_rows);
+}
+
 template <class T>
 using PipelineRing = Ring<T::Tiling::num_slots>;
 template <class T>

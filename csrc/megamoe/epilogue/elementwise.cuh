@@ -69,24 +69,6 @@ MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, 
     for (; c < slots; ++c) output(c);
 }
 
-// Sums of weights with a scale for the whole matrix. The product is rounded by itself: fused with what
-// follows in one form of a tile and not in another, their bits would differ.
-template <class T, int n>
-MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
-    using W = typename T::Gemm1::B;
-    if constexpr (W::scales_sums) {
-        const Gemm& gemm = gemm_of(ctx.args, tile.stage);
-        int columns = Shape<T>::scale_columns(ctx.args, tile.stage, scale_group);
-        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile, halves_of<T>(tile.stage, tile.n));
-        MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            float scale = scales.of_sums(half, columns);
-            MEGAMOE_UNROLL
-            for (int i = 0; i < n; ++i) sum[half][i] = arch::mul_rn(sum[half][i], scale);
-        }
-    }
-}
-
 // bias[column], with columns at or past `width` left alone.
 template <int n>
 MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int width, Fragment f) {
@@ -141,7 +123,6 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     Fragment f;
     bool first = same<E1, E2> || tile.stage == Stage::gemm1;
     const Gemm& gemm = gemm_of(args, tile.stage);
-    scale_sums<T>(ctx, tile, sum);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());

@@ -5,6 +5,24 @@
 
 namespace megamoe {
 
+// Sums of weights with a scale for the whole matrix. The product is rounded by itself: fused with what
+// follows for some numbers of rows and not for others, their bits would differ.
+template <class T, int n>
+MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
+    using W = typename T::Gemm1::B;
+    if constexpr (W::scales_sums) {
+        const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+        int columns = Shape<T>::scale_columns(ctx.args, tile.stage, scale_group);
+        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile, halves_of<T>(tile.stage, tile.n));
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            float scale = scales.of_sums(half, columns);
+            MEGAMOE_UNROLL
+            for (int i = 0; i < n; ++i) sum[half][i] = arch::mul_rn(sum[half][i], scale);
+        }
+    }
+}
+
 template <class T, int n>
 MEGAMOE_DEVICE void add_bias_wide(const Context& ctx, const Tile& tile, float (&sum)[2][n], WideFragment f) {
     const Gemm& gemm = gemm_of(ctx.args, tile.stage);

@@ -39,15 +39,16 @@ struct Bf16Rows {
     // The same of the wide form, by both warpgroups: each fills the chunk of its columns.
     template <class Output, int n>
     static MEGAMOE_DEVICE void write_columns(Output& output, const float (&v)[n], float*, WideFragment f) {
-        uint8_t* chunks[2] = {output.claim_common(0).slot, output.claim_common(1).slot};
-        uint8_t* chunk = f.group == 0 ? chunks[0] : chunks[1];
+        auto first = output.claim_common(0), second = output.claim_common(1);
+        auto mine = f.group == 0 ? first : second;
         MEGAMOE_UNROLL
         for (int g = 0; g < n / 4; ++g) {
             MEGAMOE_UNROLL
             for (int j = 0; j < 2; ++j) {
                 uint32_t pair = arch::pack_bf16x2(v[4 * g + j], v[4 * g + 2 + j]);
+                uint8_t* chunk = 8 * g < group_rows ? mine.slot : mine.beside;
                 auto put = [&](int column, uint32_t bits) {
-                    *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row(g) + j, 2 * column)) =
+                    *reinterpret_cast<uint16_t*>(chunk + swizzled(f.row(g) % group_rows + j, 2 * column)) =
                         static_cast<uint16_t>(bits);
                 };
                 put(f.column, pair);

@@ -53,14 +53,9 @@ struct PackedHalf {
     static MEGAMOE_DEVICE unsigned packed_at() { return swizzled(thread() * unit_bytes); }
     static MEGAMOE_DEVICE unsigned scale_at() {
         unsigned row = thread() / row_units, k = thread() % row_units;
-        return header_bytes + (k / 2 * (2 * scale_group) + 2 * row + k % 2) * unit_scales;
-    }
-    static MEGAMOE_DEVICE unsigned expanded_at(unsigned chunk) {  // 16 bytes of a unit
-        unsigned row = thread() / row_units, k = thread() % row_units;
-        return row * slot_k_bytes + ((k * (slot_k_bytes / row_units) + chunk * 16) ^ (row % 8 << 4));
+        return header_bytes + k / 2 * (2 * scale_group) + 2 * row + k % 2;
     }
     // A unit's word where rows lie by quads. No two lanes' are in one bank.
-    static constexpr bool by_quads = same<Rows, E4m3QuadRows>;
     static MEGAMOE_DEVICE unsigned word_at(unsigned word) {
         unsigned row = thread() / row_units, k = thread() % row_units;
         return row * slot_k_bytes + ((word * 16) ^ (row % 8 << 4)) + k * 4;
@@ -268,54 +263,44 @@ MEGAMOE_DEVICE int read_scales(const uint8_t* from) {
     if constexpr (num == 4) return *reinterpret_cast<const int*>(from);
 }
 
-// Expands a half in place, by the 128 threads of a math warpgroup, which `meet` when all have read it. Its
-// power of two goes to `scale`.
-template <class Rows, class Weights, class Meet>
+// The tall form: a half is expanded in place, by the 128 threads of a math warpgroup, which `meet` when all
+// have read it. Its power of two goes to `scale`.
+template <class Meet>
 MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* scale, Meet meet) {
-    using Packed = PackedHalf<Rows, Weights>;
-    using To = ExpandTo<Rows, Weights>;
-    constexpr int num = Packed::num_shares, chunks = 2 * To::words;  // of 16 bytes, in a unit
-    constexpr int unit_scales = Packed::unit_scales;
+    using Packed = PackedHalf<E4m3QuadRows, Mxfp4Weights>;
+    using To = ExpandTo<E4m3QuadRows, Mxfp4Weights>;
+    constexpr int num = Packed::num_shares;
     uint32_t packed[num][4];
-    int s[num];  // a unit's scales
+    int s[num];
     MEGAMOE_UNROLL
     for (int i = 0; i < num; ++i) {
-        unsigned at = Packed::scale_at() + i * 2 * Packed::rows_apart * unit_scales;
-        s[i] = read_scales<unit_scales>(scales + at);
+        s[i] = scales[Packed::scale_at() + i * 2 * Packed::rows_apart];
         uint4_t v = *reinterpret_cast<const uint4_t*>(half + Packed::packed_at() +
                                                       i * Packed::threads * Packed::unit_bytes);
         packed[i][0] = v.x, packed[i][1] = v.y, packed[i][2] = v.z, packed[i][3] = v.w;
     }
-    typename To::Half of_half(scales);
-    typename To::LookUp look_up[num * unit_scales];
+    To::Half of_half(scales);
+    To::LookUp look_up[num];
     if (arch::ballot(!To::plain(of_half, s)) == 0) {
-        To::template look_ups<true>(look_up, of_half, s);
+        To::look_ups<true>(look_up, of_half, s);
     } else {
-        To::template look_ups<false>(look_up, of_half, s);
+        To::look_ups<false>(look_up, of_half, s);
     }
     if (Packed::thread() == 0) *scale = of_half.scale();
     meet();
     MEGAMOE_UNROLL
     for (int i = 0; i < num; ++i) {
         MEGAMOE_UNROLL
-        for (int c = 0; c < chunks; ++c) {
+        for (unsigned c = 0; c < 2; ++c) {
             uint32_t out[4];
             MEGAMOE_UNROLL
-            for (int four = 0; four < 4 / To::words; ++four) {
-                Codes codes(packed[i][(4 / To::words * c + four) / 2]);
-                To::expand(out + To::words * four, codes, look_up[(i * chunks + c) * unit_scales / chunks],
-                           four % 2);
+            for (int w = 0; w < 4; ++w)
+                To::expand(out + w, Codes(packed[i][2 * c + w / 2]), look_up[i], w % 2);
+            MEGAMOE_UNROLL
+            for (unsigned w = 0; w < 4; ++w) {
+                uint8_t* to = half + Packed::word_at(4 * c + w) + i * Packed::rows_apart * slot_k_bytes;
+                *reinterpret_cast<uint32_t*>(to) = out[w];
             }
-            if constexpr (Packed::by_quads) {
-                MEGAMOE_UNROLL
-                for (int w = 0; w < 4; ++w) {
-                    uint8_t* to = half + Packed::word_at(4 * c + w) + i * Packed::rows_apart * slot_k_bytes;
-                    *reinterpret_cast<uint32_t*>(to) = out[w];
-                }
-                continue;
-            }
-            uint8_t* to = half + Packed::expanded_at(c) + i * Packed::rows_apart * slot_k_bytes;
-            *reinterpret_cast<uint4_t*>(to) = {out[0], out[1], out[2], out[3]};
         }
     }
     arch::fence_proxy_async_shared();  // MMAs read it, and TMA will overwrite it

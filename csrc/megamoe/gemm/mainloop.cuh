@@ -37,8 +37,8 @@ struct Operands {
     }
 };
 
-// Weights that are expanded where they arrived, in the pipeline's slots: either warpgroup's half by its four
-// warps. Slots that need no expansion they just pass on, so that each lap is complete.
+// Weights of the tall form are expanded where they arrived, in the pipeline's slots: either warpgroup's half
+// by its four warps. Slots that need no expansion they just pass on, so that each lap is complete.
 template <class T>
 MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
     arch::warp_sync();  // the warp's writes and fences
@@ -58,8 +58,8 @@ class Expansion {
         using A = typename T::Gemm1::A;
         using B = typename T::Gemm1::B;
         uint8_t* scales = smem.slots[slot].scales + PackedHalf<A, B>::scale_offset(0, half);
-        expand_half<A, B>(smem.slots[slot].b[half], scales, &smem.b_scale[slot][half],
-                          [&] { math_group_sync(half); });
+        expand_half(smem.slots[slot].b[half], scales, &smem.b_scale[slot][half],
+                    [&] { math_group_sync(half); });
         pass_half<T>(ctx_, ring_);
         ring_.advance();
     }
@@ -74,7 +74,7 @@ class Expansion {
 template <class T>
 MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring) {
     await_slot<T>(ctx, ring);
-    if constexpr (T::Gemm1::B::expanded) ring.await(ctx.mem, tile_smem<T>().expanded);
+    if constexpr (expands_slots<T>) ring.await(ctx.mem, tile_smem<T>().expanded);
 }
 
 // How rows of one format are multiplied by weights of another: run(sum, ..., beside) over so many pipeline
@@ -95,7 +95,7 @@ struct MultiplyBf16 {
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
         Ops operands(smem, math_group());
-        if constexpr (T::direction == Direction::backward || T::Gemm1::B::expanded) {
+        if constexpr (T::direction == Direction::backward) {
             // Beside other forms' sums: while undefined they would be alive there too, and ptxas spills.
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
@@ -196,11 +196,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
 };
 // Behind the expansion.
 template <>
-struct Multiply<Bf16Rows, Mxfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
-template <>
 struct Multiply<E4m3QuadRows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
-template <>
-struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Bf16Weights> {};
 
 template <class G>
 using MultiplyOf = Multiply<typename G::A, typename G::B>;
@@ -220,7 +216,7 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
             return;
         }
     }
-    if constexpr (T::Gemm1::B::expanded) {
+    if constexpr (expands_slots<T>) {
         static_assert(same<M1, M2>, "both GEMMs' rows have one format");
         Expansion<T> ahead(ctx, ring, slots);
         ahead.next();
@@ -250,7 +246,7 @@ MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < slots; ++i) {
         ring.await(ctx.mem, tile_smem<T>().pipeline);
-        if constexpr (T::Gemm1::B::expanded) pass_half<T>(ctx, ring);
+        if constexpr (expands_slots<T>) pass_half<T>(ctx, ring);
         arch::warp_sync();
         ring.release(ctx.mem, tile_smem<T>().pipeline);
         ring.advance();

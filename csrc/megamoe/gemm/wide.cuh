@@ -1,17 +1,19 @@
-// The wide form of a tile's main loop, where weights have to be expanded and the block has at most 64 rows:
-// weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either warpgroup has
-// 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
+// The wide form of a tile's main loop, where weights have to be expanded and, in FP8, the block has at most
+// 64 rows: weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either
+// warpgroup has 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
 #pragma once
 #include "megamoe/formats/fp4_operand.cuh"
 #include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
 
-// Is the tile computed in the wide form?
-template <class T>
-MEGAMOE_DEVICE bool is_wide(const Tile& tile) {
-    return T::Gemm1::B::expanded && tile.rows() <= group_rows;
-}
+// BF16 has this form alone.
+template <>
+struct Multiply<Bf16Rows, Mxfp4Weights> {
+    static constexpr int registers = 192;  // 128 sums, 32 of an operand
+};
+template <>
+struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Mxfp4Weights> {};
 
 // A thread's sums of a tile, by half, for `n` rows.
 template <int n>
@@ -147,7 +149,11 @@ MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T
                 step.finish(sum, product, row_scales + s * group_rows, quad);
             }
         }
-        pass_half<T>(ctx, ring);  // all lanes have read
+        if constexpr (expands_slots<T>) {
+            pass_half<T>(ctx, ring);  // all lanes have read
+        } else {
+            arch::warp_sync();
+        }
         ring.release(ctx.mem, smem.pipeline);
         ring.advance();
     }

@@ -14,7 +14,7 @@ MEGAMOE_DEVICE void init_barriers() {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
             // every math warp of the pair
             arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
-            if constexpr (T::Gemm1::B::expanded)  // of either half the four warps of a warpgroup
+            if constexpr (expands_slots<T>)  // of either half the four warps of a warpgroup
                 arch::mbar_init(&smem.expanded.full[s], math_role.num_warps);
         }
         for (int g = 0; g < num_math_groups; ++g) {

@@ -33,8 +33,9 @@ struct OutputSlots {
         ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
         ring.advance();
     }
-    // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, which is
-    // not stored and may hold anything. `ahead`: of this place in the ring.
+    // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, for rows
+    // from 64 on. Of a short tile that is not stored and may hold anything. `ahead`: of this place in the
+    // ring.
     struct Common {
         uint8_t *slot, *beside;
     };
@@ -83,8 +84,10 @@ MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>
             run_wide_rows<T, 16>(ctx, ring, output, tile);
         } else if (tile.rows() <= 32) {
             run_wide_rows<T, 32>(ctx, ring, output, tile);
-        } else {
+        } else if (has_tall<T> || tile.rows() <= 64) {
             run_wide_rows<T, 64>(ctx, ring, output, tile);
+        } else if constexpr (!has_tall<T>) {
+            run_wide_rows<T, 128>(ctx, ring, output, tile);
         }
     }
 }
@@ -130,7 +133,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     continue;
                 }
             }
-            if constexpr (T::direction != Direction::grouped_weights) {
+            if constexpr (has_tall<T> && T::direction != Direction::grouped_weights) {
                 Sums<T> sum;
                 multiply<T>(sum, ctx, ring, tile, tile.slots);
                 tile = current_tile<T>();
