@@ -80,20 +80,22 @@ def saved_model(sizes: Sizes, seed: int, me: Rank) -> Iterator[Path]:
 
 
 def load(folder: Path, experts: str, me: Rank) -> nn.Module:
-    """Return the model of a folder: `experts` is OURS, or an experts_implementation of transformers. Collective.
+    """Return the model of a folder. Collective.
 
-    On several ranks dense parameters are sharded by FSDP2, experts spread over the ranks; tokens go to transformers'
-    own experts by all_to_all.
+    experts: a name that begins with OURS, of a registered adapter, or an experts_implementation of transformers. On
+    several ranks dense parameters are sharded by FSDP2, experts spread over the ranks; tokens go to transformers' own
+    experts by all_to_all.
     """
     options = {"experts_implementation": experts}
     if me.size > 1:
         from transformers.distributed import DistributedConfig
 
-        exchange = OURS if experts == OURS else "all_to_all"
+        ours = experts.startswith(OURS)
+        exchange = experts if ours else "all_to_all"
         options["distributed_config"] = DistributedConfig(
             fsdp_size=me.size, ep_size=me.size, ep_implementation=exchange
         )
-        if experts == OURS:
+        if ours:
             del options["experts_implementation"]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, **options

@@ -2,14 +2,14 @@
 """Time one MoE block of a host library with its own experts and with megamoe's, and compare what they compute.
 
     python tools/host_blocks.py --shape qwen3-30b --tokens 8192                      transformers, one GPU
-    python tools/host_blocks.py --ranks 2                                            its experts over two GPUs
-    python tools/host_blocks.py --host torchtitan --precision bf16 fp8
+    python tools/host_blocks.py --ranks 2 --precision bf16 fp8                       its experts over two GPUs
+    python tools/host_blocks.py --host torchtitan --precision bf16 fp8               --ranks 2, too
 
 A block is the host's own module, router and all, with parameters in bf16; ours are made by its adapter from the same
 parameters. Timed are forward without gradients, and a step: forward and backward, gradients of x and all parameters.
 Cool, aligned, in turns, as tools/latency_sweep.py does it; the largest of the ranks' medians. On several ranks, each
-with --tokens of its own, transformers' experts are spread over them, theirs with their all_to_all, in bf16. Exit code 1
-when y or a gradient is further from the host's than BF16's or FP8's roundings explain.
+with --tokens of its own, experts are spread over them, the host's with its own all-to-all. Exit code 1 when y or a
+gradient is further from the host's than BF16's or FP8's roundings explain.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def of_transformers(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Bl
 def over_ranks(shape: Shape, theirs: str, me: Rank, args: argparse.Namespace) -> list[Block]:
     """Return the block of a model with one layer, its experts spread over the ranks by transformers or by us."""
     import transformers
-    from hf_model import OURS, Sizes, load, saved_model
+    from hf_model import Sizes, load, saved_model
 
     import megamoe.adapters.transformers as adapter
 
@@ -104,31 +104,40 @@ def over_ranks(shape: Shape, theirs: str, me: Rank, args: argparse.Namespace) ->
         layers=1, heads=max(2, shape.hidden // 128), context=args.tokens, batch=1,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
-    experts = adapter.register(max_tokens=args.tokens, backend=args.backend)
 
-    def block(name: str, implementation: str, close: Callable[[], None] = lambda: None) -> Block:
+    def block(name: str, implementation: str, experts: Any = None) -> Block:
         model = load(folder, implementation, me)
         layer = model.model.layers[0]
         layer.unshard()  # the router; nothing calls the layer, whose hooks would
-        return Block(name, False, layer.mlp, lambda x: layer.mlp(x[None])[0], close)
+        close = experts.close if experts is not None else lambda: None
+        scaled = experts is not None and PRECISIONS[name.split()[-1]].x.scaled
+        return Block(name, scaled, layer.mlp, lambda x: layer.mlp(x[None])[0], close)
 
     with saved_model(sizes, 0, me) as folder:
-        return [
-            block(f"transformers {theirs}", theirs),
-            block("megamoe bf16", OURS, experts.close),
-        ]
+        found = [block(f"transformers {theirs}", theirs)]
+        for precision in args.precision:
+            name = f"megamoe_{precision}"
+            experts = adapter.register(
+                name, precision=precision, max_tokens=args.tokens, backend=args.backend
+            )
+            found.append(block(f"megamoe {precision}", name, experts))
+        return found
 
 
 def of_torchtitan(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Block]:
-    """Return torchtitan's MoE with its experts and with ours."""
+    """Return torchtitan's MoE with its experts and with ours, over the ranks as its trainer spreads them."""
     import torchtitan.tools.utils as utils
 
     if me.device.type == "cpu":
         utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
+    import spmd_types
     from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.common.config_utils import make_routed_experts_config
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+    from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
     import megamoe.adapters.torchtitan as adapter
 
@@ -154,11 +163,28 @@ def of_torchtitan(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Bloc
             ),
         )
 
+    dims = None
+    if me.size > 1:
+        backend = "partial_dtensor"  # its other one's dispatcher has no CPU
+        set_spmd_backend(backend)
+        one = dict.fromkeys(("dp_replicate", "cp", "tp", "pp"), 1)
+        dims = ParallelDims(
+            **one, dp_shard=me.size, ep=me.size, world_size=me.size, spmd_backend=backend
+        )
+        dims.build_mesh()
+
     def block(name: str, given: Any, scaled: bool) -> Block:
+        if dims is not None:
+            whole = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD", "weight"), spmd_types.R)
+            set_moe_sharding_config(
+                given, enable_ep=True, enable_sp=False, expert_param_layout=whole
+            )
         with torch.device(me.device):
             module = given.build().to(torch.bfloat16)
             module.init_states()
         fill(module)
+        if dims is not None:
+            module.parallelize(dims)  # a rank keeps its part of the same experts
         ours = name.startswith("megamoe")
         close = (lambda: adapter.close(module)) if ours else (lambda: None)
         return Block(name, scaled, module, lambda x: module(x[None])[0], close)
@@ -185,7 +211,7 @@ def step(block: Block, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
         y = block.run(x)
         y.backward(dy)
     named = {n: p.grad for n, p in block.module.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **{n: local(g) for n, g in named.items()}}
+    return {n: local(t) for n, t in {"y": y.detach(), "x": x.grad, **named}.items()}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -251,10 +277,6 @@ def main() -> int:
     add_shape_arguments(parser, default="qwen3-30b")
     args = parser.parse_args()
     args.ranks = args.ranks or 1
-    if args.ranks > 1 and (
-        args.host != "transformers" or args.precision != parser.get_default("precision")
-    ):
-        parser.error(f"--ranks {args.ranks}: expected --host transformers and --precision bf16")
     return launch(worker, args)
 
 

@@ -1,5 +1,9 @@
 """Two ranks of torchtitan's expert parallelism: a megamoe layer beside its all-to-all dispatcher."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -94,3 +98,14 @@ def test_models_over_two_ranks():
     assert compared == 2 * 24
     assert "rank 1 refused its arguments" in told
     assert "x.shape[0] is 66, expected at most max_tokens = 64" in error
+
+
+def test_the_timed_blocks_agree():
+    """tools/host_blocks.py builds its blocks of several ranks as they are built here."""
+    tool = Path(__file__).parents[2] / "tools" / "host_blocks.py"
+    sizes = "--shape tiny --tokens 24 --samples 1 --backend staged --cpu --precision bf16 fp8"
+    command = [sys.executable, tool, "--host", "torchtitan", "--ranks", "2", *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines()[-3:]]
+    assert rows == ["torchtitan", "megamoe bf16", "megamoe fp8"]

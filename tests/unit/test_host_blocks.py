@@ -17,10 +17,10 @@ def test_blocks_agree():
 @pytest.mark.slow
 def test_blocks_over_two_ranks_agree():
     pytest.importorskip("transformers", minversion="5.23")
-    done = run("host_blocks.py", "--ranks", "2", "--cpu", *TINY)
+    done = run("host_blocks.py", "--ranks", "2", "--cpu", *TINY, "--precision", "bf16", "fp8")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()[2:]]
-    assert rows == ["transformers eager", "megamoe bf16"]
+    assert rows == ["transformers eager", "megamoe bf16", "megamoe fp8"]
 
 
 def test_a_fault_in_our_experts_is_told():
