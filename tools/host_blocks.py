@@ -53,12 +53,29 @@ def fill(module: nn.Module) -> None:
             parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
+def with_ours(
+    args: argparse.Namespace, theirs: str, module_of: Callable[[str], nn.Module]
+) -> list[Block]:
+    """module_of: name of experts that transformers knows -> the block's module. Theirs, and ours in each precision."""
+    import megamoe.adapters.transformers as adapter
+
+    def block(name: str, experts: str, scaled: bool, close: Callable[[], None]) -> Block:
+        module = module_of(experts)
+        return Block(name, scaled, module, lambda x: module(x[None])[0], close)
+
+    found = [block(f"transformers {theirs}", theirs, False, lambda: None)]
+    for precision in args.precision:
+        options = {"precision": precision, "max_tokens": args.tokens, "backend": args.backend}
+        ours = adapter.register(f"megamoe_{precision}", **options)
+        scaled = PRECISIONS[precision].x.scaled
+        found.append(block(f"megamoe {precision}", f"megamoe_{precision}", scaled, ours.close))
+    return found
+
+
 def of_transformers(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Block]:
     """Return Qwen3-MoE's block with transformers' experts and with ours."""
     import transformers
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-    import megamoe.adapters.transformers as adapter
 
     config = transformers.Qwen3MoeConfig(
         hidden_size=shape.hidden,
@@ -72,24 +89,15 @@ def of_transformers(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Bl
     if me.size > 1:
         return over_ranks(shape, theirs, me, args)
 
-    def block(name: str, implementation: str, experts: Any = None) -> Block:
+    def module_of(experts: str) -> nn.Module:
         own = type(config)(**config.to_dict())
-        own._experts_implementation = implementation
+        own._experts_implementation = experts
         with torch.device(me.device):
             module = Qwen3MoeSparseMoeBlock(own).to(torch.bfloat16)
         fill(module)
-        close = experts.close if experts is not None else lambda: None
-        scaled = experts is not None and PRECISIONS[name.split()[-1]].x.scaled
-        return Block(name, scaled, module, lambda x: module(x[None])[0], close)
+        return module
 
-    found = [block(f"transformers {theirs}", theirs)]
-    for precision in args.precision:
-        name = f"megamoe_{precision}"
-        experts = adapter.register(
-            name, precision=precision, max_tokens=args.tokens, backend=args.backend
-        )
-        found.append(block(f"megamoe {precision}", name, experts))
-    return found
+    return with_ours(args, theirs, module_of)
 
 
 def over_ranks(shape: Shape, theirs: str, me: Rank, args: argparse.Namespace) -> list[Block]:
@@ -97,31 +105,20 @@ def over_ranks(shape: Shape, theirs: str, me: Rank, args: argparse.Namespace) ->
     import transformers
     from hf_model import Sizes, load, saved_model
 
-    import megamoe.adapters.transformers as adapter
-
     sizes = Sizes(
         shape.hidden, shape.intermediate, shape.num_experts, shape.top_k,
         layers=1, heads=max(2, shape.hidden // 128), context=args.tokens, batch=1,
     )  # fmt: skip
     transformers.utils.logging.disable_progress_bar()
 
-    def block(name: str, implementation: str, experts: Any = None) -> Block:
-        model = load(folder, implementation, me)
-        layer = model.model.layers[0]
+    def module_of(experts: str) -> nn.Module:
+        layer = load(folder, experts, me).model.layers[0]
         layer.unshard()  # the router; nothing calls the layer, whose hooks would
-        close = experts.close if experts is not None else lambda: None
-        scaled = experts is not None and PRECISIONS[name.split()[-1]].x.scaled
-        return Block(name, scaled, layer.mlp, lambda x: layer.mlp(x[None])[0], close)
+        block: nn.Module = layer.mlp
+        return block
 
     with saved_model(sizes, 0, me) as folder:
-        found = [block(f"transformers {theirs}", theirs)]
-        for precision in args.precision:
-            name = f"megamoe_{precision}"
-            experts = adapter.register(
-                name, precision=precision, max_tokens=args.tokens, backend=args.backend
-            )
-            found.append(block(f"megamoe {precision}", name, experts))
-        return found
+        return with_ours(args, theirs, module_of)
 
 
 def of_torchtitan(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Block]:
