@@ -12,7 +12,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
-from megamoe.formats.planes import check_strides
+from megamoe.formats.planes import by_plane, check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
 
@@ -89,7 +89,8 @@ class ExpertWeights:
         """
         planes13, s13 = mxfp4.from_checkpoint("w13", w13, w13_scale, planes, interleaved)
         planes2, s2 = mxfp4.from_checkpoint("w2", w2, w2_scale, 1, False)
-        return cls(planes13, planes2, *read_biases(biases, planes, interleaved), s13, s2)
+        w13 = by_plane(planes13, planes)  # scales fit these planes alone, and layers look at them
+        return cls(w13, planes2, *read_biases(biases, planes, interleaved), s13, s2)
 
     @classmethod
     def from_nvfp4(
@@ -127,6 +128,7 @@ class ExpertWeights:
             )
         ]
         (w13, s13), (w2, s2) = made
+        w13 = by_plane(w13, planes)  # scales fit these planes alone, and layers look at them
         return cls(w13, w2, *read_biases(biases, planes, interleaved), s13, s2)
 
     def with_flat_bias(self) -> ExpertWeights:

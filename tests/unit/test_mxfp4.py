@@ -131,6 +131,22 @@ def test_a_checkpoint_with_interleaved_rows_is_read_in_place() -> None:
     assert torch.equal(again.dense(p, torch.float32).w13, dense.w13)
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+def test_scales_for_other_planes_than_the_layers_are_refused(planes: int) -> None:
+    """192 rows have two blocks of scales as one plane and as two, so that shapes of scales are equal."""
+    b13, s13 = checkpoint(4, 192, 160)
+    b2, s2 = checkpoint(4, 160, 192 // planes)
+    w = ExpertWeights.from_mxfp4(b13, b2, s13, s2, planes=planes)
+    fits, other = (
+        replace(PROBLEM, intermediate=192 // p, activation="relu2" if p == 1 else "swiglu", bias=False)
+        for p in (planes, 3 - planes)
+    )  # fmt: skip
+    assert expected_weights(fits)["w13_scale"] == expected_weights(other)["w13_scale"]
+    w.validate(fits)
+    with pytest.raises(ArgumentError, match=rf"w13.shape is \[4, {planes}, "):
+        w.validate(other)
+
+
 def test_checkpoints_that_do_not_fit_are_refused_by_name() -> None:
     b13, s13 = checkpoint(4, 192, 160)
     b2, s2 = checkpoint(4, 160, 96)

@@ -260,6 +260,20 @@ def test_a_module_quantizes_its_masters_and_follows_them(backend: str) -> None:
     layer.close()
 
 
+@pytest.mark.parametrize("planes", [1, 2])
+def test_scales_for_other_planes_than_the_layers_are_refused(planes: int) -> None:
+    w13, s13, o13 = checkpoint(4, 192, 160)
+    w2, s2, o2 = checkpoint(4, 160, 192 // planes)
+    w = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (o13, o2), planes=planes)
+    fits, other = (
+        replace(PROBLEM, intermediate=192 // p, activation="relu2" if p == 1 else "swiglu", bias=False)
+        for p in (planes, 3 - planes)
+    )  # fmt: skip
+    w.validate(fits)
+    with pytest.raises(ArgumentError, match=rf"w13.shape is \[4, {planes}, "):
+        w.validate(other)
+
+
 def test_checkpoints_go_round(tmp_path) -> None:
     first, second, i = layer_of(), layer_of(), make_inputs(PROBLEM, 20)
     call = i.x, i.topk_ids, i.topk_weights
