@@ -34,13 +34,15 @@ class ExpertPlacement:
     def __init__(
         self, physical_to_logical: Sequence[int] | Tensor, device: torch.device | str = "cpu"
     ) -> None:
-        slots = torch.as_tensor(physical_to_logical, device="cpu")
+        slots = _as_tensor("physical_to_logical", physical_to_logical, "[P] integers, P > 0")
         if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not len(slots):
             what = f"{list(slots.shape)} {slots.dtype}"
             raise ConfigError("physical_to_logical", what, "[P] integers, P > 0")
         self.expert_of: list[int] = slots.tolist()
         self.num_physical, self.num_logical = len(slots), int(slots.max()) + 1
-        missing = sorted(set(range(self.num_logical)) - set(self.expert_of))
+        # P slots that leave none of the first P experts out hold no others: numbers may be of any size.
+        first = range(min(self.num_logical, self.num_physical))
+        missing = sorted(set(first) - set(self.expert_of))
         if missing or int(slots.min()) < 0:
             what = f"without {missing}" if missing else f"with {int(slots.min())}"
             expected = f"every expert of 0..{self.num_logical - 1} at least once"
@@ -67,10 +69,17 @@ class ExpertPlacement:
         load: [E], tokens of each expert, from counters(). num_physical: P >= E, a multiple of num_ranks, which hold
         P / num_ranks slots each, in order. Each further slot goes to the expert with the most tokens a slot; then the
         fullest slots are dealt first, each to the emptiest rank that has room. Deterministic.
+
+        Raises ConfigError for other loads and numbers.
         """
-        loads = torch.as_tensor(load, dtype=torch.float64, device="cpu")
-        if loads.dim() != 1 or not len(loads) or not bool((loads >= 0).all()):
-            raise ConfigError("load", loads.tolist(), "[E] numbers that are not negative")
+        expected = "[E] finite numbers that are not negative"
+        loads = _as_tensor("load", load, expected, torch.float64)
+        fine = (loads >= 0) & loads.isfinite()
+        if loads.dim() != 1 or not len(loads) or not bool(fine.all()):
+            raise ConfigError("load", loads.tolist(), expected)
+        for name, value in (("num_physical", num_physical), ("num_ranks", num_ranks)):
+            if not isinstance(value, int):
+                raise ConfigError(name, repr(value), "an int")
         if num_physical < len(loads) or num_ranks < 1 or num_physical % num_ranks:
             expected = f"at least {len(loads)} and a multiple of num_ranks"
             raise ConfigError("num_physical, num_ranks", (num_physical, num_ranks), expected)
@@ -112,7 +121,10 @@ class ExpertPlacement:
         """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.
 
         statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
+        Raises ArgumentError for statistics of another number of slots.
         """
+        if not isinstance(statistics, Statistics):
+            raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
         group, counts = process_group(group), statistics.tokens_per_expert.long()
         if group is not None:
             every = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
@@ -136,6 +148,9 @@ class ExpertPlacement:
         """
         if not isinstance(source, ExpertPlacement):
             raise ConfigError("source", type(source).__name__, "an ExpertPlacement")
+        names = [f.name for f in fields(ExpertWeights)]
+        if not all(hasattr(weights, name) for name in names):
+            raise ArgumentError("weights", type(weights).__name__, "ExpertWeights or a MegaMoE")
         group = process_group(group)
         if (source.num_physical, source.num_logical) != (self.num_physical, self.num_logical):
             what = f"{source.num_logical} experts in {source.num_physical} slots"
@@ -157,7 +172,7 @@ class ExpertPlacement:
             [b % room for a, b in moves if (a // room, b // room) == (r, rank)]
             for r in range(ranks)
         ]
-        tensors = {f.name: getattr(weights, f.name) for f in fields(ExpertWeights)}
+        tensors = {name: getattr(weights, name) for name in names}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise ArgumentError(name, "a DTensor", "a tensor of this rank's experts")
@@ -172,10 +187,22 @@ class ExpertPlacement:
         return min(self.slots_of[expert], key=lambda slot: (slot // room != rank, slot))
 
     def problem(self, problem: Problem) -> Problem:
-        """Return a logical layer's problem with this placement's slots as its experts."""
+        """Return a logical layer's problem with this placement's slots as its experts.
+
+        Raises ConfigError for a problem of another number of experts.
+        """
+        if not isinstance(problem, Problem):
+            raise ConfigError("problem", type(problem).__name__, "a Problem")
         if problem.num_experts != self.num_logical:
             raise ConfigError("problem.num_experts", problem.num_experts, f"{self.num_logical}")
         return replace(problem, num_experts=self.num_physical)
+
+
+def _as_tensor(name: str, values: Any, expected: str, dtype: torch.dtype | None = None) -> Tensor:
+    try:
+        return torch.as_tensor(values, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(name, repr(values), expected) from error
 
 
 def _exchange(tensor: Tensor, sent: list[list[int]], got: list[list[int]], group: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megamoe.config import Problem
+from megamoe.errors import ConfigError
 from megamoe.frontend.layer import Layer
 from megamoe.frontend.module import MegaMoE
 from megamoe.memory import layout
@@ -21,8 +22,11 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
     train_state_bytes (each call whose backward is to come keeps so many), train_state_used_bytes (of these, at an even
     load), train_state_worst_bytes (with a pool that holds every launch in one pass), training_regions: 0 and empty for
     precisions that do not train.
+    Raises ConfigError for something else, and WorkspaceTooSmall for too few pool_rows.
     """
     if isinstance(of, Problem):
         return layout.memory_report(of, pool_rows)
-    layer = of if isinstance(of, Layer) else of._layer
+    layer = of if isinstance(of, Layer) else getattr(of, "_layer", None)
+    if not isinstance(layer, Layer):
+        raise ConfigError("of", type(of).__name__, "a Problem, a Layer or a MegaMoE")
     return layout.memory_report(layer.problem, layer.pool_rows if pool_rows is None else pool_rows)

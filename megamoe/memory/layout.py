@@ -138,6 +138,8 @@ def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
 
 def _check_pool(problem: Problem, pool_rows: int) -> None:
     least = min_pool_rows(problem)
+    if not isinstance(pool_rows, int):
+        raise ConfigError("pool_rows", repr(pool_rows), "an int or None")
     if pool_rows < least or pool_rows % BLOCK_ROWS:
         raise WorkspaceTooSmall(
             f"pool_rows is {pool_rows}, expected a multiple of {BLOCK_ROWS} and at least {least}: "

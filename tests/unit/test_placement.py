@@ -149,3 +149,31 @@ def test_what_is_no_placement_is_refused():
         six.fill_(held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0), six)
     with pytest.raises(ConfigError, match=r"problem.num_experts is 6, expected 5"):
         megamoe.ExpertPlacement(range(5)).problem(PROBLEM)
+
+
+def test_what_is_of_another_kind_is_refused_by_name():
+    placement = megamoe.ExpertPlacement([0, 1, 1])
+    for value in (
+        [0, "a"],
+        [[0], [1, 2]],
+        None,
+        "01",
+        [0, 10**12],
+    ):  # the last: before memory is taken
+        with pytest.raises(ConfigError, match="physical_to_logical"):
+            megamoe.ExpertPlacement(value)
+    for load in (None, "ab", [1, float("inf")], [1, "a"]):
+        with pytest.raises(ConfigError, match="load is .*, expected .E. finite numbers"):
+            megamoe.ExpertPlacement.balanced(load, 4, 2)
+    with pytest.raises(ConfigError, match="num_physical is 4.0, expected an int"):
+        megamoe.ExpertPlacement.balanced([1, 2], 4.0, 2)
+    with pytest.raises(ConfigError, match="num_ranks is '2', expected an int"):
+        megamoe.ExpertPlacement.balanced([1, 2], 4, "2")
+    with pytest.raises(ArgumentError, match="statistics is Tensor, expected layer.statistics"):
+        placement.counters(torch.ones(3))
+    with pytest.raises(
+        ArgumentError, match="weights is Layer, expected ExpertWeights or a MegaMoE"
+    ):
+        placement.fill_(megamoe.Layer(PROBLEM), placement)
+    with pytest.raises(ConfigError, match="problem is NoneType, expected a Problem"):
+        placement.problem(None)

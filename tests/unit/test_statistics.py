@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import Layer, MegaMoE, MegaMoEError, Problem, memory_report
+from megamoe import ConfigError, Layer, MegaMoE, MegaMoEError, Problem, memory_report
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.statistics import _num_passes
 from megamoe.memory import layout
@@ -143,6 +143,12 @@ def test_memory_report():
     assert "\n" not in report["line"]
     least = layout.min_pool_rows(PROBLEM)
     assert memory_report(PROBLEM, least)["workspace_bytes"] < report["workspace_bytes"]
+    with pytest.raises(ConfigError, match="pool_rows is 1280.0, expected an int"):
+        memory_report(PROBLEM, 1280.0)
+    with pytest.raises(
+        ConfigError, match="of is NoneType, expected a Problem, a Layer or a MegaMoE"
+    ):
+        memory_report(None)
     assert memory_report(Layer(PROBLEM)) == report
     assert memory_report(Layer(PROBLEM, pool_rows=least))["pool_rows"] == least
     module = MegaMoE(64, 48, 6, 3, max_tokens=200, backend="staged")
