@@ -44,8 +44,9 @@ def matching(
     """
     planes = tried[0].planes
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(1, planes, _SAMPLES, generator=generator)
-    exponents = torch.rand(1, planes, _SAMPLES, generator=generator) * 5 - 2
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32}
+    drawn = torch.randn(1, planes, _SAMPLES, **options)
+    exponents = torch.rand(1, planes, _SAMPLES, **options) * 5 - 2
     drawn = (drawn * 10**exponents).to(device)  # far beyond any clamp
     with torch.no_grad():
         wanted = gate(drawn.flatten(1))

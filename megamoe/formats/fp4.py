@@ -50,7 +50,7 @@ def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
 
 def unpack(packed: Tensor) -> Tensor:
     """packed: [N, K/2] uint8 -> the numbers without their scales, [N, K] fp32."""
-    values = torch.tensor(MAGNITUDES, device=packed.device)
+    values = torch.tensor(MAGNITUDES, dtype=torch.float32, device=packed.device)
     values = torch.cat((values, -values))
     return values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).int()]
 

@@ -81,6 +81,8 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     """Return dy as the kernel reads it."""
     if dy is None:
         return torch.zeros_like(x)
+    if isinstance(dy, Tensor) and torch._C._functorch.is_legacy_batchedtensor(dy):
+        raise ArgumentError("is_grads_batched", True, "False: one gradient of y in each pass")
     if isinstance(dy, Tensor) and dy.layout != torch.strided:
         raise ArgumentError("dy.layout", dy.layout, "torch.strided: a dense gradient of y")
     if isinstance(dy, Tensor) and not dy.is_contiguous():
@@ -140,7 +142,9 @@ def _recompute(
         weights = ExpertWeights(*leaves[2:])  # type: ignore[arg-type]
         mark = runtime.mark.ints(BACKWARD)
         y, _ = moe(problem, runtime.group, leaves[0], topk_ids, leaves[1], weights, mark)  # type: ignore[arg-type]
-        found = iter(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
+        with torch.autocast(x.device.type, enabled=False):  # of a caller, whose types these are not
+            grads = torch.autograd.grad(y, wanted, dy, materialize_grads=True)
+    found = iter(grads)
     return [
         next(found) if leaf is not None and leaf.requires_grad else None  # in the order of `wanted`
         for leaf in leaves

@@ -65,7 +65,7 @@ class Joint:
             found = self._as_one(mains)
             if found is not None:
                 return found
-        self._between = torch.zeros(whole.shape, device=whole.device)
+        self._between = torch.zeros(whole.shape, dtype=torch.float32, device=whole.device)
         return self._between
 
     def nothing(self, whole: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class SharedExperts:
         check_tensor("topk_ids", topk_ids, shape, (torch.int32, torch.int64), **options)
         check_tensor("topk_weights", topk_weights, shape, floats, **options)
         if shared_weights is None:
-            shared_weights = torch.ones((*lead, 1), device=device)
+            shared_weights = torch.ones((*lead, 1), dtype=torch.float32, device=device)
         check_tensor("shared_weights", shared_weights, (*lead, 1), floats, **options)
         valid = (topk_ids >= 0) & (topk_ids < experts)
         routed = self._slots[topk_ids.long().where(valid, 0)].where(valid, -1)
@@ -121,8 +121,9 @@ class SharedExperts:
                 made[name] = value.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
         if self.problem.bias:
             rows, hidden = planes * self.problem.intermediate, self.problem.hidden
-            made.setdefault("b13", torch.zeros(n, rows, device=device))
-            rest = torch.zeros(n, hidden, device=device)
+            fp32 = {"dtype": torch.float32, "device": device}
+            made.setdefault("b13", torch.zeros(n, rows, **fp32))
+            rest = torch.zeros(n, hidden, **fp32)
             b2 = [] if whole.b2 is None else [whole.b2[None]]  # added once
             made["b2"] = torch.cat([*b2, rest])[:n]
         return ExpertWeights(**made)

@@ -67,8 +67,9 @@ def gradient(
 
 def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
     """a: [M, N1], b: [M, N2] -> a^T b of each expert's rows [E, N1, N2] fp32, and sums of a's columns [E, N1] fp32."""
-    out = torch.zeros(num, a.shape[1], b.shape[1], device=a.device)
-    sums = torch.zeros(num, a.shape[1], device=a.device)
+    fp32 = {"dtype": torch.float32, "device": a.device}
+    out = torch.zeros(num, a.shape[1], b.shape[1], **fp32)
+    sums = torch.zeros(num, a.shape[1], **fp32)
     with full_fp32(a.device):
         for e, rows in experts_of(offs, a.shape[0]):
             out[e] = a[rows].float().T @ b[rows].float()
@@ -77,7 +78,7 @@ def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int) -> tuple[Tensor
 
 
 def _product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    out = torch.zeros(x.shape[0], w.shape[2], device=x.device)
+    out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
     with full_fp32(x.device):
         for e, rows in experts_of(offs, x.shape[0]):
             out[rows] = x[rows].float() @ w[e].float()

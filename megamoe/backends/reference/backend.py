@@ -136,11 +136,12 @@ class ReferenceBackend:
         if self.problem.formats.w.scaled and turned is None:
             stored = [quantize_experts(self.problem, experts) for experts in stored]
         into = into or {}
-        out = backward(
-            *(self.problem, dys, *call, stored),
-            rounding=self.rounding,
-            dw_dtype=torch.float32 if into else None,
-        )
+        with torch.autocast(x.device.type, enabled=False):
+            out = backward(
+                *(self.problem, dys, *call, stored),
+                rounding=self.rounding,
+                dw_dtype=torch.float32 if into else None,
+            )
         masters_of = {"x": x, "topk_weights": routes[1], **vars(weights)}
         found: list[Tensor | None] = []
         for (name, result), need in zip(RESULTS.items(), needs, strict=True):

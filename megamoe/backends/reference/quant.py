@@ -83,7 +83,8 @@ def _fp4(packed: Tensor, planes: int, group: int) -> tuple[Tensor, tuple[Tensor,
     n = torch.arange(height, device=packed.device)[:, None]
     k = torch.arange(width, device=packed.device)[None, :]
     code = packed[n, k // 2] >> (4 * (k % 2)).to(torch.uint8) & 15
-    table = torch.tensor([*E2M1, *(-v for v in E2M1)], device=packed.device)
+    values = [*E2M1, *(-v for v in E2M1)]
+    table = torch.tensor(values, dtype=torch.float32, device=packed.device)
     block = n // rows * -(-rows // GROUP) + n % rows // GROUP
     within = k // 64 % 2 * GROUP * of_slot + n % rows % GROUP * of_slot + k // group % of_slot
     return table[code.long()], (block, k // GROUP, HEADER + within)
