@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megamoe import transforms
-from megamoe.errors import ArgumentError
+from megamoe.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend import main_grad
@@ -165,6 +165,8 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         try:
             *inputs, handle, state = ctx.saved_tensors
+        except MegaMoEError:  # of a call that a checkpoint makes again: the other ranks have been told
+            raise
         except RuntimeError:  # changed in place, or freed; the other ranks would wait
             if ctx.direct:
                 runtime_of(ctx.handle).refuse()

@@ -148,6 +148,9 @@ def errors(rank):
         y, _ = call()
         found[backend, "undefined dy"] = outcome(lambda y=y: Cut.apply(y).float().sum().backward())
         found[backend, "dx"] = x.grad.abs().max().item()
+        run = checkpoint if rank else lambda run, use_reentrant: run()
+        y, _ = run(call, use_reentrant=False)
+        found[backend, "checkpoint"] = outcome(lambda y=y: y.float().sum().backward())
         layer.close()
     return found
 
@@ -168,6 +171,10 @@ def test_what_one_rank_does_wrong_is_named_on_both(of_errors, backend):
         assert message in here[backend, what][1]
         assert there[backend, what][0] == "RankMismatch", there
         assert "rank 1 refused its arguments" in there[backend, what][1]
-    for found in of_errors:
+    for found in of_errors:  # and nobody waits for an answer that nobody gives
+        kind, message, *_ = found[backend, "checkpoint"]
+        assert kind == "RankMismatch", found
+        assert "for backward of layer" in message
+        assert "for forward of layer" in message
         assert found[backend, "undefined dy"][0] is None, found
     assert there[backend, "dx"] > 0
