@@ -24,9 +24,9 @@ class ExpertWeights:
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
     b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
-    MXFP4 and NVFP4, which from_mxfp4() and from_nvfp4() make of checkpoints and quantized() of bf16: w13 [L, P*I, H/2]
-    and w2 [L, H, I/2] uint8, w13_scale [L, P*ceil(I/128), ceil(H/128), S] and w2_scale [L, ceil(H/128), ceil(I/128), S]
-    uint8, S = 528 or, in NVFP4, 1040.
+    MXFP4 and NVFP4, which quantized() makes of bf16, and from_mxfp4() and from_nvfp4() of checkpoints, with planes
+    apart: w13 [L, P*I, H/2] and w2 [L, H, I/2] uint8, w13_scale [L, P*ceil(I/128), ceil(H/128), S] and w2_scale
+    [L, ceil(H/128), ceil(I/128), S] uint8, S = 528 or, in NVFP4, 1040.
 
     w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
     multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up

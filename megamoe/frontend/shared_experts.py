@@ -100,13 +100,15 @@ class SharedExperts:
     def parts(self, whole: ExpertWeights) -> ExpertWeights:
         """Cut a shared expert into n experts; differentiable.
 
-        whole: the shared expert without a first dimension: w13 [P*n*I, H], all gate rows, then all up rows, w2
-            [H, n*I], b13 [P*n*I], b2 [H], scales as for one expert of n * I. In the format of the routed experts, or
-            bf16 masters. Layers with biases take one without: its are zero.
+        whole: the shared expert without a first dimension: w13 [P*n*I, H] or [P, n*I, H], all gate rows, then all up
+            rows, w2 [H, n*I], b13 [P*n*I], b2 [H], scales as for one expert of n * I. In the format of the routed
+            experts, or bf16 masters. Layers with biases take one without: its are zero.
         Raises ArgumentError for other shapes and types, and for parts whose scales no block of 128 separates.
         """
         _check_kind(shared=whole)
         n, planes = self.count, self.problem.activation.planes
+        if whole.w13.dim() == 3 and len(whole.w13) == planes:  # as checkpoints are read
+            whole = replace(whole, w13=whole.w13.flatten(0, 1))
         expected, device = self._whole_shapes(whole), whole.w13.device
         for name, (shape, dtype) in expected.items():
             value = getattr(whole, name)
@@ -186,6 +188,8 @@ class SharedExperts:
             flat = (self.count, *mine.flatten(1, 2).shape[1:]) if mine.dim() > 3 else shape
             if isinstance(theirs, Tensor) and tuple(theirs.shape) == flat:
                 theirs = theirs.view(shape)  # planes apart
+            elif _apart(name, theirs, mine, self.problem.activation.planes):
+                theirs = theirs.flatten(1, 2)
             check_tensor(f"shared.{name}", theirs, shape, mine.dtype, device, contiguous=False)
             adds = accumulate_into_main_grad and name in main_grad.NAMES
             whole = _joined(mine, theirs, (mine, given) if adds else None)
@@ -210,6 +214,13 @@ def _check_kind(**given: Any) -> None:
     for name, weights in given.items():
         if not isinstance(weights, ExpertWeights) or not isinstance(weights.w13, Tensor):
             raise ArgumentError(name, type(weights).__name__, "ExpertWeights")
+
+
+def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
+    """Whether a tensor has planes apart where another has them behind each other."""
+    if name not in ("w13", "b13") or not isinstance(theirs, Tensor):
+        return False
+    return theirs.dim() == mine.dim() + 1 and theirs.shape[1] == planes
 
 
 def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megamoe
-from megamoe import ExpertWeights, MegaMoE, Problem
+from megamoe import ExpertWeights, MegaMoE, Problem, SharedExperts
 from megamoe.backends import reference
 from megamoe.backends.reference.quant import dequantize_mxfp4 as oracle
 from megamoe.backends.staged import StagedBackend
@@ -294,3 +294,25 @@ def test_training_is_refused_by_name(precision: str) -> None:
         Variant(precision, "swiglu", kernel="backward")
     for each in (layer, plain):
         each.close()
+
+
+def test_either_part_of_joined_weights_may_be_read_from_a_checkpoint() -> None:
+    """So w13 has its planes apart there, and behind each other where bf16 was quantized."""
+    problem = Problem(128, 128, 3, 2, max_tokens=8, precision="bf16xmxfp4")
+    shared, routed = SharedExperts(problem, 256), make_weights(problem)
+    of_whole = replace(problem, intermediate=256, num_experts=1, top_k=1)
+    whole = ExpertWeights(**{n: t[0] for n, t in make_weights(of_whole, seed=1).named().items()})
+    parts = shared.parts(whole)
+
+    def apart(weights: ExpertWeights, dim: int, planes: int = 2) -> ExpertWeights:
+        return replace(weights, w13=weights.w13.unflatten(dim, (planes, -1)))
+
+    assert torch.equal(shared.parts(apart(whole, 0)).w13, parts.w13)
+    expected = shared.join(routed, parts).w13
+    read = apart(routed, 1), apart(parts, 1)
+    for pair in ((read[0], parts), (routed, read[1]), read):
+        assert torch.equal(shared.join(*pair).w13.reshape(expected.shape), expected)
+    with pytest.raises(ArgumentError, match="shared.w13.shape"):
+        shared.join(routed, apart(parts, 1, 4))
+    with pytest.raises(ArgumentError, match="shared.w13.shape"):
+        shared.parts(apart(whole, 0, 4))
