@@ -165,7 +165,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         try:
             *inputs, handle, state = ctx.saved_tensors
-        except MegaMoEError:  # of a call that a checkpoint makes again: the other ranks have been told
+        except MegaMoEError:  # a checkpoint's call, made again: the other ranks have been told
             raise
         except RuntimeError:  # changed in place, or freed; the other ranks would wait
             if ctx.direct:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megamoe.backends.order import BACKWARD
 from megamoe.backends.staged import compute_dtype, moe, without_rows_behind
+from megamoe.config import Problem
 from megamoe.errors import ArgumentError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend.runtime import Runtime, flat, runtime_of
@@ -48,6 +49,7 @@ def gradients(
     x, topk_ids, topk_weights, w13, w2, b13, b2, s13, s2, num_tokens_device = inputs
     try:
         dy = _checked(dy, x)
+        _check_there(runtime.problem, w13, w2)
         if state is not None:
             check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
     except ArgumentError:
@@ -93,6 +95,16 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     return (
         dy.clone() if dy.data_ptr() % ALIGNMENT else dy
     )  # as a slice of a larger gradient may lie
+
+
+def _check_there(problem: Problem, w13: Tensor, w2: Tensor) -> None:
+    """Refuse weights whose memory was given away behind the call, as frameworks do that shard by `p.data = ...`."""
+    matrix = problem.num_local_experts(problem.rank) * problem.intermediate * problem.hidden
+    planes = problem.activation.planes
+    for name, w, count in (("w13", w13, planes * matrix), ("w2", w2, matrix)):
+        if w.numel() != count:
+            expected = f"{count} elements, as in the forward pass: its data was replaced behind it"
+            raise ArgumentError(f"weights.{name}.shape", list(w.shape), expected)
 
 
 def _laid_out(grad: Tensor, master: Tensor) -> Tensor:

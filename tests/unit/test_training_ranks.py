@@ -148,6 +148,12 @@ def errors(rank):
         y, _ = call()
         found[backend, "undefined dy"] = outcome(lambda y=y: Cut.apply(y).float().sum().backward())
         found[backend, "dx"] = x.grad.abs().max().item()
+        y, _ = call()
+        weights = layer.w13.data
+        if rank:
+            layer.w13.data = torch.empty(0, dtype=torch.bfloat16)
+        found[backend, "freed"] = outcome(lambda y=y: y.float().sum().backward())
+        layer.w13.data = weights
         run = checkpoint if rank else lambda run, use_reentrant: run()
         y, _ = run(call, use_reentrant=False)
         found[backend, "checkpoint"] = outcome(lambda y=y: y.float().sum().backward())
@@ -166,6 +172,7 @@ def test_what_one_rank_does_wrong_is_named_on_both(of_errors, backend):
     for what, kind, message in (
         ("changed in place", "RuntimeError", "modified by an inplace operation"),
         ("wrong dy", "ArgumentError", "dy.shape"),
+        ("freed", "ArgumentError", "weights.w13.shape is [0]"),
     ):
         assert here[backend, what][0] == kind, here
         assert message in here[backend, what][1]
