@@ -103,8 +103,8 @@ def read_checkpoint(
             raise ArgumentError(what, type(tensor).__name__, "a tensor")
         if tensor.dtype not in known:
             raise ArgumentError(f"{what}.dtype", tensor.dtype, " or ".join(map(str, known)))
-    if planes not in (1, 2):
-        raise ArgumentError("planes", planes, "1 or 2")
+    if type(planes) is not int or planes not in (1, 2):
+        raise ArgumentError("planes", repr(planes), "1 or 2")
     packed, scales = packed.view(torch.uint8), scales.view(torch.uint8)
     block = group // 2
     if packed.shape == (*scales.shape, block):
@@ -135,6 +135,8 @@ def read_biases(
         if not isinstance(bias, Tensor) or (interleaved and bias.dim() != 2):
             what = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
             raise ArgumentError("biases", what, f"[L, {planes}*I] and [L, H]")
+        if not bias.is_floating_point():
+            raise ArgumentError("biases", bias.dtype, "of any float type")
     if interleaved and biases[0].shape[1] % planes:
         raise ArgumentError("biases[0].shape", list(biases[0].shape), f"[L, {planes}*I]")
     b13, b2 = (b.float() for b in biases)

@@ -146,4 +146,5 @@ def _outer(name: str, outer: Tensor, num: int, planes: int, inverse: bool) -> Te
         raise ArgumentError(
             name, found, "positive and finite" + ", and its inverse finite" * inverse
         )
-    return made.reshape(num, *outer.shape[1:] or (1,)).expand(num, planes)
+    made = made.reshape(num, *outer.shape[1:] or (1,)).expand(num, planes)
+    return made.clone(memory_format=torch.contiguous_format)  # of a rank without experts, too

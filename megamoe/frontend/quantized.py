@@ -28,6 +28,8 @@ def check_taken(problem: Problem, stored: Format, given: Mapping[str, Tensor]) -
         expected = f"one whose weights are {stored.name}, not {problem.formats.w.name}"
         raise ConfigError("precision", repr(problem.precision), expected)
     expected_of = expected_weights(problem)
+    if not isinstance(given["w13"], Tensor):
+        raise ArgumentError("w13", type(given["w13"]).__name__, "a tensor")
     for name, tensor in given.items():
         check_tensor(name, tensor, *expected_of[name], device=given["w13"].device)
 

@@ -195,7 +195,9 @@ def hostile() -> list[tuple[str, dict[str, object], str]]:
         ("outer's dtype", made(outer=(o13.bfloat16(), o2)), "outer of w13.dtype is torch.bfloat16"),
         ("outer is no tensor", made(outer=(1.0, o2)), "outer of w13 is float, expected a tensor"),
         ("planes", made(planes=3), "planes is 3, expected 1 or 2"),
+        ("planes of another type", made(planes=True), "planes is True, expected 1 or 2"),
         ("biases", made(biases=(None, o2)), "biases is NoneType"),
+        ("whole biases", made(biases=(o2.int(), o2)), "biases is torch.int32, expected of any float type"),
         ("one bias", made(biases=(o2,)), "biases is tuple, expected a pair"),
         ("a number", made(biases=5), "biases is int, expected a pair"),
         ("odd", made(interleaved=True, biases=(torch.zeros(4, 3), o2[:, None])), r"biases\[0\].shape is \[4, 3\]"),
@@ -260,6 +262,14 @@ def test_a_module_quantizes_its_masters_and_follows_them(backend: str) -> None:
     layer.close()
 
 
+def test_a_rank_without_experts_reads_none() -> None:
+    (w13, s13, o13), (w2, s2, o2) = checkpoint(0, 192, 160), checkpoint(0, 160, 96)
+    w = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (o13, o2))
+    problem = replace(PROBLEM, num_experts=2, ep_size=3, rank=2, bias=False)
+    w.validate(problem)
+    assert w.dense(problem, torch.float32).w13.shape == (0, 192, 160)
+
+
 @pytest.mark.parametrize("planes", [1, 2])
 def test_scales_for_other_planes_than_the_layers_are_refused(planes: int) -> None:
     w13, s13, o13 = checkpoint(4, 192, 160)
@@ -298,5 +308,7 @@ def test_checkpoints_go_round(tmp_path) -> None:
         mxfp4.load_nvfp4_weights(mxfp4.expert_weights().quantized(mxfp4.problem))
     with pytest.raises(ArgumentError, match="weights is dict, expected ExpertWeights"):
         mxfp4.load_mxfp4_weights(given.named())
+    with pytest.raises(ArgumentError, match="w13 is NoneType, expected a tensor"):
+        layer_of("fp8").load_fp8_weights(None, None, None, None)
     for layer in (first, second, mxfp4):
         layer.close()
