@@ -255,10 +255,9 @@ class _Joined(torch.autograd.Function):
         if whole is not None:
             ctx.save_for_backward(routed, shared)  # the view counts writes to the former only
             return whole
-        if routed.element_size() > 1:
-            return torch.cat([routed, shared])
-        halves = [t.view(torch.uint8) for t in (routed, shared)]  # e4m3 is not joined everywhere
-        return torch.cat(halves).view(routed.dtype)
+        # As integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16.
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[routed.element_size()]
+        return torch.cat([t.view(bits) for t in (routed, shared)]).view(routed.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from megamoe import ArgumentError, MegaMoE, Problem, SharedExperts, ops
+from megamoe import ArgumentError, ExpertWeights, Layer, MegaMoE, Problem, SharedExperts, ops
 from megamoe.adapters.host_activations import candidates, matching
 from megamoe.formats import fp4
 from megamoe.frontend.main_grad import Joint
@@ -113,3 +113,22 @@ def test_what_is_made_in_fp32_stays_so(dtype):
         assert joint.target(whole.w2).dtype == torch.float32
         numbers = fp4.unpack(torch.zeros(1, 16, dtype=torch.uint8))
     assert parts.b13.dtype == parts.b2.dtype == numbers.dtype == torch.float32
+
+
+def of_shared():
+    shared, i = SharedExperts(PROBLEM, 64), make_inputs(PROBLEM, 10)
+    given = shared.split(make_weights(shared.problem, quantize=False))
+    leaves = [[t.clone().requires_grad_() for t in (half.w13, half.w2)] for half in given]
+    weights = shared.join(*(ExpertWeights(*half) for half in leaves))  # copied
+    call = i.x, *shared.routes(i.topk_ids, i.topk_weights), weights
+    layer = Layer(shared.problem, backend="staged")
+    y = layer(*call)
+    return [y, *torch.autograd.grad(y.float().square().sum(), [*leaves[0], *leaves[1]])]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_shared_experts_within_autocast(dtype):
+    """torch joins no bf16 under autocast to fp16."""
+    expected = of_shared()
+    with torch.autocast("cpu", dtype):
+        same(of_shared(), expected)
