@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp4_cases import HEADROOM, PLAIN, check, nvfp4_bits, of_bytes, plant, random_bits
+from fp4_cases import HEADROOM, PLAIN, check, nvfp4_bits, of_bytes, plainly, plant, random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +27,7 @@ from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4
 from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.table import NVFP4_GROUP
+from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
 
@@ -152,6 +153,30 @@ def test_a_nan_scale_of_nvfp4_makes_its_expert_nan_and_no_other(byte: int, token
         assert 0 < int(hit.sum()) < tokens
         assert bool(y[hit].isnan().any(-1).all())
         assert bool(y[~hit].isfinite().all())
+
+
+@pytest.mark.parametrize("precision", ["bf16xmxfp4", "bf16xnvfp4"])
+def test_passes_over_ranks_and_a_token_that_is_nan(precision: str) -> None:
+    """Blocks of 1 to 128 rows of two ranks, several passes: bits of one pass, and no token gets the NaN of another."""
+    problem = Problem(160, 96, 6, 1, 2, max_tokens=355, precision=precision)
+    ranks = [replace(problem, rank=r) for r in range(2)]
+    inputs = [make_inputs(p, tokens) for p, tokens in zip(ranks, (355, 350), strict=True)]
+    rows = torch.tensor([63, 64, 65, 127, 129, 257])
+    ids = torch.arange(6).repeat_interleave(rows)[torch.arange(705) * 7 % 705, None]
+    xs = [i.x for i in inputs]
+    call = list(ids.split((355, 350))), [i.topk_weights for i in inputs]
+    weights = [random_bits(p, 4, p.rank) for p in ranks]
+    plain, _, others = plainly(problem, xs, weights)
+    expected = Emulation(plain).forward_all(xs, *call, others)
+    few = Emulation(problem, pool_rows=max(map(min_pool_rows, ranks)), num_ctas=4)
+    ys = few.forward_all(xs, *call, weights, seed=3)
+    assert max(int(few.statistics(r).passes) for r in range(2)) > 1
+    assert all(map(same_bits, ys, expected))
+    xs[1][200, 17] = torch.nan
+    y, other = few.forward_all(xs, *call, weights, seed=4)
+    assert bool(other[200].isnan().all())
+    other[200] = expected[1][200]
+    assert all(map(same_bits, (y, other), expected))
 
 
 def test_what_e4m3_rounds() -> None:
