@@ -142,9 +142,8 @@ def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
 
 def added(p: Any) -> Tensor | None:
     """Say that p's gradient is in its main_grad; return what autograd is given."""
-    if not hasattr(
-        p, "grad_added_to_main_grad"
-    ):  # a joint has none: autograd comes by without a gradient, too
+    # A joined tensor has no such flag: autograd comes by without a gradient, too.
+    if not hasattr(p, "grad_added_to_main_grad"):
         return None
     p.grad_added_to_main_grad = True
     key = p.shape, p.stride(), p.dtype, p.device

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import pytest
 import torch
+from ambient import default_dtype
 
 from megamoe import ArgumentError, ExpertWeights, Layer, MegaMoE, Problem, SharedExperts, ops
 from megamoe.adapters.host_activations import candidates, matching
@@ -16,19 +15,6 @@ from megamoe.testing import make_inputs, make_weights
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)
 OFFS = torch.tensor([4, 4, 11], dtype=torch.int32)
 HALVES = [torch.bfloat16, torch.float16]
-
-
-def default_dtype(dtype):
-    @contextmanager
-    def set_to():
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
-    return set_to()
 
 
 def same(found, expected):

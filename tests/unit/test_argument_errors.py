@@ -1,11 +1,11 @@
 """Inputs that gave a wrong result in silence, or somebody else's error: each is right now, or refused by name."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from ambient import default_dtype
 
 from megamoe import ArgumentError, ConfigError, Layer, MegaMoE, Problem, moe_forward
 from megamoe.frontend.functional import make_backend
@@ -17,16 +17,6 @@ SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_to
 
 def make(**options):
     return MegaMoE(**{**SHAPE, "backend": "staged", "init_seed": 3, **options})
-
-
-@contextmanager
-def default_dtype(dtype):
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from ambient import default_dtype
 from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
@@ -322,14 +323,10 @@ def test_defaults_of_torch_are_not_followed():
         return backend.backward(*call, state, [True] * 6)
 
     expected = gradients()
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
+    with default_dtype(torch.float64):
         found = gradients()
         with torch.device("meta"):
             backend, call, state = a_call()
-    finally:
-        torch.set_default_dtype(before)
     assert state.device == call[0].device
     assert backend.backward(*call, state, [True] * 6)[2].any()
     for got, wanted in zip(found, expected, strict=True):

@@ -1,6 +1,6 @@
 // FP4 weights: e2m1, two a byte, and a scale for a group of them along K. MXFP4: a power of two for 32
 // (megamoe/formats/mxfp4.py); NVFP4: an e4m3 for 16, and an fp32 for the matrix (nvfp4.py). Tensor cores take
-// e4m3 or bf16: math warps expand a half in place, between its arrival and its MMAs (docs/fp4.md).
+// e4m3 or bf16: math warps expand a half between its arrival and its MMAs (docs/fp4.md).
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
@@ -177,7 +177,6 @@ template <>
 struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
     using Packed = PackedHalf<E4m3QuadRows, Mxfp4Weights>;
     static constexpr int headroom = 6;
-    static constexpr int words = 1;  // that four numbers become
 
     struct Half {
         int largest;
@@ -228,8 +227,6 @@ struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
 // bf16: both bytes of the magnitude, times the scale.
 template <class Weights>
 struct ExpandTo<Bf16Rows, Weights> {
-    static constexpr int words = 2;
-
     struct Half {
         MEGAMOE_DEVICE explicit Half(const uint8_t*) {}
         MEGAMOE_DEVICE float scale() const { return 1.0f; }
@@ -255,10 +252,9 @@ struct ExpandTo<Bf16Rows, Weights> {
     }
 };
 
-// Up to four scales that stand beside each other, the first one lowest.
+// Two or four scales that stand beside each other, the first one lowest.
 template <int num>
 MEGAMOE_DEVICE int read_scales(const uint8_t* from) {
-    if constexpr (num == 1) return *from;
     if constexpr (num == 2) return *reinterpret_cast<const uint16_t*>(from);
     if constexpr (num == 4) return *reinterpret_cast<const int*>(from);
 }
