@@ -91,6 +91,18 @@ def test_passes_of_wide_experts(precision: str) -> None:
     assert emulation.statistics(0).passes > 1
 
 
+@pytest.mark.parametrize(("intermediate", "fixed"), [(8192, True), (8128, False)])
+def test_long_tiles_are_dealt_by_fixed_shares(intermediate: int, fixed: bool) -> None:
+    """Of gemm2, from 256 pipeline slots on, here two planes of 128: nobody takes a ticket of it then."""
+    problem = Problem(16, intermediate, 5, 2, max_tokens=10)
+    emulation = Emulation(problem, num_ctas=4)
+    check(emulation, Call.make(problem, [10]), seed=1)
+    assert emulation.region(0, "gemm2_done")[:5].tolist() == [1] * 5  # each block's tile, once
+    gemm1, gemm2, weights = emulation.region(0, "dealt").tolist()
+    assert (gemm2 == 0) == fixed
+    assert min(gemm1, weights) > 0
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     ep_size = draw(st.integers(1, 3))

@@ -32,11 +32,11 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile (cta,
 // step, stage, part, block, n, shared), each CTA's in its own order. A step is `span` blocks of gemm1 and then
 // the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its pair's
-// unit has n = -1. seed 0: units are dealt in advance, one CTA after the other is written; else by tickets, to
-// the pairs as they come in an order that the seed draws. Writes at most `capacity` tiles and returns how many
-// there are; -1 for a portion past the last block.
+// unit has n = -1. seed 0: by fixed shares, one CTA after the other is written; else by tickets, gemm2 by fixed
+// shares still if `fixed2`, to the pairs as they come in an order that the seed draws. Writes at most
+// `capacity` tiles and returns how many there are; -1 for a portion past the last block.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
-                unsigned seed, int* out, int capacity) {
+                unsigned seed, bool fixed2, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
     auto write = [&](Unit unit_of_pair, int pair) {
@@ -72,7 +72,8 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         if (seed != 0) pair = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 8) % num_pairs;
         while (streams[pair].done()) pair = (pair + 1) % num_pairs;
         Unit unit = streams[pair].pop([&](Stage stage, int before) {
-            return num_pairs + (seed == 0 ? before : tickets[static_cast<int>(stage)]++);
+            bool fixed = seed == 0 || (fixed2 && stage == Stage::gemm2);
+            return num_pairs + (fixed ? before : tickets[static_cast<int>(stage)]++);
         });
         if (!write(unit, pair)) return -1;
     }

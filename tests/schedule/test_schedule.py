@@ -36,6 +36,7 @@ class Launch:
     span: int  # blocks of a step
     ctas: int
     seed: int = 0  # not 0: by tickets, the pairs coming in an order drawn from it
+    fixed2: bool = False  # gemm2 by fixed shares all the same
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +67,7 @@ def streams_of(order, launch: Launch) -> list[Tile]:
     blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
     found = order.abi_streams(
         *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.span),
-        *(launch.ctas, launch.seed, out, most),
+        *(launch.ctas, launch.seed, launch.fixed2, out, most),
     )
     assert 0 <= found <= most, "more tiles than places"
     tiles = [Tile(*out[7 * i : 7 * i + 7]) for i in range(found)]
@@ -98,6 +99,8 @@ def check_streams(order, launch: Launch) -> None:
         assert t.stage == GEMM1 or last_gemm1[t.block] < t.place, f"{t} stands before its inputs"
     if launch.seed == 0:
         check_deal(everything, launch)
+    if launch.fixed2:
+        check_fixed_shares(everything, launch)
 
 
 def check_pairs(tiles: list[Tile]) -> None:
@@ -133,6 +136,13 @@ def check_deal(tiles: list[Tile], launch: Launch) -> None:
         assert not any(map(all, zip(*more, strict=True))), "a pair has the remainder of both stages"
 
 
+def check_fixed_shares(tiles: list[Tile], launch: Launch) -> None:
+    """Every pair has every so many-th unit of gemm2, counted from the last pair."""
+    pairs = launch.ctas // 2
+    for t in tiles:
+        assert t.stage == GEMM1 or (t.part + t.cta // 2) % pairs == pairs - 1, f"{t} is another's"
+
+
 def group_of(order, first, blocks, block):
     out = (ctypes.c_int * 2)()
     order.abi_group_of(first, blocks, block, out)
@@ -146,7 +156,8 @@ def test_streams_small_bounds(order):
         for tiles1, tiles2, ctas in itertools.product([1, 2, 3, 4], [1, 2, 5], (2, 4, 6, 8)):
             for span in (least, least + 1, 40):
                 check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas))
-                check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, seed=7))
+                for fixed2 in (False, True):
+                    check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, 7, fixed2))
 
 
 def test_streams_around_the_group(order):
@@ -166,10 +177,17 @@ def test_streams_around_the_group(order):
     extra=st.integers(0, 200),
     ctas=st.integers(1, 70).map(lambda pairs: 2 * pairs),
     seed=st.integers(0, 2**31),
+    fixed2=st.booleans(),
 )
-def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed):
+def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2):
     span = order.abi_max_group() + extra
-    check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, seed))
+    check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, seed, fixed2))
+
+
+def test_tickets_are_no_fixed_shares(order):
+    launch = Launch([16] * 8, 16, 28, order.abi_max_group(), 132, seed=7)
+    with pytest.raises(AssertionError, match="is another's"):
+        check_fixed_shares(streams_of(order, launch), launch)
 
 
 @pytest.mark.parametrize(

@@ -117,10 +117,11 @@ struct Unit {
 // order can tie a pair to one stage (measured on DSv3 with steps of one block: 44 tiles a step on 132 CTAs,
 // 11.8 ms instead of 7). A pair holds its next unit of either; the first ones are given, gemm2's from the
 // other end, so that no pair begins with both remainders, and `take` says what comes behind one: a ticket
-// that counts up, or every so many-th. Deadlock-free because a pair walks its units in the global order, the
-// inputs of both tiles of a unit precede it there, and of a stage a pair holds none before others' are held:
-// whatever a unit waits for is done, or is held by a pair whose own waits are for earlier units yet.
-// Units of weight gradients come last.
+// that counts up, or every so many-th, each stage in its own way. Deadlock-free because a pair walks its
+// units in the global order, the inputs of both tiles of a unit precede it there, and a stage's first unit
+// that is not done is some pair's already: by tickets, as they are given in order and a pair that begins a
+// unit holds the next; by fixed shares from the start. So whatever a unit waits for is done, or is with a
+// pair whose own waits are for earlier units yet. Units of weight gradients come last.
 struct UnitStream {
     int num_blocks, units1, units2, num_weights, span;
     int next1, next2, next_weight;  // held, of each stage
