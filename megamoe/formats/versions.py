@@ -19,13 +19,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from megamoe.uncompiled import uncompiled
+
 # Steps of any optimizer of this process, twice.
 _steps = [0]
 # Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
 invalidations = [0]
 
 
-@torch.compiler.disable  # traced, the count would be a guard, and every step a recompilation
+@uncompiled("traced, the count would be a guard, and every step a recompilation")
 def _count_step(*_: Any) -> None:
     _steps[0] += 1
 

@@ -17,6 +17,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend import main_grad
 from megamoe.frontend.backward import gradients
 from megamoe.frontend.runtime import Runtime
+from megamoe.uncompiled import uncompiled
 
 NAMES = ("w13", "w2", "b13", "b2")
 _CHANGED = "unchanged from its backward pass until backward_dw()"
@@ -149,7 +150,7 @@ _waiting: WeakSet[Delayed] = WeakSet()
 _watched: list[Any] = []
 
 
-@torch.compiler.disable
+@uncompiled("which passes wait is not seen by torch.compile")
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise MegaMoEError where an optimizer would step without gradients that are still to be made."""
     if not _waiting:

@@ -31,6 +31,7 @@ from megamoe.frontend.functional import (
 from megamoe.frontend.known import KnownCalls, records, tensors_of
 from megamoe.frontend.rows import Weighting, rows_of, scales_of
 from megamoe.frontend.runtime import Runtime, flat
+from megamoe.uncompiled import uncompiled
 
 log = logging.getLogger("megamoe")
 
@@ -203,8 +204,8 @@ class Layer:
         y = apply(*work, direct) if x_scale is None else apply_quantized(x_scale, *work[:-1])
         return y if out is None else out.copy_(y)
 
-    @torch.compiler.disable(
-        reason="a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
+    @uncompiled(
+        "a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
         "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
     )
     def _uncompiled(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
@@ -224,9 +225,7 @@ class Layer:
         """How many backward passes wait for backward_dw()."""
         return 0 if self._delayed is None else len(self._delayed)
 
-    @torch.compiler.disable(
-        reason="backward_dw() is not seen by torch.compile: call it outside of the graph"
-    )
+    @uncompiled("backward_dw() is not seen by torch.compile: call it outside of the graph")
     def backward_dw(self) -> None:
         """Make the weight gradients of the oldest backward pass that waits for them: the bits that it would have made.
 
@@ -257,8 +256,8 @@ class Layer:
         masters = self.problem.formats.w.scaled and stated == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
 
-    @torch.compiler.disable(
-        reason="a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
+    @uncompiled(
+        "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
         "and again after close()"
     )
     def prepare(self, weights: ExpertWeights) -> None:

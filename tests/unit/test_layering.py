@@ -10,7 +10,7 @@ PACKAGE = ROOT / "megamoe"
 
 # lowest first; units of one line may not import each other
 LAYERS = [
-    ("errors",),
+    ("errors", "uncompiled"),
     (
         "env",
         "transforms",
