@@ -25,7 +25,14 @@ from megamoe.formats.cache import quantize_weights
 from megamoe.formats.quantization import GROUP, num_groups, quantize_rows
 from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.ops.checks import E4M3
-from megamoe.ops.gradients import of_bias, of_mm, of_planes_weights, rows_of, save_mm
+from megamoe.ops.gradients import (
+    of_bias,
+    of_mm,
+    of_planes_weights,
+    refuse_to_differentiate,
+    rows_of,
+    save_mm,
+)
 from megamoe.ops.operators import (
     grouped_activation_e4m3,
     grouped_mm_e4m3,
@@ -208,6 +215,7 @@ def _mlp_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 def register() -> None:
     """Give the operators their gradients. Once."""
+    refuse_to_differentiate("megamoe::grouped_planes_dynamic")
     grouped_mm_dynamic.register_autograd(of_mm(grouped_mm_dynamic), setup_context=save_mm)
     grouped_activation_dynamic.register_autograd(
         _activation_backward, setup_context=_save_activation

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import Activation
+from megamoe.errors import MegaMoEError
 from megamoe.ops.operators import (
     grouped_activation,
     grouped_activation_gradient,
@@ -144,8 +145,28 @@ def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     )
 
 
+def refuse_to_differentiate(name: str) -> None:
+    """Make a backward pass that comes to the operator of this name raise MegaMoEError."""
+
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise MegaMoEError(
+            f"a result of {name} was differentiated, expected first derivatives in bf16 operands only: this operator, "
+            "a part of backward passes or for e4m3, has none"
+        )
+
+    torch.library.register_autograd(name, backward)
+
+
 def register() -> None:
     """Give the operators their gradients. Once."""
+    for name in (
+        "grouped_mm_planes",
+        "grouped_wgrad",
+        "grouped_activation_gradient",
+        "grouped_mm_e4m3",
+        "grouped_activation_e4m3",
+    ):
+        refuse_to_differentiate(f"megamoe::{name}")
     grouped_mm.register_autograd(of_mm(grouped_mm), setup_context=save_mm)
     grouped_activation.register_autograd(_activation_backward, setup_context=_save_activation)
     grouped_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)
