@@ -12,6 +12,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
+from megamoe.formats.joined import Joined, check_joinable, joined
 from megamoe.formats.planes import by_plane, check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
@@ -31,7 +32,8 @@ class ExpertWeights:
     w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
     multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up
     interleaved row by row: `w.unflatten(1, (I, 2)).transpose(1, 2)`; apart: from_w1_w3(). b13 may be [L, P, I], of any
-    strides: the kernel is given a copy at each call if it is not contiguous.
+    strides: the kernel is given a copy at each call if it is not contiguous. Not checked, since no shape shows it: that
+    gate comes before up in w13, its scales and b13, and that blocks of scales restart at up's first row.
     """
 
     w13: Tensor
@@ -55,14 +57,14 @@ class ExpertWeights:
 
         w1, w3: [L, I, H], views of one tensor, w3 behind w1: `w1, w3 = torch.empty(2, L, I, H)`, or the halves of a
             [L, 2*I, H]. w2: [L, H, I]. biases: b1 [L, I], b3 [L, I], b2 [L, H]. scales: of w1, w3 and w2, with e4m3.
-        Raises ArgumentError for w1 and w3 that no constant distance joins.
+        Raises ArgumentError for w1 and w3 that no constant distance joins, and for biases or scales of unequal shapes.
         """
         b1, b3, b2 = biases or (None, None, None)
         s1, s3, w2_scale = scales or (None, None, None)
-        b13 = None if b1 is None or b3 is None else torch.stack((b1, b3), dim=1)
-        w13_scale = None if s1 is None or s3 is None else torch.cat((s1, s3), dim=1)
-        _check_joinable(w1, w3)
-        w13: Tensor = _Joined.apply(w1, w3)
+        b13 = joined("biases", b1, b3, torch.stack)
+        w13_scale = joined("scales", s1, s3, torch.cat)
+        check_joinable(w1, w3)
+        w13: Tensor = Joined.apply(w1, w3)
         made_of(w13, (w1, w3), trains=w1.requires_grad or w3.requires_grad)
         return cls(w13, w2, b13, b2, w13_scale, w2_scale)
 
@@ -161,24 +163,45 @@ class ExpertWeights:
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
     def quantized(self, problem: Problem) -> ExpertWeights:
-        """Return the problem's weights made from these bf16 ones: themselves where it stores bf16."""
+        """Return the problem's weights made from these bf16 ones: themselves where it stores bf16.
+
+        Raises ArgumentError for w13 and w2 that do not fit the problem.
+        """
         formulas = codec(problem.formats.w)
         if formulas is None:
             return self
+        self._check_matrices(replace(problem, precision="bf16"))
         q13, s13 = formulas.quantize(self.w13, problem.activation.planes)
         q2, s2 = formulas.quantize(self.w2)
         return ExpertWeights(q13, q2, self.b13, self.b2, s13, s2)
 
     def dense(self, problem: Problem, dtype: torch.dtype) -> ExpertWeights:
-        """Return weights without scales: these when they are bf16, else dequantized to `dtype`."""
+        """Return weights without scales: these when they are bf16, else dequantized to `dtype`.
+
+        Raises ArgumentError for w13 and w2 that do not fit the problem.
+        """
         formulas = codec(problem.formats.w)
         if self.w13_scale is None or self.w2_scale is None:
             return self
         if formulas is None:
             raise ArgumentError("weights.w13_scale", "given", f"None for {_kind(problem)}")
+        self._check_matrices(problem)
         w13 = formulas.dequantize(self.w13, self.w13_scale, problem.activation.planes, dtype)
         w2 = formulas.dequantize(self.w2, self.w2_scale, 1, dtype)
         return ExpertWeights(w13, w2, self.b13, self.b2)
+
+    def _check_matrices(self, problem: Problem) -> None:
+        """Raise ArgumentError for w13 and w2 of other sizes than the problem's, whatever their number of experts.
+
+        Copies have no planes of their own: what is by plane here, of another number, would fit layers afterwards.
+        """
+        table = expected_weights(problem)
+        for name, planes in (("w13", problem.activation.planes), ("w2", 1)):
+            (_, rows, width), _ = table[name]
+            found, apart = list(getattr(self, name).shape), [planes, rows // planes, width]
+            if found[1:] not in ([rows, width], apart):
+                expected = f"[L, {rows}, {width}] or [L, {', '.join(map(str, apart))}]"
+                raise ArgumentError(f"weights.{name}.shape", found, expected)
 
 
 class SealedWeights(ExpertWeights):
@@ -237,39 +260,6 @@ class TurnedWeights:
         }
         for name, (shape, dtype) in shapes.items():
             check_tensor(f"turned.{name}", getattr(self, name), shape, dtype, device)
-
-
-class _Joined(torch.autograd.Function):
-    """w1 and w3 as one view [L, 2, I, H]; the gradient goes back to both."""
-
-    @staticmethod
-    def forward(ctx: Any, w1: Tensor, w3: Tensor) -> Tensor:
-        distance = w3.storage_offset() - w1.storage_offset()
-        (num, rows, width), (expert, row, column) = w1.shape, w1.stride()
-        ctx.save_for_backward(w1, w3)  # the view counts writes to w1 only
-        return w1.detach().as_strided((num, 2, rows, width), (expert, distance, row, column))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        _ = ctx.saved_tensors  # raises where one was written to
-        d1, d3 = grad.unbind(1)
-        return d1, d3
-
-
-def _check_joinable(w1: Tensor, w3: Tensor) -> None:
-    for name, w in (("w1", w1), ("w3", w3)):
-        if w.dim() != 3 or w.shape != w1.shape or w.dtype != w1.dtype:
-            raise ArgumentError(
-                name, f"{w.dtype} {list(w.shape)}", f"{w1.dtype} [L, I, H], like w1"
-            )
-    hint = "views of one tensor: w1, w3 = torch.empty(2, L, I, H)"
-    if w1.untyped_storage().data_ptr() != w3.untyped_storage().data_ptr():
-        raise ArgumentError("w3", "in another storage than w1", hint)
-    if w1.stride() != w3.stride():
-        raise ArgumentError("w3.stride()", w3.stride(), f"{w1.stride()}, w1's")
-    distance = (w3.storage_offset() - w1.storage_offset()) * w1.element_size()
-    if distance <= 0:
-        raise ArgumentError("w3", f"{distance} bytes behind w1", "a positive distance: w1, then w3")
 
 
 def _kind(problem: Problem) -> str:

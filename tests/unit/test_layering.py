@@ -16,6 +16,7 @@ LAYERS = [
         "transforms",
         "formats.table",
         "formats.planes",
+        "formats.joined",
         "formats.quantized",
         "formats.versions",
     ),

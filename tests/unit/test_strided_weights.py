@@ -208,6 +208,22 @@ def test_w1_and_w3_that_cannot_be_joined_are_refused_by_name() -> None:
     refuse("expected torch.bfloat16 .L, I, H., like w1", w1, w3[:2])
 
 
+@pytest.mark.parametrize("kind", ["biases", "scales"])
+def test_biases_and_scales_of_w1_and_w3_belong_together(kind: str) -> None:
+    """One alone would be dropped, and joined scales of unequal shapes may have the shape of others."""
+    masters = make_weights(PROBLEM)
+    w1, w3 = apart(masters.w13).unbind(1)
+    shape = (5, 80) if kind == "biases" else (5, 3, 2)
+    of_w1, of_w3, of_w2 = torch.zeros(shape), torch.zeros(shape), torch.zeros(5, 144)
+    for other in (None, of_w3[:, :1]):
+        for first, second in ((of_w1, other), (other, of_w3)):
+            with pytest.raises(
+                ArgumentError, match=f"{kind} of w1 and w3 is .*, expected both, of equal"
+            ):
+                ExpertWeights.from_w1_w3(w1, w3, masters.w2, **{kind: (first, second, of_w2)})
+    ExpertWeights.from_w1_w3(w1, w3, masters.w2, **{kind: (of_w1, of_w3, of_w2)})
+
+
 def test_the_bias_is_copied_only_if_it_has_to_be() -> None:
     weights = make_weights(PROBLEM)
     assert weights.with_flat_bias() is weights

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamoe.backends.reference import quant
-from megamoe.config import Problem
+from megamoe.config import ACTIVATIONS, Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import (
@@ -17,6 +17,7 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
     quantize_rows,
 )
+from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import assert_close, make_weights
 
 E4M3 = torch.float8_e4m3fn
@@ -116,6 +117,38 @@ def test_valid_weights_pass(precision):
 def test_invalid_weights_are_named(change, message):
     with pytest.raises(ArgumentError, match=message):
         replace(make_weights(PROBLEM), **change).validate(PROBLEM)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16xmxfp4", "bf16xnvfp4"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_planes_of_another_number_are_not_quantized_away(precision, activation):
+    """Copies are [L, P*I, H], with scales of equal shapes where 128 divides rows: layers would take them."""
+    problem = Problem(128, 256, 2, 1, precision=precision, activation=activation)
+    planes = problem.activation.planes
+    w13 = torch.randn(2, planes * 256, 128).bfloat16()
+    masters = ExpertWeights(w13, torch.randn(2, 128, 256).bfloat16())
+    masters.quantized(problem).validate(problem)
+    by_plane = replace(masters, w13=w13.unflatten(1, (planes, 256)))
+    same = by_plane.quantized(problem).named(), masters.quantized(problem).named()
+    assert all(same_bits(mine, its) for mine, its in zip(*(n.values() for n in same), strict=True))
+    other = replace(masters, w13=w13.unflatten(1, (3 - planes, -1)))
+    shape = rf"weights.w13.shape is .*, expected \[L, {planes * 256}, 128\] or \[L, {planes}, 256, "
+    with pytest.raises(ArgumentError, match=shape):
+        other.quantized(problem)
+    with pytest.raises(ArgumentError, match=r"weights.w2.shape is .2, 256, 128., expected .L, 128"):
+        replace(masters, w2=masters.w2.mT).quantized(problem)
+    stored = masters.quantized(problem)
+    apart = replace(stored, w13=stored.w13.unflatten(1, (3 - planes, -1)))
+    with pytest.raises(ArgumentError, match="weights.w13.shape"):
+        apart.dense(problem, torch.float32)
+
+
+def test_blocks_of_unsplit_rows_are_seen_where_the_problem_is_given():
+    """Gate and up of 112 rows each, quantized as 224 rows: as many blocks, of other rows."""
+    gated = Problem(128, 112, 2, 1, precision="fp8")
+    w = ExpertWeights(torch.randn(2, 224, 128).bfloat16(), torch.randn(2, 128, 112).bfloat16())
+    with pytest.raises(ArgumentError, match=r"weights.w13.shape is \[2, 224, 128\]"):
+        w.quantized(replace(gated, activation=ACTIVATIONS["relu2"]))
 
 
 def test_superfluous_weights_are_named():
