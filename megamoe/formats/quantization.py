@@ -16,7 +16,7 @@ from torch import Tensor
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
 from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
-from megamoe.formats.planes import rows_of
+from megamoe.formats.planes import by_plane, rows_of
 from megamoe.formats.table import (
     BF16,
     E4M3_BLOCKS,
@@ -110,13 +110,14 @@ def transpose_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Turn what quantize_blockwise made around, plane by plane: the same numbers, since blocks are square.
 
-    q: [L, P*I, K], scale: [L, P*ceil(I/128), ceil(K/128)] -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
+    q: [L, P*I, K] or [L, P, I, K], scale: [L, P*ceil(I/128), ceil(K/128)]
+    -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
     out: where to put them.
     """
-    by_plane = q.view(torch.uint8).unflatten(1, (planes, q.shape[1] // planes)).transpose(2, 3)
+    turned = by_plane(q.view(torch.uint8), planes).transpose(2, 3)
     if out is None:
-        return by_plane.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
-    out[0].view(torch.uint8).copy_(by_plane)
+        return turned.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
+    out[0].view(torch.uint8).copy_(turned)
     out[1].copy_(scale.transpose(1, 2))
     return out
 

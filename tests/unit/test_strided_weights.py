@@ -16,7 +16,7 @@ from megamoe.errors import ArgumentError
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.planes import by_plane, map_strides, plane_strides
 from megamoe.formats.quantization import quantize_blockwise
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
@@ -41,6 +41,19 @@ def test_backends_give_the_bits_of_contiguous_weights(layout: str, precision: st
     # the checks can fail: rows of the other order are another layer
     swapped = replace(strided, w13=by_plane(strided.w13, 2).flip(1))
     assert not torch.equal(staged.forward(*call, swapped), staged.forward(*call, weights))
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_transposes_of_given_e4m3_are_those_of_contiguous_weights(layout: str) -> None:
+    """What a backward pass by the kernel multiplies."""
+    problem = replace(PROBLEM, precision="fp8")
+    weights = make_weights(problem)
+    strided = LAYOUTS[layout](weights)
+    found = TurnedWeights.of(problem, strided)
+    found.validate(problem, strided.w13.device)
+    expected = TurnedWeights.of(problem, weights).named()
+    for name, tensor in found.named().items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
