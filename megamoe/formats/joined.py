@@ -44,7 +44,7 @@ def check_joinable(w1: Tensor, w3: Tensor) -> None:
         raise ArgumentError("w3", f"{distance} bytes behind w1", "a positive distance: w1, then w3")
 
 
-def joined(name: str, first: Tensor | None, second: Tensor | None, join: Any) -> Tensor | None:
+def join_pair(name: str, first: Tensor | None, second: Tensor | None, join: Any) -> Tensor | None:
     """Return join((first, second), dim=1), None without both. Raises ArgumentError for those of unequal shapes."""
     shapes = [None if t is None else list(t.shape) for t in (first, second)]
     if shapes[0] != shapes[1]:

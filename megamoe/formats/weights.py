@@ -12,7 +12,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
-from megamoe.formats.joined import Joined, check_joinable, joined
+from megamoe.formats.joined import Joined, check_joinable, join_pair
 from megamoe.formats.planes import by_plane, check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
@@ -61,8 +61,8 @@ class ExpertWeights:
         """
         b1, b3, b2 = biases or (None, None, None)
         s1, s3, w2_scale = scales or (None, None, None)
-        b13 = joined("biases", b1, b3, torch.stack)
-        w13_scale = joined("scales", s1, s3, torch.cat)
+        b13 = join_pair("biases", b1, b3, torch.stack)
+        w13_scale = join_pair("scales", s1, s3, torch.cat)
         check_joinable(w1, w3)
         w13: Tensor = Joined.apply(w1, w3)
         made_of(w13, (w1, w3), trains=w1.requires_grad or w3.requires_grad)
