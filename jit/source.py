@@ -33,6 +33,12 @@ extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
 """
 
 
+def has_panels(precision: str) -> bool:
+    """Whether there are kernels that expand weights of this precision in memory: e4m3 is made of them."""
+    formats = PRECISIONS[precision]
+    return formats.w.packed > 1 and formats.x.scaled
+
+
 @dataclass(frozen=True)
 class Variant:
     """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels."""
@@ -41,6 +47,7 @@ class Variant:
     activation: str
     profile: bool = False
     kernel: str = "forward"
+    panels: bool = False  # launches of many rows may expand packed weights in memory
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
@@ -51,6 +58,8 @@ class Variant:
             )
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
+        if self.panels and not has_panels(self.precision):
+            raise ConfigError("panels", True, f"False for {self.precision}")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
@@ -63,16 +72,18 @@ class Variant:
 
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
-        return f"{prefix}{self.precision}-{self.activation}" + ("-profile" if self.profile else "")
+        panels, profile = "-panels" * self.panels, "-profile" * self.profile
+        return f"{prefix}{self.precision}-{self.activation}{panels}{profile}"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
+        tile = f"WithPanels<{TILE}>" if self.panels else TILE
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 
 namespace megamoe {{
 struct Traits
-    : {KERNELS[self.kernel]}<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}, {TILE}> {{
+    : {KERNELS[self.kernel]}<{PRECISIONS[self.precision].cpp}, {ACTIVATIONS[self.activation]}, {tile}> {{
     static constexpr bool profile = {str(self.profile).lower()};
 }};
 }}  // namespace megamoe
@@ -86,7 +97,8 @@ def variants(profile: bool = False) -> list[Variant]:
     have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
     made = product(KERNELS, have, ACTIVATIONS)
     return [
-        Variant(precision, activation, profile, kernel)
+        Variant(precision, activation, profile, kernel, panels)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
+        for panels in ((False, True) if has_panels(precision) else (False,))
     ]

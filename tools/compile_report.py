@@ -68,11 +68,11 @@ def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, i
     print("\nbefore -> after")
     for variant in sorted(before | after):
         if variant not in before or variant not in after:
-            print(f"{variant:<24}only {'after' if variant in after else 'before'}")
+            print(f"{variant:<32}only {'after' if variant in after else 'before'}")
             continue
         old, new = before[variant], after[variant]
         moved = [f"{n} {old[n]} -> {new[n]}" for n in new if n in old and old[n] != new[n]]
-        print(f"{variant:<24}{', '.join(moved) or 'equal'}")
+        print(f"{variant:<32}{', '.join(moved) or 'equal'}")
 
 
 def check(
@@ -119,7 +119,7 @@ def main() -> int:
     columns = ("instr", *OPCODES) if nvdisasm else ()
     names = "".join(f"{name:>8}" for name in columns)
     print(
-        f"{'variant':<24}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
+        f"{'variant':<32}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
     )
     after = {}
     failed = 0
@@ -128,7 +128,7 @@ def main() -> int:
             result = jit.compile_variant(variant)
         except Exception as error:
             failed += 1
-            print(f"{variant!s:<24} {error}")
+            print(f"{variant!s:<32} {error}")
             continue
         counts = None
         if nvdisasm:
@@ -141,7 +141,7 @@ def main() -> int:
         after[str(variant)] = found = figures(result, counts)
         numbers = "".join(f"{found[name]:>8}" for name in columns)
         print(
-            f"{variant!s:<24}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
+            f"{variant!s:<32}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
             f"{result.shared_bytes:>8}{len(result.cubin):>8}{result.seconds:>6.1f}{numbers}",
             flush=True,
         )

@@ -34,6 +34,7 @@ from torch import Tensor
 import megamoe
 from megamoe.backends import reference
 from megamoe.formats.table import PRECISIONS, TRAINED
+from megamoe.memory import panels
 from megamoe.testing import OVERLOADED, ROUTINGS, same_bits
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
@@ -145,6 +146,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
+    panels.MEAN_ROWS = args.mean_rows
     title = header()
     me.print(title)
     fields = ["case", "backend", "ranks", "direction", "precision", "verdict"]
@@ -247,6 +249,8 @@ def main() -> int:
     add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")
     add("--fewer-sms", type=int, default=0, metavar="N",
         help="backward: a layer with N SMs reserved must give the same bits")  # fmt: skip
+    add("--mean-rows", type=int, default=panels.MEAN_ROWS, metavar="N",
+        help="rows of an expert above which MXFP4 weights are expanded in memory")  # fmt: skip
     add("--seed", type=int, default=0)
     add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
     add("--verbose", "-v", action="store_true", help="print good stages too")

@@ -22,7 +22,7 @@ MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 
 # Data that the kernel must write before it reads: filled with NaN patterns when a rank's memory is made.
 _POISONED = (
-    *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows"),
+    *("x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "panels"),
     *("window_weights", "window_x", "window_x_scale", "window_partials", "window_d_weights"),
 )
 

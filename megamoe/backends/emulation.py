@@ -86,8 +86,9 @@ class Emulation:
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
         profile = self.profiles[0].numel() > 0
+        panels = any("panels" in rank.plan.workspace for rank in self.ranks)
         variant = Variant(
-            self.problem.precision, self.problem.activation.kind, profile, kernel=kind
+            self.problem.precision, self.problem.activation.kind, profile, kind, panels
         )
         return load_kernel(variant, self._flags)
 

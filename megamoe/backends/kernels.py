@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.jit import abi
 from megamoe.jit.source import Variant
+from megamoe.memory import panels
 from megamoe.memory.arguments import PROFILE_SLOTS, Plan, fill_static
 from megamoe.memory.launches import on_device
 from megamoe.memory.window import Window
@@ -36,40 +37,55 @@ class LayerKernels:
     step_blocks: int | None  # None: as arguments.py has it
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
 
-    def load(self, variant: Variant) -> Any:
-        """Compile or load one kernel; return its Launcher, whose argument block is its own and filled so far.
+    def load(self, variant: Variant, beside: Any = None) -> Any:
+        """Compile or load one kernel; return its Launcher, whose argument block is filled so far.
 
+        beside: another Launcher, of which it takes the argument block; without, it has its own.
         Not collective. Raises NotCoResident for a grid that does not fit the device at once.
         """
         from megamoe.jit.module import Launcher, load_kernel
-        from megamoe.jit.tensormap import encode
 
         device = self.window.device
         with on_device(device):
             kernel = load_kernel(variant, device.index or 0)
             kernel.check_resident(self.grid)
-            workspace = self.window.workspace(self.plan)
-            options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
-            args, (join_ns, peers_ns) = abi.aligned(abi.Args), self.patience_ns
-            fill_static(
-                args,
-                self.plan,
-                window_bases=self.window.bases,
-                workspace_base=workspace.data_ptr(),
-                encoder=encode,
-                timeout_ns=self.timeout_ns,
-                fault=self.window.fault_address,
-                profile=0 if self.profile is None else self.profile.data_ptr(),
-                epoch=self.window.epoch_address,
-                layer=self.layer,
-                join_ns=join_ns,
-                # Eight ranks, one after the other: no other wait of the launch may be over before.
-                peers_ns=min(peers_ns, self.timeout_ns // 16),
-                **options,
-            )
+            args = self._arguments() if beside is None else beside.argument
             # A cooperative launch would have all CTAs or none.
-            cooperative = join_ns == 0
+            cooperative = self.patience_ns[0] == 0
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
+
+    def load_forward(self, variant: Variant) -> Callable[[int], Any]:
+        """As load(); return what says which Launcher a call of T tokens takes. They have one argument block."""
+        few = self.load(variant)
+        if "panels" not in self.plan.workspace:
+            return lambda _: few
+        many = self.load(replace(variant, panels=True), few)
+        least = panels.least_tokens(self.plan.problem)
+        return lambda tokens: many if tokens >= least else few
+
+    def _arguments(self) -> Any:
+        from megamoe.jit.tensormap import encode
+
+        workspace = self.window.workspace(self.plan)
+        options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
+        args, (join_ns, peers_ns) = abi.aligned(abi.Args), self.patience_ns
+        fill_static(
+            args,
+            self.plan,
+            window_bases=self.window.bases,
+            workspace_base=workspace.data_ptr(),
+            encoder=encode,
+            timeout_ns=self.timeout_ns,
+            fault=self.window.fault_address,
+            profile=0 if self.profile is None else self.profile.data_ptr(),
+            epoch=self.window.epoch_address,
+            layer=self.layer,
+            join_ns=join_ns,
+            # Eight ranks, one after the other: no other wait of the launch may be over before.
+            peers_ns=min(peers_ns, self.timeout_ns // 16),
+            **options,
+        )
+        return args
 
 
 def num_ctas(layer: LayerKernels) -> int:

@@ -49,8 +49,7 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
         importlib.import_module("megamoe.jit.module")
     except ImportError as error:
         return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
-    lacking = compiler.why_not(Variant(problem.precision, problem.activation.kind))
-    if lacking is not None:
+    if lacking := compiler.why_not(Variant(problem.precision, problem.activation.kind)):
         return f"kernels cannot be compiled: {lacking}"
     own = torch.cuda.current_device() if device.index is None else device.index
     if problem.ep_size > 1:
@@ -127,14 +126,14 @@ class MegaBackend:
             profile=self.profile,
         )
         self._launcher: Any = None
+        self._launcher_of: Callable[[int], Any]  # by tokens
         self._args: Any = None
         self._training: Training | None = None
         self._launched = self._kernels.layer, "forward"
         self._weights_key: tuple[Any, ...] | None = None
         self._bias: Tensor | None = None  # kept until other weights are set
         self._make_y: Callable[[], Tensor]
-        # says whether x, ids and weights are like those that were checked last
-        self._checked: Callable[..., bool] = never
+        self._checked: Callable[..., bool] = never  # are tensors like those checked last?
         self._sealed: ExpertWeights | None = None  # whose addresses the launch has
 
     @property
@@ -150,9 +149,10 @@ class MegaBackend:
         if self._launcher is None:
             refuse_capture("call prepare(weights) before CUDA graph capture")
             agree_on(self.window.group, self.share)
-            load = partial(self._kernels.load, self.variant)
-            self._launcher = all_or_none(self.window.group, load, "prepare the kernel")
-            self._args = self._launcher.argument
+            load = partial(self._kernels.load_forward, self.variant)
+            self._launcher_of = all_or_none(self.window.group, load, "prepare the kernel")
+            self._launcher = self._launcher_of(0)
+            self._args = self._launcher.argument  # of all
         self._set_weights(weights)
 
     def _set_weights(self, weights: ExpertWeights) -> None:
@@ -197,6 +197,7 @@ class MegaBackend:
             if x_scale is not None or not self._checked(x, topk_ids, topk_weights):
                 kernels.check_rows(self.problem, self.device, x, topk_ids, topk_weights, x_scale)
                 self._args.num_tokens = x.shape[0]
+                self._launcher = self._launcher_of(x.shape[0])
                 self._args.ids_are_int64 = topk_ids.dtype == torch.int64
                 shape, strides = tuple(x.shape), (x.shape[1], 1)
                 self._make_y = partial(allocator(self._on_gpu), shape, strides, torch.bfloat16)

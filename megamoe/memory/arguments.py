@@ -19,7 +19,7 @@ from megamoe.formats.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
-from megamoe.memory import layout
+from megamoe.memory import layout, panels
 from megamoe.memory.layout import Region
 
 # (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
@@ -184,9 +184,24 @@ def fill_static(
     set_map(gemm1.out, h)
     set_map(gemm2.a, h)
     set_map(gemm2.out, y_rows)
+    if panels.supported(p):
+        _fill_expanded(args, plan, address, encoder)
     for name in GEMM_POINTERS.keys() & address.keys():
         for index, field in GEMM_POINTERS[name]:
             setattr(args.gemm[index], field, address[name])
+
+
+def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:
+    """Fill where expanded weights lie, where a launch can have some."""
+    expanded, region = args.expanded, plan.workspace.get("panels")
+    expanded.ready, expanded.above = address["panel_ready"], panels.above(plan.strided)
+    if region is None:
+        return
+    expanded.panels, expanded.rooms = address["panels"], panels.rooms(plan.strided, plan.pool_rows)
+    rows, columns = region.shape
+    box, size = (columns, abi.TILES[TILE].half_columns), region.dtype.itemsize
+    of_panels = encoder(address["panels"], (columns, rows), (abi.SLOT_K_BYTES,), box, size)
+    set_map(expanded.map, of_panels)
 
 
 def fill_state(args: Any, plan: Plan, base: int) -> None:
@@ -206,10 +221,12 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
     slot_k = abi.SLOT_K_BYTES // p.formats.x.bytes  # h's numbers have as many bytes
     box = (stored.width(slot_k), abi.TILES[TILE].half_columns, 1, 1)
     local, planes = p.num_local_experts(p.rank), p.activation.planes
-    for gemm, w, w_planes, scale, bias in (
-        (args.gemm[0], weights.w13, planes, weights.w13_scale, weights.b13),
-        (args.gemm[1], weights.w2, 1, weights.w2_scale, weights.b2),
-    ):
+    matrices = (
+        (weights.w13, planes, weights.w13_scale, weights.b13),
+        (weights.w2, 1, weights.w2_scale, weights.b2),
+    )
+    for i, (w, w_planes, scale, bias) in enumerate(matrices):
+        gemm, expanded = args.gemm[i], args.expanded
         height, width = gemm.n, stored.width(gemm.k)
         base, strides = args.x_pool, (width * size,) * 3  # any legal ones
         if local:
@@ -218,6 +235,9 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
         set_map(gemm.b, encoder(base, dims, strides, box, size))
+        if panels.supported(p):
+            expanded.packed[i] = base
+            expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = strides
         gemm.b_scale = scale.data_ptr() if scale is not None else None
         if stored.block_scales > 1 and (gemm.b_scale or 0) % 16:
             raise ArgumentError("weights' scales", hex(gemm.b_scale), "16-byte aligned storage")

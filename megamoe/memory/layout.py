@@ -22,10 +22,11 @@ from megamoe.config import CHUNK_TOKENS, Problem
 from megamoe.errors import ConfigError, WorkspaceTooSmall
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
+from megamoe.memory import panels
+from megamoe.memory.panels import TILE_COLUMNS
 
 ALIGNMENT = 256
 BLOCK_ROWS = abi.TILES[TILE].rows
-TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
 GROUP_ROWS = abi.GROUP_ROWS  # a launch that trains fills an expert's rows up to a multiple
 SLACK = 1.25  # of the default pool over an even load
 
@@ -166,6 +167,10 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     if h.scaled:
         yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
     yield "y_rows", (rows, p.hidden), torch.bfloat16
+    if panels.supported(p):
+        yield "panel_ready", panels.ready_shape(p), torch.int32
+        if panels.rooms(p, rows):
+            yield "panels", panels.shape(p, rows), x.dtype
 
 
 # Cells of backward's part that must be zero when no launch is in flight; a reset zeroes them.

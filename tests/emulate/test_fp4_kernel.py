@@ -219,7 +219,7 @@ def test_the_oracle_of_quantized_weights() -> None:
 FLAWS = {
     "not waiting for the other half": (
         "gemm/mainloop.cuh",
-        "if constexpr (expands_slots<T>) ring.await(ctx.mem, tile_smem<T>().expanded);",
+        "if constexpr (same<Beside, Expansion<T>>) beside.await(ring);",
         "",
     ),
     "not meeting before writing": ("gemm/mainloop.cuh", "[&] { math_group_sync(half); }", "[] {}"),
@@ -309,7 +309,7 @@ NVFP4_FLAWS = {
     "NaN is not looked for": ("formats/fp4.cuh", "(nan & 0x80808080) == 0", "true"),
     "three of four scales": ("formats/fp4.cuh", "0x1111 * static_cast<uint32_t>(i)", "0x1111 * (i < 3 ? i : 2)"),
     "1.5 is 3": ("formats/fp4.cuh", "0x7b7b7b00", "0x7c7b7b00"),
-    "up has gate's scale": ("formats/fp4.cuh", "half0_ + half * to_half1_ + (columns", "half0_ + (columns"),
+    "up has gate's scale": ("formats/fp4.cuh", "half0_ + half * to_half1_ + k", "half0_ + k"),
     "sums are not scaled": ("epilogue/wide.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
     "rows lie 64 too early": ("formats/bf16.cuh", "8 * g < group_rows ? mine.slot", "true ? mine.slot"),
 }  # fmt: skip

@@ -1,5 +1,6 @@
-// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion. And output slots that both
-// warpgroups fill, in the wide form: roles/math.cuh, claim_common() and hand_over_common().
+// Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion. Weights that transport
+// warps expand in memory, for tiles of all CTAs: roles/expand.cuh. And output slots that both warpgroups
+// fill, in the wide form: roles/math.cuh, claim_common() and hand_over_common().
 #include "scenarios.h"
 
 namespace model {
@@ -94,6 +95,55 @@ void common_output(World& w, const Flaw& flaw) {
     });
 }
 
+// One room, of two experts in turn. Two warps, the first with two lanes, make the patches of its panel; both
+// tiles that need it read all of them through the async proxy, and are done. Then the other expert's take
+// their place.
+void panel_room(World& w, const Flaw& flaw) {
+    constexpr int experts = 2, tiles = 2;
+    bool synced = !flaw("no warp_sync before publish"), asked = !flaw("nobody asks for the room"),
+         together = !flaw("a lane does not wait for the one that asked");
+    uint32_t patches = flaw("one patch is enough") ? 1 : 2, needed = flaw("one tile is enough") ? 1 : tiles;
+    std::array<int, 3> part;
+    for (int i = 0; i < 3; ++i) part[i] = w.payload(name_of("room's part", i));
+    std::array<int, experts> ready, written;
+    for (int e = 0; e < experts; ++e)
+        ready[e] = w.cell(name_of("panel_ready", e)), written[e] = w.barrier(name_of("warp_sync", e), 2);
+    int done = w.cell("gemm1_done"), voted = w.barrier("ballot", 2);
+    w.thread("expand.lane1", 0, 0, [=](Mem& m) {
+        for (int e = 0; e < experts; ++e) {
+            if (e == 1 && together) m.sync(voted);
+            m.write(part[1], 1 + e);
+            if (synced) m.arrive(written[e]);
+        }
+    });
+    for (int warp = 0; warp < 2; ++warp) {
+        w.thread(name_of("expand", warp), 0, warp, [=](Mem& m) {
+            for (int e = 0; e < experts; ++e) {
+                if (e == 1 && asked) m.poll([&] { return RoomFree::ready(m, done, needed); });
+                if (e == 1 && together && warp == 0) m.arrive(voted);
+                m.write(part[2 * warp], 1 + e);
+                if (synced && warp == 0) m.sync(written[e]);
+                PanelReady::publish(m, ready[e]);
+            }
+        });
+    }
+    for (int t = 0; t < tiles; ++t) {
+        int loaded = w.barrier(name_of("full", t), 1);
+        w.thread(name_of("load_b", t), 0, 2 + t, [=](Mem& m) {
+            PanelReady::await(m, ready[0], patches, 0);
+            for (int p : part) m.tma_load(p, 1);
+            m.arrive_tma(loaded);
+            if (t != 0) return;
+            PanelReady::await(m, ready[1], patches, 1);
+            for (int p : part) m.tma_load(p, 2);
+        });
+        w.thread(name_of("store", t), 0, 2 + t, [=](Mem& m) {
+            m.wait(loaded);  // as math did, which then handed over the tile
+            HReady::publish(m, done);
+        });
+    }
+}
+
 }  // namespace
 
 const std::vector<Scenario> expansion_scenarios = {
@@ -103,6 +153,11 @@ const std::vector<Scenario> expansion_scenarios = {
       "MMAs wait for one of the expanders", "no proxy fence in the first expander",
       "no proxy fence in the second expander"},
      {}},
+    {"a room of panels",
+     panel_room,
+     {"no warp_sync before publish", "nobody asks for the room",
+      "a lane does not wait for the one that asked", "one patch is enough", "one tile is enough"},
+     {{"async_complete dropped at store", "what the tile stores is not read here"}}},
     {"an output slot that both warpgroups fill",
      common_output,
      {"the warpgroups do not meet", "a warpgroup does not wait for its turn",

@@ -150,6 +150,45 @@ print(json.dumps(facts))
     assert seen["moved"] == [True, 2]
 
 
+def test_calls_of_many_tokens_take_the_kernel_with_panels(run):
+    """Both kernels have one argument block; layers of few tokens and other precisions have one kernel."""
+    seen = run("""
+KERNELS = [KERNEL, module.Kernel(b"cubin", "megamoe_forward", 0, 200000)]
+asked = []
+def load(variant, device):
+    asked.append(str(variant))
+    return KERNELS[variant.panels]
+def launched(max_tokens, precision, *tokens):
+    problem = Problem(288, 160, 7, 3, max_tokens=max_tokens, precision=precision)
+    made = {n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()}
+    backend, found = mega.MegaBackend(problem, device="cpu"), []
+    for t in tokens:
+        x, ids = torch.zeros(t, 288, dtype=torch.bfloat16), torch.zeros(t, 3, dtype=torch.int64)
+        y = backend.forward(x, ids, torch.zeros(t, 3), ExpertWeights(**made))
+        expanded = argument().expanded
+        found.append([backend._launcher.kernel is KERNELS[1], argument().num_tokens == t == len(y),
+                      (expanded.rooms, expanded.above) == (7, 7 * 640)])
+    backend.close()
+    return found
+with on_cpu(), mock.patch.object(module, "load_kernel", load):
+    # an even load of 1494 tokens: 640.3 rows of each of seven experts
+    found = launched(1600, "fp8xmxfp4", 5, 1493, 1494, 1600, 5, 1600)
+    few = launched(1493, "fp8xmxfp4", 1493), launched(1600, "fp8", 1600), launched(1600, "bf16xmxfp4", 1600)
+print(json.dumps([found, few, asked]))
+""")
+    found, few, asked = seen
+    assert found == [[panels, True, True] for panels in (False, False, True, True, False, True)]
+    assert few == [[[False, True, False]]] * 3
+    names = [
+        "fp8xmxfp4-swiglu",
+        "fp8xmxfp4-swiglu-panels",
+        "fp8xmxfp4-swiglu",
+        "fp8-swiglu",
+        "bf16xmxfp4-swiglu",
+    ]
+    assert asked == names
+
+
 def test_weights_that_move_are_followed(run):
     seen = run("""
 from megamoe.formats.weights import SealedWeights

@@ -282,8 +282,9 @@ def test_every_field_is_filled():
     )
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
     # The first region; 0 = the kernel chooses, 0 = all CTAs take part, whoever else is late; of a quantized x, of
-    # launches without expert parallelism.
-    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns", "x_scale", "grouped"}
+    # launches without expert parallelism; of packed weights.
+    unused = {"x_scale", "grouped", "expanded"}
+    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns"} | unused
     of_training = {n for n in abi.field_names(abi.Training) if _value(getattr(args.training, n))}
     assert of_training == {"window_d_weights"}
     for name, region in plan.workspace.items():
@@ -341,15 +342,37 @@ def test_map_geometry(precision, size, activation, planes):
     assert order == [1, 4, 2, 2, 5, 3]
 
 
-def test_rows_by_quads_have_whole_groups():
-    problem = Problem(288, 160, 4, 2, max_tokens=64, precision="fp8xmxfp4")
+def static_arguments(problem):
     plan, recorder = arguments.Plan(problem, layout.default_pool_rows(problem)), Recorder()
     args = abi.aligned(abi.Args)
     arguments.fill_static(
         args, plan, window_bases=[1 << 41], workspace_base=1 << 40, encoder=recorder,
         timeout_ns=5, fault=0x1000,
     )  # fmt: skip
-    x_pool, h, y_rows = recorder.maps
+    return plan, args, recorder.maps
+
+
+def test_panels_have_room_where_a_launch_can_have_many_rows():
+    problem = Problem(288, 160, 4, 2, max_tokens=1281, precision="fp8xmxfp4")
+    plan, args, maps = static_arguments(problem)
+    # An expert's panels: two of w13 with three slots of K and two of w2 with two, 256 rows each; room for all four.
+    assert maps[3:] == [(args.expanded.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
+    assert plan.workspace["panel_ready"].shape == (4, 4)
+    assert (args.expanded.rooms, args.expanded.above) == (4, 4 * 640)
+    plan, args, maps = static_arguments(replace(problem, max_tokens=1280))  # 2560 routes
+    assert (len(maps), args.expanded.rooms, args.expanded.above) == (3, 0, 4 * 640)
+    assert "panels" not in plan.workspace
+    dsv3 = Problem(7168, 2048, 256, 8, 4, max_tokens=8192, precision="fp8xmxfp4")
+    assert (
+        layout.memory_report(dsv3)["regions"]["panels"] == 5 * 3 * 7168 * 2048
+    )  # five experts' numbers
+    for precision in ("fp8", "bf16xmxfp4", "bf16xnvfp4"):
+        assert "panels" not in static_arguments(replace(dsv3, precision=precision))[0].workspace
+
+
+def test_rows_by_quads_have_whole_groups():
+    problem = Problem(288, 160, 4, 2, max_tokens=64, precision="fp8xmxfp4")
+    plan, args, (x_pool, h, y_rows) = static_arguments(problem)
     assert x_pool == (args.x_pool, (384, plan.pool_rows), (384,), (128, 64), 1)
     assert h[1:] == ((256, plan.pool_rows), (256,), (128, 64), 1)
     assert y_rows[1] == (288, plan.pool_rows)

@@ -61,6 +61,25 @@ struct SlotScales {
 template <>
 struct SlotScales<0> {};
 
+// Where weights are expanded in memory (roles/expand.cuh): how far a transport warp is, by stage, and what it
+// is at.
+struct ExpandedTo {
+    int expert, block;  // the next one, where its blocks begin,
+    int block_before;   // and those of the expert that had its room before
+};
+struct ExpanderState {
+    ExpandedTo at[2];
+    Stage stage;
+    int expert, patch, patches;  // the next patch of an expert's; all are made: patch >= patches
+};
+template <bool panels>
+struct PanelSmem {
+    ExpanderState expander[num_transport_warps];
+    int has_panels;  // the launch
+};
+template <>
+struct PanelSmem<false> {};
+
 // What the GEMM roles share, for tiles of shape S.
 template <class S>
 struct alignas(1024) TileSmem {
@@ -77,7 +96,7 @@ struct alignas(1024) TileSmem {
     Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
     Slots<S::num_slots, PairBarrier> pipeline;
     Slots<S::num_output_slots, uint64_t> outputs[num_math_groups];
-    struct {
+    struct : PanelSmem<S::panels> {
         uint64_t full[S::num_slots];
     } expanded;  // weights that math warps expand in their slots, before the MMAs
 };

@@ -13,7 +13,8 @@ MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum
     if constexpr (W::scales_sums) {
         const Gemm& gemm = gemm_of(ctx.args, tile.stage);
         int columns = Shape<T>::scale_columns(ctx.args, tile.stage, scale_group);
-        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile, halves_of<T>(tile.stage, tile.n));
+        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile.expert(),
+                                  halves_of<T>(tile.stage, tile.n));
         MEGAMOE_UNROLL
         for (int half = 0; half < 2; ++half) {
             float scale = scales.of_sums(half, columns);

@@ -67,7 +67,7 @@ struct Bf16Weights {
 
     struct Scales {
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const float*, int, int, const Tile&, const Halves&) {}
+        MEGAMOE_DEVICE Scales(const float*, int, int, int, const Halves&) {}
         MEGAMOE_DEVICE void fetch() {}
         MEGAMOE_DEVICE void put(float (&)[2]) const {}
     };

@@ -220,11 +220,11 @@ struct ScaleRows {
     int64_t first;
     int to_half1;
     template <class Halves>
-    MEGAMOE_DEVICE ScaleRows(int n, const Tile& tile, const Halves& halves) {
+    MEGAMOE_DEVICE ScaleRows(int n, int expert, const Halves& halves) {
         int rows = ceil_div(n, scale_group);  // of a plane
         int row0 = halves.column(0) / scale_group;
         int row1 = halves.plane(1) * rows + halves.column(1) / scale_group;
-        first = int64_t{tile.expert()} * halves.num_planes() * rows + row0;
+        first = int64_t{expert} * halves.num_planes() * rows + row0;
         to_half1 = row1 < halves.num_planes() * rows ? row1 - row0 : 0;
     }
 };
@@ -240,9 +240,8 @@ struct E4m3Weights {
       public:
         // `columns`: of the scales, one every 128 of K.
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
-                              const Halves& halves) {
-            ScaleRows rows(n, tile, halves);
+        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, int expert, const Halves& halves) {
+            ScaleRows rows(n, expert, halves);
             half0_ = scale + rows.first * columns;
             to_half1_ = rows.to_half1 * columns;
         }

@@ -14,6 +14,13 @@ struct ScaleHeader {
     uint8_t unused[2];
     float of_sums;  // NVFP4: what the matrix's sums are multiplied by, in the epilogue
     uint8_t padding[8];
+
+    // MXFP4 as e4m3: relative to the largest scale, 6 becomes 384. NaN where a scale is.
+    static constexpr int headroom = 6;
+    static MEGAMOE_DEVICE int exponent_of(int largest) { return max_of(largest, headroom + 1); }
+    static MEGAMOE_DEVICE float power_of(int exponent) {
+        return arch::bf16_hi(exponent == 255 ? 0x7fc00000u : uint32_t(exponent - headroom) << 23);
+    }
 };
 static_assert(sizeof(ScaleHeader) == 16, "what bulk copies move");
 
@@ -79,14 +86,25 @@ struct Fp4Weights {
     class Scales {
       public:
         template <class Halves>
-        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, const Tile& tile,
-                              const Halves& halves) {
-            ScaleRows rows(n, tile, halves);
+        MEGAMOE_DEVICE Scales(const float* scale, int n, int columns, int expert, const Halves& halves) {
+            ScaleRows rows(n, expert, halves);
             half0_ = reinterpret_cast<const uint8_t*>(scale) + rows.first * columns * block_bytes;
             to_half1_ = rows.to_half1 * columns * block_bytes;
         }
-        MEGAMOE_DEVICE void fetch() {}
-        MEGAMOE_DEVICE void put(float (&)[2]) const {}
+        // Of weights that are e4m3 in memory: those of the next 128 of K.
+        MEGAMOE_DEVICE void fetch() {
+            largest_[0] = *half0_;
+            largest_[1] = half0_[to_half1_];
+            half0_ += block_bytes;
+        }
+        MEGAMOE_DEVICE void put(float (&slot)[2]) const {
+            for (int half = 0; half < 2; ++half)
+                slot[half] = ScaleHeader::power_of(ScaleHeader::exponent_of(largest_[half]));
+        }
+        // Of a half, the block at 128 * k.
+        MEGAMOE_DEVICE const uint8_t* block(int half, int k) const {
+            return half0_ + half * to_half1_ + k * block_bytes;
+        }
         // Those of both halves and a step of K.
         template <class Packed>
         MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int step) const {
@@ -97,13 +115,13 @@ struct Fp4Weights {
         // What the sums of a half are multiplied by, from the last of its blocks: that has just been in L2,
         // since loads of scales touch it.
         MEGAMOE_DEVICE float of_sums(int half, int columns) const {
-            const uint8_t* block = half0_ + half * to_half1_ + (columns - 1) * block_bytes;
-            return reinterpret_cast<const ScaleHeader*>(block)->of_sums;
+            return reinterpret_cast<const ScaleHeader*>(block(half, columns - 1))->of_sums;
         }
 
       private:
         const uint8_t* half0_;
         int to_half1_;
+        int largest_[2];
     };
 };
 
@@ -176,20 +194,17 @@ struct ExpandTo;
 template <>
 struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
     using Packed = PackedHalf<E4m3QuadRows, Mxfp4Weights>;
-    static constexpr int headroom = 6;
 
     struct Half {
-        int largest;
+        int exponent;
         bool is_plain;
         MEGAMOE_DEVICE explicit Half(const uint8_t* scales) {
             auto* header = reinterpret_cast<const ScaleHeader*>(scales);
-            largest = max_of(int{header->largest}, headroom + 1);
+            exponent = ScaleHeader::exponent_of(header->largest);
             is_plain = header->is_plain != 0;
         }
         // The half's power of two; NaN where a scale is.
-        MEGAMOE_DEVICE float scale() const {
-            return arch::bf16_hi(largest == 255 ? 0x7fc00000u : uint32_t(largest - headroom) << 23);
-        }
+        MEGAMOE_DEVICE float scale() const { return ScaleHeader::power_of(exponent); }
     };
 
     using LookUp = Magnitudes;
@@ -202,7 +217,7 @@ struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
     // Magnitudes times powers of two in e4m3. Where not all are `plain`, numbers are rounded one by one.
     template <bool all_plain, int num>
     static MEGAMOE_DEVICE void look_ups(LookUp (&to)[num], const Half& half, const int (&scales)[num]) {
-        int to_exponent = headroom - half.largest;
+        int to_exponent = ScaleHeader::headroom - half.exponent;
         constexpr uint32_t lo = 0x08080800, hi = 0x08080808;  // an exponent
         uint32_t lo0 = 0x3c383000 + static_cast<uint32_t>(to_exponent) * lo;
         uint32_t hi0 = 0x4c484440 + static_cast<uint32_t>(to_exponent) * hi;

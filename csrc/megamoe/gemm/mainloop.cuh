@@ -38,7 +38,8 @@ struct Operands {
 };
 
 // Weights of the tall form are expanded where they arrived, in the pipeline's slots: either warpgroup's half
-// by its four warps. Slots that need no expansion they just pass on, so that each lap is complete.
+// by its four warps. Slots of wide tiles they just pass on, so that each lap is complete. A launch whose
+// weights are expanded in memory has no such laps.
 template <class T>
 MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
     arch::warp_sync();  // the warp's writes and fences
@@ -48,7 +49,8 @@ template <class T>
 class Expansion {
   public:
     MEGAMOE_DEVICE Expansion(Context& ctx, const PipelineRing<T>& ring, int slots)
-        : ctx_(ctx), ring_(ring), slots_(slots) {}
+        : ctx_(ctx), ring_(ring), in_slots_(!has_panels<T>()), slots_(in_slots_ ? slots : 0) {}
+    MEGAMOE_DEVICE void operator()(int, int) { next(); }  // beside a slot's MMAs
     MEGAMOE_DEVICE void next() {
         if (slots_ == 0) return;
         --slots_;
@@ -64,17 +66,22 @@ class Expansion {
         ring_.advance();
     }
 
+    MEGAMOE_DEVICE void await(const PipelineRing<T>& ring) const {
+        if (in_slots_) ring.await(ctx_.mem, tile_smem<T>().expanded);
+    }
+
   private:
     Context& ctx_;
     PipelineRing<T> ring_;
+    bool in_slots_;
     int slots_;
 };
 
 // MMAs may read the slot.
-template <class T>
-MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring) {
+template <class T, class Beside>
+MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring, const Beside& beside) {
     await_slot<T>(ctx, ring);
-    if constexpr (expands_slots<T>) ring.await(ctx.mem, tile_smem<T>().expanded);
+    if constexpr (same<Beside, Expansion<T>>) beside.await(ring);
 }
 
 // How rows of one format are multiplied by weights of another: run(sum, ..., beside) over so many pipeline
@@ -104,7 +111,7 @@ struct MultiplyBf16 {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             arch::Desc b1 = arch::desc_advance(b0, S::half_columns * slot_k_bytes);
-            await_operands<T>(ctx, ring);
+            await_slot<T>(ctx, ring);
             arch::fence_accumulator(sum[0]);
             arch::fence_accumulator(sum[1]);
             arch::wgmma_fence();
@@ -153,7 +160,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
             int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             beside(ring.slot(), 0);
-            await_operands<T>(ctx, ring);
+            await_operands<T>(ctx, ring, beside);
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half) {
                 arch::Desc b = arch::desc_advance(b0, half * S::half_columns * slot_k_bytes);
@@ -220,7 +227,7 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
         static_assert(same<M1, M2>, "both GEMMs' rows have one format");
         Expansion<T> ahead(ctx, ring, slots);
         ahead.next();
-        M1::template run<T>(sum, ctx, ring, slots, [&](int, int) { ahead.next(); });
+        M1::template run<T>(sum, ctx, ring, slots, ahead);
         return;
     }
     if (same<M1, M2> || tile.stage == Stage::gemm1) {

@@ -31,6 +31,7 @@ enum class Edge : uint32_t {
     peer_abort = 9,      // no wait of this rank failed: another rank gave up
     grads_ready = 10,    // backward's gemm1 and restore -> weight tiles
     state = 11,          // backward was given a state that no forward completed, or another layer's
+    panel_ready = 12,    // transport, which expands weights -> load_b
 };
 
 struct FaultRecord {  // in pinned host memory
@@ -122,6 +123,20 @@ struct Grouped {
     int32_t num_rows;     // R
 };
 
+// What a launch with packed weights has, that expands them once for many tiles (gemm/operands_expanded.h). By
+// GEMM: w13 and w2 as they are packed, [L, p, n, k / 2].
+struct Expanded {
+    TensorMap map;    // panels [R, K of a slot]; box 128 rows x 128 bytes
+    uint8_t* panels;  // [R, 128 bytes] of all rooms
+    const uint8_t* packed[2];
+    int64_t row_bytes[2];
+    int64_t plane_bytes[2];
+    int64_t expert_bytes[2];
+    uint32_t* ready;  // [L, panels of an expert] patches that are there
+    int32_t rooms;    // experts whose panels have a place
+    int32_t above;    // rows of the first pass from which on a launch has panels
+};
+
 struct Args {
     Gemm gemm[2];  // by Stage
     // inputs and output, ordinary memory
@@ -191,6 +206,7 @@ struct Args {
     float act_up_offset;
     Training training;
     Grouped grouped;
+    Expanded expanded;
 };
 
 // clang-format on

@@ -82,6 +82,30 @@ struct YRowsReady {
     }
 };
 
+// expand -> load_b: patches of a panel of weights. Ordinary stores -> TMA loads.
+struct PanelReady {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
+        mem.add(cell, 1, Order::release);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool await(Mem& mem, Cell cell, uint32_t patches, uint32_t expert) {
+        bool ok =
+            mem.await(cell, Until::at_least, patches, Scope::gpu, Wait{Edge::panel_ready, max_ranks, expert});
+        mem.fence_proxy_async();
+        return ok;
+    }
+};
+
+// The tiles of a block, gemm1's or gemm2's -> expand, which overwrites the panels that they read by TMA:
+// those loads completed on the mbarriers that math awaited, before the tiles were published.
+struct RoomFree {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell done, uint32_t tiles) {  // a poll, not a wait
+        return mem.load(done, Order::acquire, Scope::gpu) >= tiles;
+    }
+};
+
 // gemm1 and restore -> both loaders of weight tiles, once a pass. Each store thread arrives once, behind the
 // last tile of gemm1 that its CTA has, and each transport warp behind its last row of x. TMA stores (dgu, hs)
 // and ordinary ones (rows of x; rows of dy, which some tile of gemm1 awaited) -> TMA loads.

@@ -5,6 +5,7 @@
 #include "megamoe/cta/tiles.h"
 #include "megamoe/formats/format.h"
 #include "megamoe/gemm/operands.h"
+#include "megamoe/roles/expand.cuh"
 #include "megamoe/roles/routes.cuh"
 #include "megamoe/roles/shares.cuh"
 
@@ -200,6 +201,7 @@ template <class T>
 MEGAMOE_DEVICE bool dispatch(Context& ctx) {
     const Args& args = ctx.args;
     uint32_t staged = 0;  // home ranks known to have staged x
+    Expander<T>::begin_pass(ctx);
     return walk_pool<T>(
         ctx, ctx.smem.plan.pulls.count,
         [&](int ordered, int slice) {
@@ -212,6 +214,7 @@ MEGAMOE_DEVICE bool dispatch(Context& ctx) {
                 arch::warp_sync();
                 staged |= 1u << home;
             }
+            if (!Expander<T>::finished(ctx)) Expander<T>::next(ctx);  // tiles wait for both
             pull_token<T>(ctx, ordered, slice);
             return true;
         },

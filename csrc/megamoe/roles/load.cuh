@@ -10,7 +10,7 @@
 #pragma once
 #include "megamoe/cta/tiles.h"
 #include "megamoe/formats/fp4.cuh"
-#include "megamoe/gemm/operands.h"
+#include "megamoe/gemm/operands_expanded.h"
 
 namespace megamoe {
 
@@ -148,6 +148,30 @@ MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile&
     }
 }
 
+// A tile's weights as MMAs take them.
+template <class T, class Weights, class Scales>
+MEGAMOE_DEVICE void load_weights(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Weights& weights,
+                                 Scales& scales, bool scaled) {
+    auto& smem = tile_smem<T>();
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+        if (scaled) scales.fetch();  // in flight while this thread waits for the slot
+        ring.acquire(ctx.mem, smem.pipeline);
+        auto& b = smem.slots[ring.slot()].b;
+        uint64_t* full = &smem.pipeline.full[ring.slot()];
+        ring.expect(ctx.mem, smem.pipeline, sizeof(b));
+        if (tile.shared == Shared::b) {
+            int half = pair_member();
+            weights.load(b[half], full, i, half, true);
+        } else {
+            weights.load(b[0], full, i, 0, false);
+            weights.load(b[1], full, i, 1, false);
+        }
+        if (scaled) scales.put(smem.b_scale[ring.slot()]);
+        ring.commit(ctx.mem, smem.pipeline);  // the scales too, and the tile
+    }
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
     using B = typename T::template WeightsOf<T>;
@@ -173,29 +197,23 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         B weights(ctx, tile);
         bool scaled = Shape<T>::b_scaled(tile.stage);  // a weight gradient's B is not
         Scales scales(b_scale_of<T>(ctx.args, tile.stage), gemm_of(ctx.args, tile.stage).n,
-                      Shape<T>::scale_columns(ctx.args, tile.stage, scale_group), tile, weights.halves);
-        MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-            if (scaled) scales.fetch();  // in flight while this thread waits for the slot
-            ring.acquire(ctx.mem, smem.pipeline);
-            auto& b = smem.slots[ring.slot()].b;
-            uint64_t* full = &smem.pipeline.full[ring.slot()];
-            if constexpr (W::expanded) {
-                load_packed<T>(ctx, ring, tile, i, weights, scales);
-                ring.commit(ctx.mem, smem.pipeline);
-                continue;
+                      Shape<T>::scale_columns(ctx.args, tile.stage, scale_group), tile.expert(),
+                      weights.halves);
+        if constexpr (W::expanded) {
+            if (!has_panels<T>() || is_wide<T>(tile)) {
+                MEGAMOE_UNROLL_BY(1)
+                for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+                    ring.acquire(ctx.mem, smem.pipeline);
+                    load_packed<T>(ctx, ring, tile, i, weights, scales);
+                    ring.commit(ctx.mem, smem.pipeline);
+                }
+            } else if constexpr (T::Tiling::panels) {
+                PanelRows<T> panel(ctx, tile);
+                load_weights<T>(ctx, ring, tile, panel, scales, T::Gemm1::A::scaled);
             }
-            ring.expect(ctx.mem, smem.pipeline, sizeof(b));
-            if (tile.shared == Shared::b) {
-                int half = pair_member();
-                weights.load(b[half], full, i, half, true);
-            } else {
-                weights.load(b[0], full, i, 0, false);
-                weights.load(b[1], full, i, 1, false);
-            }
-            if (scaled) scales.put(smem.b_scale[ring.slot()]);
-            ring.commit(ctx.mem, smem.pipeline);  // the scales too, and the tile
+            continue;
         }
+        load_weights<T>(ctx, ring, tile, weights, scales, scaled);
         load_inputs<T>(ctx, ring, tile);
     }
     pass_slot<T>(ctx, ring);

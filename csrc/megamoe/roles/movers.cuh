@@ -3,12 +3,13 @@
 // tile.
 #pragma once
 #include "megamoe/roles/combine.cuh"
+#include "megamoe/roles/expand.cuh"
 #include "megamoe/roles/reduce.cuh"
 
 namespace megamoe {
 
-// Reduce first: peers wait for it. Returns when the pass is reduced and, in the last pass, all own tokens are
-// combined.
+// Weights first, whose tiles wait for them, then reduce: peers wait for it. Returns when the pass is reduced
+// and, in the last pass, all own tokens are combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     Reducer<T> reducer(ctx);
@@ -17,7 +18,12 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
-        if (reduced && combined) return;
+        bool expanded = Expander<T>::finished(ctx);
+        if (reduced && combined && expanded) return;
+        if (!expanded && Expander<T>::next(ctx)) {
+            polls = 0;
+            continue;
+        }
         bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, reduced_stage<T>(ctx.args)));
         if (reduces || (!combined && combiner.next(ctx))) {
             if (!only_weights<T>(ctx.args)) sum_rows(ctx);

@@ -2,6 +2,7 @@
 // row. Run by the transport warps of every CTA; all of it is a function of chunk_prefix, so all CTAs agree
 // without talking.
 #pragma once
+#include "megamoe/gemm/operands_expanded.h"
 #include "megamoe/roles/routes.cuh"
 #include "megamoe/roles/shares.cuh"
 
@@ -90,6 +91,11 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
         if (T::direction == Direction::backward && arch::lane_idx() == 0) {
             args.training.expert_rows[2 * e] = first;
             args.training.expert_rows[2 * e + 1] = rows;
+        }
+        if constexpr (T::Tiling::panels) {
+            int panels = panels_of_expert<T>(args);
+            MEGAMOE_UNROLL_BY(1)
+            for (int i = arch::lane_idx(); i < panels; i += 32) args.expanded.ready[e * panels + i] = 0;
         }
         MEGAMOE_UNROLL_BY(1)
         for (int i = arch::lane_idx(); i < blocks; i += 32) {
@@ -235,6 +241,11 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
                     1,     Phase::data,    1, {1, 0}};  // other CTAs' tables may be missing
         ctx.smem.plan = plan;
         *arch::in_member(&ctx.smem.plan, 1) = plan;
+        if constexpr (T::Tiling::panels) {
+            int& panels = tile_smem<T>().expanded.has_panels;
+            if (start.is_first)
+                panels = *arch::in_member(&panels, 1) = plan.num_rows > ctx.args.expanded.above;
+        }
     }
 }
 

@@ -1,0 +1,125 @@
+"""MXFP4 weights that the emulated kernel expands in memory, for launches of many rows: bits of the FP8 kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fp4_cases import check, plainly, plant, random_bits
+
+from megamoe.backends.emulation import Emulation, EmulationError
+from megamoe.config import Activation, Problem
+from megamoe.errors import ProtocolTimeout
+from megamoe.memory import panels
+from megamoe.memory.layout import min_pool_rows
+from megamoe.testing import make_inputs
+from megamoe.testing.compare import same_bits
+
+
+@pytest.fixture(params=[1, 2], ids=["one room", "two rooms"])
+def rooms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every launch has panels, and room for so many experts."""
+    monkeypatch.setattr(panels, "MEAN_ROWS", 0)
+    monkeypatch.setattr(panels, "EXPANDED_BYTES", 0)
+    monkeypatch.setattr(panels, "LEAST_ROOMS", request.param)
+    return int(request.param)
+
+
+def test_bits_are_those_of_the_same_numbers(rooms: int) -> None:
+    """Blocks of few rows and of many, shared A and shared B, scales near each other and far apart."""
+    for tokens, routing, seed in ((65, "hot", 2), (150, "uniform", 4), (150, "hot", 7)):
+        problem = Problem(416, 288, 3, 2, max_tokens=150, precision="fp8xmxfp4")
+        check(problem, tokens, spread=4 if seed < 6 else 20, seed=seed, routing=routing, num_ctas=4)
+
+
+def test_more_experts_than_rooms(rooms: int) -> None:
+    """Experts with rows for the wide form only, and without rows, stand between others."""
+    for ep_size, bias, name in ((1, True, "swiglu"), (2, False, "relu2")):
+        problem = Problem(
+            160, 96, 12, 2, ep_size, max_tokens=400, precision="fp8xmxfp4", bias=bias, activation=Activation(name)
+        )  # fmt: skip
+        for seed, routing in enumerate(("uniform", "hot", "one_rank")):
+            check(problem, 400, seed=seed, routing=routing, num_ctas=2 + 2 * ep_size)
+
+
+def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of a launch all have panels, or none. The second rank has 700 rows, some 450 of them in its first pass."""
+    problem = Problem(160, 96, 6, 1, 2, max_tokens=446, precision="fp8xmxfp4")
+    ranks = [replace(problem, rank=r) for r in range(2)]
+    inputs = [make_inputs(p, tokens) for p, tokens in zip(ranks, (446, 446), strict=True)]
+    rows = torch.tensor([63, 64, 65, 200, 200, 300])
+    ids = torch.arange(6).repeat_interleave(rows)[torch.arange(892) * 7 % 892, None]
+    xs = [i.x for i in inputs]
+    call = list(ids.split((446, 446))), [i.topk_weights for i in inputs]
+    weights = [random_bits(p, 4, p.rank) for p in ranks]
+    whole = Emulation(problem, num_ctas=4).forward_all(xs, *call, weights)
+    assert plainly(problem, xs, weights)[0].precision == "fp8"
+    for mean_rows in (
+        0,
+        100,
+        170,
+    ):  # all passes, those of a launch whose first one has more than 300 rows, none
+        monkeypatch.setattr(panels, "MEAN_ROWS", mean_rows)
+        few = Emulation(problem, pool_rows=max(map(min_pool_rows, ranks)), num_ctas=4)
+        found = few.forward_all(xs, *call, weights, seed=3)
+        assert max(int(few.statistics(r).passes) for r in range(2)) > 1
+        assert all(map(same_bits, found, whole))
+
+
+FLAWS = {
+    "load_b does not wait": (
+        "gemm/operands_expanded.h",
+        "PanelShape<T>(ctx.args, tile.stage).patches(), tile.expert()",
+        "0, tile.expert()",
+    ),
+    "nobody asks for the room": (
+        "roles/expand.cuh",
+        "!is_free(ctx, stage, at.block_before, blocks_before)",
+        "false",
+    ),
+    "only experts with panels ask for the room": (
+        "roles/expand.cuh",
+        "if (!is_free(ctx",
+        "if (is_tall(rows) && is_tall(rows_before) && !is_free(ctx",
+    ),
+    "the room of another expert": ("roles/expand.cuh", "expert - args.expanded.rooms", "-1"),
+    "math warps expand, too": (
+        "gemm/mainloop.cuh",
+        "in_slots_(!has_panels<T>())",
+        "in_slots_(true)",
+    ),
+    "a pass decides for itself": ("roles/plan.cuh", "if (start.is_first)", "if (true)"),
+    "the other CTA of a pair is not told": (
+        "roles/plan.cuh",
+        "panels = *arch::in_member(&panels, 1) =",
+        "panels =",
+    ),
+    "a patch is left out": (
+        "roles/expand.cuh",
+        "s.patches = shape.panels * shape.patches();",
+        "s.patches = shape.panels * shape.patches() - 1;",
+    ),
+    "words lie elsewhere": ("roles/expand.cuh", "+ 32 * word;", "+ 32 * (word ^ 1);"),
+    "another group's scale": ("roles/expand.cuh", "w % 2 * 8 & 0xff", "0 & 0xff"),
+    "no zeros behind the last column": ("roles/expand.cuh", "words * w < words_left", "true"),
+    "all scales are near": ("roles/expand.cuh", "if (Row::To::plain(half, {0})) {", "if (true) {"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", list(FLAWS))
+def test_a_flaw_is_seen(
+    flaw: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")
+
+    def run() -> None:
+        for _ in range(3):
+            test_bits_are_those_of_the_same_numbers(rooms)
+            test_more_experts_than_rooms(rooms)
+        test_passes_over_ranks(rooms, monkeypatch)
+
+    with pytest.raises((AssertionError, EmulationError, ProtocolTimeout)):
+        run()
