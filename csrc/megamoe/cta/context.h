@@ -220,8 +220,9 @@ template <class T>
 constexpr bool expands_slots = T::Gemm1::B::expanded && T::Gemm1::A::scaled;
 template <class T>
 constexpr bool has_tall = !T::Gemm1::B::expanded || expands_slots<T>;
-// Are weights of the tall form expanded in memory instead, once for all tiles of an expert (roles/expand.cuh)?
-// A launch has one answer, its first pass', which has most rows. Kernels that cannot are faster with few.
+// Are weights of the tall form expanded in memory instead, once for all tiles of an expert
+// (roles/expand.cuh)? A launch has one answer, its first pass', which has most rows. Kernels that cannot are
+// faster with few.
 template <class T>
 MEGAMOE_DEVICE bool has_panels() {
     if constexpr (T::Tiling::panels) return tile_smem<T>().expanded.has_panels != 0;

@@ -33,8 +33,8 @@ using WithPanels =
 // The same tile with scales in its pipeline slots, for which it gives an output slot.
 template <class S, int scale_bytes>
 struct WithScales {
-    using Tiling = TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots - 1, scale_bytes,
-                             S::panels>;
+    using Tiling =
+        TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots - 1, scale_bytes, S::panels>;
 };
 template <class S>
 struct WithScales<S, 0> {
