@@ -76,6 +76,7 @@ _EDGES: dict[str, tuple[str, str, str, bool]] = {
     "h_ready": ("gemm1", "load_a", "block", False),
     "y_rows_ready": ("gemm2", "reduce", "block", False),
     "partials_ready": ("reduce on the expert rank", "combine", "token", True),
+    "panel_ready": ("expand", "load_b", "expert", False),
     "grads_ready": ("gemm1 and restore of the backward pass", "load_a and load_b", "expert", False),
 }
 _PROLOGUE = ("routes_ready", "config", "state")  # before the roles part

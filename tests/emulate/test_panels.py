@@ -68,6 +68,33 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(map(same_bits, found, whole))
 
 
+LOST = {
+    "a peer's x": (
+        ("roles/prologue.cuh", "XReady::publish(", "if (ctx.args.rank != 1) XReady::publish("),
+        "x_ready|rows_ready|panel_ready",
+    ),
+    "an expert's panels": (
+        ("roles/expand.cuh", "PanelReady::publish(", "if (s.expert != 2) PanelReady::publish("),
+        r"panel_ready \(expand -> load_b\) for expert",
+    ),
+}
+
+
+@pytest.mark.parametrize("lost", list(LOST))
+def test_what_is_lost_ends_the_launch_and_is_named(
+    lost: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flaw, named = LOST[lost]
+    plant(flaw, monkeypatch, tmp_path / "flaw")
+    problem = Problem(160, 96, 8, 2, 2, max_tokens=300, precision="fp8xmxfp4")
+    ranks = [replace(problem, rank=r) for r in range(2)]
+    inputs = [make_inputs(p, 300) for p in ranks]
+    columns = [[getattr(i, name) for i in inputs] for name in ("x", "topk_ids", "topk_weights")]
+    weights = [random_bits(p, 4, p.rank) for p in ranks]
+    with pytest.raises(ProtocolTimeout, match=named):
+        Emulation(problem, num_ctas=4).forward_all(*columns, weights)
+
+
 FLAWS = {
     "load_b does not wait": (
         "gemm/operands_expanded.h",

@@ -20,6 +20,7 @@ from megamoe.errors import (
     RankMismatch,
     fault_to_error,
 )
+from megamoe.jit import abi
 from megamoe.testing.shapes import SHAPES
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
@@ -152,6 +153,13 @@ def test_environment(monkeypatch):
     with pytest.raises(ConfigError, match="MEGAMOE_COMPILER is 'gcc', expected one of nvrtc, nvcc"):
         env.compiler()
     assert all(v.meaning and name.startswith("MEGAMOE_") for name, v in env.TABLE.items())
+
+
+@pytest.mark.parametrize("edge", [edge.name for edge in abi.Edge if edge.name != "none"])
+def test_every_edge_says_who_waited_for_whom(edge):
+    message = str(fault_to_error({**RECORD, "edge": edge}))
+    assert edge in message or isinstance(fault_to_error({**RECORD, "edge": edge}), RankMismatch)
+    assert "(? -> ?)" not in message
 
 
 def test_local_fault_message():
