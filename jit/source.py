@@ -33,12 +33,6 @@ extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
 """
 
 
-def has_panels(precision: str) -> bool:
-    """Whether there are kernels that expand weights of this precision in memory: e4m3 is made of them."""
-    formats = PRECISIONS[precision]
-    return formats.w.packed > 1 and formats.x.scaled
-
-
 @dataclass(frozen=True)
 class Variant:
     """One compiled kernel. `activation` is Activation.kind; `kernel` names a file of csrc/megamoe/kernels."""
@@ -58,7 +52,7 @@ class Variant:
             )
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
-        if self.panels and not has_panels(self.precision):
+        if self.panels and not PRECISIONS[self.precision].panels:
             raise ConfigError("panels", True, f"False for {self.precision}")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
@@ -100,5 +94,5 @@ def variants(profile: bool = False) -> list[Variant]:
         Variant(precision, activation, profile, kernel, panels)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
-        for panels in ((False, True) if has_panels(precision) else (False,))
+        for panels in ((False, True) if PRECISIONS[precision].panels else (False,))
     ]

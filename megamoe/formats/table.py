@@ -122,6 +122,11 @@ class Precision:
         return max(self.x.multiple, self.w.multiple, self.h.multiple)
 
     @property
+    def panels(self) -> bool:
+        """Whether there are kernels that expand its weights in memory, to what tensor cores take as scaled rows."""
+        return self.w.packed > 1 and self.x.scaled
+
+    @property
     def cpp(self) -> str | None:
         """Return the kernel's type for it, None where a format has none."""
         if None in (self.x.cpp, self.w.cpp, self.h.cpp):

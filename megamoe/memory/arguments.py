@@ -184,7 +184,7 @@ def fill_static(
     set_map(gemm1.out, h)
     set_map(gemm2.a, h)
     set_map(gemm2.out, y_rows)
-    if panels.supported(p):
+    if p.formats.panels:
         _fill_expanded(args, plan, address, encoder)
     for name in GEMM_POINTERS.keys() & address.keys():
         for index, field in GEMM_POINTERS[name]:
@@ -235,7 +235,7 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         dims = (width, height, w_planes, max(local, 1))
         set_map(gemm.b, encoder(base, dims, strides, box, size))
-        if panels.supported(p):
+        if p.formats.panels:
             expanded.packed[i] = base
             expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = strides
         gemm.b_scale = scale.data_ptr() if scale is not None else None

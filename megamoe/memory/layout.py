@@ -167,7 +167,7 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     if h.scaled:
         yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
     yield "y_rows", (rows, p.hidden), torch.bfloat16
-    if panels.supported(p):
+    if p.formats.panels:
         yield "panel_ready", panels.ready_shape(p), torch.int32
         if panels.rooms(p, rows):
             yield "panels", panels.shape(p, rows), x.dtype

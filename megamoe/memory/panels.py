@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megamoe.config import Problem
 from megamoe.jit import abi
-from megamoe.jit.source import TILE, has_panels
+from megamoe.jit.source import TILE
 
 TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
 # Launches whose experts have more rows than that in the mean have panels: docs/fp4.md, "Expanded once, in memory".
@@ -16,11 +16,6 @@ MEAN_ROWS = 640
 # So many bytes of rooms, for experts whose weights are made while others' are used; but for five experts at least.
 # Measured with dsv3, two are too few (25 % slower); 1 GB is no gain.
 EXPANDED_BYTES, LEAST_ROOMS = 32 << 20, 5
-
-
-def supported(problem: Problem) -> bool:
-    """Whether there are kernels that have panels for this problem."""
-    return has_panels(problem.precision)
 
 
 def above(problem: Problem) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
 from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import paths
+from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 
@@ -93,6 +95,24 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
         of_each = blocks.flatten(1, 2).repeat_interleave(128, 2)[:, :, : values.shape[2]]
         out.append(((values / of_each).to(torch.float8_e4m3fn), power))
     return ExpertWeights(out[0][0], out[1][0], w.b13, w.b2, out[0][1], out[1][1])
+
+
+def over_ranks(
+    problem: Problem, tokens: Sequence[int], rows: Sequence[int]
+) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]], list[ExpertWeights]]:
+    """Return x, (ids, scores) and weights of each rank, top_k 1: expert e has rows[e] of all tokens, spread."""
+    ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
+    inputs = [make_inputs(p, t) for p, t in zip(ranks, tokens, strict=True)]
+    total = sum(tokens)
+    sorted_ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    ids = sorted_ids[torch.arange(total) * 7 % total, None]
+    call = list(ids.split(list(tokens))), [i.topk_weights for i in inputs]
+    return [i.x for i in inputs], call, [random_bits(p, 4, p.rank) for p in ranks]
+
+
+def least_pool(problem: Problem) -> int:
+    """Return the fewest pool rows that all ranks can have."""
+    return max(min_pool_rows(replace(problem, rank=r)) for r in range(problem.ep_size))
 
 
 def of_bytes(values: Tensor) -> Tensor:

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp4_cases import HEADROOM, PLAIN, check, nvfp4_bits, of_bytes, plainly, plant, random_bits
+from fp4_cases import (
+    HEADROOM,
+    PLAIN,
+    check,
+    least_pool,
+    nvfp4_bits,
+    of_bytes,
+    over_ranks,
+    plainly,
+    plant,
+    random_bits,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +38,6 @@ from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4
 from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.table import NVFP4_GROUP
-from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
 
@@ -159,16 +169,10 @@ def test_a_nan_scale_of_nvfp4_makes_its_expert_nan_and_no_other(byte: int, token
 def test_passes_over_ranks_and_a_token_that_is_nan(precision: str) -> None:
     """Blocks of 1 to 128 rows of two ranks, several passes: bits of one pass, and no token gets the NaN of another."""
     problem = Problem(160, 96, 6, 1, 2, max_tokens=355, precision=precision)
-    ranks = [replace(problem, rank=r) for r in range(2)]
-    inputs = [make_inputs(p, tokens) for p, tokens in zip(ranks, (355, 350), strict=True)]
-    rows = torch.tensor([63, 64, 65, 127, 129, 257])
-    ids = torch.arange(6).repeat_interleave(rows)[torch.arange(705) * 7 % 705, None]
-    xs = [i.x for i in inputs]
-    call = list(ids.split((355, 350))), [i.topk_weights for i in inputs]
-    weights = [random_bits(p, 4, p.rank) for p in ranks]
+    xs, call, weights = over_ranks(problem, (355, 350), (63, 64, 65, 127, 129, 257))
     plain, _, others = plainly(problem, xs, weights)
     expected = Emulation(plain).forward_all(xs, *call, others)
-    few = Emulation(problem, pool_rows=max(map(min_pool_rows, ranks)), num_ctas=4)
+    few = Emulation(problem, pool_rows=least_pool(problem), num_ctas=4)
     ys = few.forward_all(xs, *call, weights, seed=3)
     assert max(int(few.statistics(r).passes) for r in range(2)) > 1
     assert all(map(same_bits, ys, expected))

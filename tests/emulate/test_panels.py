@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from fp4_cases import check, plainly, plant, random_bits
+from fp4_cases import check, least_pool, over_ranks, plainly, plant, random_bits
 
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.config import Activation, Problem
 from megamoe.errors import ProtocolTimeout
 from megamoe.memory import panels
-from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 
@@ -47,22 +45,13 @@ def test_more_experts_than_rooms(rooms: int) -> None:
 def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of a launch all have panels, or none. The second rank has 700 rows, some 450 of them in its first pass."""
     problem = Problem(160, 96, 6, 1, 2, max_tokens=446, precision="fp8xmxfp4")
-    ranks = [replace(problem, rank=r) for r in range(2)]
-    inputs = [make_inputs(p, tokens) for p, tokens in zip(ranks, (446, 446), strict=True)]
-    rows = torch.tensor([63, 64, 65, 200, 200, 300])
-    ids = torch.arange(6).repeat_interleave(rows)[torch.arange(892) * 7 % 892, None]
-    xs = [i.x for i in inputs]
-    call = list(ids.split((446, 446))), [i.topk_weights for i in inputs]
-    weights = [random_bits(p, 4, p.rank) for p in ranks]
+    xs, call, weights = over_ranks(problem, (446, 446), (63, 64, 65, 200, 200, 300))
     whole = Emulation(problem, num_ctas=4).forward_all(xs, *call, weights)
     assert plainly(problem, xs, weights)[0].precision == "fp8"
-    for mean_rows in (
-        0,
-        100,
-        170,
-    ):  # all passes, those of a launch whose first one has more than 300 rows, none
+    # All passes; those of a launch whose first one has more than 300 rows; none.
+    for mean_rows in (0, 100, 170):
         monkeypatch.setattr(panels, "MEAN_ROWS", mean_rows)
-        few = Emulation(problem, pool_rows=max(map(min_pool_rows, ranks)), num_ctas=4)
+        few = Emulation(problem, pool_rows=least_pool(problem), num_ctas=4)
         found = few.forward_all(xs, *call, weights, seed=3)
         assert max(int(few.statistics(r).passes) for r in range(2)) > 1
         assert all(map(same_bits, found, whole))

@@ -69,19 +69,12 @@ def test_one_graph_of_few_rows_and_many(monkeypatch):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer.forward(*call, num_tokens_device=count)
-        for tokens in (
-            1500,
-            700,
-            901,
-            1,
-            899,
-            1500,
-        ):  # three rows a token, nine experts: panels from 901 on
+        # Three rows a token, nine experts: panels from 901 on.
+        for tokens in (1500, 700, 901, 1, 899, 1500):
             count.fill_(tokens)
             graph.replay()
-            assert same_bits(y[:tokens], plain.forward(*call, num_tokens_device=count)[:tokens]), (
-                tokens
-            )
+            expected = plain.forward(*call, num_tokens_device=count)
+            assert same_bits(y[:tokens], expected[:tokens]), tokens
             assert y[:tokens].any()
     for each in (plain, layer):
         each.check()

@@ -363,9 +363,8 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
     assert (len(maps), args.expanded.rooms, args.expanded.above) == (3, 0, 4 * 640)
     assert "panels" not in plan.workspace
     dsv3 = Problem(7168, 2048, 256, 8, 4, max_tokens=8192, precision="fp8xmxfp4")
-    assert (
-        layout.memory_report(dsv3)["regions"]["panels"] == 5 * 3 * 7168 * 2048
-    )  # five experts' numbers
+    of_five_experts = 5 * 3 * 7168 * 2048
+    assert layout.memory_report(dsv3)["regions"]["panels"] == of_five_experts
     for precision in ("fp8", "bf16xmxfp4", "bf16xnvfp4"):
         assert "panels" not in static_arguments(replace(dsv3, precision=precision))[0].workspace
 

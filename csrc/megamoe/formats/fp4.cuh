@@ -98,6 +98,7 @@ struct Fp4Weights {
             half0_ += block_bytes;
         }
         MEGAMOE_DEVICE void put(float (&slot)[2]) const {
+            MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half)
                 slot[half] = ScaleHeader::power_of(ScaleHeader::exponent_of(largest_[half]));
         }

@@ -65,8 +65,8 @@ class Patch {
         const Gemm& gemm = args.gemm[g];
         const Expanded& e = args.expanded;
         int row = i % per_half * patch_rows, half = i % per_slot / per_half, slot = i / per_slot % slots;
-        panel_ = i / per_slot / slots;
-        Halves<typename T::Tiling> halves = halves_of<T>(stage, panel_);
+        int panel = i / per_slot / slots;
+        Halves<typename T::Tiling> halves = halves_of<T>(stage, panel);
         int column = halves.column(half) + row + lane_row(), word = arch::lane_idx() % 4;
         from_ = e.packed[g] + expert * e.expert_bytes[g] + halves.plane(half) * e.plane_bytes[g] +
                 column * e.row_bytes[g] + slot * (slot_k_bytes / B::packed) + 4 * word;
@@ -76,11 +76,10 @@ class Patch {
         typename B::Scales scales(gemm.b_scale, gemm.n, slots, expert, halves);
         block_ = scales.block(half, slot);
         scales_ = block_ + sizeof(ScaleHeader) + 2 * (row + lane_row());
-        int64_t to = int64_t{panel_slot<T>(args, stage, expert, panel_) + slot} * T::Tiling::columns +
+        int64_t to = int64_t{panel_slot<T>(args, stage, expert, panel) + slot} * T::Tiling::columns +
                      half * T::Tiling::half_columns + row + lane_row();
         to_ = e.panels + to * slot_k_bytes + 32 * word;
     }
-    MEGAMOE_DEVICE int panel() const { return panel_; }
 
     MEGAMOE_DEVICE void expand() const {
         typename Row::To::Half half(block_);
@@ -112,7 +111,7 @@ class Patch {
 
     const uint8_t *from_, *block_, *scales_;
     uint8_t* to_;
-    int panel_, row_bytes_, rows_, words_;
+    int row_bytes_, rows_, words_;
 };
 
 // A transport warp's share, patch by patch. It waits for nothing: it says whether there was something to do.
@@ -129,8 +128,10 @@ class Expander<T, true> {
   public:
     static MEGAMOE_DEVICE void begin_pass(const Context& ctx) {
         ExpanderState& s = own();
-        if (arch::lane_idx() == 0) s = {};
-        if (arch::lane_idx() == 0 && !has_panels<T>()) s.at[1].expert = ctx.args.num_local_experts;
+        if (arch::lane_idx() == 0) {
+            s = {};
+            if (!has_panels<T>()) s.at[1].expert = ctx.args.num_local_experts;
+        }
         arch::warp_sync();
     }
     // Of all panels of the pass.
