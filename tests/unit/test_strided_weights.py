@@ -10,6 +10,7 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
+from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.staged import StagedBackend
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
@@ -245,3 +246,14 @@ def test_the_bias_is_copied_only_if_it_has_to_be() -> None:
     strided = replace(weights, b13=interleaved(weights.b13)).with_flat_bias()
     assert torch.equal(strided.b13.flatten(1), weights.b13)
     assert strided.b13.is_contiguous()
+
+
+def test_scales_of_one_column_may_have_any_stride() -> None:
+    """Weights go to another process as bytes; view() refuses the stride that a transpose leaves one column."""
+    weights = make_weights(replace(PROBLEM, intermediate=32, precision="fp8"))
+    scale = weights.w2_scale
+    assert scale is not None and scale.shape[-1] == 1
+    turned = replace(weights, w2_scale=scale.as_strided(scale.shape, (*scale.stride()[:-1], 2)))
+    cls, packed = pack(turned)
+    assert torch.equal(packed["w2_scale"][0].view(torch.float32), scale)
+    assert torch.equal(unpack((cls, packed)).w2_scale, scale)

@@ -19,6 +19,7 @@ from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
+from megamoe.formats.planes import as_bytes
 from megamoe.formats.quantized import QuantizedRows
 
 # what has a gradient -> its name in backward's results
@@ -184,8 +185,7 @@ def pack(weights: Any) -> tuple[type, dict[str, Any]]:
     """Return the weights as (class, name -> (bytes, dtype)): torch cannot pickle float8 tensors."""
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
     packed = {
-        name: None if t is None else (t.detach().contiguous().view(torch.uint8), t.dtype)
-        for name, t in tensors.items()
+        name: None if t is None else (as_bytes(t.detach()), t.dtype) for name, t in tensors.items()
     }
     return type(weights), packed
 
