@@ -171,12 +171,13 @@ def fill_static(
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
-    def pool_map(name: str, columns: int, size: int) -> bytes:
-        box = (abi.SLOT_K_BYTES // size, abi.GROUP_ROWS)
+    def pool_map(name: str, columns: int, size: int, box_rows: int = abi.GROUP_ROWS) -> bytes:
+        box = (abi.SLOT_K_BYTES // size, box_rows)
         return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
 
-    x_pool = pool_map("x_pool", p.formats.x.width(p.hidden), p.formats.x.bytes)
-    h = pool_map("h", p.formats.h.width(p.intermediate), p.formats.h.bytes)
+    x_rows = ("x_pool", p.formats.x.width(p.hidden), p.formats.x.bytes)
+    h_rows = ("h", p.formats.h.width(p.intermediate), p.formats.h.bytes)
+    x_pool, h = pool_map(*x_rows), pool_map(*h_rows)
     y_rows = pool_map("y_rows", p.hidden, BF16.bytes)
     gemm1, gemm2 = args.gemm
     gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate
@@ -184,6 +185,8 @@ def fill_static(
     set_map(gemm1.out, h)
     set_map(gemm2.a, h)
     set_map(gemm2.out, y_rows)
+    for i, rows in enumerate((x_rows, h_rows)):
+        set_map(args.small_boxes[i], pool_map(*rows, abi.SMALL_BOX_ROWS))
     if p.formats.panels:
         _fill_expanded(args, plan, address, encoder)
     for name in GEMM_POINTERS.keys() & address.keys():

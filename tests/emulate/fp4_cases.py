@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +14,6 @@ from megamoe.formats.mxfp4 import arrange_scales
 from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
 from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.weights import ExpertWeights, expected_weights
-from megamoe.jit import paths
 from megamoe.memory.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
@@ -169,13 +165,3 @@ def check(
             y = by_quads(y, 1)
         assert same_bits(y, want)
     return ys
-
-
-def plant(flaw: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the kernel be compiled from sources with a flaw: in a file, something replaced."""
-    source, (file, old, new) = folder / "csrc", flaw
-    shutil.copytree(paths.CSRC, source)
-    header = source / "megamoe" / file
-    assert header.read_text().count(old) == 1
-    header.write_text(header.read_text().replace(old, new))
-    monkeypatch.setattr(paths, "CSRC", source)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from flaws import plant
 from fp4_cases import (
     HEADROOM,
     PLAIN,
@@ -21,7 +22,6 @@ from fp4_cases import (
     of_bytes,
     over_ranks,
     plainly,
-    plant,
     random_bits,
 )
 from hypothesis import HealthCheck, given, settings

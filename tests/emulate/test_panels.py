@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fp4_cases import check, least_pool, over_ranks, plainly, plant, random_bits
+from flaws import plant
+from fp4_cases import check, least_pool, over_ranks, plainly, random_bits
 
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.config import Activation, Problem

@@ -317,7 +317,7 @@ def test_every_field_is_filled():
         3,
     )
     assert args.abort == args.window[1] + args.window_abort
-    assert len(maps) == 5
+    assert len(maps) == 7
 
 
 def _value(field):
@@ -330,16 +330,19 @@ def test_map_geometry(precision, size, activation, planes):
     problem = Problem(272, 144, 4, 2, max_tokens=64, precision=precision, activation=activation)
     args, plan, maps, tensors = filled(problem)
     m, weights, inner = plan.pool_rows, tensors[4], 128 // size
-    x_pool, h, y_rows, w13, w2 = maps
+    x_pool, h, y_rows, x_small, h_small, w13, w2 = maps
     assert x_pool == (args.x_pool, (272, m), (272 * size,), (inner, 64), size)
     assert h == ((1 << 40) + plan.workspace["h"].offset, (144, m), (144 * size,), (inner, 64), size)
+    for small, whole in ((x_small, x_pool), (h_small, h)):
+        assert small == (*whole[:3], (inner, 16), size)
     assert y_rows == (args.y_rows, (272, m), (544,), (64, 64), 2)
     strides = (272 * size, 144 * 272 * size, planes * 144 * 272 * size)
     assert w13 == (weights.w13.data_ptr(), (272, 144, planes, 4), strides, (inner, 128, 1, 1), size)
     strides = (144 * size, 272 * 144 * size, 272 * 144 * size)
     assert w2 == (weights.w2.data_ptr(), (144, 272, 1, 4), strides, (inner, 128, 1, 1), size)
     order = [bytes(getattr(gemm, name))[0] for gemm in args.gemm for name in ("a", "b", "out")]
-    assert order == [1, 4, 2, 2, 5, 3]
+    assert order == [1, 6, 2, 2, 7, 3]
+    assert [bytes(small)[0] for small in args.small_boxes] == [4, 5]
 
 
 def static_arguments(problem):
@@ -356,11 +359,11 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
     problem = Problem(288, 160, 4, 2, max_tokens=1281, precision="fp8xmxfp4")
     plan, args, maps = static_arguments(problem)
     # An expert's panels: two of w13 with three slots of K and two of w2 with two, 256 rows each; room for all four.
-    assert maps[3:] == [(args.expanded.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
+    assert maps[5:] == [(args.expanded.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
     assert plan.workspace["panel_ready"].shape == (4, 4)
     assert (args.expanded.rooms, args.expanded.above) == (4, 4 * 640)
     plan, args, maps = static_arguments(replace(problem, max_tokens=1280))  # 2560 routes
-    assert (len(maps), args.expanded.rooms, args.expanded.above) == (3, 0, 4 * 640)
+    assert (len(maps), args.expanded.rooms, args.expanded.above) == (5, 0, 4 * 640)
     assert "panels" not in plan.workspace
     dsv3 = Problem(7168, 2048, 256, 8, 4, max_tokens=8192, precision="fp8xmxfp4")
     of_five_experts = 5 * 3 * 7168 * 2048
@@ -371,9 +374,10 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
 
 def test_rows_by_quads_have_whole_groups():
     problem = Problem(288, 160, 4, 2, max_tokens=64, precision="fp8xmxfp4")
-    plan, args, (x_pool, h, y_rows) = static_arguments(problem)
+    plan, args, (x_pool, h, y_rows, *small) = static_arguments(problem)
     assert x_pool == (args.x_pool, (384, plan.pool_rows), (384,), (128, 64), 1)
     assert h[1:] == ((256, plan.pool_rows), (256,), (128, 64), 1)
+    assert small == [(*m[:3], (128, 16), 1) for m in (x_pool, h)]
     assert y_rows[1] == (288, plan.pool_rows)
     assert plan.window["window_x"].shape == (64, 384)
     assert [plan.workspace[n].shape[1] for n in ("x_pool", "h")] == [384, 256]
@@ -387,7 +391,7 @@ def test_maps_are_legal_without_tokens_or_experts():
     problem = Problem(64, 64, 2, 1, ep_size=4, rank=3, max_tokens=8)
     assert problem.num_local_experts() == 0
     args, _, maps, _ = filled(problem, tokens=0)
-    assert maps[3][1] == (64, 64, 2, 1)
+    assert maps[5][1] == (64, 64, 2, 1)
     assert args.num_local_experts == 0
 
 

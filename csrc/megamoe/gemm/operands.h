@@ -1,6 +1,7 @@
 // Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. A layer has two types,
 //
-//   RowsOf<T>      ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, MN-major columns
+//   RowsOf<T>      ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, MN-major columns;
+//                  small_boxes(tile): of 16 rows, 0: none; load_small(to, full, slot, box, both)
 //   WeightsOf<T>   load(to, full, slot, half, both): one half of B
 //
 // `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones
@@ -42,13 +43,26 @@ MEGAMOE_DEVICE int rows_filled(int rows) {
     return T::direction == Direction::forward ? rows : padded_rows(rows, group_rows);
 }
 
-// gemm1: x (or dy) of the pool; gemm2: h. Both K-major, under gemm.a.
+struct NoSmallBoxes {
+    static MEGAMOE_DEVICE int small_boxes(const Tile&) { return 0; }
+    MEGAMOE_DEVICE void load_small(void*, uint64_t*, int, int, bool) {}
+};
+
+// gemm1: x of the pool; gemm2: h. Both K-major, under gemm.a. Of a block that is not full no more rows are
+// fetched than it has, up to whole small boxes: 64 rows where 8 are meant would be an eighth of what tiles
+// read from L2, and take 3 % of the time (docs/tuning.md). What lies in a slot behind them is other tiles',
+// and what comes of it, each row of a row, is read by nobody; but where a launch trains, weight gradients
+// read the rows of gu and h that come of zero rows.
 template <class T>
 struct RowsOfPool {
     const Gemm& gemm;
+    const TensorMap& small;
     int slot_k, row;
     MEGAMOE_DEVICE RowsOfPool(const Context& ctx, const Tile& tile)
-        : gemm(gemm_of(ctx.args, tile.stage)), slot_k(Shape<T>::slot_k(tile.stage)), row(row0<T>(tile)) {}
+        : gemm(gemm_of(ctx.args, tile.stage)),
+          small(ctx.args.small_boxes[tile.stage == Stage::gemm2 ? 1 : 0]),
+          slot_k(Shape<T>::slot_k(tile.stage)),
+          row(row0<T>(tile)) {}
 
     static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
         if (tile.stage != Stage::gemm2) {
@@ -61,6 +75,14 @@ struct RowsOfPool {
     }
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
         load_2d(both, to, &gemm.a, full, slot * slot_k, row + half * group_rows);
+    }
+    static MEGAMOE_DEVICE int small_boxes(const Tile& tile) {
+        if (T::direction != Direction::forward) return 0;
+        int boxes = ceil_div(tile.rows(), small_box_rows);
+        return boxes * small_box_rows < T::Tiling::rows ? boxes : 0;
+    }
+    MEGAMOE_DEVICE void load_small(void* to, uint64_t* full, int slot, int box, bool both) {
+        load_2d(both, to, &small, full, slot * slot_k, row + box * small_box_rows);
     }
 };
 

@@ -33,7 +33,7 @@ MEGAMOE_DEVICE int slots_of_plane(const Args& args, Stage stage) {  // far away 
 }
 
 template <class T>
-struct GradientRows {
+struct GradientRows : NoSmallBoxes {
     const TensorMap* map;  // of the first plane
     bool mn_major;
     int m, k, plane_slots, slot_k;  // m and k: first of either

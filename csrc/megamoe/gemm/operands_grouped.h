@@ -16,7 +16,7 @@ MEGAMOE_DEVICE int slots_of_k_plane(const Args& args) {  // far away where K has
 }
 
 template <class T>
-struct GroupedRows {
+struct GroupedRows : NoSmallBoxes {
     const TensorMap* map;  // of the first plane
     int row, plane_slots;
     MEGAMOE_DEVICE GroupedRows(const Context& ctx, const Tile& tile)
@@ -62,7 +62,7 @@ struct RowsOfK {
 };
 
 template <class T>
-struct RowsAndTails {
+struct RowsAndTails : NoSmallBoxes {
     const Args& args;
     RowsOfK k;
     int m;

@@ -207,6 +207,7 @@ struct Args {
     Training training;
     Grouped grouped;
     Expanded expanded;
+    TensorMap small_boxes[2];  // by Stage: Gemm::a; box 16 rows x 128 bytes
 };
 
 // clang-format on

@@ -40,6 +40,29 @@ class Gradients {
     bool awaited_ = false;
 };
 
+// A's boxes of a step of K, `small` ones or one of 64 rows or two. Of those that both CTAs need, each loads
+// every second into both.
+template <class Rows>
+MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, int first,
+                               int stride, bool both) {
+    MEGAMOE_UNROLL_BY(1)
+    for (int box = first; box < small; box += stride)
+        rows.load_small(to + box * small_box_bytes, full, step, box, both);
+}
+template <class Rows>
+MEGAMOE_DEVICE void load_rows(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, bool tall,
+                              bool both) {
+    if (small != 0) {
+        load_small(to, full, step, rows, small, both ? pair_member() : 0, both ? pair_ctas : 1, both);
+    } else if (both) {
+        int half = pair_member();
+        if (half == 0 || tall) rows.load(to + half * box_bytes, full, step, half, true);
+    } else {
+        rows.load(to, full, step, 0, false);
+        if (tall) rows.load(to + box_bytes, full, step, 1, false);
+    }
+}
+
 // A slot of two steps: a short tile's, which shares A, so that either CTA loads a step for both.
 template <class T, class Rows>
 MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slot, Rows& rows,
@@ -47,13 +70,15 @@ MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile
     auto& smem = tile_smem<T>();
     SlotSteps<T> steps(ctx.args, tile, slot);
     bool scaled = Shape<T>::a_scaled(tile.stage);
-    constexpr uint32_t scale_bytes = group_rows * sizeof(float);
     ring.acquire(ctx.mem, smem.pipeline);
-    ring.commit(ctx.mem, smem.pipeline, steps.num * (box_bytes + (scaled ? scale_bytes : 0)));
+    int small = Rows::small_boxes(tile);
+    uint32_t scale_bytes = small * small_box_rows * sizeof(float);
+    ring.commit(ctx.mem, smem.pipeline, steps.num * (small * small_box_bytes + (scaled ? scale_bytes : 0)));
     uint64_t* full = &smem.pipeline.full[ring.slot()];
     int mine = pair_member();
     if (mine < steps.num)
-        rows.load(smem.slots[ring.slot()].a + mine * box_bytes, full, steps.first + mine, 0, true);
+        load_small(smem.slots[ring.slot()].a + mine * box_bytes, full, steps.first + mine, rows, small, 0, 1,
+                   true);
     MEGAMOE_UNROLL_BY(1)
     for (int s = 0; s < steps.num && scaled; ++s) {
         arch::bulk_load(smem.a_scale[ring.slot()] + s * group_rows,
@@ -78,8 +103,10 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         A rows(ctx, tile);
         const float* scale = gemm_of(args, tile.stage).a_scale + scale_row0<T>(tile);
         bool tall = tile.rows() > group_rows;  // a short block has one box of 64 rows
-        uint32_t bytes =
-            (tall ? 2 : 1) * box_bytes + (Shape<T>::a_scaled(tile.stage) ? sizeof(smem.a_scale[0]) : 0);
+        int small = A::small_boxes(tile);
+        uint32_t scale_bytes = small != 0 ? small * small_box_rows * sizeof(float) : sizeof(smem.a_scale[0]);
+        uint32_t bytes = (small != 0 ? small * small_box_bytes : (tall ? 2 : 1) * box_bytes) +
+                         (Shape<T>::a_scaled(tile.stage) ? scale_bytes : 0);
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             if (slot_steps<T>(tile) > 1) {
@@ -89,17 +116,10 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
             ring.acquire(ctx.mem, smem.pipeline);
             ring.commit(ctx.mem, smem.pipeline, bytes);
             uint64_t* full = &smem.pipeline.full[ring.slot()];
-            uint8_t* a = smem.slots[ring.slot()].a;
-            if (tile.shared == Shared::a) {
-                int half = pair_member();
-                if (half == 0 || tall) rows.load(a + half * box_bytes, full, i, half, true);
-            } else {
-                rows.load(a, full, i, 0, false);
-                if (tall) rows.load(a + box_bytes, full, i, 1, false);
-            }
+            load_rows(smem.slots[ring.slot()].a, full, i, rows, small, tall, tile.shared == Shared::a);
             if (Shape<T>::a_scaled(tile.stage)) {
-                arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows,
-                                sizeof(smem.a_scale[0]), full);
+                arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows, scale_bytes,
+                                full);
             }
         }
         MEGAMOE_UNROLL_BY(1)

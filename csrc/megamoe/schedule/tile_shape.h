@@ -9,6 +9,8 @@ namespace megamoe {
 constexpr int group_rows = 64;     // rows of one math warpgroup
 constexpr int slot_k_bytes = 128;  // of K in a pipeline slot: one row of the 128-byte swizzle
 constexpr int box_bytes = group_rows * slot_k_bytes;  // what TMA moves of A and of outputs at a time
+constexpr int small_box_rows = 16;                    // and of A of a block that is not full
+constexpr int small_box_bytes = small_box_rows * slot_k_bytes;
 
 template <int rows_, int half_columns_, int num_slots_, int num_output_slots_, int scale_bytes_ = 0,
           bool panels_ = false>

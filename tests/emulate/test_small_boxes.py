@@ -1,0 +1,85 @@
+"""A of blocks that are not full comes in boxes of 16 rows, with the bits of whole boxes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from flaws import plant
+from training_cases import Call, check
+
+from megamoe.backends.emulation import Emulation, EmulationError
+from megamoe.config import Problem
+from megamoe.errors import ProtocolTimeout
+from megamoe.testing import make_inputs, make_weights
+from megamoe.testing.compare import same_bits
+
+# of an expert: 0 to 9 small boxes, full and not, beside full blocks and alone
+ROWS = (1, 15, 16, 17, 32, 33, 64, 65, 80, 97, 112, 113, 128, 129, 144, 200, 0, 241)
+
+
+def layer(precision: str) -> list[torch.Tensor]:
+    """Return y of a launch with ROWS."""
+    tokens = sum(ROWS)
+    problem = Problem(144, 272, len(ROWS), 1, max_tokens=tokens, precision=precision)
+    inputs = make_inputs(problem, tokens)
+    ids = torch.arange(len(ROWS)).repeat_interleave(torch.tensor(ROWS))
+    ids = ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(1)), None]
+    call = ([inputs.x], [ids], [inputs.topk_weights], [make_weights(problem)])
+    return Emulation(problem, num_ctas=4).forward_all(*call)
+
+
+NONE = ("gemm/operands.h", "if (T::direction != Direction::forward) return 0;", "return 0;")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_bits_are_those_of_whole_boxes(
+    precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = layer(precision)
+    with monkeypatch.context() as patch:
+        plant(NONE, patch, tmp_path / "none")
+        expected = layer(precision)
+    assert bool(found[0].any(1).all())
+    assert all(map(same_bits, found, expected))
+
+
+FLAWS = {
+    "a box is missing": (
+        "gemm/operands.h",
+        "ceil_div(tile.rows(), small_box_rows)",
+        "tile.rows() / small_box_rows",
+    ),
+    "rows of the other GEMM": (
+        "gemm/operands.h",
+        "stage == Stage::gemm2 ? 1 : 0]",
+        "stage != Stage::gemm2 ? 1 : 0]",
+    ),
+    "both CTAs load the same": ("roles/load.cuh", "both ? pair_member() : 0,", "0,"),
+    "scales of one box": (
+        "roles/load.cuh",
+        "small * small_box_rows * sizeof(float) :",
+        "small_box_rows * sizeof(float) :",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", list(FLAWS))
+def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")
+    with pytest.raises((AssertionError, EmulationError, ProtocolTimeout)):
+        test_bits_are_those_of_whole_boxes("fp8", monkeypatch, tmp_path)
+
+
+def test_launches_that_train_need_the_zeros_of_whole_boxes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Weight gradients read rows behind an expert's last: of what a slot held before, they are NaN or wrong."""
+    problem = Problem(144, 80, 5, 3, max_tokens=70)
+    check(Emulation(problem), Call.make(problem, [70]))
+    also = (*NONE[:2], "if (T::direction == Direction::backward) return 0;")
+    plant(also, monkeypatch, tmp_path / "flaw")
+    with pytest.raises(AssertionError):
+        check(Emulation(problem), Call.make(problem, [70]))
