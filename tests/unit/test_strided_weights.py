@@ -252,7 +252,8 @@ def test_scales_of_one_column_may_have_any_stride() -> None:
     """Weights go to another process as bytes; view() refuses the stride that a transpose leaves one column."""
     weights = make_weights(replace(PROBLEM, intermediate=32, precision="fp8"))
     scale = weights.w2_scale
-    assert scale is not None and scale.shape[-1] == 1
+    assert scale is not None
+    assert scale.shape[-1] == 1
     turned = replace(weights, w2_scale=scale.as_strided(scale.shape, (*scale.stride()[:-1], 2)))
     cls, packed = pack(turned)
     assert torch.equal(packed["w2_scale"][0].view(torch.float32), scale)
