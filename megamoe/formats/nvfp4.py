@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.errors import ArgumentError
 from megamoe.formats import fp4
-from megamoe.formats.planes import as_bytes, by_plane, rows_of
+from megamoe.formats.planes import by_plane, rows_of
 from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP, SCALE_GROUP
 
 E4M3 = torch.float8_e4m3fn
@@ -86,7 +86,9 @@ def arrange_scales(plain: Tensor, outer: Tensor, planes: int = 1) -> Tensor:
     """
     blocks = fp4.arrange(plain, planes, NVFP4_GROUP)
     num, height, width, _ = blocks.shape
-    of_planes = as_bytes(outer.float()).view(num, planes, 4)
+    # A clone has no odd strides, not even in a dimension of one element, where contiguous() leaves them.
+    outer = outer.float().clone(memory_format=torch.contiguous_format)
+    of_planes = outer.view(torch.uint8).view(num, planes, 4)
     header = blocks.new_zeros((num, height, width, FP4_HEADER))
     header[..., _OUTER] = of_planes.repeat_interleave(height // planes, 1)[:, :, None]
     return torch.cat((header, blocks), dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError
@@ -18,14 +17,6 @@ def by_plane(w: Tensor, planes: int) -> Tensor:
 def rows_of(w: Tensor) -> Tensor:
     """w: [P*I, K] or [P, I, K] of one expert -> [P*I, K]; a copy where the planes are not behind each other."""
     return w.flatten(0, -2)
-
-
-def as_bytes(t: Tensor) -> Tensor:
-    """t: [..., N] -> [..., N * bytes of an element] uint8, a copy.
-
-    contiguous() would leave a dimension of one element its stride, which may be any, and view() refuses some.
-    """
-    return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def check_strides(name: str, w: Tensor) -> None:

@@ -143,7 +143,7 @@ print(json.dumps(facts))
     assert seen["config"]["ids"] == [2]
     assert seen["config"]["stream"] == 0x5000
     assert seen["y"] == [5, 272]
-    assert seen["maps"] == 5
+    assert seen["maps"] == 7
     assert all(seen["pointers"]), seen["pointers"]
     assert seen["sizes"] == [5, 1, 2_000_000_000]
     assert seen["empty"] == [0, True, True]

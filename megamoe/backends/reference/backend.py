@@ -19,7 +19,6 @@ from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError
-from megamoe.formats.planes import as_bytes
 from megamoe.formats.quantized import QuantizedRows
 
 # what has a gradient -> its name in backward's results
@@ -184,10 +183,13 @@ def _without_rows_behind(topk_ids: Tensor, num_tokens_device: Tensor | None) -> 
 def pack(weights: Any) -> tuple[type, dict[str, Any]]:
     """Return the weights as (class, name -> (bytes, dtype)): torch cannot pickle float8 tensors."""
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
-    packed = {
-        name: None if t is None else (as_bytes(t.detach()), t.dtype) for name, t in tensors.items()
-    }
+    packed = {name: None if t is None else (_bytes(t), t.dtype) for name, t in tensors.items()}
     return type(weights), packed
+
+
+def _bytes(t: Tensor) -> Tensor:
+    # contiguous() would leave a dimension of one element its stride, and view() refuses some
+    return t.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def unpack(packed: tuple[type, dict[str, Any]]) -> Any:
