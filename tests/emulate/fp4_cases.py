@@ -93,16 +93,21 @@ def as_fp8(problem: Problem, w: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(out[0][0], out[1][0], w.b13, w.b2, out[0][1], out[1][1])
 
 
+def spread_ids(rows: Sequence[int]) -> Tensor:
+    """Return ids [T, 1] of sum(rows) tokens, no multiple of 7: expert e has rows[e] of them, spread."""
+    total = sum(rows)
+    assert total % 7 != 0
+    sorted_ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
+    return sorted_ids[torch.arange(total) * 7 % total, None]
+
+
 def over_ranks(
     problem: Problem, tokens: Sequence[int], rows: Sequence[int]
 ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]], list[ExpertWeights]]:
     """Return x, (ids, scores) and weights of each rank, top_k 1: expert e has rows[e] of all tokens, spread."""
     ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
     inputs = [make_inputs(p, t) for p, t in zip(ranks, tokens, strict=True)]
-    total = sum(tokens)
-    sorted_ids = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    ids = sorted_ids[torch.arange(total) * 7 % total, None]
-    call = list(ids.split(list(tokens))), [i.topk_weights for i in inputs]
+    call = list(spread_ids(rows).split(list(tokens))), [i.topk_weights for i in inputs]
     return [i.x for i in inputs], call, [random_bits(p, 4, p.rank) for p in ranks]
 
 

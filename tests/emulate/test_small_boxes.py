@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from flaws import plant
+from fp4_cases import spread_ids
 from training_cases import Call, check
 
 from megamoe.backends.emulation import Emulation, EmulationError
@@ -15,7 +16,7 @@ from megamoe.errors import ProtocolTimeout
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits
 
-# of an expert: 0 to 9 small boxes, full and not, beside full blocks and alone
+# of an expert: blocks of one to seven small boxes and full ones, alone and beside each other
 ROWS = (1, 15, 16, 17, 32, 33, 64, 65, 80, 97, 112, 113, 128, 129, 144, 200, 0, 241)
 
 
@@ -24,9 +25,7 @@ def layer(precision: str) -> list[torch.Tensor]:
     tokens = sum(ROWS)
     problem = Problem(144, 272, len(ROWS), 1, max_tokens=tokens, precision=precision)
     inputs = make_inputs(problem, tokens)
-    ids = torch.arange(len(ROWS)).repeat_interleave(torch.tensor(ROWS))
-    ids = ids[torch.randperm(tokens, generator=torch.Generator().manual_seed(1)), None]
-    call = ([inputs.x], [ids], [inputs.topk_weights], [make_weights(problem)])
+    call = ([inputs.x], [spread_ids(ROWS)], [inputs.topk_weights], [make_weights(problem)])
     return Emulation(problem, num_ctas=4).forward_all(*call)
 
 

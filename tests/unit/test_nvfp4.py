@@ -61,14 +61,6 @@ def plainly(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (numbers.unflatten(-1, (-1, 16)) * steps[..., None]).flatten(-2)
 
 
-def test_outer_scales_may_have_any_strides() -> None:
-    _, scales, outer = checkpoint(3, 128, 64)
-    expected = arrange_scales(scales.view(torch.uint8), outer[:, None])
-    transposed = outer[None].t()  # [3, 1], of strides 1 and 3
-    assert transposed.stride() == (1, 3)
-    assert torch.equal(arrange_scales(scales.view(torch.uint8), transposed), expected)
-
-
 def every_pair() -> tuple[torch.Tensor, torch.Tensor]:
     """Return packed [1, 256, 16] and scales [1, 256, 2]: each row's are one byte, beside it all codes, twice."""
     codes = torch.cat((torch.arange(16), torch.arange(16).flip(0))).to(torch.uint8)
@@ -106,6 +98,14 @@ def test_scales_go_to_the_kernels_order_and_back(rows: int, width: int, planes: 
     assert torch.equal(dequantize_nvfp4(packed, arranged, planes), expected)
     for e in range(3):
         assert torch.equal(oracle(packed[e], arranged[e], planes), expected[e])
+
+
+def test_outer_scales_may_have_any_strides() -> None:
+    _, scales, outer = checkpoint(3, 128, 64)
+    expected = arrange_scales(scales.view(torch.uint8), outer[:, None])
+    transposed = outer[None].t()  # [3, 1], of strides 1 and 3
+    assert transposed.stride() == (1, 3)
+    assert torch.equal(arrange_scales(scales.view(torch.uint8), transposed), expected)
 
 
 def test_quantization_is_to_the_nearest_of_two_scales() -> None:

@@ -40,8 +40,7 @@ class Gradients {
     bool awaited_ = false;
 };
 
-// A's boxes of a step of K, `small` ones or one of 64 rows or two. Of those that both CTAs need, each loads
-// every second into both.
+// Every `stride`-th of so many small boxes.
 template <class Rows>
 MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, int first,
                                int stride, bool both) {
@@ -49,6 +48,8 @@ MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows
     for (int box = first; box < small; box += stride)
         rows.load_small(to + box * small_box_bytes, full, step, box, both);
 }
+// A's boxes of a step of K: `small` ones, or one of 64 rows or two. Of those that both CTAs need, each loads
+// every second into both.
 template <class Rows>
 MEGAMOE_DEVICE void load_rows(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, bool tall,
                               bool both) {
@@ -66,12 +67,11 @@ MEGAMOE_DEVICE void load_rows(uint8_t* to, uint64_t* full, int step, Rows& rows,
 // A slot of two steps: a short tile's, which shares A, so that either CTA loads a step for both.
 template <class T, class Rows>
 MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slot, Rows& rows,
-                                 const float* scale) {
+                                 int small, const float* scale) {
     auto& smem = tile_smem<T>();
     SlotSteps<T> steps(ctx.args, tile, slot);
     bool scaled = Shape<T>::a_scaled(tile.stage);
     ring.acquire(ctx.mem, smem.pipeline);
-    int small = Rows::small_boxes(tile);
     uint32_t scale_bytes = small * small_box_rows * sizeof(float);
     ring.commit(ctx.mem, smem.pipeline, steps.num * (small * small_box_bytes + (scaled ? scale_bytes : 0)));
     uint64_t* full = &smem.pipeline.full[ring.slot()];
@@ -110,7 +110,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.slots; ++i, ring.advance()) {
             if (slot_steps<T>(tile) > 1) {
-                load_a_steps<T>(ctx, ring, tile, i, rows, scale);
+                load_a_steps<T>(ctx, ring, tile, i, rows, small, scale);
                 continue;
             }
             ring.acquire(ctx.mem, smem.pipeline);
