@@ -167,6 +167,7 @@ def fill_static(
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = step_blocks
+    args.gemm2_rounds = p.hidden // p.intermediate
     args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset

@@ -5,7 +5,7 @@ import itertools
 import pathlib
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import pytest
@@ -37,6 +37,7 @@ class Launch:
     ctas: int
     seed: int = 0  # not 0: by tickets, the pairs coming in an order drawn from it
     fixed2: bool = False  # gemm2 by fixed shares all the same
+    rounds: int = -1  # of gemm2 that take no longer than a unit of gemm1: even shares; -1: shares of every so many-th
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +68,7 @@ def streams_of(order, launch: Launch) -> list[Tile]:
     blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
     found = order.abi_streams(
         *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.span),
-        *(launch.ctas, launch.seed, launch.fixed2, out, most),
+        *(launch.ctas, launch.seed, launch.fixed2, launch.rounds, out, most),
     )
     assert 0 <= found <= most, "more tiles than places"
     tiles = [Tile(*out[7 * i : 7 * i + 7]) for i in range(found)]
@@ -97,8 +98,10 @@ def check_streams(order, launch: Launch) -> None:
             last_gemm1[t.block] = max(last_gemm1[t.block], t.place)
     for t in tiles:
         assert t.stage == GEMM1 or last_gemm1[t.block] < t.place, f"{t} stands before its inputs"
-    if launch.seed == 0:
+    if launch.seed == 0 and launch.rounds < 0:
         check_deal(everything, launch)
+    if launch.seed == 0 and launch.rounds > 0:
+        check_even(everything, launch)
     if launch.fixed2:
         check_fixed_shares(everything, launch)
 
@@ -136,6 +139,18 @@ def check_deal(tiles: list[Tile], launch: Launch) -> None:
         assert not any(map(all, zip(*more, strict=True))), "a pair has the remainder of both stages"
 
 
+def check_even(tiles: list[Tile], launch: Launch) -> None:
+    """Pairs' shares differ by less than two units of gemm2, counting each of gemm1 as `rounds` of these."""
+    pairs, units = launch.ctas // 2, -(-launch.tiles1 // 2) * launch.num_blocks
+    enough = units >= 2 * pairs and launch.tiles2 >= launch.rounds * launch.tiles1 // 2
+    if launch.tiles1 % 2 or launch.tiles2 % 2 or not enough:
+        return
+    load = [0] * pairs
+    for t in tiles:
+        load[t.cta // 2] += t.cta % 2 * (1 if t.stage == GEMM2 else launch.rounds)
+    assert max(load) - min(load) <= 1, f"dealt unevenly: {load}"
+
+
 def check_fixed_shares(tiles: list[Tile], launch: Launch) -> None:
     """Every pair has every so many-th unit of gemm2, counted from the last pair."""
     pairs = launch.ctas // 2
@@ -156,6 +171,10 @@ def test_streams_small_bounds(order):
         for tiles1, tiles2, ctas in itertools.product([1, 2, 3, 4], [1, 2, 5], (2, 4, 6, 8)):
             for span in (least, least + 1, 40):
                 check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas))
+                for rounds in (0, 1, 3):
+                    check_streams(
+                        order, Launch(blocks, tiles1, tiles2, span, ctas, 0, False, rounds)
+                    )
                 for fixed2 in (False, True):
                     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, 7, fixed2))
 
@@ -178,10 +197,29 @@ def test_streams_around_the_group(order):
     ctas=st.integers(1, 70).map(lambda pairs: 2 * pairs),
     seed=st.integers(0, 2**31),
     fixed2=st.booleans(),
+    rounds=st.integers(-1, 5),
 )
-def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2):
+def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2, rounds):
     span = order.abi_max_group() + extra
     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, seed, fixed2))
+    check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, 0, False, rounds))
+
+
+# DSv3, Flash, Qwen3-235B, Qwen3-30B: tiles, and the K of gemm1 over that of gemm2
+@pytest.mark.parametrize(
+    ("tiles1", "tiles2", "rounds"), [(16, 28, 3), (16, 16, 2), (12, 16, 2), (6, 8, 2)]
+)
+def test_few_blocks_are_shared_evenly(order, tiles1, tiles2, rounds):
+    uneven = 0
+    for blocks in range(1, 129):
+        launch = Launch([1] * blocks, tiles1, tiles2, order.abi_max_group(), 132, rounds=rounds)
+        check_streams(order, launch)
+        with_gaps = Launch(*astuple(launch)[:-1], rounds=-1)
+        try:
+            check_even(streams_of(order, with_gaps), launch)
+        except AssertionError:
+            uneven += 1
+    assert uneven > 60, "shares of every so many-th unit are even too"
 
 
 def test_tickets_are_no_fixed_shares(order):

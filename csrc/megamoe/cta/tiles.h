@@ -128,26 +128,54 @@ class DealtUnits {
 };
 // Elsewhere every role counts for itself: forward has few units without a tile, and waits for memory, which
 // no other share of it makes quicker, while a dealer's words take 6 us of 112 at few tokens (docs/tuning.md).
-template <class T>
+struct InTurns {
+    MEGAMOE_DEVICE InTurns(const Context&, UnitStream&) {}
+    MEGAMOE_DEVICE int behind(const Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
+};
+// Forward's, where with few tokens one unit more is 5 % of a pair's. Launches that train have many units, and
+// no registers to spare.
+class Evenly {
+  public:
+    MEGAMOE_DEVICE Evenly(const Context& ctx, UnitStream& stream)
+        : gemm2_(stream.num_blocks * stream.units1, ctx.args.gemm2_rounds, num_pairs(ctx)) {
+        stream.next2 = gemm2_.first(from_last(ctx));
+    }
+    MEGAMOE_DEVICE int behind(const Context& ctx, Stage stage, int unit) const {
+        int pairs = num_pairs(ctx);
+        return stage == Stage::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
+    }
+
+  private:
+    MEGAMOE_DEVICE static int from_last(const Context& ctx) { return num_pairs(ctx) - 1 - pair_idx(ctx); }
+
+    Gemm2Shares gemm2_;
+};
+template <class T, class Shares>
 class OwnUnits {
   public:
-    MEGAMOE_DEVICE OwnUnits(Context& ctx, DealRing&) : ctx_(ctx), stream_(unit_stream<T>(ctx)) {}
+    MEGAMOE_DEVICE OwnUnits(Context& ctx, DealRing&)
+        : ctx_(ctx), stream_(unit_stream<T>(ctx)), shares_(ctx, stream_) {}
     MEGAMOE_DEVICE Unit next() {
         if (stream_.done()) return Unit::none();
-        return stream_.pop([&](Stage, int unit) { return unit + num_pairs(ctx_); });
+        return stream_.pop([&](Stage stage, int unit) { return shares_.behind(ctx_, stage, unit); });
     }
 
   private:
     const Context& ctx_;
     UnitStream stream_;
+    Shares shares_;
 };
-template <class T, bool dealt>
+template <class T, Direction direction>
 struct UnitsOf {
-    using Type = DealtUnits;
+    using Type = OwnUnits<T, InTurns>;
 };
 template <class T>
-struct UnitsOf<T, false> {
-    using Type = OwnUnits<T>;
+struct UnitsOf<T, Direction::forward> {
+    using Type = OwnUnits<T, Evenly>;
+};
+template <class T>
+struct UnitsOf<T, Direction::backward> {
+    using Type = DealtUnits;
 };
 
 // CTA `member`'s tile of a unit of weight gradients. False if there is none, or if it would add zeros; one of
@@ -216,7 +244,7 @@ class Tiles {
 
   private:
     Context& ctx_;
-    typename UnitsOf<T, deals<T>>::Type units_;
+    typename UnitsOf<T, T::direction>::Type units_;
     bool gemm1_done_ = false;
 };
 

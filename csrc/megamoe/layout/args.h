@@ -208,6 +208,7 @@ struct Args {
     Grouped grouped;
     Expanded expanded;
     TensorMap small_boxes[2];  // by Stage: Gemm::a; box 16 rows x 128 bytes
+    int32_t gemm2_rounds;  // units of gemm2 that take no longer than one of gemm1
 };
 
 // clang-format on

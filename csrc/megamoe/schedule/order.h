@@ -159,6 +159,25 @@ struct UnitStream {
     }
 };
 
+// Fixed shares of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
+// do not come out even, `light` pairs, the last ones, have one less: they first share out `head` of gemm2's
+// among themselves. What is left goes round all pairs, from the last on. Not where gemm1 has less than two
+// rounds: there its last units are what gemm2 waits for, and all pairs have to be free then.
+struct Gemm2Shares {
+    int light, head;
+    MEGAMOE_PURE Gemm2Shares(int num_units1, int rounds, int num_pairs)
+        : light(num_pairs - num_units1 % num_pairs),
+          head(light < num_pairs && num_units1 >= 2 * num_pairs ? rounds * light : 0) {}
+    // `from_last`: of a pair, 0 is the last one.
+    MEGAMOE_PURE int first(int from_last) const {
+        return from_last < min_of(light, head) ? from_last : head + from_last;
+    }
+    MEGAMOE_PURE int behind(int unit, int from_last, int num_pairs) const {
+        if (unit >= head) return unit + num_pairs;
+        return unit + light < head ? unit + light : head + from_last;
+    }
+};
+
 // One CTA's tile of a unit.
 struct UnitTile {
     int block, n;  // n == tiles: this CTA has none, but its partner has and counts on its half of A
