@@ -45,7 +45,7 @@ def encode(
     element = f"CU_TENSOR_MAP_DATA_TYPE_{_TYPES[element_bytes]}"
     swizzle = f"CU_TENSOR_MAP_SWIZZLE_{box[0] * element_bytes}B"
     # What L2 asks of memory at least. Boxes 64 bytes wide, packed weights, take 0.2 to 1 % less time with 128 than with
-    # 256; wider ones 1 to 4 % more (docs/tuning.md, 2026-11-23).
+    # 256; wider ones up to 5 % more (docs/tuning.md, 2026-11-23).
     promotion = f"CU_TENSOR_MAP_L2_PROMOTION_L2_{min(256, 2 * box[0] * element_bytes)}B"
     tensor_map = abi.aligned(abi.TensorMap)
     status = _driver_call()(

@@ -32,10 +32,10 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile
 // (cta, step, stage, part, block, n, shared), each CTA's in its own order. A step is `span` blocks of gemm1
 // and then the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its
-// pair's unit has n = -1. seed 0: by fixed shares, gemm2's even where `rounds` is not negative, one CTA after
-// the other is written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come
-// in an order that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a
-// portion past the last block.
+// pair's unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Shares has them, one CTA after the other
+// is written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come in an order
+// that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a portion past
+// the last block.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
                 unsigned seed, bool fixed2, int rounds, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
@@ -63,9 +63,8 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
     std::vector<UnitStream> streams;
     for (int pair = 0; pair < num_pairs; ++pair)
         streams.emplace_back(num_blocks, units_of(tiles1), units_of(tiles2), 0, span, pair, num_pairs);
-    Gemm2Shares shares(num_blocks * units_of(tiles1), max_of(rounds, 0), num_pairs);
-    bool even = seed == 0 && rounds >= 0;
-    for (int p = 0; p < num_pairs && even; ++p) streams[p].next2 = shares.first(num_pairs - 1 - p);
+    Gemm2Shares shares(num_blocks * units_of(tiles1), rounds, num_pairs);
+    for (int p = 0; p < num_pairs && seed == 0; ++p) streams[p].next2 = shares.first(num_pairs - 1 - p);
     auto all_done = [&] {
         for (const UnitStream& stream : streams)
             if (!stream.done()) return false;
@@ -76,7 +75,8 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         if (seed != 0) pair = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 8) % num_pairs;
         while (streams[pair].done()) pair = (pair + 1) % num_pairs;
         Unit unit = streams[pair].pop([&](Stage stage, int before) {
-            if (even && stage == Stage::gemm2) return shares.behind(before, num_pairs - 1 - pair, num_pairs);
+            if (seed == 0 && stage == Stage::gemm2)
+                return shares.behind(before, num_pairs - 1 - pair, num_pairs);
             bool fixed = seed == 0 || (fixed2 && stage == Stage::gemm2);
             return num_pairs + (fixed ? before : tickets[static_cast<int>(stage)]++);
         });

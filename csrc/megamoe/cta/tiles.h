@@ -126,8 +126,7 @@ class DealtUnits {
     Context& ctx_;
     DealRing& ring_;
 };
-// Elsewhere every role counts for itself: forward has few units without a tile, and waits for memory, which
-// no other share of it makes quicker, while a dealer's words take 6 us of 112 at few tokens (docs/tuning.md).
+// Shares made in advance: of a stage, a pair's unit behind another.
 struct InTurns {
     MEGAMOE_DEVICE InTurns(const Context&, UnitStream&) {}
     MEGAMOE_DEVICE int behind(const Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
@@ -150,6 +149,8 @@ class Evenly {
 
     Gemm2Shares gemm2_;
 };
+// Elsewhere every role counts for itself: forward has few units without a tile, and waits for memory, which
+// no other share of it makes quicker, while a dealer's words take 6 us of 112 at few tokens (docs/tuning.md).
 template <class T, class Shares>
 class OwnUnits {
   public:
