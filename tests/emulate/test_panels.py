@@ -61,7 +61,7 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
 LOST = {
     "a peer's x": (
         ("roles/prologue.cuh", "XReady::publish(", "if (ctx.args.rank != 1) XReady::publish("),
-        "x_ready|rows_ready|panel_ready",
+        "x_ready|rows_ready|panel_ready|h_ready",
     ),
     "an expert's panels": (
         ("roles/expand.cuh", "PanelReady::publish(", "if (s.expert != 2) PanelReady::publish("),

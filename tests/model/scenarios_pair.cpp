@@ -1,5 +1,5 @@
-// What the two CTAs of a pair hand each other through their shared memory: halves of a shared operand, CTA
-// 0's plan, the last arrivals.
+// What the two CTAs of a pair hand each other through their shared memory: halves of a shared operand, units,
+// CTA 0's plan, the last arrivals; and what the roles of one do.
 #include "scenarios.h"
 
 namespace model {
@@ -74,16 +74,16 @@ void shared_stage(World& w, const Flaw& flaw, int stages, int halves) {
     }
 }
 
-// The ring of units that CTA 0's dealer fills in both CTAs, for two of the three threads that walk them in
+// The ring of tiles that CTA 0's dealer fills in both CTAs, for two of the three threads that walk them in
 // either. One look of all is enough for a slot to be dealt again.
 struct DealtSlots {
     std::vector<PairPhaseBarrier> full;  // the dealer arrives at both
     std::vector<PhaseBarrier> empty;     // CTA 0's
 };
 template <int slots>
-void dealt_units(World& w, const Flaw& flaw, int units) {
-    bool own_count = flaw("empty counts the threads of CTA 0 only"), ahead = flaw("units are dealt unasked"),
-         late = flaw("the unit is written behind the arrival"), one = flaw("only CTA 0 is told"),
+void dealt_tiles(World& w, const Flaw& flaw, int units) {
+    bool own_count = flaw("empty counts the threads of CTA 0 only"), ahead = flaw("tiles are dealt unasked"),
+         late = flaw("the tile is written behind the arrival"), one = flaw("only CTA 0 is told"),
          early = flaw("a role gives the slot back before it read");
     std::array<DealtSlots, 2> ring_of;            // [CTA]
     std::vector<std::array<int, 2>> unit(slots);  // [slot][CTA]
@@ -122,8 +122,54 @@ void dealt_units(World& w, const Flaw& flaw, int units) {
         }
     }
 }
-void dealt_units_1(World& w, const Flaw& flaw) { dealt_units<1>(w, flaw, 2); }
-void dealt_units_2(World& w, const Flaw& flaw) { dealt_units<2>(w, flaw, 3); }
+void dealt_tiles_1(World& w, const Flaw& flaw) { dealt_tiles<1>(w, flaw, 2); }
+void dealt_tiles_2(World& w, const Flaw& flaw) { dealt_tiles<2>(w, flaw, 3); }
+
+// The ring of tiles that a thread fills ahead of its loaders and its store thread, which is behind: it
+// stores a tile when that is loaded, and only then asks for the next.
+template <int slots>
+void own_tiles(World& w, const Flaw& flaw) {
+    constexpr int tiles = slots + 2;
+    bool one = flaw("empty counts one reader"), ahead = flaw("tiles are dealt unasked"),
+         late = flaw("the tile is written behind the arrival"),
+         early = flaw("a role gives the slot back before it read");
+    struct {
+        std::array<PhaseBarrier, slots> full, empty;
+    } barriers;
+    std::array<int, slots> tile;
+    std::array<int, tiles> loaded;
+    for (int s = 0; s < slots; ++s) {
+        barriers.full[s] = PhaseBarrier(w, name_of("full", s), 1);
+        barriers.empty[s] = PhaseBarrier(w, name_of("empty", s), one ? 1 : 2);
+        tile[s] = w.payload(name_of("tile", s));
+    }
+    for (int i = 0; i < tiles; ++i) loaded[i] = w.barrier(name_of("loaded", i), 1);
+    w.thread("deal", 0, 0, [=](Mem& m) {
+        Ring<slots> ring;
+        for (int i = 0; i < tiles; ++i, ring.advance()) {
+            if (!ahead) ring.acquire(m, barriers);
+            if (late) ring.commit(m, barriers);
+            m.write(tile[ring.slot()], i);
+            if (!late) ring.commit(m, barriers);
+        }
+    });
+    for (bool loads : {true, false}) {
+        w.thread(loads ? "load" : "store", 0, 0, [=](Mem& m) {
+            Ring<slots> ring;
+            for (int i = 0; i < tiles; ++i, ring.advance()) {
+                ring.await(m, barriers);
+                if (early) ring.release(m, barriers);
+                m.read(tile[ring.slot()], i);
+                if (!early) ring.release(m, barriers);
+                if (loads) {
+                    m.arrive(loaded[i]);
+                } else {
+                    m.wait(loaded[i]);
+                }
+            }
+        });
+    }
+}
 
 void shared_stage_1(World& w, const Flaw& flaw) { shared_stage<1>(w, flaw, 3, 2); }
 void shared_stage_2(World& w, const Flaw& flaw) { shared_stage<2>(w, flaw, 3, 2); }
@@ -359,16 +405,26 @@ const std::vector<Scenario> pair_scenarios = {
      {"empty counts the math warps of its own CTA only", "both halves are expected of a short block",
       "math releases before it read"},
      {}},
-    {"dealt units, 1 slot x 2",
-     dealt_units_1,
-     {"empty counts the threads of CTA 0 only", "units are dealt unasked",
-      "the unit is written behind the arrival", "only CTA 0 is told",
+    {"dealt tiles of a pair, 1 slot",
+     dealt_tiles_1,
+     {"empty counts the threads of CTA 0 only", "tiles are dealt unasked",
+      "the tile is written behind the arrival", "only CTA 0 is told",
       "a role gives the slot back before it read"},
      {}},
-    {"dealt units, 2 slots, 3 units",
-     dealt_units_2,
-     {"empty counts the threads of CTA 0 only", "units are dealt unasked",
-      "the unit is written behind the arrival", "only CTA 0 is told",
+    {"dealt tiles of a pair, 2 slots",
+     dealt_tiles_2,
+     {"empty counts the threads of CTA 0 only", "tiles are dealt unasked",
+      "the tile is written behind the arrival", "only CTA 0 is told",
+      "a role gives the slot back before it read"},
+     {}},
+    {"dealt tiles of a CTA, 1 slot",
+     own_tiles<1>,
+     {"empty counts one reader", "tiles are dealt unasked", "the tile is written behind the arrival",
+      "a role gives the slot back before it read"},
+     {}},
+    {"dealt tiles of a CTA, 2 slots",
+     own_tiles<2>,
+     {"empty counts one reader", "tiles are dealt unasked", "the tile is written behind the arrival",
       "a role gives the slot back before it read"},
      {}},
     {"two loaders of a stage",

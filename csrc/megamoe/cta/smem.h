@@ -124,13 +124,17 @@ struct ExpertTable {
     int32_t first_row[max_local_experts + 1];
 };
 
-// The units that a pair is dealt, on their way to its six threads that walk them. A slot is free when all
-// have read it; with three, one or two units are dealt ahead of the loaders, as `store` is about one behind.
+// Tiles that are looked up, on their way to the threads of a CTA that walk them. A slot is free when all have
+// read it; with three, one or two tiles are ahead of the loaders, as `store` is about one behind.
 constexpr int num_dealt = 3;
 constexpr int num_dealt_to = 3;  // threads of a CTA: load_a, load_b, store
+using DealRing = Ring<num_dealt>;
 struct DealSmem {
-    Unit unit[num_dealt];
-    Slots<num_dealt, TakenBarrier, DealtBarrier> slots;
+    Tile tile[num_dealt];
+    union {
+        Slots<num_dealt, uint64_t> own;                     // by a thread of this CTA
+        Slots<num_dealt, TakenBarrier, DealtBarrier> pair;  // by one of the pair's CTA 0, for both
+    };
 };
 
 struct Smem {

@@ -105,80 +105,6 @@ MEGAMOE_DEVICE UnitStream unit_stream(const Context& ctx) {
     return stream;
 }
 
-// Where the roles have their pair's units from. In backward a dealer gives them out as pairs get to them
-// (roles/deal.cuh): a quarter of gemm1's units may hold no tile, and others are not equally long, so that
-// shares made in advance are uneven by up to 12 % of the launch.
-template <class T>
-constexpr bool deals = T::direction == Direction::backward;
-using DealRing = Ring<num_dealt>;
-class DealtUnits {
-  public:
-    MEGAMOE_DEVICE DealtUnits(Context& ctx, DealRing& ring) : ctx_(ctx), ring_(ring) {}
-    MEGAMOE_DEVICE Unit next() {
-        ring_.await(ctx_.mem, ctx_.smem.deal.slots);
-        Unit unit = ctx_.smem.deal.unit[ring_.slot()];
-        ring_.release(ctx_.mem, ctx_.smem.deal.slots);
-        ring_.advance();
-        return unit;
-    }
-
-  private:
-    Context& ctx_;
-    DealRing& ring_;
-};
-// Shares made in advance: of a stage, a pair's unit behind another.
-struct InTurns {
-    MEGAMOE_DEVICE InTurns(const Context&, UnitStream&) {}
-    MEGAMOE_DEVICE int behind(const Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
-};
-// Forward's, where with few tokens one unit more is 5 % of a pair's. Launches that train have many units, and
-// no registers to spare.
-class Evenly {
-  public:
-    MEGAMOE_DEVICE Evenly(const Context& ctx, UnitStream& stream)
-        : gemm2_(stream.num_blocks * stream.units1, ctx.args.gemm2_rounds, num_pairs(ctx)) {
-        stream.next2 = gemm2_.first(from_last(ctx));
-    }
-    MEGAMOE_DEVICE int behind(const Context& ctx, Stage stage, int unit) const {
-        int pairs = num_pairs(ctx);
-        return stage == Stage::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
-    }
-
-  private:
-    MEGAMOE_DEVICE static int from_last(const Context& ctx) { return num_pairs(ctx) - 1 - pair_idx(ctx); }
-
-    Gemm2Shares gemm2_;
-};
-// Elsewhere every role counts for itself: forward has few units without a tile, and waits for memory, which
-// no other share of it makes quicker, while a dealer's words take 6 us of 112 at few tokens (docs/tuning.md).
-template <class T, class Shares>
-class OwnUnits {
-  public:
-    MEGAMOE_DEVICE OwnUnits(Context& ctx, DealRing&)
-        : ctx_(ctx), stream_(unit_stream<T>(ctx)), shares_(ctx, stream_) {}
-    MEGAMOE_DEVICE Unit next() {
-        if (stream_.done()) return Unit::none();
-        return stream_.pop([&](Stage stage, int unit) { return shares_.behind(ctx_, stage, unit); });
-    }
-
-  private:
-    const Context& ctx_;
-    UnitStream stream_;
-    Shares shares_;
-};
-template <class T, Direction direction>
-struct UnitsOf {
-    using Type = OwnUnits<T, InTurns>;
-};
-template <class T>
-struct UnitsOf<T, Direction::forward> {
-    using Type = OwnUnits<T, Evenly>;
-};
-template <class T>
-struct UnitsOf<T, Direction::backward> {
-    using Type = DealtUnits;
-};
-
 // CTA `member`'s tile of a unit of weight gradients. False if there is none, or if it would add zeros; one of
 // an expert without rows that writes zeros has one slot of them.
 template <class T>
@@ -199,54 +125,70 @@ MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool
             unit.n < matrix.n_tiles ? unit.n : -1,
             {w.expert << 8 | S::rows},
             max_of(1, ceil_div(rows, group_rows)),
+            0,
             0};
     return true;
 }
 
-// The tiles of this CTA, in order; the same stream for every role.
+// CTA `member`'s tile of a unit. False for a unit that holds no tile, of either CTA.
+template <class T>
+MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* out) {
+    *out = Tile::none();
+    if (!dealt.valid()) return true;
+    bool done = dealt.gemm1_done();
+    if constexpr (has_weight_tiles<T>) {
+        if (is_weight_gradient(dealt.stage())) {
+            bool holds = weight_tile<T>(ctx, dealt.number(), member, adds_weight_gradients(ctx), out);
+            out->gemm1_done = done;
+            return holds;
+        }
+    }
+    Position p = dealt.position(units_of_block<T>(ctx, Stage::gemm1), units_of_block<T>(ctx, Stage::gemm2));
+    Stage stage = stage_now<T>(ctx, p.stage);
+    int tiles = Shape<T>::tiles(ctx.args, stage);
+    UnitTile unit;
+    if (!unit_in_group(block_group<T>(ctx, p.portion), p, tiles, member, &unit)) return false;
+    *out = {stage,
+            unit.shared,
+            unit.block,
+            unit.n < tiles ? unit.n : -1,
+            block_entry<T>(ctx, unit.block),
+            Shape<T>::k_slots(ctx.args, stage),
+            Shape<T>::input_slots(stage),
+            done};
+    if constexpr (T::Gemm1::B::expanded) out->slots = ceil_div(out->slots, slot_steps<T>(*out));
+    return true;
+}
+
+// In backward one thread of a pair deals its units out as it gets to them, else one of each CTA goes by
+// shares made in advance (roles/deal.cuh).
+template <class T>
+constexpr bool deals = T::direction == Direction::backward;
+template <class T>
+MEGAMOE_DEVICE auto& deal_slots(Smem& smem) {
+    if constexpr (deals<T>) {
+        return smem.deal.pair;
+    } else {
+        return smem.deal.own;
+    }
+}
+
+// The tiles of this CTA, in order, as its loaders and its store thread walk them: the same for each.
 template <class T>
 class Tiles {
   public:
-    MEGAMOE_DEVICE Tiles(Context& ctx, DealRing& ring) : ctx_(ctx), units_(ctx, ring) {}
-
+    MEGAMOE_DEVICE Tiles(Context& ctx, DealRing& ring) : ctx_(ctx), ring_(ring) {}
     MEGAMOE_DEVICE Tile next() {
-        for (;;) {
-            Unit dealt = units_.next();
-            gemm1_done_ = dealt.gemm1_done();
-            if (!dealt.valid()) return {Stage::gemm1, Shared::b, -1, 0, {0}, 0, 0};
-            if constexpr (has_weight_tiles<T>) {
-                Tile tile;
-                if (is_weight_gradient(dealt.stage())) {
-                    if (weight_tile<T>(ctx_, dealt.number(), pair_member(), adds_weight_gradients(ctx_),
-                                       &tile))
-                        return tile;
-                    continue;
-                }
-            }
-            Position p =
-                dealt.position(units_of_block<T>(ctx_, Stage::gemm1), units_of_block<T>(ctx_, Stage::gemm2));
-            Stage stage = stage_now<T>(ctx_, p.stage);
-            int tiles = Shape<T>::tiles(ctx_.args, stage);
-            UnitTile unit;
-            if (!unit_in_group(block_group<T>(ctx_, p.portion), p, tiles, pair_member(), &unit)) continue;
-            Tile tile = {stage,
-                         unit.shared,
-                         unit.block,
-                         unit.n < tiles ? unit.n : -1,
-                         block_entry<T>(ctx_, unit.block),
-                         Shape<T>::k_slots(ctx_.args, stage),
-                         Shape<T>::input_slots(stage)};
-            if constexpr (T::Gemm1::B::expanded) tile.slots = ceil_div(tile.slots, slot_steps<T>(tile));
-            return tile;
-        }
+        ring_.await(ctx_.mem, deal_slots<T>(ctx_.smem));
+        Tile tile = ctx_.smem.deal.tile[ring_.slot()];
+        ring_.release(ctx_.mem, deal_slots<T>(ctx_.smem));
+        ring_.advance();
+        return tile;
     }
-    // No tile of gemm1 is to come, nor of what takes its place.
-    MEGAMOE_DEVICE bool gemm1_done() const { return gemm1_done_; }
 
   private:
     Context& ctx_;
-    typename UnitsOf<T, T::direction>::Type units_;
-    bool gemm1_done_ = false;
+    DealRing& ring_;
 };
 
 }  // namespace megamoe

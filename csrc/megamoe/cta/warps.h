@@ -14,10 +14,9 @@ struct Role {
 constexpr Role load_a_role = {"load_a", 0, 1};
 constexpr Role load_b_role = {"load_b", 1, 1};
 constexpr Role store_role = {"store", 2, 1};
-constexpr Role deal_role = {"deal", 3, 1};  // where units are dealt; else it meets the pair's barriers
+constexpr Role deal_role = {"deal", 3, 1};
 constexpr Role transport_role = {"transport", 4, 4};
 constexpr Role math_role = {"math", 8, 8};  // in groups of four warps
-constexpr int load_registers = 32;          // of a thread of warps 0 to 3; math's are gemm/mainloop.cuh's
 
 constexpr int num_warps = math_role.first_warp + math_role.num_warps;
 constexpr int num_threads = num_warps * 32;

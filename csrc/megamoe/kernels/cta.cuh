@@ -23,9 +23,15 @@ MEGAMOE_DEVICE void init_barriers() {
                 arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
             }
         }
-        for (int s = 0; s < num_dealt && deals<T>; ++s) {
-            arch::mbar_init(&cta_smem<T>().common.deal.slots.full[s].bits, 1);  // the dealer
-            arch::mbar_init(&cta_smem<T>().common.deal.slots.empty[s].bits, pair_ctas * num_dealt_to);
+        DealSmem& deal = cta_smem<T>().common.deal;
+        for (int s = 0; s < num_dealt; ++s) {
+            if constexpr (deals<T>) {
+                arch::mbar_init(&deal.pair.full[s].bits, 1);
+                arch::mbar_init(&deal.pair.empty[s].bits, pair_ctas * num_dealt_to);
+            } else {
+                arch::mbar_init(&deal.own.full[s], 1);
+                arch::mbar_init(&deal.own.empty[s], num_dealt_to);
+            }
         }
         arch::mbar_fence_init();
     }

@@ -8,6 +8,7 @@
 #include "megamoe/epilogue/weight_gradient.cuh"
 #include "megamoe/gemm/operands_grouped.h"
 #include "megamoe/kernels/cta.cuh"
+#include "megamoe/roles/deal.cuh"
 #include "megamoe/roles/grouped.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
@@ -87,10 +88,11 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;
         OutputRing<T> output;
-        DealRing dealt;  // not used
+        DealRing dealt;
         if (warp == load_a_role.first_warp) load_a<T>(ctx, ring, dealt);
         if (warp == load_b_role.first_warp) load_b<T>(ctx, ring, dealt);
         if (warp == store_role.first_warp) store<T>(ctx, output, dealt);
+        if (warp == deal_role.first_warp) deal<T>(ctx, dealt);
     }
 }
 

@@ -22,9 +22,11 @@
 namespace megamoe {
 
 // 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
-// warps leave is the transport warps'.
+// warps leave is the transport warps'. Backward's loaders have the most operands to tell apart.
 template <class T>
-constexpr int transport_registers = 512 - load_registers - 2 * math_registers<T>;
+constexpr int load_registers = T::direction == Direction::backward ? 40 : 32;
+template <class T>
+constexpr int transport_registers = 512 - load_registers<T> - 2 * math_registers<T>;
 
 // Runs `body` once a pass, between the cluster barriers that frame it, which mover_passes() meets too. Called
 // by converged warps.
@@ -170,17 +172,15 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
         mover_passes<T>(ctx);
         return;
     }
-    arch::registers_shrink<load_registers>();
+    arch::registers_shrink<load_registers<T>>();
     if (warp == load_a_role.first_warp) {
         thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_a<T>(ctx, ring, dealt); });
     } else if (warp == load_b_role.first_warp) {
         thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_b<T>(ctx, ring, dealt); });
     } else if (warp == store_role.first_warp) {
         thread_passes<OutputRing<T>>(ctx, [&](auto& ring, auto& dealt) { store<T>(ctx, ring, dealt); });
-    } else if constexpr (deals<T>) {
-        thread_passes<DealRing>(ctx, [&](auto& ring, auto&) { deal<T>(ctx, ring); });
     } else {
-        each_pass(ctx, [] {});
+        thread_passes<DealRing>(ctx, [&](auto& ring, auto&) { deal<T>(ctx, ring); });
     }
 }
 

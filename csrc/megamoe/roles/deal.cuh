@@ -1,8 +1,14 @@
-// deal: one thread a pair, in its CTA 0, which takes units as the pair gets to them and tells the loaders and
-// the store threads of both CTAs.
+// deal: one thread, ahead of the loaders and of the store thread, which looks up the tiles that they walk. To
+// look one up takes some 1500 clk by estimate (divisions, two loads from L2), in which a loader would refill
+// no slot.
 //
-// A ticket hands nothing over but its number: the plan's barrier orders the counters' zeros, and what a unit
-// reads has edges of its own.
+// In backward it is one of a pair, in CTA 0, for both: it takes units as the pair gets to them, since a
+// quarter of gemm1's may hold no tile and others are not equally long, so that shares made in advance are
+// uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier orders
+// the counters' zeros, and what a unit reads has edges of its own.
+// Elsewhere it is one of each CTA, and shares are made in advance: forward has few units without a tile, and
+// waits for memory, which no other share of it makes quicker, while tickets take 6 us of 112 at few tokens
+// (docs/tuning.md).
 #pragma once
 #include "megamoe/cta/tiles.h"
 
@@ -14,25 +20,81 @@ namespace megamoe {
 // 24 slots 2300 -> 2380; nothing between 48 and 448 was measured (docs/tuning.md).
 constexpr int long_tile_slots = 256;
 
+// Of the pair: the unit behind one that it begins.
 template <class T>
-MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
-    if (pair_member() != 0) return;
-    DealSmem& deal = ctx.smem.deal;
-    UnitStream stream = unit_stream<T>(ctx);
-    bool gemm2_is_long = Shape<T>::k_slots(ctx.args, Stage::gemm2) >= long_tile_slots;
-    auto take = [&](Stage stage, int unit) {
-        if (stage == Stage::gemm2 && gemm2_is_long) return unit + num_pairs(ctx);
+class Tickets {
+  public:
+    MEGAMOE_DEVICE Tickets(Context& ctx, UnitStream&)
+        : gemm2_is_long_(Shape<T>::k_slots(ctx.args, Stage::gemm2) >= long_tile_slots) {}
+    MEGAMOE_DEVICE int behind(Context& ctx, Stage stage, int unit) const {
+        if (stage == Stage::gemm2 && gemm2_is_long_) return unit + num_pairs(ctx);
         uint32_t* dealt = ctx.args.training.dealt + static_cast<int>(stage);
         return num_pairs(ctx) + static_cast<int>(ctx.mem.fetch_add(dealt, 1));
-    };
-    for (bool more = true; more; ring.advance()) {
+    }
+
+  private:
+    bool gemm2_is_long_;
+};
+template <class T>
+struct InTurns {
+    MEGAMOE_DEVICE InTurns(Context&, UnitStream&) {}
+    MEGAMOE_DEVICE int behind(Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
+};
+// Forward's, where with few tokens one unit more is 5 % of a pair's.
+template <class T>
+class Evenly {
+  public:
+    MEGAMOE_DEVICE Evenly(Context& ctx, UnitStream& stream)
+        : gemm2_(stream.num_blocks * stream.units1, ctx.args.gemm2_rounds, num_pairs(ctx)) {
+        stream.next2 = gemm2_.first(from_last(ctx));
+    }
+    MEGAMOE_DEVICE int behind(Context& ctx, Stage stage, int unit) const {
+        int pairs = num_pairs(ctx);
+        return stage == Stage::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
+    }
+
+  private:
+    MEGAMOE_DEVICE static int from_last(const Context& ctx) { return num_pairs(ctx) - 1 - pair_idx(ctx); }
+
+    Gemm2Shares gemm2_;
+};
+template <class T, Direction direction>
+struct SharesOf {
+    using Type = Evenly<T>;
+};
+template <class T>
+struct SharesOf<T, Direction::backward> {
+    using Type = Tickets<T>;
+};
+template <class T>
+struct SharesOf<T, Direction::grouped> {
+    using Type = InTurns<T>;
+};
+template <class T>
+struct SharesOf<T, Direction::grouped_weights> {
+    using Type = InTurns<T>;
+};
+
+template <class T>
+MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
+    if (deals<T> && pair_member() != 0) return;
+    auto& slots = deal_slots<T>(ctx.smem);
+    UnitStream stream = unit_stream<T>(ctx);
+    typename SharesOf<T, T::direction>::Type shares(ctx, stream);
+    for (bool more = true; more;) {
         more = !stream.done();
-        Unit unit = more ? stream.pop(take) : Unit::none();
-        ring.acquire(ctx.mem, deal.slots);
-        MEGAMOE_UNROLL
-        for (int member = 0; member < pair_ctas; ++member)
-            *arch::in_member(&deal.unit[ring.slot()], member) = unit;
-        ring.commit(ctx.mem, deal.slots);
+        Unit unit = Unit::none();
+        if (more) unit = stream.pop([&](Stage stage, int begun) { return shares.behind(ctx, stage, begun); });
+        Tile tile;
+        if (!tile_of<T>(ctx, unit, deals<T> ? 0 : pair_member(), &tile)) continue;
+        ring.acquire(ctx.mem, slots);
+        ctx.smem.deal.tile[ring.slot()] = tile;
+        if constexpr (deals<T>) {
+            tile_of<T>(ctx, unit, 1, &tile);
+            *arch::in_member(&ctx.smem.deal.tile[ring.slot()], 1) = tile;
+        }
+        ring.commit(ctx.mem, slots);
+        ring.advance();
     }
 }
 

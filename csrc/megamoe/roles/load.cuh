@@ -40,6 +40,23 @@ class Gradients {
     bool awaited_ = false;
 };
 
+// The loops over a tile's slots. Between the moment at which a slot is free and its last copy's issue nothing
+// stands that can be known before: a slot's round trip is some 2800 clk, three are under way, and what a
+// loader takes comes on top. So there is a loop for an operand that the pair shares and one for an operand of
+// its own, and who this CTA is is asked once a tile.
+template <bool both>
+struct Sharing {
+    int half = pair_member();  // that this CTA loads for both
+};
+template <class F>
+MEGAMOE_DEVICE void of_sharing(bool both, F f) {
+    if (both) {
+        f(Sharing<true>{});
+    } else {
+        f(Sharing<false>{});
+    }
+}
+
 // Every `stride`-th of so many small boxes.
 template <class Rows>
 MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, int first,
@@ -48,41 +65,61 @@ MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows
     for (int box = first; box < small; box += stride)
         rows.load_small(to + box * small_box_bytes, full, step, box, both);
 }
-// A's boxes of a step of K: `small` ones, or one of 64 rows or two. Of those that both CTAs need, each loads
-// every second into both.
-template <class Rows>
-MEGAMOE_DEVICE void load_rows(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, bool tall,
-                              bool both) {
-    if (small != 0) {
-        load_small(to, full, step, rows, small, both ? pair_member() : 0, both ? pair_ctas : 1, both);
-    } else if (both) {
-        int half = pair_member();
-        if (half == 0 || tall) rows.load(to + half * box_bytes, full, step, half, true);
-    } else {
-        rows.load(to, full, step, 0, false);
-        if (tall) rows.load(to + box_bytes, full, step, 1, false);
+
+// A slot has a step of K: A's `small` boxes, or one of 64 rows or two. Of those that both CTAs need, each
+// loads every second into both.
+template <class T, bool is_small, bool both, class Rows>
+MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Sharing<both> sharing,
+                                 Rows& rows, int small, const float* scale) {
+    auto& smem = tile_smem<T>();
+    bool tall = tile.rows() > group_rows;  // a short block has one box of 64 rows
+    bool scaled = Shape<T>::a_scaled(tile.stage);
+    uint32_t scale_bytes = is_small ? small * small_box_rows * sizeof(float) : sizeof(smem.a_scale[0]);
+    uint32_t bytes =
+        (is_small ? small * small_box_bytes : (tall ? 2 : 1) * box_bytes) + (scaled ? scale_bytes : 0);
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+        uint8_t* to = smem.slots[ring.slot()].a;
+        uint64_t* full = &smem.pipeline.full[ring.slot()];
+        ring.acquire(ctx.mem, smem.pipeline);
+        ring.commit(ctx.mem, smem.pipeline, bytes);
+        if constexpr (is_small) {
+            load_small(to, full, i, rows, small, both ? sharing.half : 0, both ? pair_ctas : 1, both);
+        } else if (both) {
+            if (sharing.half == 0 || tall)
+                rows.load(to + sharing.half * box_bytes, full, i, sharing.half, true);
+        } else {
+            rows.load(to, full, i, 0, false);
+            if (tall) rows.load(to + box_bytes, full, i, 1, false);
+        }
+        if (scaled)
+            arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * ctx.args.pool_rows, scale_bytes,
+                            full);
     }
 }
 
-// A slot of two steps: a short tile's, which shares A, so that either CTA loads a step for both.
+// A slot has two steps: a short tile's, which shares A, so that either CTA loads a step for both.
 template <class T, class Rows>
-MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slot, Rows& rows,
-                                 int small, const float* scale) {
+MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Rows& rows, int small,
+                                 const float* scale) {
     auto& smem = tile_smem<T>();
-    SlotSteps<T> steps(ctx.args, tile, slot);
-    bool scaled = Shape<T>::a_scaled(tile.stage);
-    ring.acquire(ctx.mem, smem.pipeline);
-    uint32_t scale_bytes = small * small_box_rows * sizeof(float);
-    ring.commit(ctx.mem, smem.pipeline, steps.num * (small * small_box_bytes + (scaled ? scale_bytes : 0)));
-    uint64_t* full = &smem.pipeline.full[ring.slot()];
     int mine = pair_member();
-    if (mine < steps.num)
-        load_small(smem.slots[ring.slot()].a + mine * box_bytes, full, steps.first + mine, rows, small, 0, 1,
-                   true);
+    bool scaled = Shape<T>::a_scaled(tile.stage);
+    uint32_t scale_bytes = small * small_box_rows * sizeof(float);
     MEGAMOE_UNROLL_BY(1)
-    for (int s = 0; s < steps.num && scaled; ++s) {
-        arch::bulk_load(smem.a_scale[ring.slot()] + s * group_rows,
-                        scale + int64_t{steps.first + s} * ctx.args.pool_rows, scale_bytes, full);
+    for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+        SlotSteps<T> steps(ctx.args, tile, i);
+        uint8_t* to = smem.slots[ring.slot()].a + mine * box_bytes;
+        uint64_t* full = &smem.pipeline.full[ring.slot()];
+        ring.acquire(ctx.mem, smem.pipeline);
+        ring.commit(ctx.mem, smem.pipeline,
+                    steps.num * (small * small_box_bytes + (scaled ? scale_bytes : 0)));
+        if (mine < steps.num) load_small(to, full, steps.first + mine, rows, small, 0, 1, true);
+        MEGAMOE_UNROLL_BY(1)
+        for (int s = 0; s < steps.num && scaled; ++s) {
+            arch::bulk_load(smem.a_scale[ring.slot()] + s * group_rows,
+                            scale + int64_t{steps.first + s} * ctx.args.pool_rows, scale_bytes, full);
+        }
     }
 }
 
@@ -102,25 +139,18 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
             });
         A rows(ctx, tile);
         const float* scale = gemm_of(args, tile.stage).a_scale + scale_row0<T>(tile);
-        bool tall = tile.rows() > group_rows;  // a short block has one box of 64 rows
         int small = A::small_boxes(tile);
-        uint32_t scale_bytes = small != 0 ? small * small_box_rows * sizeof(float) : sizeof(smem.a_scale[0]);
-        uint32_t bytes = (small != 0 ? small * small_box_bytes : (tall ? 2 : 1) * box_bytes) +
-                         (Shape<T>::a_scaled(tile.stage) ? scale_bytes : 0);
-        MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-            if (slot_steps<T>(tile) > 1) {
-                load_a_steps<T>(ctx, ring, tile, i, rows, small, scale);
-                continue;
-            }
-            ring.acquire(ctx.mem, smem.pipeline);
-            ring.commit(ctx.mem, smem.pipeline, bytes);
-            uint64_t* full = &smem.pipeline.full[ring.slot()];
-            load_rows(smem.slots[ring.slot()].a, full, i, rows, small, tall, tile.shared == Shared::a);
-            if (Shape<T>::a_scaled(tile.stage)) {
-                arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * args.pool_rows, scale_bytes,
-                                full);
-            }
+        bool both = tile.shared == Shared::a;
+        if (slot_steps<T>(tile) > 1) {
+            load_a_steps<T>(ctx, ring, tile, rows, small, scale);
+        } else if (small != 0) {
+            of_sharing(both, [&](auto sharing) {
+                load_a_slots<T, true>(ctx, ring, tile, sharing, rows, small, scale);
+            });
+        } else {
+            of_sharing(both, [&](auto sharing) {
+                load_a_slots<T, false>(ctx, ring, tile, sharing, rows, 0, scale);
+            });
         }
         MEGAMOE_UNROLL_BY(1)
         for (int i = 0; i < tile.inputs; ++i) pass_slot<T>(ctx, ring);  // load_b fills them
@@ -146,43 +176,49 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
     });
 }
 
-// A slot of packed weights, of as many steps of K as it holds, and their scales.
-template <class T, class Weights, class Scales>
-MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile& tile, int i,
+// Packed weights, `per_slot` steps of K in each slot, and their scales, which each CTA loads for itself.
+template <class T, int per_slot, bool both, class Weights, class Scales>
+MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Sharing<both> sharing,
                                 Weights& weights, const Scales& scales) {
     using Packed = PackedHalf<typename T::Gemm1::A, typename T::Gemm1::B>;
     auto& smem = tile_smem<T>();
-    auto& slot = smem.slots[ring.slot()];
-    uint64_t* full = &smem.pipeline.full[ring.slot()];
-    SlotSteps<T> steps(ctx.args, tile, i);
-    ring.expect(ctx.mem, smem.pipeline, 2 * steps.num * (Packed::num_bytes + Packed::scale_bytes));
+    int steps = Shape<T>::k_slots(ctx.args, tile.stage);
     MEGAMOE_UNROLL_BY(1)
-    for (int s = 0; s < steps.num; ++s) {
-        scales.template load<Packed>(slot.scales + Packed::scale_offset(s, 0), full, steps.first + s);
-        MEGAMOE_UNROLL_BY(1)
-        for (int half = 0; half < 2; ++half) {
-            bool both = tile.shared == Shared::b;
-            if (both && half != pair_member()) continue;
-            weights.load(slot.b[half] + s * Packed::num_bytes, full, steps.first + s, half, both);
-        }
+    for (int i = 0; i < tile.slots; ++i, ring.advance()) {
+        auto& slot = smem.slots[ring.slot()];
+        uint64_t* full = &smem.pipeline.full[ring.slot()];
+        int first = i * per_slot, num = per_slot == 1 ? 1 : min_of(per_slot, steps - first);
+        ring.acquire(ctx.mem, smem.pipeline);
+        ring.commit(ctx.mem, smem.pipeline, 2 * num * (Packed::num_bytes + Packed::scale_bytes));
+        auto load_step = [&](int s) {
+            if (both) {
+                weights.load(slot.b[sharing.half] + s * Packed::num_bytes, full, first + s, sharing.half,
+                             true);
+            } else {
+                weights.load(slot.b[0] + s * Packed::num_bytes, full, first + s, 0, false);
+                weights.load(slot.b[1] + s * Packed::num_bytes, full, first + s, 1, false);
+            }
+            scales.template load<Packed>(slot.scales + Packed::scale_offset(s, 0), full, first + s);
+        };
+        load_step(0);
+        if (per_slot == 2 && num == 2) load_step(1);
     }
 }
 
 // A tile's weights as MMAs take them.
-template <class T, class Weights, class Scales>
-MEGAMOE_DEVICE void load_weights(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Weights& weights,
-                                 Scales& scales, bool scaled) {
+template <class T, bool both, class Weights, class Scales>
+MEGAMOE_DEVICE void load_weights(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Sharing<both> sharing,
+                                 Weights& weights, Scales& scales, bool scaled) {
     auto& smem = tile_smem<T>();
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < tile.slots; ++i, ring.advance()) {
         if (scaled) scales.fetch();  // in flight while this thread waits for the slot
-        ring.acquire(ctx.mem, smem.pipeline);
         auto& b = smem.slots[ring.slot()].b;
         uint64_t* full = &smem.pipeline.full[ring.slot()];
+        ring.acquire(ctx.mem, smem.pipeline);
         ring.expect(ctx.mem, smem.pipeline, sizeof(b));
-        if (tile.shared == Shared::b) {
-            int half = pair_member();
-            weights.load(b[half], full, i, half, true);
+        if (both) {
+            weights.load(b[sharing.half], full, i, sharing.half, true);
         } else {
             weights.load(b[0], full, i, 0, false);
             weights.load(b[1], full, i, 1, false);
@@ -203,8 +239,9 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
     if constexpr (T::direction == Direction::backward) ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx, dealt);
     Gradients<T> gradients;
-    for (;;) {
-        Tile tile = tiles.next();
+    // In this form ptxas sees that one thread's loop does not diverge, and has coordinates in uniform
+    // registers.
+    for (Tile tile = tiles.next();; tile = tiles.next()) {
         ring.acquire(ctx.mem, smem.pipeline);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
@@ -219,21 +256,24 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         Scales scales(b_scale_of<T>(ctx.args, tile.stage), gemm_of(ctx.args, tile.stage).n,
                       Shape<T>::scale_columns(ctx.args, tile.stage, scale_group), tile.expert(),
                       weights.halves);
+        bool both = tile.shared == Shared::b;
         if constexpr (W::expanded) {
-            if (!has_panels<T>() || is_wide<T>(tile)) {
-                MEGAMOE_UNROLL_BY(1)
-                for (int i = 0; i < tile.slots; ++i, ring.advance()) {
-                    ring.acquire(ctx.mem, smem.pipeline);
-                    load_packed<T>(ctx, ring, tile, i, weights, scales);
-                    ring.commit(ctx.mem, smem.pipeline);
-                }
+            if (slot_steps<T>(tile) > 1) {
+                load_packed<T, 2>(ctx, ring, tile, Sharing<false>{}, weights, scales);
+            } else if (!has_panels<T>() || is_wide<T>(tile)) {
+                of_sharing(both, [&](auto sharing) {
+                    load_packed<T, 1>(ctx, ring, tile, sharing, weights, scales);
+                });
             } else if constexpr (T::Tiling::panels) {
                 PanelRows<T> panel(ctx, tile);
-                load_weights<T>(ctx, ring, tile, panel, scales, T::Gemm1::A::scaled);
+                of_sharing(both, [&](auto sharing) {
+                    load_weights<T>(ctx, ring, tile, sharing, panel, scales, T::Gemm1::A::scaled);
+                });
             }
             continue;
         }
-        load_weights<T>(ctx, ring, tile, weights, scales, scaled);
+        of_sharing(both,
+                   [&](auto sharing) { load_weights<T>(ctx, ring, tile, sharing, weights, scales, scaled); });
         load_inputs<T>(ctx, ring, tile);
     }
     pass_slot<T>(ctx, ring);

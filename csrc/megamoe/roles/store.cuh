@@ -76,7 +76,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
     Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
-        if (tile.stage != Stage::gemm1) stored.look(ctx, tiles.gemm1_done());
+        if (tile.stage != Stage::gemm1) stored.look(ctx, tile.gemm1_done != 0);
         if (tile.absent()) continue;
         if constexpr (has_weight_tiles<T>) {
             // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
@@ -98,7 +98,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
         if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
         if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }
-    stored.look(ctx, tiles.gemm1_done());
+    stored.look(ctx, true);
     // Of tiles that no edge says are there: the next phase reads them, or the next launch.
     if constexpr (is_grouped<T> || T::direction == Direction::backward) ctx.mem.async_complete();
 }

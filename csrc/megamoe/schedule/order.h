@@ -89,7 +89,7 @@ struct Position {
     int portion, part;
 };
 
-// A pair's unit, in one word: so it goes from the dealer to the roles. Of a stage units are numbered from 0,
+// A pair's unit, in one word. Of a stage units are numbered from 0,
 // block by block; dw13 stands for both weight matrices here (weight_unit()).
 struct Unit {
     int packed;
