@@ -44,13 +44,17 @@ class Rank:
             print(*words, flush=True)
 
 
-def launch(worker: Worker, args: argparse.Namespace) -> int:
+def launch(worker: Worker, args: argparse.Namespace, share_gpus: bool = False) -> int:
     """Run worker(rank, args) on every rank and return the worst exit code.
 
-    Under torchrun this process is one rank; otherwise `args.ranks` processes are spawned.
+    Under torchrun this process is one rank; otherwise `args.ranks` processes are spawned. share_gpus: there may be
+    more ranks than GPUs. Ranks of one GPU run in its time slices, some ms each, and wait for each other across them.
     """
     on_gpu = torch.cuda.is_available() and not args.cpu
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if share_gpus:
+        backend = "gloo"  # NCCL refuses ranks of one GPU
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
         try:
@@ -58,7 +62,7 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
         finally:
             dist.destroy_process_group()
     ranks = args.ranks or (torch.cuda.device_count() if on_gpu else 2)
-    if on_gpu and ranks > torch.cuda.device_count():
+    if on_gpu and ranks > torch.cuda.device_count() and not share_gpus:
         raise SystemExit(
             f"--ranks {ranks}: there are {torch.cuda.device_count()} GPUs; or use --cpu"
         )
@@ -73,7 +77,7 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
 def _run(rank: int, worker: Worker, args: argparse.Namespace) -> int:
     device = torch.device("cpu")
     if torch.cuda.is_available() and not args.cpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return worker(Rank(rank, dist.get_world_size(), device), args)
 

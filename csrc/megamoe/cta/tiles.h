@@ -163,10 +163,10 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* ou
 // In backward one thread of a pair deals its units out as it gets to them, else one of each CTA goes by
 // shares made in advance (roles/deal.cuh).
 template <class T>
-constexpr bool deals = T::direction == Direction::backward;
+constexpr bool deals_pair = T::direction == Direction::backward;
 template <class T>
 MEGAMOE_DEVICE auto& deal_slots(Smem& smem) {
-    if constexpr (deals<T>) {
+    if constexpr (deals_pair<T>) {
         return smem.deal.pair;
     } else {
         return smem.deal.own;

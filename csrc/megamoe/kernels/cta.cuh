@@ -25,7 +25,7 @@ MEGAMOE_DEVICE void init_barriers() {
         }
         DealSmem& deal = cta_smem<T>().common.deal;
         for (int s = 0; s < num_dealt; ++s) {
-            if constexpr (deals<T>) {
+            if constexpr (deals_pair<T>) {
                 arch::mbar_init(&deal.pair.full[s].bits, 1);
                 arch::mbar_init(&deal.pair.empty[s].bits, pair_ctas * num_dealt_to);
             } else {

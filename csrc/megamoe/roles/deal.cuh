@@ -77,7 +77,7 @@ struct SharesOf<T, Direction::grouped_weights> {
 
 template <class T>
 MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
-    if (deals<T> && pair_member() != 0) return;
+    if (deals_pair<T> && pair_member() != 0) return;
     auto& slots = deal_slots<T>(ctx.smem);
     UnitStream stream = unit_stream<T>(ctx);
     typename SharesOf<T, T::direction>::Type shares(ctx, stream);
@@ -86,10 +86,10 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
         Unit unit = Unit::none();
         if (more) unit = stream.pop([&](Stage stage, int begun) { return shares.behind(ctx, stage, begun); });
         Tile tile;
-        if (!tile_of<T>(ctx, unit, deals<T> ? 0 : pair_member(), &tile)) continue;
+        if (!tile_of<T>(ctx, unit, deals_pair<T> ? 0 : pair_member(), &tile)) continue;
         ring.acquire(ctx.mem, slots);
         ctx.smem.deal.tile[ring.slot()] = tile;
-        if constexpr (deals<T>) {
+        if constexpr (deals_pair<T>) {
             tile_of<T>(ctx, unit, 1, &tile);
             *arch::in_member(&ctx.smem.deal.tile[ring.slot()], 1) = tile;
         }
