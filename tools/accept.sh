@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them. Steps of one rank
-# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone.
+# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU two ranks share it.
 #
 #   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
 #                                        here; PYTHON=... chooses the interpreter
@@ -47,9 +47,9 @@ side_by_side() {
     wait
     queue=()
 }
-check() { # how: step or single; ranks; tokens
+check() { # how: step or single; ranks; tokens; further options
     local how=$1 ranks=$2 tokens=$3
-    local judge="$python tools/rank_check.py --backend mega --ranks $ranks"
+    local judge="$python tools/rank_check.py --backend mega --ranks $ranks ${*:4}"
     # shellcheck disable=SC2086  # lists of words
     {
         $how "random_ep$ranks" 180 $judge --random 200 --repeat 2 --csv "$out/random_ep$ranks.csv"
@@ -73,7 +73,7 @@ if command -v compute-sanitizer >/dev/null; then
         "$python" tools/rank_check.py --backend mega --ranks 1 --random 12
 fi
 side_by_side
-if [ "$gpus" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0,1 check step 2 1024; fi
+if [ "$gpus" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0,1 check step 2 1024; else check step 2 1024 --share-gpus; fi
 if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
 step tests 240 "$python" -m pytest -q -m "gpu or ep" tests
 # shellcheck disable=SC2086
