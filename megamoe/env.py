@@ -66,6 +66,7 @@ TABLE: dict[str, Variable] = {
         ),
         Variable("MEGAMOE_HOST", "", "the host that a rank is on; empty: machine's name and boot"),
         Variable("MEGAMOE_PDL", "0", "1: programmatic dependent launch on entry", ("0", "1")),
+        Variable("MEGAMOE_SHARE_GPUS", "0", "1: ranks of tests may share a GPU", ("0", "1")),
     )
 }
 
@@ -121,3 +122,8 @@ def host() -> str:
 def pdl() -> bool:
     """Return whether launches use programmatic dependent launch."""
     return TABLE["MEGAMOE_PDL"].get() == "1"
+
+
+def share_gpus() -> bool:
+    """Return whether several ranks may share a GPU, in its time slices: right, slow, and without NCCL."""
+    return TABLE["MEGAMOE_SHARE_GPUS"].get() == "1"

@@ -1,5 +1,7 @@
 """Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared.
 
+With MEGAMOE_SHARE_GPUS=1 one GPU serves for n, but for ep(n, share=False).
+
 torch is imported where tests are collected: xdist's controller starts the workers sooner without it.
 """
 
@@ -40,10 +42,12 @@ def _hopper_gpus() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
+    sharing = os.environ.get("MEGAMOE_SHARE_GPUS") == "1"
     for item in items:
         needed = 1 if item.get_closest_marker("gpu") else 0
         if (ep := item.get_closest_marker("ep")) is not None:
-            needed = max(needed, ep.args[0])
+            shared = sharing and ep.kwargs.get("share", True)
+            needed = max(needed, 1 if shared else ep.args[0])
         if needed > gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} Hopper GPUs, found {gpus}"))
         if item.get_closest_marker("slow") and not slow:

@@ -20,11 +20,14 @@ if [ "$gpus" -eq 0 ]; then
     echo "accept: no GPU" >&2
     exit 1
 fi
-scenarios="calls graph busy streams"
-training="train_graph train_faults"
+ranks=$((gpus > 2 ? gpus : 2))
+scenarios="calls graph busy streams kill late mismatch --ranks $ranks"
+training="train_graph train_faults --ranks $ranks"
 if [ "$gpus" -ge 2 ]; then
-    scenarios="$scenarios nccl kill late mismatch"
-    training="$training train_nccl"
+    scenarios="nccl $scenarios"
+    training="train_nccl $training"
+else
+    export MEGAMOE_SHARE_GPUS=1
 fi
 shapes="--shape dsv3 flash qwen3-235b qwen3-30b gpt-oss-120b mixtral"
 step() { # name, seconds, command ...
@@ -47,9 +50,9 @@ side_by_side() {
     wait
     queue=()
 }
-check() { # how: step or single; ranks; tokens; further options
+check() { # how: step or single; ranks; tokens
     local how=$1 ranks=$2 tokens=$3
-    local judge="$python tools/rank_check.py --backend mega --ranks $ranks ${*:4}"
+    local judge="$python tools/rank_check.py --backend mega --ranks $ranks"
     # shellcheck disable=SC2086  # lists of words
     {
         $how "random_ep$ranks" 180 $judge --random 200 --repeat 2 --csv "$out/random_ep$ranks.csv"
@@ -73,7 +76,7 @@ if command -v compute-sanitizer >/dev/null; then
         "$python" tools/rank_check.py --backend mega --ranks 1 --random 12
 fi
 side_by_side
-if [ "$gpus" -ge 2 ]; then CUDA_VISIBLE_DEVICES=0,1 check step 2 1024; else check step 2 1024 --share-gpus; fi
+CUDA_VISIBLE_DEVICES=0,1 check step 2 1024
 if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
 step tests 240 "$python" -m pytest -q -m "gpu or ep" tests
 # shellcheck disable=SC2086

@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `python tools/x.py` works without an installation
     sys.path.insert(0, str(ROOT))
 
+from megamoe import env  # noqa: E402
 from megamoe.formats.table import PRECISIONS, TRAINED  # noqa: E402
+from megamoe.testing import gpu_of  # noqa: E402
 from megamoe.testing import launch as spawn  # noqa: E402
 from megamoe.testing.shapes import SHAPES, Shape  # noqa: E402
 
@@ -44,17 +46,13 @@ class Rank:
             print(*words, flush=True)
 
 
-def launch(worker: Worker, args: argparse.Namespace, share_gpus: bool = False) -> int:
+def launch(worker: Worker, args: argparse.Namespace) -> int:
     """Run worker(rank, args) on every rank and return the worst exit code.
 
-    Under torchrun this process is one rank; otherwise `args.ranks` processes are spawned. share_gpus: there may be
-    more ranks than GPUs. Ranks of one GPU run in its time slices, some ms each, and wait for each other across them.
+    Under torchrun this process is one rank; otherwise `args.ranks` processes are spawned.
     """
     on_gpu = torch.cuda.is_available() and not args.cpu
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    if share_gpus:
-        backend = "gloo"  # NCCL refuses ranks of one GPU
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     if "LOCAL_RANK" in os.environ:
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
         try:
@@ -62,9 +60,9 @@ def launch(worker: Worker, args: argparse.Namespace, share_gpus: bool = False) -
         finally:
             dist.destroy_process_group()
     ranks = args.ranks or (torch.cuda.device_count() if on_gpu else 2)
-    if on_gpu and ranks > torch.cuda.device_count() and not share_gpus:
+    if on_gpu and ranks > torch.cuda.device_count() and not env.share_gpus():
         raise SystemExit(
-            f"--ranks {ranks}: there are {torch.cuda.device_count()} GPUs; or use --cpu"
+            f"--ranks {ranks}: there are {torch.cuda.device_count()} GPUs; or use --cpu, or MEGAMOE_SHARE_GPUS=1"
         )
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # Nothing was computed here so far: without CUDA, ranks need not import torch again.
@@ -77,7 +75,7 @@ def launch(worker: Worker, args: argparse.Namespace, share_gpus: bool = False) -
 def _run(rank: int, worker: Worker, args: argparse.Namespace) -> int:
     device = torch.device("cpu")
     if torch.cuda.is_available() and not args.cpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     return worker(Rank(rank, dist.get_world_size(), device), args)
 

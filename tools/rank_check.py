@@ -5,7 +5,7 @@
     python tools/rank_check.py --backend mega --shape dsv3 --tokens 8 1024 8192 --precision bf16 fp8
     python tools/rank_check.py --backend mega --random 200 --csv random.csv    random configurations, a row for each
     python tools/rank_check.py --backend mega --direction backward --shape dsv3    every gradient; step: both
-    python tools/rank_check.py --backend mega --random 50 --ranks 4 --share-gpus   more ranks than GPUs
+    MEGAMOE_SHARE_GPUS=1 python tools/rank_check.py --backend mega --ranks 4   more ranks than GPUs, in time slices
     torchrun --nproc-per-node 4 tools/rank_check.py --backend mega             started by torchrun
 
 Inputs and weights are drawn on the device from (seed, rank), so every rank can draw those of the others and needs no
@@ -256,11 +256,10 @@ def main() -> int:
     add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
     add("--verbose", "-v", action="store_true", help="print good stages too")
     add_launch_arguments(parser)
-    add("--share-gpus", action="store_true", help="more ranks than GPUs, which run in time slices")
     args = parser.parse_args()
     if args.direction != "forward":
         refuse_training(parser, args.precision)
-    return launch(worker, args, args.share_gpus)
+    return launch(worker, args)
 
 
 if __name__ == "__main__":

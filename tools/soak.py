@@ -33,6 +33,7 @@ from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 from soak_train import hold_host, train, train_graph, train_nccl
 
 import megamoe
+from megamoe import env
 from megamoe.formats.table import PRECISIONS, TRAINED
 from megamoe.memory.window import Window
 from megamoe.testing import launch, make_weights
@@ -254,6 +255,7 @@ def modules(me: Rank, layer: Layer, window: object) -> None:
 SCENARIOS = {f.__name__: f for f in (calls, graph, nccl, late, mismatch, busy, streams)}
 SCENARIOS |= {f.__name__: f for f in (train, train_graph, train_nccl, train_faults)}
 NEED_TWO = ("nccl", "kill", "late", "mismatch", "train_nccl")
+NEED_NCCL = ("nccl", "train_nccl")
 
 
 def run_rank(rank: int, name: str, args: argparse.Namespace) -> Outcome:
@@ -295,8 +297,10 @@ def main() -> int:
     if "LOCAL_RANK" in os.environ:
         return under_torchrun(args)
     ranks, gpus = args.ranks or min(8, torch.cuda.device_count()), torch.cuda.device_count()
-    if not 0 < ranks <= gpus:
-        raise SystemExit(f"soak.py needs a GPU for each rank: {gpus} found")
+    if not 0 < ranks <= (ranks if env.share_gpus() else gpus):
+        raise SystemExit(
+            f"soak.py needs a GPU for each rank, or MEGAMOE_SHARE_GPUS=1: {gpus} found"
+        )
     print(header(), flush=True)
     first = Rank(0, ranks, torch.device("cuda"))
     for precision in args.precision:
@@ -309,6 +313,8 @@ def main() -> int:
         try:
             if name in NEED_TWO and ranks < 2:
                 raise RuntimeError("needs 2 ranks")
+            if name in NEED_NCCL and ranks > gpus:
+                raise RuntimeError("needs a GPU for each rank")
             if name == "kill":
                 outcomes = [kill(args, ranks)]
             else:

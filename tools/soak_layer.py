@@ -10,7 +10,7 @@ from common import Rank
 import megamoe
 from megamoe.backends import reference
 from megamoe.backends.mega import MegaBackend
-from megamoe.testing import ROUTINGS, compare, make_inputs, make_weights
+from megamoe.testing import ROUTINGS, compare, gpu_of, make_inputs, make_weights
 
 # relative error of y; docs/numerics.md
 LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "bf16xmxfp4": 5e-3, "fp8xmxfp4": 1e-2, "bf16xnvfp4": 5e-3}
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def device_of(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     torch.cuda.set_device(device)
     return device
 

@@ -9,7 +9,7 @@ from megamoe.testing.inputs import (
     make_routing,
     make_weights,
 )
-from megamoe.testing.launch import launch
+from megamoe.testing.launch import gpu_of, launch
 
 __all__ = [
     "OVERLOADED",
@@ -18,6 +18,7 @@ __all__ = [
     "Inputs",
     "assert_close",
     "compare",
+    "gpu_of",
     "launch",
     "make_inputs",
     "make_routing",

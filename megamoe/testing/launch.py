@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megamoe import env
+
 # What the fork server imports once, not once for each rank and launch.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "megamoe"]
 
@@ -26,6 +28,7 @@ class _Setup:
     num_ranks: int
     port: int
     backend: str
+    on_gpus: bool
     timeout_s: float
     num_threads: int
     folder: str
@@ -46,14 +49,25 @@ def launch(
     function: importable by name (the new processes import it). Returns what the ranks returned,
     pickled. The first exception of a rank is raised here with its traceback, after the others were
     ended; so is TimeoutError. start_method: "fork" starts at once, from a process that has neither used CUDA nor
-    computed with several threads.
+    computed with several threads. With NCCL rank r has GPU r; where MEGAMOE_SHARE_GPUS=1 allows more ranks than GPUs,
+    they share them, and gloo takes NCCL's place, which refuses that.
     """
+    on_gpus = "nccl" in backend
+    if on_gpus and env.share_gpus() and num_ranks > torch.cuda.device_count():
+        backend = "gloo"
     multiprocessing.set_forkserver_preload(PRELOADED)
     # The parent serves the store, on a port that the system picks: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="megamoe-launch-") as folder:
         setup = _Setup(
-            num_ranks, store.port, backend, timeout_s, num_threads, folder, dict(os.environ)
+            num_ranks,
+            store.port,
+            backend,
+            on_gpus,
+            timeout_s,
+            num_threads,
+            folder,
+            dict(os.environ),
         )
         context = mp.start_processes(
             _rank_main,
@@ -73,6 +87,11 @@ def launch(
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
+def gpu_of(rank: int) -> torch.device:
+    """Return the GPU of a rank of this machine."""
+    return torch.device("cuda", rank % torch.cuda.device_count() if env.share_gpus() else rank)
+
+
 def _rank_main(
     rank: int, setup: _Setup, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
@@ -80,8 +99,8 @@ def _rank_main(
     os.environ.update(setup.environment)  # the fork server may be older than the variables
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
-    if "nccl" in setup.backend:
-        torch.cuda.set_device(rank)
+    if setup.on_gpus:
+        torch.cuda.set_device(gpu_of(rank))
     timeout = timedelta(seconds=setup.timeout_s)
     store = dist.TCPStore("127.0.0.1", setup.port, None, False, timeout)
     dist.init_process_group(

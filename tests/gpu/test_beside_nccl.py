@@ -67,7 +67,7 @@ def on_ranks(rank):
     return wrong
 
 
-@pytest.mark.ep(2)
+@pytest.mark.ep(2, share=False)
 def test_a_host_that_waits_for_an_all_gather_before_its_launch():
     outcomes = launch(on_ranks, 2, backend="cpu:gloo,cuda:nccl", timeout_s=90)
     assert outcomes == [[], []]

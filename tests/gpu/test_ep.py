@@ -203,8 +203,6 @@ PRECISIONS = ("bf16", "fp8")
 
 
 def all_scenarios(rank: int) -> dict[str, list[str]]:
-    if DEVICE == "cuda":
-        torch.cuda.set_device(rank)
     layers = {precision: Layer(rank, precision) for precision in PRECISIONS}
     return {
         f"{scenario.__name__} {precision}": scenario(layer)
@@ -229,7 +227,6 @@ def test_ranks(outcomes, scenario, precision):
 
 
 def over_nvshmem(rank: int) -> list[str]:
-    torch.cuda.set_device(rank)
     layer = Layer(rank, "fp8")
     inputs, backend = layer.inputs("hot"), layer.backend()
     y = layer.call(backend, inputs)
@@ -244,7 +241,7 @@ def over_nvshmem(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.ep(2)
+@pytest.mark.ep(2, share=False)
 def test_nvshmem():
     missing = [name for name in ("nvshmem", "cuda.core") if not importlib.util.find_spec(name)]
     if missing:
@@ -265,7 +262,7 @@ def test_faults_are_named_and_can_be_reset():
     soak("late", "mismatch")
 
 
-@pytest.mark.ep(2)
+@pytest.mark.ep(2, share=False)
 def test_beside_nccl():
     soak("nccl")
 

@@ -144,7 +144,6 @@ def programs() -> tuple[str, str, str]:
 
 def captured(rank: int, precision: str) -> dict[str, Any]:
     """Replay the captured iteration with several routings and counts; do the same without a graph."""
-    torch.cuda.set_device(rank)
     made = megamoe.MegaMoE
     forced = {"backend": BACKEND, "max_tokens": 32, "init_seed": 1, "precision": precision}
     model, iteration, capture = programs()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megamoe import env
 from megamoe.errors import UnreachablePeer
 from megamoe.memory.transport import Allocation, checked_peers
 from megamoe.memory.transport.group import Group
@@ -18,6 +19,8 @@ class SymmMemTransport:
     def allocate(self, nbytes: int, device: torch.device, group: Group) -> Allocation:
         """Collective over a torch process group."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here
+        if env.share_gpus():
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
         process_group: Any = getattr(group, "process_group", None)
