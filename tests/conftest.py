@@ -1,6 +1,6 @@
 """Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared.
 
-With MEGAMOE_SHARE_GPUS=1 one GPU serves for n, but for ep(n, share=False).
+With MEGAMOE_SHARE_GPUS=1 a GPU serves for four, but for ep(n, share=False).
 
 torch is imported where tests are collected: xdist's controller starts the workers sooner without it.
 """
@@ -13,6 +13,8 @@ import pytest
 
 # A pool of compilers imports torch again, for 8 s, which is more than there is to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+RANKS_OF_ONE = 4  # GPU that is shared: each waits for the time slices of all others
 
 collect_ignore: list[str] = []
 if find_spec("hypothesis") is None:  # a machine without a network, see tools/setup_env.sh
@@ -47,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = 1 if item.get_closest_marker("gpu") else 0
         if (ep := item.get_closest_marker("ep")) is not None:
             shared = sharing and ep.kwargs.get("share", True)
-            needed = max(needed, 1 if shared else ep.args[0])
+            needed = max(needed, -(-ep.args[0] // RANKS_OF_ONE) if shared else ep.args[0])
         if needed > gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} Hopper GPUs, found {gpus}"))
         if item.get_closest_marker("slow") and not slow:

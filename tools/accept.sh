@@ -78,7 +78,7 @@ fi
 side_by_side
 CUDA_VISIBLE_DEVICES=0,1 check step 2 1024
 if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
-step tests 240 "$python" -m pytest -q -m "gpu or ep" tests
+step tests 400 "$python" -m pytest -q -m "gpu or ep" tests
 # shellcheck disable=SC2086
 step soak 300 "$python" tools/soak.py $scenarios --bound 60
 step train_soak 300 "$python" tools/soak.py train --steps 2000 --bound 280
