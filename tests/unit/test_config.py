@@ -21,6 +21,7 @@ from megamoe.errors import (
     fault_to_error,
 )
 from megamoe.jit import abi
+from megamoe.testing import gpu_of
 from megamoe.testing.shapes import SHAPES
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
@@ -153,6 +154,17 @@ def test_environment(monkeypatch):
     with pytest.raises(ConfigError, match="MEGAMOE_COMPILER is 'gcc', expected one of nvrtc, nvcc"):
         env.compiler()
     assert all(v.meaning and name.startswith("MEGAMOE_") for name, v in env.TABLE.items())
+
+
+def test_ranks_share_gpus_only_where_they_may(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("MEGAMOE_SHARE_GPUS", raising=False)
+    assert [gpu_of(rank).index for rank in range(4)] == [0, 1, 2, 3]
+    monkeypatch.setenv("MEGAMOE_SHARE_GPUS", "1")
+    assert [gpu_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    monkeypatch.setenv("MEGAMOE_SHARE_GPUS", "yes")
+    with pytest.raises(ConfigError, match="MEGAMOE_SHARE_GPUS is 'yes', expected one of 0, 1"):
+        gpu_of(0)
 
 
 @pytest.mark.parametrize("edge", [edge.name for edge in abi.Edge if edge.name != "none"])
