@@ -26,8 +26,10 @@ training="train_graph train_faults --ranks $ranks"
 if [ "$gpus" -ge 2 ]; then
     scenarios="nccl $scenarios"
     training="train_nccl $training"
-else
+else # each call waits for several time slices
     export MEGAMOE_SHARE_GPUS=1
+    scenarios="$scenarios --calls 500 --replays 100"
+    training="$training --replays 100"
 fi
 shapes="--shape dsv3 flash qwen3-235b qwen3-30b gpt-oss-120b mixtral"
 step() { # name, seconds, command ...
