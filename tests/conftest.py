@@ -44,7 +44,9 @@ def _hopper_gpus() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
-    sharing = os.environ.get("MEGAMOE_SHARE_GPUS") == "1"
+    from megamoe.env import share_gpus
+
+    sharing = share_gpus()
     for item in items:
         needed = 1 if item.get_closest_marker("gpu") else 0
         if (ep := item.get_closest_marker("ep")) is not None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them. Steps of one rank
-# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU two ranks share it.
+# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share it.
 #
 #   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
 #                                        here; PYTHON=... chooses the interpreter

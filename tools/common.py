@@ -19,7 +19,7 @@ if str(ROOT) not in sys.path:  # `python tools/x.py` works without an installati
 
 from megamoe import env  # noqa: E402
 from megamoe.formats.table import PRECISIONS, TRAINED  # noqa: E402
-from megamoe.testing import gpu_of  # noqa: E402
+from megamoe.testing import backend_of, gpu_of  # noqa: E402
 from megamoe.testing import launch as spawn  # noqa: E402
 from megamoe.testing.shapes import SHAPES, Shape  # noqa: E402
 
@@ -54,6 +54,7 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available() and not args.cpu
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     if "LOCAL_RANK" in os.environ:
+        backend = backend_of(int(os.environ["LOCAL_WORLD_SIZE"]), backend)
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S))
         try:
             return _run(dist.get_rank(), worker, args)

@@ -36,7 +36,7 @@ import megamoe
 from megamoe import env
 from megamoe.formats.table import PRECISIONS, TRAINED
 from megamoe.memory.window import Window
-from megamoe.testing import launch, make_weights
+from megamoe.testing import backend_of, launch, make_weights
 
 BACKENDS = "cpu:gloo,cuda:nccl"
 BLOCK = 500  # calls between two looks at the device
@@ -297,7 +297,7 @@ def main() -> int:
     if "LOCAL_RANK" in os.environ:
         return under_torchrun(args)
     ranks, gpus = args.ranks or min(8, torch.cuda.device_count()), torch.cuda.device_count()
-    if not 0 < ranks <= (ranks if env.share_gpus() else gpus):
+    if gpus == 0 or not 0 < ranks <= (ranks if env.share_gpus() else gpus):
         raise SystemExit(
             f"soak.py needs a GPU for each rank, or MEGAMOE_SHARE_GPUS=1: {gpus} found"
         )
@@ -313,8 +313,7 @@ def main() -> int:
         try:
             if name in NEED_TWO and ranks < 2:
                 raise RuntimeError("needs 2 ranks")
-            if name in NEED_NCCL and ranks > gpus:
-                raise RuntimeError("needs a GPU for each rank")
+            refuse_sharing(name, ranks)
             if name == "kill":
                 outcomes = [kill(args, ranks)]
             else:
@@ -328,11 +327,18 @@ def main() -> int:
     return code
 
 
+def refuse_sharing(name: str, ranks: int) -> None:
+    if name in NEED_NCCL and ranks > torch.cuda.device_count():
+        raise RuntimeError(f"{name} needs a GPU for each rank")
+
+
 def under_torchrun(args: argparse.Namespace) -> int:
-    rank, code = int(os.environ["LOCAL_RANK"]), 0
+    rank, ranks, code = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), 0
     device_of(rank)
-    dist.init_process_group(BACKENDS, timeout=timedelta(seconds=args.bound))
+    backend = backend_of(ranks, BACKENDS)
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.bound))
     for name in args.scenario:
+        refuse_sharing(name, ranks)
         out = run_rank(rank, name, args)
         outcomes = gather(Rank(rank, dist.get_world_size(), torch.device("cpu")), out)
         code |= (

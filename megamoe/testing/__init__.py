@@ -9,7 +9,7 @@ from megamoe.testing.inputs import (
     make_routing,
     make_weights,
 )
-from megamoe.testing.launch import gpu_of, launch
+from megamoe.testing.launch import backend_of, gpu_of, launch
 
 __all__ = [
     "OVERLOADED",
@@ -17,6 +17,7 @@ __all__ = [
     "Comparison",
     "Inputs",
     "assert_close",
+    "backend_of",
     "compare",
     "gpu_of",
     "launch",

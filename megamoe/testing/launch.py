@@ -52,9 +52,7 @@ def launch(
     computed with several threads. With NCCL rank r has GPU r; where MEGAMOE_SHARE_GPUS=1 allows more ranks than GPUs,
     they share them, and gloo takes NCCL's place, which refuses that.
     """
-    on_gpus = "nccl" in backend
-    if on_gpus and env.share_gpus() and num_ranks > torch.cuda.device_count():
-        backend = "gloo"
+    on_gpus, backend = "nccl" in backend, backend_of(num_ranks, backend)
     multiprocessing.set_forkserver_preload(PRELOADED)
     # The parent serves the store, on a port that the system picks: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -87,9 +85,16 @@ def launch(
         return [pickle.loads(file.read_bytes()) for file in files]
 
 
+def backend_of(num_ranks: int, backend: str) -> str:
+    """Return the process group's backend for so many ranks of this machine: where they share GPUs, never NCCL."""
+    shared = env.share_gpus() and num_ranks > torch.cuda.device_count()
+    return "gloo" if shared and "nccl" in backend else backend
+
+
 def gpu_of(rank: int) -> torch.device:
     """Return the GPU of a rank of this machine."""
-    return torch.device("cuda", rank % torch.cuda.device_count() if env.share_gpus() else rank)
+    shared = env.share_gpus() and torch.cuda.device_count() > 0
+    return torch.device("cuda", rank % torch.cuda.device_count() if shared else rank)
 
 
 def _rank_main(

@@ -55,7 +55,7 @@ FLAWS = {
         "stage == Stage::gemm2 ? 1 : 0]",
         "stage != Stage::gemm2 ? 1 : 0]",
     ),
-    "both CTAs load the same": ("roles/load.cuh", "both ? pair_member() : 0,", "0,"),
+    "both CTAs load the same": ("roles/load.cuh", "both ? sharing.half : 0,", "0,"),
     "scales of one box": (
         "roles/load.cuh",
         "small * small_box_rows * sizeof(float) :",

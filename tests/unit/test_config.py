@@ -21,7 +21,7 @@ from megamoe.errors import (
     fault_to_error,
 )
 from megamoe.jit import abi
-from megamoe.testing import gpu_of
+from megamoe.testing import backend_of, gpu_of
 from megamoe.testing.shapes import SHAPES
 
 GOOD = {"hidden": 256, "intermediate": 128, "num_experts": 8, "top_k": 2}
@@ -162,6 +162,10 @@ def test_ranks_share_gpus_only_where_they_may(monkeypatch):
     assert [gpu_of(rank).index for rank in range(4)] == [0, 1, 2, 3]
     monkeypatch.setenv("MEGAMOE_SHARE_GPUS", "1")
     assert [gpu_of(rank).index for rank in range(4)] == [0, 1, 0, 1]
+    assert backend_of(4, "cpu:gloo,cuda:nccl") == backend_of(4, "gloo") == "gloo"
+    assert backend_of(2, "cpu:gloo,cuda:nccl") == "cpu:gloo,cuda:nccl"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_of(0).index == 0  # whoever uses it hears from torch that there is none
     monkeypatch.setenv("MEGAMOE_SHARE_GPUS", "yes")
     with pytest.raises(ConfigError, match="MEGAMOE_SHARE_GPUS is 'yes', expected one of 0, 1"):
         gpu_of(0)

@@ -1,4 +1,4 @@
-// The tile stream that all roles of a CTA walk, and what it looks up.
+// What deal() looks up, and the stream of tiles that loaders and store thread walk.
 #pragma once
 #include "megamoe/cta/context.h"
 

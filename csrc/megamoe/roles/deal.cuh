@@ -40,7 +40,7 @@ struct InTurns {
     MEGAMOE_DEVICE InTurns(Context&, UnitStream&) {}
     MEGAMOE_DEVICE int behind(Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
 };
-// Forward's, where with few tokens one unit more is 5 % of a pair's.
+// Forward's, also of launches that train: with few tokens one unit more is 5 % of a pair's.
 template <class T>
 class Evenly {
   public:

@@ -1,5 +1,6 @@
 // load_a and load_b: one thread each, filling the pipeline's slots by TMA. load_b waits for no row of x, so
-// weights stream from the first tile on. The ring positions live across passes, like the barriers' phases.
+// weights stream from the first tile on; for panels it does, and before weight gradients. The ring positions
+// live across passes, like the barriers' phases.
 //
 // Of the operand that a pair of CTAs shares, either CTA loads one half into both. Both walk the same units,
 // and a slot is refilled only when the math warps of both have released it; so bytes of the partner can reach

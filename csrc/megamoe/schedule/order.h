@@ -89,8 +89,8 @@ struct Position {
     int portion, part;
 };
 
-// A pair's unit, in one word. Of a stage units are numbered from 0,
-// block by block; dw13 stands for both weight matrices here (weight_unit()).
+// A pair's unit. Of a stage units are numbered from 0, block by block; dw13 stands for both weight matrices
+// here (weight_unit()).
 struct Unit {
     int packed;
     static MEGAMOE_PURE Unit none() { return {-1}; }
