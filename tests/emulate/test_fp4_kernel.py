@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flaws import plant
+from flaws import names, plant
 from fp4_cases import (
     HEADROOM,
     PLAIN,
@@ -292,7 +292,7 @@ FLAWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flaw", list(FLAWS))
+@pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path)
     problem = Problem(416, 288, 3, 2, max_tokens=150, precision="fp8xmxfp4")
@@ -320,7 +320,7 @@ NVFP4_FLAWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flaw", list(NVFP4_FLAWS))
+@pytest.mark.parametrize("flaw", names(NVFP4_FLAWS))
 def test_a_flaw_of_nvfp4_is_seen(
     flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from flaws import plant
+from flaws import names, plant
 from fp4_cases import check, least_pool, over_ranks, plainly, random_bits
 
 from megamoe.backends.emulation import Emulation, EmulationError
@@ -126,7 +126,7 @@ FLAWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flaw", list(FLAWS))
+@pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(
     flaw: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

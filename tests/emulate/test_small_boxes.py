@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from flaws import plant
+from flaws import names, plant
 from fp4_cases import spread_ids
 from training_cases import Call, check
 
@@ -65,7 +65,7 @@ FLAWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flaw", list(FLAWS))
+@pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")
     with pytest.raises((AssertionError, EmulationError, ProtocolTimeout)):
