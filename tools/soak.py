@@ -311,9 +311,7 @@ def main() -> int:
     code = 0
     for name in args.scenario:
         try:
-            if name in NEED_TWO and ranks < 2:
-                raise RuntimeError("needs 2 ranks")
-            refuse_sharing(name, ranks)
+            refuse(name, ranks)
             if name == "kill":
                 outcomes = [kill(args, ranks)]
             else:
@@ -327,9 +325,12 @@ def main() -> int:
     return code
 
 
-def refuse_sharing(name: str, ranks: int) -> None:
+def refuse(name: str, ranks: int) -> None:
+    """Raise RuntimeError if the scenario cannot run on so many ranks."""
+    if name in NEED_TWO and ranks < 2:
+        raise RuntimeError("needs 2 ranks")
     if name in NEED_NCCL and ranks > torch.cuda.device_count():
-        raise RuntimeError(f"{name} needs a GPU for each rank")
+        raise RuntimeError("needs a GPU for each rank")
 
 
 def under_torchrun(args: argparse.Namespace) -> int:
@@ -338,7 +339,7 @@ def under_torchrun(args: argparse.Namespace) -> int:
     backend = backend_of(ranks, BACKENDS)
     dist.init_process_group(backend, timeout=timedelta(seconds=args.bound))
     for name in args.scenario:
-        refuse_sharing(name, ranks)
+        refuse(name, ranks)
         out = run_rank(rank, name, args)
         outcomes = gather(Rank(rank, dist.get_world_size(), torch.device("cpu")), out)
         code |= (

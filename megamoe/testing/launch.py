@@ -28,7 +28,6 @@ class _Setup:
     num_ranks: int
     port: int
     backend: str
-    on_gpus: bool
     timeout_s: float
     num_threads: int
     folder: str
@@ -52,20 +51,12 @@ def launch(
     computed with several threads. With NCCL rank r has GPU r; where MEGAMOE_SHARE_GPUS=1 allows more ranks than GPUs,
     they share them, and gloo takes NCCL's place, which refuses that.
     """
-    on_gpus, backend = "nccl" in backend, backend_of(num_ranks, backend)
     multiprocessing.set_forkserver_preload(PRELOADED)
     # The parent serves the store, on a port that the system picks: no race for a free one.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="megamoe-launch-") as folder:
         setup = _Setup(
-            num_ranks,
-            store.port,
-            backend,
-            on_gpus,
-            timeout_s,
-            num_threads,
-            folder,
-            dict(os.environ),
+            num_ranks, store.port, backend, timeout_s, num_threads, folder, dict(os.environ)
         )
         context = mp.start_processes(
             _rank_main,
@@ -104,12 +95,13 @@ def _rank_main(
     os.environ.update(setup.environment)  # the fork server may be older than the variables
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setup.num_ranks))
-    if setup.on_gpus:
+    if "nccl" in setup.backend:
         torch.cuda.set_device(gpu_of(rank))
     timeout = timedelta(seconds=setup.timeout_s)
     store = dist.TCPStore("127.0.0.1", setup.port, None, False, timeout)
+    backend = backend_of(setup.num_ranks, setup.backend)
     dist.init_process_group(
-        setup.backend, store=store, rank=rank, world_size=setup.num_ranks, timeout=timeout
+        backend, store=store, rank=rank, world_size=setup.num_ranks, timeout=timeout
     )
     result = function(rank, *args)
     Path(setup.folder, str(rank)).write_bytes(pickle.dumps(result))

@@ -9,18 +9,29 @@ import pytest
 
 from megamoe.jit import paths
 
+Flaw = tuple[str, str, str]  # in a file, something replaced
 
-def names(flaws: dict[str, tuple[str, str, str]]) -> list[str]:
+
+def spoiled(flaw: Flaw, source: Path) -> tuple[Path, str]:
+    """Return the file below `source`, and its text with the flaw."""
+    file, old, new = flaw
+    header = source / "megamoe" / file
+    text = header.read_text()
+    assert text.count(old) == 1, (file, old)
+    return header, text.replace(old, new)
+
+
+def names(flaws: dict[str, Flaw]) -> list[str]:
     """Return the names. One that the sources have outgrown is an error already where tests are collected."""
-    for name, (file, old, _) in flaws.items():
-        assert (paths.CSRC / "megamoe" / file).read_text().count(old) == 1, (name, file, old)
+    for flaw in flaws.values():
+        spoiled(flaw, paths.CSRC)
     return list(flaws)
 
 
-def plant(flaw: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Let the kernel be compiled from sources with a flaw: in a file, something replaced."""
-    source, (file, old, new) = folder / "csrc", flaw
+def plant(flaw: Flaw, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let the kernel be compiled from sources with a flaw."""
+    source = folder / "csrc"
     shutil.copytree(paths.CSRC, source)
-    header = source / "megamoe" / file
-    header.write_text(header.read_text().replace(old, new))
+    header, text = spoiled(flaw, source)
+    header.write_text(text)
     monkeypatch.setattr(paths, "CSRC", source)

@@ -61,6 +61,7 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
 LOST = {
     "a peer's x": (
         ("roles/prologue.cuh", "XReady::publish(", "if (ctx.args.rank != 1) XReady::publish("),
+        # whichever wait behind it began first: of a CTA whose first tile is gemm2's, that for h
         "x_ready|rows_ready|panel_ready|h_ready",
     ),
     "an expert's panels": (
@@ -70,7 +71,7 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("lost", list(LOST))
+@pytest.mark.parametrize("lost", names({name: flaw for name, (flaw, _) in LOST.items()}))
 def test_what_is_lost_ends_the_launch_and_is_named(
     lost: str, rooms: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ constexpr int long_tile_slots = 256;
 template <class T>
 class Tickets {
   public:
-    MEGAMOE_DEVICE Tickets(Context& ctx, UnitStream&)
+    explicit MEGAMOE_DEVICE Tickets(const Context& ctx)
         : gemm2_is_long_(Shape<T>::k_slots(ctx.args, Stage::gemm2) >= long_tile_slots) {}
     MEGAMOE_DEVICE int behind(Context& ctx, Stage stage, int unit) const {
         if (stage == Stage::gemm2 && gemm2_is_long_) return unit + num_pairs(ctx);
@@ -35,20 +35,17 @@ class Tickets {
   private:
     bool gemm2_is_long_;
 };
-template <class T>
 struct InTurns {
-    MEGAMOE_DEVICE InTurns(Context&, UnitStream&) {}
-    MEGAMOE_DEVICE int behind(Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
+    MEGAMOE_DEVICE int behind(const Context& ctx, Stage, int unit) const { return unit + num_pairs(ctx); }
 };
 // Forward's, also of launches that train: with few tokens one unit more is 5 % of a pair's.
-template <class T>
 class Evenly {
   public:
-    MEGAMOE_DEVICE Evenly(Context& ctx, UnitStream& stream)
+    MEGAMOE_DEVICE Evenly(const Context& ctx, UnitStream& stream)
         : gemm2_(stream.num_blocks * stream.units1, ctx.args.gemm2_rounds, num_pairs(ctx)) {
         stream.next2 = gemm2_.first(from_last(ctx));
     }
-    MEGAMOE_DEVICE int behind(Context& ctx, Stage stage, int unit) const {
+    MEGAMOE_DEVICE int behind(const Context& ctx, Stage stage, int unit) const {
         int pairs = num_pairs(ctx);
         return stage == Stage::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
     }
@@ -58,29 +55,24 @@ class Evenly {
 
     Gemm2Shares gemm2_;
 };
-template <class T, Direction direction>
-struct SharesOf {
-    using Type = Evenly<T>;
-};
+// May move where `stream` begins.
 template <class T>
-struct SharesOf<T, Direction::backward> {
-    using Type = Tickets<T>;
-};
-template <class T>
-struct SharesOf<T, Direction::grouped> {
-    using Type = InTurns<T>;
-};
-template <class T>
-struct SharesOf<T, Direction::grouped_weights> {
-    using Type = InTurns<T>;
-};
+MEGAMOE_DEVICE auto shares_of(const Context& ctx, UnitStream& stream) {
+    if constexpr (deals_pair<T>) {
+        return Tickets<T>(ctx);
+    } else if constexpr (is_grouped<T>) {
+        return InTurns{};
+    } else {
+        return Evenly(ctx, stream);
+    }
+}
 
 template <class T>
 MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
     if (deals_pair<T> && pair_member() != 0) return;
     auto& slots = deal_slots<T>(ctx.smem);
     UnitStream stream = unit_stream<T>(ctx);
-    typename SharesOf<T, T::direction>::Type shares(ctx, stream);
+    auto shares = shares_of<T>(ctx, stream);
     for (bool more = true; more;) {
         more = !stream.done();
         Unit unit = Unit::none();
