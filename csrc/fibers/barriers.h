@@ -146,6 +146,11 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
 }
+inline bool mbar_test(uint64_t* bar, uint32_t parity) {
+    machine.preemption_point();
+    if (parity > 1) machine.fail("mbar_test: parity %u", parity);
+    return check_mbarrier(*current->cta, bar, "mbar_test")->phase() != parity;
+}
 inline void mbar_wait_cluster(uint64_t* bar, uint32_t parity) { mbar_wait(bar, parity); }
 
 // Both barriers are .aligned on the machine: a lane that strays from its warp is an error.

@@ -27,7 +27,8 @@ void init_barriers(int count, uint32_t arrivals) {
     all_threads_meet();
 }
 
-// One producer, three consuming warps, a ring of two slots: y[lap, thread] is what each consumer saw.
+// One producer, three consuming warps, a ring of two slots: y[lap, thread] is what each consumer saw. The
+// second waits only where a look says that it has to.
 void ring(const Args& args) {
     uint64_t *full = barriers(), *empty = barriers() + 2;
     auto* slots = reinterpret_cast<int*>(arch::dynamic_smem());
@@ -47,7 +48,8 @@ void ring(const Args& args) {
             slots[slot] = lap;
             arch::mbar_arrive(full + slot);
         } else if (arch::warp_idx() > 0) {
-            arch::mbar_wait(full + slot, parity);
+            bool has_arrived = arch::warp_idx() == 2 && arch::mbar_test(full + slot, parity);
+            if (!has_arrived) arch::mbar_wait(full + slot, parity);
             output<int>(args)[lap * 96 + arch::thread_idx() - 32] = slots[slot];
             arch::mbar_arrive(empty + slot);
         }

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from flaws import names, plant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from megamoe.backends.emulate import EmulateBackend
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference.layer import forward
 from megamoe.config import ACTIVATIONS, Problem
 from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
@@ -185,6 +187,41 @@ def test_orders_of_execution(seed: int) -> None:
     )
     for _ in range(3):
         check(emulation, [64, 20, 41], seed=seed)
+
+
+LOOKS = {
+    "a slot is read whatever the look found": (
+        "gemm/mainloop.cuh",
+        "has_arrived = ring.test(ctx.mem, smem.pipeline);",
+        "has_arrived = true;",
+    ),
+    "a look at the last lap": (
+        "protocol/ring.h",
+        "return mem.test(s.full[slot()], parity());",
+        "return mem.test(s.full[slot()], parity() ^ 1);",
+    ),
+    "a slot is given back behind its first half": (
+        "gemm/mainloop.cuh",
+        "if (half == 1) {",
+        "if (half == 0) {",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", names(LOOKS))
+def test_a_flaw_of_the_fp8_loop_is_seen(
+    flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    problem = Problem(400, 144, 6, 2, max_tokens=200, precision="fp8")
+    plant(LOOKS[flaw], monkeypatch, tmp_path)
+
+    def orders() -> None:
+        for seed in range(4):
+            check(Emulation(problem), [200], seed=seed)
+
+    with pytest.raises((AssertionError, EmulationError, ProtocolTimeout)):
+        orders()
 
 
 def test_four_ranks() -> None:

@@ -94,6 +94,8 @@ class Memory {
         auto passed = [=](uint32_t state) { return (state >> PhaseBarrier::phase_shift & 1) != parity; };
         world_.wait_until(thread_, b.cell, passed, "!= parity " + std::to_string(parity), true, Scope::gpu);
     }
+    // One that finds the phase incomplete changes nothing, so only one that finds it complete is explored.
+    bool test(const PhaseBarrier& b, uint32_t parity) { return wait(b, parity), true; }
     // The end of a launch and the start of the next of this rank: orders everything, in every proxy.
     void launch_boundary(int barrier) {
         world_.arrive(thread_, barrier, true), world_.wait(thread_, barrier, true);

@@ -231,11 +231,14 @@ void slot_in_place(World& w, const Flaw& flaw) {
 }
 
 // One CTA's: load_a announces its copy with its commit and then issues it, load_b writes scales between its
-// copy and its commit, and two lanes of a math warp read them, of which one releases for the warp.
+// copy and its commit, and two lanes of a math warp read them, of which one releases for the warp. One looks
+// ahead and finds that the next stage has arrived, the other awaits it.
 void two_loaders(World& w, const Flaw& flaw) {
     constexpr int stages = 3;
+    constexpr bool looks[] = {true, false};
     bool apart = flaw("no warp_sync before the release"), alone = flaw("full counts load_a only"),
-         own_lap = flaw("a loader does not acquire a slot that the other has acquired");
+         own_lap = flaw("a loader does not acquire a slot that the other has acquired"),
+         granted = flaw("a slot is read whatever the look ahead found");
     struct {
         std::array<PhaseBarrier, 1> full, empty;
     } barriers;
@@ -278,12 +281,15 @@ void two_loaders(World& w, const Flaw& flaw) {
     for (int lane = 0; lane < 2; ++lane) {
         w.thread(name_of("math.lane", lane), 0, 0, [=](Mem& m) {
             Ring<1> ring;
-            for (int i = 0; i < stages; ++i, ring.advance()) {
-                ring.await(m, barriers);
+            bool has_arrived = false;
+            for (int i = 0; i < stages; ++i) {
+                if (!has_arrived) ring.await(m, barriers);
                 m.read(scales, i);
                 if (lane == 0) m.read(a, i), m.read(b, i);
                 if (!apart) m.sync(converged[i]);
                 if (lane == 0) ring.release(m, barriers);
+                ring.advance();
+                has_arrived = granted || (looks[lane] && i + 1 < stages && ring.test(m, barriers));
             }
         });
     }
@@ -430,7 +436,8 @@ const std::vector<Scenario> pair_scenarios = {
     {"two loaders of a stage",
      two_loaders,
      {"no warp_sync before the release", "full counts load_a only",
-      "a loader does not acquire a slot that the other has acquired"},
+      "a loader does not acquire a slot that the other has acquired",
+      "a slot is read whatever the look ahead found"},
      {}},
     {"slot in place",
      slot_in_place,

@@ -77,10 +77,11 @@ class Expansion {
     int slots_;
 };
 
-// MMAs may read the slot.
+// MMAs may read the slot. `has_arrived`: as a look ahead found.
 template <class T, class Beside>
-MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring, const Beside& beside) {
-    await_slot<T>(ctx, ring);
+MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring, const Beside& beside,
+                                   bool has_arrived) {
+    if (!has_arrived) await_slot<T>(ctx, ring);
     if constexpr (same<Beside, Expansion<T>>) beside.await(ring);
 }
 
@@ -144,7 +145,9 @@ template <>
 struct Multiply<Bf16Columns, Bf16Columns> : MultiplyBf16<Major::mn, Major::mn> {};
 
 // FP8: each half of each slot is multiplied into a fresh accumulator and promoted, times its scales, into
-// fp32 sums.
+// fp32 sums. What stands between two MMAs of a warpgroup costs time (docs/tuning.md, "The FP8 loop"): so
+// scales are read once a slot, behind the first half's MMAs, their row stays in a register, and beside the
+// promotion of the second half the next slot's barrier is looked at.
 template <>
 struct Multiply<E4m3Rows, E4m3Weights> {
     static constexpr int registers = 208;  // 128 sums and 64 of one promotion
@@ -156,11 +159,15 @@ struct Multiply<E4m3Rows, E4m3Weights> {
         Operands<Major::k, Major::k> operands(smem, math_group());
         MEGAMOE_UNROLL
         for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
+        constexpr int slot_bytes = sizeof(smem.slots[0]);
+        int at = ring.slot() * slot_bytes;
+        bool has_arrived = false;
+        int row = (arch::thread_idx() / 32 - first_math_warp) * 16 + arch::lane_idx() / 4;
         for (; slots > 0; --slots) {
-            int at = ring.slot() * static_cast<int>(sizeof(smem.slots[0]));
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             beside(ring.slot(), 0);
-            await_operands<T>(ctx, ring, beside);
+            await_operands<T>(ctx, ring, beside, has_arrived);
+            float scale[2][2];  // of a half, of rows `row` and `row` + 8
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half) {
                 arch::Desc b = arch::desc_advance(b0, half * S::half_columns * slot_k_bytes);
@@ -172,28 +179,32 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                     arch::wgmma<e4m3_t>(acc, arch::desc_advance(a, k), arch::desc_advance(b, k), k != 0);
                 }
                 arch::wgmma_commit();
-                // The scales are read behind the MMAs: nothing but the barrier stands before them. Their row
-                // is worked out again each time, as no register holds it.
-                int warp_row = (arch::thread_idx() / 32 - first_math_warp) * 16,
-                    row = warp_row + arch::lane_idx() / 4;
-                float weight_scale = smem.b_scale[ring.slot()][half];
-                float s0 = smem.a_scale[ring.slot()][row] * weight_scale,
-                      s1 = smem.a_scale[ring.slot()][row + 8] * weight_scale;
+                if (half == 0) {
+                    const float* of_rows = smem.a_scale[ring.slot()] + row;
+                    const float* of_halves = smem.b_scale[ring.slot()];
+                    MEGAMOE_UNROLL
+                    for (int h = 0; h < 2; ++h) {
+                        scale[h][0] = of_rows[0] * of_halves[h];
+                        scale[h][1] = of_rows[8] * of_halves[h];
+                    }
+                }
                 arch::wgmma_wait<0>();
                 arch::fence_accumulator(acc);
                 if (half == 1) {
                     arch::warp_sync();  // all lanes have read the scales
                     ring.release(ctx.mem, smem.pipeline);
+                    ring.advance();
+                    has_arrived = ring.test(ctx.mem, smem.pipeline);
+                    at = ring.slot() == 0 ? 0 : at + slot_bytes;
                 }
                 MEGAMOE_UNROLL
                 for (int j = 0; j < S::sums; j += 4) {
-                    sum[half][j] += s0 * acc[j];
-                    sum[half][j + 1] += s0 * acc[j + 1];
-                    sum[half][j + 2] += s1 * acc[j + 2];
-                    sum[half][j + 3] += s1 * acc[j + 3];
+                    sum[half][j] += scale[half][0] * acc[j];
+                    sum[half][j + 1] += scale[half][0] * acc[j + 1];
+                    sum[half][j + 2] += scale[half][1] * acc[j + 2];
+                    sum[half][j + 3] += scale[half][1] * acc[j + 3];
                 }
             }
-            ring.advance();
         }
     }
     template <class T>

@@ -8,6 +8,7 @@ namespace megamoe {
 struct Mbarriers {
     MEGAMOE_DEVICE void wait(uint64_t& bar, uint32_t parity) const { arch::mbar_wait(&bar, parity); }
     MEGAMOE_DEVICE void wait(PairBarrier& bar, uint32_t parity) const { wait(bar.bits, parity); }
+    MEGAMOE_DEVICE bool test(uint64_t& bar, uint32_t parity) const { return arch::mbar_test(&bar, parity); }
     MEGAMOE_DEVICE void arrive(uint64_t& bar) const { arch::mbar_arrive(&bar); }
     MEGAMOE_DEVICE void arrive(uint64_t& bar, uint32_t bytes) const {
         arch::mbar_arrive_expect_tx(&bar, bytes);

@@ -8,6 +8,7 @@
 //
 // A `Mem` policy offers, for a barrier of the type B that the ring's `Slots` have in full[] or empty[]:
 //   void wait(B&, uint32_t parity)                  returns when the phase with this parity has completed
+//   bool test(B&, uint32_t parity)                  whether it has; where it has, as wait
 //   void arrive(B&)                                 orders what this thread read and wrote before it
 //   void arrive(B&, uint32_t bytes)                 and as many bytes are to land before the phase completes
 //   void expect(B&, uint32_t bytes)                 that many bytes, no arrival
@@ -68,6 +69,11 @@ class Ring {
     template <class Mem, class Slots>
     MEGAMOE_DEVICE void await(Mem& mem, Slots& s) const {
         mem.wait(s.full[slot()], parity());
+    }
+    // Whether it can be by now; where it cannot, await() it.
+    template <class Mem, class Slots>
+    MEGAMOE_DEVICE bool test(Mem& mem, Slots& s) const {
+        return mem.test(s.full[slot()], parity());
     }
     // Nothing of the slot is read after this. Where one lane arrives for a warp, the warp has converged: no
     // lane still reads, and none still awaits a phase that the next lap would overtake.

@@ -168,6 +168,20 @@ MEGAMOE_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
         "r"(parity)
         : "memory");
 }
+// Does not wait: mbarrier.test_wait.
+MEGAMOE_DEVICE bool mbar_test(const uint64_t* bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(smem_address(bar)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
 
 // ---- TMA (PTX ISA, cp.async.bulk.tensor)
 MEGAMOE_DEVICE void tma_load_2d(void* s_dst, const TensorMap* map, uint64_t* bar, int c0, int c1) {
