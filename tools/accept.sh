@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them. Steps of one rank
-# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share it.
+# Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them, or on one. Steps of
+# one rank run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share
+# it, in its time slices, and so do all steps that judge.
 #
 #   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
 #                                        here; PYTHON=... chooses the interpreter
@@ -39,18 +40,32 @@ step() { # name, seconds, command ...
     timeout "$limit" "$@" >"$out/$name.log" 2>&1 || { verdict=FAIL && touch "$out/$name.failed"; }
     echo "$verdict: $name, $((SECONDS - start)) s: $(tail -n 1 "$out/$name.log" | cut -c1-160)"
 }
-queue=()
-single() { queue+=("$(printf '%q ' "$@")"); } # a step of one GPU, run by side_by_side
+lanes=() # lane i: steps, one behind the other; side by side with those of the others
+lane() { # lane, name, seconds, command ...
+    local i=$1
+    shift
+    lanes[i]="${lanes[i]:-}$(printf '%q ' step "$@");"
+}
 side_by_side() {
-    local gpu job
-    for ((gpu = 0; gpu < gpus; ++gpu)); do
-        (
-            export CUDA_VISIBLE_DEVICES=$gpu
-            for ((job = gpu; job < ${#queue[@]}; job += gpus)); do eval "step ${queue[job]}"; done
-        ) &
-    done
+    local i
+    for i in "${!lanes[@]}"; do (eval "${lanes[i]}") & done
     wait
-    queue=()
+    lanes=()
+}
+next=0
+single() { # a step of one GPU: to the GPUs in turns
+    lane $((next % gpus)) "$1" "$2" env CUDA_VISIBLE_DEVICES=$((next % gpus)) "${@:3}"
+    next=$((next + 1))
+}
+shared() { # a step that shares the only GPU; those that hold much memory in one lane
+    case $1 in
+    *shapes* | overload*) lane 0 "$@" ;;
+    random* | panels*) lane 1 "$@" ;;
+    backward_random* | fp4*) lane 2 "$@" ;;
+    tests) lane 3 "$@" ;;
+    soak | train_faults) lane 4 "$@" ;;
+    *) lane 5 "$@" ;;
+    esac
 }
 check() { # how: step or single; ranks; tokens
     local how=$1 ranks=$2 tokens=$3
@@ -71,23 +86,37 @@ check() { # how: step or single; ranks; tokens
     }
 }
 
-step compile 300 "$python" -m megamoe.jit --all
-check single 1 1024
-if command -v compute-sanitizer >/dev/null; then
-    single memcheck 180 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+memcheck() { # how
+    command -v compute-sanitizer >/dev/null || return 0
+    "$1" memcheck 180 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
         "$python" tools/rank_check.py --backend mega --ranks 1 --random 12
+}
+layers() { # how
+    "$1" tests 400 "$python" -m pytest -q -m "gpu or ep" tests
+    # shellcheck disable=SC2086
+    "$1" soak 300 "$python" tools/soak.py $scenarios --bound 60
+    "$1" train_soak 300 "$python" tools/soak.py train --steps 2000 --bound 280
+    # shellcheck disable=SC2086
+    "$1" train_faults 240 "$python" tools/soak.py $training --bound 100
+    "$1" demo_one_rank 240 make --no-print-directory demo
+    "$1" demo_staged 120 make --no-print-directory demo ARGS="--steps 200 --compare staged"
+}
+
+step compile 300 "$python" -m megamoe.jit --all
+if [ "$gpus" -eq 1 ]; then
+    memcheck step
+    check shared 1 1024
+    check shared 2 1024
+    layers shared
+    side_by_side
+else
+    check single 1 1024
+    memcheck single
+    side_by_side
+    CUDA_VISIBLE_DEVICES=0,1 check step 2 1024
+    if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
+    layers step
 fi
-side_by_side
-CUDA_VISIBLE_DEVICES=0,1 check step 2 1024
-if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
-step tests 400 "$python" -m pytest -q -m "gpu or ep" tests
-# shellcheck disable=SC2086
-step soak 300 "$python" tools/soak.py $scenarios --bound 60
-step train_soak 300 "$python" tools/soak.py train --steps 2000 --bound 280
-# shellcheck disable=SC2086
-step train_faults 240 "$python" tools/soak.py $training --bound 100
-step demo_one_rank 240 make --no-print-directory demo
-step demo_staged 120 make --no-print-directory demo ARGS="--steps 200 --compare staged"
 step host_cost 120 "$python" tools/host_cost.py --check
 step captured 60 "$python" tools/host_cost.py --captured --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
