@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them, or on one. Steps of
-# one rank run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share
-# it, in its time slices, and so do all steps that judge.
+# Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them. Steps of one rank
+# run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share it, in its
+# time slices, and so do all steps that judge.
 #
 #   tools/accept.sh [OUT [STEP...]]      logs and CSVs to OUT (default out/accept); only the named steps, in their order
 #                                        here; PYTHON=... chooses the interpreter
@@ -67,7 +67,7 @@ shared() { # a step that shares the only GPU; those that hold much memory in one
     *) lane 5 "$@" ;;
     esac
 }
-check() { # how: step or single; ranks; tokens
+check() { # how: step, single or shared; ranks; tokens
     local how=$1 ranks=$2 tokens=$3
     local judge="$python tools/rank_check.py --backend mega --ranks $ranks"
     # shellcheck disable=SC2086  # lists of words

@@ -126,10 +126,17 @@ inline void mbar_arrive_expect_tx(uint64_t* bar, uint32_t bytes) {
     arrive(*current->cta, bar, bytes, "mbar_arrive_expect_tx");
 }
 
-inline void mbar_wait(uint64_t* bar, uint32_t parity) {
+inline Mbarrier* look_at(uint64_t* bar, uint32_t parity, const char* what) {
     machine.preemption_point();
-    Mbarrier* barrier = check_mbarrier(*current->cta, bar, "mbar_wait");
-    if (parity > 1) machine.fail("mbar_wait: parity %u", parity);
+    Mbarrier* barrier = check_mbarrier(*current->cta, bar, what);
+    if (parity > 1) machine.fail("%s: parity %u", what, parity);
+    return barrier;
+}
+inline bool mbar_test(uint64_t* bar, uint32_t parity) {
+    return look_at(bar, parity, "mbar_test")->phase() != parity;
+}
+inline void mbar_wait(uint64_t* bar, uint32_t parity) {
+    Mbarrier* barrier = look_at(bar, parity, "mbar_wait");
     if (barrier->phase() != parity) return;
     Fiber* self = current;
     self->address = bar;
@@ -145,11 +152,6 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity) {
         machine.fail(
             "mbar_wait at shared +%td: the next phase completed too before this thread saw the first",
             reinterpret_cast<uint8_t*>(bar) - self->cta->shared);
-}
-inline bool mbar_test(uint64_t* bar, uint32_t parity) {
-    machine.preemption_point();
-    if (parity > 1) machine.fail("mbar_test: parity %u", parity);
-    return check_mbarrier(*current->cta, bar, "mbar_test")->phase() != parity;
 }
 inline void mbar_wait_cluster(uint64_t* bar, uint32_t parity) { mbar_wait(bar, parity); }
 

@@ -189,7 +189,7 @@ def test_orders_of_execution(seed: int) -> None:
         check(emulation, [64, 20, 41], seed=seed)
 
 
-LOOKS = {
+FLAWS = {
     "a slot is read whatever the look found": (
         "gemm/mainloop.cuh",
         "has_arrived = ring.test(ctx.mem, smem.pipeline);",
@@ -209,12 +209,12 @@ LOOKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flaw", names(LOOKS))
+@pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_of_the_fp8_loop_is_seen(
     flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     problem = Problem(400, 144, 6, 2, max_tokens=200, precision="fp8")
-    plant(LOOKS[flaw], monkeypatch, tmp_path)
+    plant(FLAWS[flaw], monkeypatch, tmp_path)
 
     def orders() -> None:
         for seed in range(4):

@@ -162,7 +162,7 @@ struct Multiply<E4m3Rows, E4m3Weights> {
         constexpr int slot_bytes = sizeof(smem.slots[0]);
         int at = ring.slot() * slot_bytes;
         bool has_arrived = false;
-        int row = (arch::thread_idx() / 32 - first_math_warp) * 16 + arch::lane_idx() / 4;
+        int row = math_group() * group_rows + Fragment().row;
         for (; slots > 0; --slots) {
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             beside(ring.slot(), 0);

@@ -169,7 +169,7 @@ MEGAMOE_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 // Does not wait: mbarrier.test_wait.
-MEGAMOE_DEVICE bool mbar_test(const uint64_t* bar, uint32_t parity) {
+MEGAMOE_DEVICE bool mbar_test(uint64_t* bar, uint32_t parity) {
     uint32_t done;
     asm volatile(
         "{\n"
