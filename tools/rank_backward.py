@@ -111,6 +111,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
             if stages:
                 check_everywhere(checker, d, found, stages, saved)
             del state, saved, stages
+            d.forget_others()
             check_again(checker, backend, d, y, found, args.repeat)
             getattr(backend, "check", lambda: None)()
             if args.fewer_sms:

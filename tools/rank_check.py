@@ -19,7 +19,6 @@ the backend has a backward pass of its own; else torch's gradients of the layer,
 
 import argparse
 import csv
-import gc
 import sys
 import time
 from dataclasses import replace
@@ -27,7 +26,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, refuse_training
+from common import (
+    Rank,
+    add_launch_arguments,
+    add_shape_arguments,
+    header,
+    launch,
+    refuse_training,
+    release_memory,
+)
 from rank_backward import check_backward
 from rank_cases import Case, listed_cases, random_case
 from torch import Tensor
@@ -135,15 +142,6 @@ def check_forward(case: Case, me: Rank, args: argparse.Namespace) -> StageChecke
     checker.require(bool((y[dropped] == 0).all()), "y of a token without a route is not zero")
     checker.require(bool(y.isfinite().all()), "y has values that are not finite")
     return checker
-
-
-def release_memory(device: torch.device) -> None:
-    """Hand cached memory back when it may be in the way of the next window, which is not taken from the cache."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if free < total / 2:
-            gc.collect()
-            torch.cuda.empty_cache()
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:

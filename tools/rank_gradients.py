@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank
+from common import Rank, release_memory
 from rank_cases import Case
 from torch import Tensor
 
@@ -51,6 +51,11 @@ class Drawn:
         mine = self.me.rank
         pairs = enumerate(self.masters)
         return [self.weights if r == mine else m.quantized(self.problem) for r, m in pairs]
+
+    def forget_others(self) -> None:
+        """Give back the memory of what only the oracle reads: a shared GPU has little for two ranks' dsv3."""
+        self.__dict__.pop("everyones", None)
+        release_memory(self.me.device)
 
     @cached_property
     def turned(self) -> dict[str, TurnedWeights]:
