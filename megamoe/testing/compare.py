@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Tolerance = float | Tensor | Callable[[Tensor, Tensor], Tensor]
+AT_ONCE = 1 << 26  # elements in fp64: a few GB with all that is made of them
 
 
 @dataclass(frozen=True)
@@ -36,28 +41,41 @@ def rounding_step(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(normal, info.eps), torch.frexp(normal).exponent - 1)
 
 
-def compare(actual: Tensor, expected: Tensor, tolerance: float | Tensor = 0.0) -> Comparison:
-    """Compare in fp64 on actual's device; elements at most `tolerance` apart do not count as differing."""
+def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance = 0.0) -> Comparison:
+    """Compare in fp64 on actual's device; elements at most `tolerance` apart do not count as differing.
+
+    tolerance: of all elements, of each, or a function of both tensors, which is given some elements at a time.
+    """
     if actual.shape != expected.shape:
         raise AssertionError(f"shape {list(actual.shape)}, expected {list(expected.shape)}")
-    a, e = actual.detach().double(), expected.detach().to(actual.device).double()
-    both_finite = a.isfinite() & e.isfinite()
-    same = (a == e) | (a.isnan() & e.isnan())
-    error = torch.where(both_finite, (a - e).abs(), torch.where(same, 0.0, float("inf")))
-    norm = torch.where(e.isfinite(), e, 0.0).norm().item()
-    error_norm = error.norm().item()
+    if isinstance(tolerance, Tensor):
+        tolerance = tolerance.broadcast_to(actual.shape).flatten()
+    got, want = actual.detach().flatten(), expected.detach().to(actual.device).flatten()
+    error_norm, norm, largest, differing = 0.0, 0.0, 0.0, 0
+    first = None
+    for start in range(0, got.numel(), AT_ONCE):
+        some = slice(start, start + AT_ONCE)
+        allowed = tolerance[some] if isinstance(tolerance, Tensor) else tolerance
+        if callable(allowed):
+            allowed = allowed(got[some], want[some])
+        a, e = got[some].double(), want[some].double()
+        both_finite = a.isfinite() & e.isfinite()
+        same = (a == e) | (a.isnan() & e.isnan())
+        error = torch.where(both_finite, (a - e).abs(), torch.where(same, 0.0, float("inf")))
+        wrong = (error > allowed) | error.isinf()
+        norm = math.hypot(norm, torch.where(e.isfinite(), e, 0.0).norm().item())
+        error_norm = math.hypot(error_norm, error.norm().item())
+        largest = max(largest, error.max().item())
+        of_these = int(wrong.sum())
+        if of_these and first is None:
+            first = start + int(wrong.int().argmax())
+        differing += of_these
     relative = 0.0 if error_norm == 0 else (error_norm / norm if norm else float("inf"))
-    wrong = (error > tolerance) | error.isinf()
-    if not bool(wrong.any()):
-        return Comparison(
-            relative, error.max().item() if error.numel() else 0.0, 0, None, None, None
-        )
-    flat = int(wrong.flatten().int().argmax())
-    first = tuple(
-        int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), wrong.shape)
-    )
-    values = a.flatten()[flat].item(), e.flatten()[flat].item()
-    return Comparison(relative, error.max().item(), int(wrong.sum()), first, *values)
+    if first is None:
+        return Comparison(relative, largest, 0, None, None, None)
+    at = torch.unravel_index(torch.tensor(first, device="cpu"), actual.shape)
+    values = float(got[first]), float(want[first])
+    return Comparison(relative, largest, differing, tuple(map(int, at)), *values)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import Problem
-from megamoe.testing.compare import rounding_step
+from megamoe.testing.compare import Tolerance, rounding_step
 from megamoe.testing.stages import (
     BF16_STEP,
     DEVIATIONS,
@@ -77,9 +77,10 @@ class GradientChecker(StageChecker):
         One pass rounds each element once. Several store, read and round again what may cancel later: by then the
         elements' own size says nothing, and they may be as far apart as sums are.
         """
-        tolerance = rounding_step(stored, torch.bfloat16) + 1e-6
+        tolerance: Tolerance = _rounded_once
         if passes > 1:
-            tolerance = tolerance + DEVIATIONS * LARGE_ROW * KERNEL_LIMIT * rms(stored, True)
+            noise = DEVIATIONS * LARGE_ROW * KERNEL_LIMIT * rms(stored, True)
+            tolerance = _rounded_once(got, stored) + noise
         if stored.numel():
             self.judge(f"{name}_added", got, stored, KERNEL_LIMIT * passes, tolerance)
 
@@ -104,3 +105,8 @@ class GradientChecker(StageChecker):
     def _sums(self, name: str) -> float:
         # gate_up: forward's own
         return LIMIT[self.precision] if name in ("gate_up", *OF_DX) else KERNEL_LIMIT
+
+
+def _rounded_once(_: Tensor, stored: Tensor) -> Tensor:
+    """Return how far an fp32 gradient may be from one that was stored as bf16."""
+    return rounding_step(stored, torch.bfloat16) + 1e-6

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.backends.reference.quant import dequantize_rows
 from megamoe.config import Problem
-from megamoe.testing.compare import compare, rounding_step
+from megamoe.testing.compare import Tolerance, compare, rounding_step
 
 # Relative Frobenius error. The oracle rounds where the kernel rounds: what is left is the order of sums, and roundings
 # that it tips over. docs/numerics.md
@@ -81,7 +81,7 @@ class StageChecker:
         got: Tensor,
         expected: Tensor,
         limit: float,
-        tolerance: float | Tensor = float("inf"),
+        tolerance: Tolerance = float("inf"),
     ) -> None:
         """Compare two tensors by their relative error and by the error of each element."""
         found = compare(got, expected, tolerance)

@@ -1,5 +1,6 @@
 """The oracle against a formula on one line, its row order, its rounding, its sampling."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -158,7 +159,9 @@ def test_no_row_of_x_is_a_row_of_weights():
         assert cosines.abs().max() < 0.8
 
 
-def test_comparison_finds_the_first_difference():
+@pytest.mark.parametrize("at_once", [5, 1 << 26])
+def test_comparison_finds_the_first_difference(monkeypatch, at_once):
+    monkeypatch.setattr(sys.modules["megamoe.testing.compare"], "AT_ONCE", at_once)
     a = torch.arange(24.0).reshape(4, 6)
     b = a.clone()
     assert str(compare(a, b)) == "equal"
@@ -167,6 +170,13 @@ def test_comparison_finds_the_first_difference():
     found = compare(a, b)
     assert (found.first, found.differing, found.actual, found.expected) == ((2, 3), 2, 15, 16)
     assert found.largest == float("inf")
+    b[3, 0] = 18
+    assert compare(a, b).relative == pytest.approx(1 / b.norm().item(), rel=1e-6)
+    assert compare(a, b, 1.0).differing == 0
+    assert compare(a, b, torch.tensor([[0.0], [1.0], [0.5], [1.0]])).first == (2, 3)
+    assert compare(a, b, lambda got, want: 0.06 * want.double()).first == (2, 3)
+    assert compare(a, b, lambda got, want: 0.07 * want.double()).differing == 0
+    b[3, 0] = float("nan")
     a[3, 0] = float("nan")
     assert compare(a, b).differing == 1
     with pytest.raises(AssertionError, match=r"rows: .*first at \[2, 3\]"):
