@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import gc
 import os
 import shlex
 import subprocess
@@ -80,15 +79,6 @@ def _run(rank: int, worker: Worker, args: argparse.Namespace) -> int:
         device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     return worker(Rank(rank, dist.get_world_size(), device), args)
-
-
-def release_memory(device: torch.device) -> None:
-    """Hand cached memory back when it may be in the way of the next window, which is not taken from the cache."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if free < total / 2:
-            gc.collect()
-            torch.cuda.empty_cache()
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

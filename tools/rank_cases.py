@@ -1,6 +1,7 @@
 """The configurations of tools/rank_check.py, listed or random, and what each rank draws for one."""
 
 import argparse
+import gc
 import itertools
 import random
 from dataclasses import dataclass, replace
@@ -173,3 +174,12 @@ def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
             shapes_from(args), args.precision, args.tokens, args.routing
         )
     ]
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand cached memory back when it may be in the way of the next window, which is not taken from the cache."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free < total / 2:
+            gc.collect()
+            torch.cuda.empty_cache()

@@ -26,17 +26,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import (
-    Rank,
-    add_launch_arguments,
-    add_shape_arguments,
-    header,
-    launch,
-    refuse_training,
-    release_memory,
-)
+from common import Rank, add_launch_arguments, add_shape_arguments, header, launch, refuse_training
 from rank_backward import check_backward
-from rank_cases import Case, listed_cases, random_case
+from rank_cases import Case, listed_cases, random_case, release_memory
 from torch import Tensor
 
 import megamoe

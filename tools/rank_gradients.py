@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank, release_memory
-from rank_cases import Case
+from common import Rank
+from rank_cases import Case, release_memory
 from torch import Tensor
 
 from megamoe import ExpertWeights
