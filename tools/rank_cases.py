@@ -177,7 +177,7 @@ def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
 
 
 def release_memory(device: torch.device) -> None:
-    """Hand cached memory back when it may be in the way of the next window, which is not taken from the cache."""
+    """Hand cached memory back where others may want it: the next window, ranks that share the GPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         if free < total / 2:

@@ -53,7 +53,7 @@ class Drawn:
         return [self.weights if r == mine else m.quantized(self.problem) for r, m in pairs]
 
     def forget_others(self) -> None:
-        """Give back the memory of what only the oracle reads: a shared GPU has little for two ranks' dsv3."""
+        """Give back other ranks' quantized weights, which the oracle alone reads: two ranks' dsv3 fill a GPU."""
         self.__dict__.pop("everyones", None)
         release_memory(self.me.device)
 

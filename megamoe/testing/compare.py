@@ -55,9 +55,11 @@ def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance = 0.0) -> Com
     first = None
     for start in range(0, got.numel(), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        allowed = tolerance[some] if isinstance(tolerance, Tensor) else tolerance
-        if callable(allowed):
-            allowed = allowed(got[some], want[some])
+        allowed = tolerance
+        if isinstance(tolerance, Tensor):
+            allowed = tolerance[some]
+        elif callable(tolerance):
+            allowed = tolerance(got[some], want[some])
         a, e = got[some].double(), want[some].double()
         both_finite = a.isfinite() & e.isfinite()
         same = (a == e) | (a.isnan() & e.isnan())
