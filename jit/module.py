@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -135,6 +137,14 @@ def check_abi(cubin: bytes, what: str) -> int:
             f"reads it; shared memory {smem_bytes}. Clear the cache (MEGAMOE_CACHE_DIR) or reinstall"
         )
     return smem_bytes
+
+
+def build_kernels(variants: Sequence[Variant | GroupedVariant], device: int) -> None:
+    """Compile those that load_kernel() would, side by side, so that a call waits for the slowest alone."""
+    missing = [variant for variant in variants if (variant, device) not in _loaded]
+    if len(missing) > 1:
+        with ThreadPoolExecutor(len(missing)) as pool:  # NVRTC runs without the interpreter's lock
+            list(pool.map(compile_variant, missing))
 
 
 def load_kernel(variant: Variant | GroupedVariant, device: int) -> Kernel:

@@ -54,12 +54,21 @@ class LayerKernels:
             cooperative = self.patience_ns[0] == 0
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
 
+    def build(self, *variants: Variant) -> None:
+        """Compile these at the same time, before load() takes them one after the other."""
+        from megamoe.jit.module import build_kernels
+
+        build_kernels(variants, self.window.device.index or 0)
+
     def load_forward(self, variant: Variant) -> Callable[[int], Any]:
         """As load(); return what says which Launcher a call of T tokens takes. They have one argument block."""
-        few = self.load(variant)
         if "panels" not in self.plan.workspace:
+            few = self.load(variant)
             return lambda _: few
-        many = self.load(replace(variant, panels=True), few)
+        expanding = replace(variant, panels=True)
+        self.build(variant, expanding)
+        few = self.load(variant)
+        many = self.load(expanding, few)
         least = panels.least_tokens(self.plan.problem)
         return lambda tokens: many if tokens >= least else few
 

@@ -46,8 +46,9 @@ class Training:
         self._encode = encode
         self._device = self._window.device
         self._order = launch_order(self._device.index or 0)
-        self._train = kernels.load(replace(variant, kernel="train"))
-        self._backward = kernels.load(replace(variant, kernel="backward"))
+        both = [replace(variant, kernel=name) for name in ("train", "backward")]
+        kernels.build(*both)
+        self._train, self._backward = map(kernels.load, both)
         self.workspace = self._window.backward_workspace(self._plan)
         fill_backward(self._backward.argument, self._plan, self.workspace.data_ptr(), encode)
         place = self._plan.state["chunk_prefix"]

@@ -154,7 +154,8 @@ def test_calls_of_many_tokens_take_the_kernel_with_panels(run):
     """Both kernels have one argument block; layers of few tokens and other precisions have one kernel."""
     seen = run("""
 KERNELS = [KERNEL, module.Kernel(b"cubin", "megamoe_forward", 0, 200000)]
-asked = []
+asked, built = [], []
+module.compile_variant = lambda variant: built.append(str(variant))
 def load(variant, device):
     asked.append(str(variant))
     return KERNELS[variant.panels]
@@ -174,9 +175,10 @@ with on_cpu(), mock.patch.object(module, "load_kernel", load):
     # an even load of 1494 tokens: 640.3 rows of each of seven experts
     found = launched(1600, "fp8xmxfp4", 5, 1493, 1494, 1600, 5, 1600)
     few = launched(1493, "fp8xmxfp4", 1493), launched(1600, "fp8", 1600), launched(1600, "bf16xmxfp4", 1600)
-print(json.dumps([found, few, asked]))
+module.compile_variant = lambda variant: None
+print(json.dumps([found, few, asked, sorted(built)]))
 """)
-    found, few, asked = seen
+    found, few, asked, built = seen
     assert found == [[panels, True, True] for panels in (False, False, True, True, False, True)]
     assert few == [[[False, True, False]]] * 3
     names = [
@@ -187,6 +189,7 @@ print(json.dumps([found, few, asked]))
         "bf16xmxfp4-swiglu",
     ]
     assert asked == names
+    assert built == names[:2]  # at the same time; what is alone is compiled where it is loaded
 
 
 def test_weights_that_move_are_followed(run):

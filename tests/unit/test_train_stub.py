@@ -93,6 +93,31 @@ print(json.dumps([before, loaded, first, second, kinds, call_again]))
     assert launches == 4
 
 
+def test_both_kernels_are_compiled_at_the_same_time(train):
+    """Either compilation waits here until the other one runs; loading waits for both."""
+    compiled, at_loading = train("""
+import threading
+both, compiled, at_loading = threading.Barrier(2, timeout=20), [], []
+def compiling(variant):
+    both.wait()
+    compiled.append(str(variant))
+def loading(variant, device):
+    at_loading.append(len(compiled))
+    return KERNEL
+with on_cpu():
+    layer = mega.MegaBackend(problem, device="cpu")
+    layer.prepare(weights)
+    with mock.patch.multiple(module, compile_variant=compiling, load_kernel=loading):
+        call = forward(layer)
+        backward(layer, call)
+        forward(layer)
+print(json.dumps([sorted(compiled), at_loading]))
+""")
+    precision = compiled[0].split("-")[1]
+    assert compiled == [f"{kernel}-{precision}-swiglu" for kernel in ("backward", "train")]
+    assert at_loading == [2, 2]
+
+
 def test_threads_without_a_context_encode_maps(train):
     """Autograd's thread has none until something of torch runs in it: both directions, their first and next calls."""
     seen = train("""
