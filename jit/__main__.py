@@ -92,7 +92,7 @@ def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[_
 def _print_row(name: str, result: CompileResult, total: float) -> None:
     built = f"{result.seconds:.2f}s" if result.seconds else result.origin
     print(
-        f"{name:26} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
+        f"{name} {result.registers:5} {result.stack_bytes:6} {result.spill_bytes:6} "
         f"{len(result.cubin):8} {built:>8} {total:6.3f}s"
     )
     for remark in result.warnings:
@@ -101,15 +101,16 @@ def _print_row(name: str, result: CompileResult, total: float) -> None:
 
 def _build_all(units: list[_Unit], show_log: bool) -> list[tuple[_Unit, CompileResult]]:
     """Compile, print a row each, return those that compiled."""
-    head = "variant", "regs", "stack", "spill", "cubin", "build", "total"
-    print("{:26} {:>5} {:>6} {:>6} {:>8} {:>8} {:>7}".format(*head))
+    width = max(len(unit.name) for unit in units)
+    head = "kernel", "regs", "stack", "spill", "cubin", "build", "total"
+    print("{:{width}} {:>5} {:>6} {:>6} {:>8} {:>8} {:>7}".format(*head, width=width))
     done = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # as NVRTC compiles
         for unit, (result, total) in zip(units, pool.map(_Unit.build, units), strict=True):
             if isinstance(result, CompileError):
-                print(f"{unit.name:26} FAILED\n{result}")
+                print(f"{unit.name:{width}} FAILED\n{result}")
                 continue
-            _print_row(unit.name, result, total)
+            _print_row(f"{unit.name:{width}}", result, total)
             if show_log:
                 print(result.log)
             done.append((unit, result))

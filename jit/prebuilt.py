@@ -71,7 +71,8 @@ def lookup(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, Entry] 
         return None
     entry = _entries(folder).get(key_of(source, flags))
     if entry is None:
-        raise NotPrebuilt(f"{folder} has no kernel {name} with these flags (made with --only?)")
+        kernel = name.removesuffix(".cu")
+        raise NotPrebuilt(f"{folder} has no kernel {kernel} with these flags (made with --only?)")
     cubin = cache.read_guarded(folder, f"{entry.name}.cubin", MEND)
     if hashlib.sha256(cubin).hexdigest() != entry.sha256:
         raise ConfigError(f"{folder / entry.name}.cubin is damaged: {MEND}")

@@ -113,7 +113,11 @@ def test_everything_is_warmed_at_once(capsys, monkeypatch):
     monkeypatch.setattr("megamoe.jit.__main__.variants", lambda profile: QUICK)
     monkeypatch.setattr("megamoe.jit.__main__.grouped_variants", lambda: QUICK_GROUPED)
     assert warm(["--all"]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    head, *lines = capsys.readouterr().out.splitlines()[1:]
+    names = [line.split()[0] for line in lines]
+    column = head.index("  regs")
+    assert {len(line) for line in lines} == {len(head)}
+    assert all(line[column : column + 6].strip().isdigit() for line in lines)
     assert names == ["quantize-weights", *map(str, QUICK + QUICK_GROUPED)]
 
 
