@@ -12,7 +12,7 @@ import re
 import resource
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,18 @@ def memory(device: torch.device) -> str:
     return f"peak memory {peak:.0f} MiB, the window's aside"
 
 
-def write(found: Losses, title: str, path: Path) -> None:
+def write(
+    found: Losses, title: str, path: Path, more: Mapping[str, Mapping[Key, Sequence[float]]] = {}
+) -> None:
+    """Write a row for each step of each run. more: further columns by name, for each run a figure a step."""
     with path.open("w", newline="") as file:
         file.write(title + "\n")
         writer = csv.writer(file)
-        writer.writerow(["backend", "precision", "seed", "step", "loss"])
+        writer.writerow(["backend", "precision", "seed", "step", "loss", *more])
         for key, losses in found.items():
-            writer.writerows([*key, step + 1, loss] for step, loss in enumerate(losses))
+            columns = losses, *(column[key] for column in more.values())
+            for step, figures in enumerate(zip(*columns, strict=True), start=1):
+                writer.writerow([*key, step, *figures])
 
 
 def read(path: Path) -> tuple[str, Losses]:

@@ -114,7 +114,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     if me.is_first:
         good &= report(checks, f"those with {other}")
     if me.is_first and args.curves is not None:
-        curves(args.curves, {(name, "bf16", args.seed): run.losses for name, run in runs.items()})
+        curves(args.curves, {(name, "bf16", args.seed): run for name, run in runs.items()}, setup)
     if me.is_first and args.generate:
         generate(args.generate, sizes, runs[OURS].weights, me)
         experts.close()
@@ -122,10 +122,16 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     return int(not good)
 
 
-def curves(path: Path, losses: dict) -> None:
-    """Draw the losses, and write them as CSV."""
+def curves(path: Path, runs: dict, setup: Setup) -> None:
+    """Draw the losses; write them as CSV, with each step's seconds and the tokens of all ranks in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(losses, header(), path.with_suffix(".csv"))
+    losses = {key: run.losses for key, run in runs.items()}
+    tokens = setup.recipe.batch * setup.recipe.model.context
+    more = {
+        "seconds": {key: run.seconds for key, run in runs.items()},
+        "tokens": {key: [tokens] * len(run.seconds) for key, run in runs.items()},
+    }
+    write(losses, header(), path.with_suffix(".csv"), more)
     drawn = draw(losses, header(), path)
     picture = f" and {path}" if drawn else "; no picture without matplotlib"
     print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)

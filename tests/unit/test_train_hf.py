@@ -1,7 +1,10 @@
 """tools/train_hf.py, tiny and in this process: two runs that agree, faults that it sees, text step by step."""
 
 import argparse
+import csv
 import importlib
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +58,14 @@ def test_both_runs_agree(run, tmp_path):
     assert "eager: " in said
     assert "tokens/s, peak memory" in said
     assert "20 bytes by eager steps" in said
-    rows = (tmp_path / "curves.csv").read_text().splitlines()
-    assert len(rows) == 2 + 2 * RUN["steps"]
+    title, *lines = (tmp_path / "curves.csv").read_text().splitlines()
+    rows = list(csv.DictReader(lines))
+    assert [r["backend"] for r in rows] == ["megamoe"] * RUN["steps"] + ["eager"] * RUN["steps"]
+    assert title.startswith("# ")
+    stated = re.findall(r"(?:megamoe|eager): ([\d,]+) tokens/s", said)
+    for speed, steps in zip(stated, (rows[: RUN["steps"]], rows[RUN["steps"] :]), strict=True):
+        late = statistics.median(float(r["tokens"]) / float(r["seconds"]) for r in steps[3:])
+        assert f"{late:,.0f}" == speed
 
 
 def scaled_gradient(experts):
