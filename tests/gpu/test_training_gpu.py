@@ -21,6 +21,7 @@ BACKEND, DEVICE, PROCESS_GROUP = "mega", "cuda", "cpu:gloo,cuda:nccl"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 SHAPE = {"hidden": 512, "intermediate": 384, "num_experts": 5, "top_k": 3, "max_tokens": 300}
 PRECISIONS = ("bf16", "fp8")
+WEIGHTS = ("w13", "w2", "b13", "b2")
 pytestmark = pytest.mark.gpu
 
 
@@ -124,7 +125,7 @@ def test_main_grad(make, dtype):
 def test_frozen(make):
     layer = make()
     expected = trained(layer)
-    for name in ("w13", "w2", "b13", "b2"):
+    for name in WEIGHTS:
         getattr(layer, name).requires_grad_(False)
     found = trained(layer)
     assert_same({"x": found["x"]}, {"x": expected["x"]})
@@ -201,3 +202,74 @@ def test_an_iteration_in_one_graph(ranks, precision):
         assert losses.count(0.0) == 5
         assert len(set(losses)) == len(losses) - 4
         print("bits are equal:", found["bits are equal"])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_delayed_weight_gradients(make, precision):
+    """Two passes wait; the oldest's come first, with the bits of a pass that did not wait, and are added up."""
+    plain = make(precision=precision)
+    expected = [trained(plain, seed) for seed in range(2)]
+    layer = make(precision=precision, delay_wgrad=True)
+    calls = [leaves(layer, seed) for seed in range(2)]
+    for seed, call in enumerate(calls):
+        loss_of(layer, call).backward()
+        found = gradients(layer, call)
+        assert_same({"x": found["x"]}, {"x": expected[seed]["x"]})
+        assert all(found[name] is None for name in WEIGHTS)
+    for seed, call in enumerate(calls):
+        assert layer.num_delayed == 2 - seed
+        layer.backward_dw()
+        found = gradients(layer, call)
+        sums = {name: sum(e[name] for e in expected[: seed + 1]) for name in WEIGHTS}
+        assert_same({name: found[name] for name in WEIGHTS}, sums)
+    assert layer.num_delayed == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_delayed_main_grad(make, dtype):
+    """The weights' launch adds to main_grad what the whole launch would have added."""
+    found = {}
+    for delays in (False, True):
+        layer = make(accumulate_into_main_grad=True, delay_wgrad=delays)
+        for p in (layer.w13, layer.w2):
+            p.main_grad, p.grad_added_to_main_grad = torch.ones_like(p, dtype=dtype), False
+        for seed in range(2):
+            loss_of(layer, leaves(layer, seed)).backward()
+        for _ in range(layer.num_delayed):
+            layer.backward_dw()
+        found[delays] = {name: getattr(layer, name).main_grad for name in ("w13", "w2")}
+        assert layer.w13.grad_added_to_main_grad
+    assert_same(found[True], found[False])
+
+
+def delayed_beside_plain(rank: int, precision: str) -> list[str]:
+    """Steps of two layers with equal weights over the ranks, one of which delays; return whose bits differ."""
+    group = torch.distributed.group.WORLD
+    layers = [
+        megamoe.MegaMoE(
+            **SHAPE, group=group, backend=BACKEND, device=DEVICE, init_seed=1, bias=True,
+            precision=precision, delay_wgrad=delays,
+        )
+        for delays in (False, True)
+    ]  # fmt: skip
+    wrong = []
+    for seed in range(3):
+        calls = [leaves(layer, 10 * seed + rank) for layer in layers]
+        for layer, call in zip(layers, calls, strict=True):
+            layer.zero_grad()
+            loss_of(layer, call).backward()
+        layers[1].backward_dw()
+        plain, late = (gradients(f, call) for f, call in zip(layers, calls, strict=True))
+        wrong += [f"{seed}: {name}" for name in plain if not same_bits(late[name], plain[name])]
+        wrong += [f"{seed}: {n} is zero" for n, g in plain.items() if not g.abs().max() > 0]
+    for layer in layers:
+        layer.check()
+        layer.close()
+    return wrong
+
+
+@pytest.mark.ep(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_delayed_over_ranks(precision):
+    found = launch(delayed_beside_plain, 2, precision, timeout_s=120, backend=PROCESS_GROUP)
+    assert found == [[], []]
