@@ -25,16 +25,20 @@ class Variable:
             raise ConfigError(self.name, repr(value), "one of " + ", ".join(self.choices))
         return value
 
-    def number(self, lowest: float) -> float:
-        """Return the value as a number that is at least `lowest`."""
-        text = self.get()
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not value >= lowest:
-            raise ConfigError(self.name, repr(text), f"a number >= {lowest:g}")
-        return value
+    def number(self, lowest: float, highest: float) -> float:
+        """Return the value as a number from `lowest` to `highest`."""
+        return number(self.name, self.get(), lowest, highest)
+
+
+def number(name: str, given: object, lowest: float, highest: float) -> float:
+    """Return what was given as a number. Raises ConfigError unless it is one from `lowest` to `highest`."""
+    try:
+        value = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        value = float("nan")
+    if not lowest <= value <= highest:
+        raise ConfigError(name, repr(given), f"a number from {lowest:g} to {highest:g}")
+    return value
 
 
 TABLE: dict[str, Variable] = {
@@ -87,16 +91,22 @@ def backend() -> str:
     return TABLE["MEGAMOE_BACKEND"].get()
 
 
-def timeout_s() -> float:
-    """Return the longest wait inside the kernel, in seconds."""
-    return TABLE["MEGAMOE_TIMEOUT_S"].number(lowest=0.001)
+def timeout_s(stated: float | None = None) -> float:
+    """Return the longest wait inside the kernel, in seconds: that of an option, where it is given.
+
+    The kernel counts nanoseconds in 64 bits; 1e9 seconds are 31 years.
+    """
+    limits = 0.001, 1e9
+    if stated is None:
+        return TABLE["MEGAMOE_TIMEOUT_S"].number(*limits)
+    return number("timeout_s", stated, *limits)
 
 
 def reserve_sms() -> int | None:
     """Return the number of SMs left to others; None when unset."""
     if not TABLE["MEGAMOE_RESERVE_SMS"].get():
         return None
-    return int(TABLE["MEGAMOE_RESERVE_SMS"].number(lowest=0))
+    return int(TABLE["MEGAMOE_RESERVE_SMS"].number(0, 10_000))
 
 
 def log_level() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megamoe.backends.emulation import DEFAULT_CTAS, Emulation
 from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
@@ -244,6 +245,8 @@ def _on_rank_0(group: Group, function: Any) -> Any:
             error = MegaMoEError(f"rank 0 could not emulate: {type(caught).__name__}: {caught}")
     if group.size > 1:
         result, error = group.all_gather((result, error))[0]
+        # An unpickled tensor looks as if it had hooks already, and autograd would call no others.
+        result = tree_map_only(Tensor, Tensor.detach, result)
     if error is not None:
         raise error
     return result

@@ -65,7 +65,7 @@ class Emulation:
         if not 2 <= num_ctas <= 64 or num_ctas % 2:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
-        self.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
+        self.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
         self._flags, self.join_ns, self.peers_ns = flags, join_ns, peers_ns
         self.ranks = [
             Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)

@@ -107,7 +107,7 @@ class MegaBackend:
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
-        self.window.timeout_ns = int((env.timeout_s() if timeout_s is None else timeout_s) * 1e9)
+        self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
         reserve, *patience_ns = self.share = share_of(as_group(group), reserve_sms)
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:

@@ -121,6 +121,8 @@ class QuantizedCache:
         self._last: tuple[tuple[Any, ...], ExpertWeights] | None = None  # what it was made of
         self._turned: tuple[list[Tensor], list[Version], TurnedWeights] | None = None
 
+    @torch.inference_mode(False)  # a copy made here is written anew outside of that mode, too
+    @torch.no_grad()
     def get(
         self,
         name: str,
@@ -148,10 +150,7 @@ class QuantizedCache:
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
                 out, turned_out = (entry.q, entry.scale), entry.turned
             volatile |= entry.volatile and same_storages(entry.kept, w)
-        with torch.no_grad():
-            (q, scale), turned = quantize_weights(
-                w.detach(), planes, stored, out, trains, turned_out
-            )
+        (q, scale), turned = quantize_weights(w.detach(), planes, stored, out, trains, turned_out)
         self._entries[name] = _Entry(storages_of(w), version, q, scale, volatile, turned)
         return q, scale
 

@@ -255,6 +255,7 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     reserve, window = options.get("reserve_sms"), options.get("window")
     if reserve is not None and (not isinstance(reserve, int) or reserve < 0):
         raise ConfigError("reserve_sms", repr(reserve), "None or a number of SMs")
+    env.timeout_s(options.get("timeout_s"))
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.memory.window.Window")
     for option in options.keys() - set(OPTIONS):

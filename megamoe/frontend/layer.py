@@ -260,6 +260,8 @@ class Layer:
         "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
         "and again after close()"
     )
+    @torch.inference_mode(False)  # what is made here serves calls that train, too
+    @torch.no_grad()
     def prepare(self, weights: ExpertWeights) -> None:
         """Make the backend, compile, quantize: all that the first call would do. Collective.
 

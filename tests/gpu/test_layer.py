@@ -261,6 +261,24 @@ def test_parameters_whose_storage_moves(make):
         assert same_bits(layer(*call_of(layer)), expected[n % 2]), f"{move}, call {n}"
 
 
+def test_trains_behind_inference_mode(make):
+    expected, layer = trained(make()), make()
+    x, ids, scores = call_of(layer)
+    with torch.inference_mode():
+        y = layer(x, ids, scores)
+    assert same_bits(y, expected["y"])
+    found = trained(layer)
+    assert found.keys() == expected.keys()
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+    with torch.inference_mode():
+        layer.w13.mul_(2)  # an FP8 copy follows
+        y = layer(x, ids, scores).clone()
+    other = make()
+    with torch.no_grad():
+        other.w13.mul_(2)
+        assert same_bits(y, other(x, ids, scores))
+
+
 def test_close_and_reopen(make):
     layer = make()
     y = layer(*call_of(layer))

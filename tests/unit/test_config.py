@@ -147,9 +147,16 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "4")
     monkeypatch.setenv("MEGAMOE_PDL", "1")
     assert (env.timeout_s(), env.reserve_sms(), env.pdl()) == (2.5, 4, True)
-    monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "soon")
-    with pytest.raises(ConfigError, match="MEGAMOE_TIMEOUT_S is 'soon'"):
-        env.timeout_s()
+    for value in ("soon", "1e30", "inf", "nan", "0", "-1"):  # the kernel has 64 bits of nanoseconds
+        monkeypatch.setenv("MEGAMOE_TIMEOUT_S", value)
+        with pytest.raises(ConfigError, match=f"MEGAMOE_TIMEOUT_S is '{value}', expected a number"):
+            env.timeout_s()
+    for value in (-1, 1e30, float("nan"), "1e99", [1], 10**400):
+        with pytest.raises(ConfigError, match="timeout_s is .* expected a number from 0.001 to 1e"):
+            megamoe.Layer(Problem(**GOOD), backend="emulate", timeout_s=value)
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "inf")
+    with pytest.raises(ConfigError, match="MEGAMOE_RESERVE_SMS is 'inf'"):
+        env.reserve_sms()
     monkeypatch.setenv("MEGAMOE_COMPILER", "gcc")
     with pytest.raises(ConfigError, match="MEGAMOE_COMPILER is 'gcc', expected one of nvrtc, nvcc"):
         env.compiler()
