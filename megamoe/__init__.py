@@ -33,7 +33,6 @@ from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.frontend.functional import make_backend  # noqa: E402
 from megamoe.frontend.layer import Layer  # noqa: E402
 from megamoe.frontend.module import MegaMoE  # noqa: E402
-from megamoe.frontend.moe_forward import moe_forward  # noqa: E402
 from megamoe.frontend.placement import ExpertPlacement  # noqa: E402
 from megamoe.frontend.report import memory_report  # noqa: E402
 from megamoe.frontend.shared_experts import SharedExperts  # noqa: E402
@@ -81,6 +80,5 @@ __all__ = [
     "invalidate",
     "make_backend",
     "memory_report",
-    "moe_forward",
     "set_optimizer_state_dict",
 ]

@@ -27,7 +27,6 @@ class EmulateBackend:
     """The backend interface: rank 0 gathers what all ranks were given, emulates them all, and shares the results."""
 
     name = "emulate"
-    differentiable = False
 
     def __init__(
         self,

@@ -72,8 +72,6 @@ class MegaBackend:
     must be ordered by the user's streams.
     """
 
-    differentiable = False
-
     def __init__(
         self,
         problem: Problem,

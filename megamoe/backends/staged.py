@@ -88,7 +88,6 @@ class StagedBackend:
     """Hold the problem and the group; one forward is two exchanges and two grouped matmuls."""
 
     name = "staged"
-    differentiable = True
 
     def __init__(self, problem: Problem, group: Any = None) -> None:
         self.problem, self.group = problem, group

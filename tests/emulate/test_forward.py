@@ -416,16 +416,12 @@ def test_backend_of_threads() -> None:
 def _process_main(rank: int) -> Any:
     import torch.distributed as dist
 
-    from megamoe.frontend.moe_forward import moe_forward
+    from megamoe import Layer
 
     problem, inputs, weights, _ = backend_inputs()
     i = inputs[rank]
-    y = moe_forward(
-        *(i.x, i.topk_ids, i.topk_weights, weights[rank]),
-        problem=replace(problem, rank=rank),
-        group=dist.group.WORLD,
-        backend="emulate",
-    )
+    layer = Layer(replace(problem, rank=rank), dist.group.WORLD, backend="emulate")
+    y = layer(i.x, i.topk_ids, i.topk_weights, weights[rank])
     return y.float().numpy()
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ambient import default_dtype
 
-from megamoe import ArgumentError, ConfigError, Layer, MegaMoE, Problem, moe_forward
+from megamoe import ArgumentError, ConfigError, Layer, MegaMoE, Problem
 from megamoe.frontend.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 
@@ -96,15 +96,11 @@ def test_what_is_no_tensor_is_named(which, value):
     given = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights, which: value}
     with pytest.raises(ArgumentError, match=rf"{which}.* is {type(value).__name__}, expected"):
         make()(**given)
-    with pytest.raises(ArgumentError, match=rf"{which}.* is {type(value).__name__}, expected"):
-        moe_forward(**given, weights=make_weights(PROBLEM), problem=PROBLEM, backend="staged")
 
 
 def test_weights_that_are_none():
     i = make_inputs(PROBLEM, 1)
     for value in (None, [torch.zeros(1)]):
-        with pytest.raises(ArgumentError, match="weights is"):
-            moe_forward(i.x, i.topk_ids, i.topk_weights, value, problem=PROBLEM, backend="staged")
         with pytest.raises(ArgumentError, match="weights is"):
             Layer(PROBLEM, backend="staged")(i.x, i.topk_ids, i.topk_weights, value)
         with pytest.raises(ArgumentError, match="weights is"):
@@ -144,14 +140,6 @@ def test_forward_mode_is_refused(backend):
     )
     with pytest.raises(RuntimeError, match="forward-mode"):
         compiled(i.x)
-    made = make_backend("emulate", PROBLEM, device="cpu")
-    weights = make_weights(PROBLEM)
-
-    def function(x):
-        return moe_forward(x, i.topk_ids, i.topk_weights, weights, problem=PROBLEM, backend=made)
-
-    with pytest.raises(ArgumentError, match="has no forward-mode derivative"):
-        torch.func.jvp(function, (i.x,), (torch.ones_like(i.x),))
 
 
 def test_vmap_is_the_loop_over_calls():
@@ -308,13 +296,6 @@ def test_out_may_be_x_but_not_a_part_of_it():
             for x, out in ((memory[:12], memory[1:]), (memory[1:], memory[:12])):
                 with pytest.raises(ArgumentError, match="out is a part of x"):
                     layer(x, i.topk_ids, i.topk_weights, out=out)
-                with pytest.raises(ArgumentError, match="out is a part of x"):
-                    moe_forward(
-                        *(x, i.topk_ids, i.topk_weights, layer.expert_weights()),
-                        problem=layer.problem,
-                        backend="staged",
-                        out=out,
-                    )
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
@@ -329,10 +310,6 @@ def test_negative_views_are_read_with_their_sign(backend):
         for _ in range(2):
             assert torch.equal(layer(i.x, i.topk_ids, negative.contiguous()), expected)
             assert torch.equal(layer(i.x, i.topk_ids, torch._neg_view(i.topk_weights)), expected)
-        made = make_backend(backend, PROBLEM, device="cpu")
-        arguments = i.x, i.topk_ids, torch._neg_view(i.topk_weights), make_weights(PROBLEM)
-        with pytest.raises(ArgumentError, match="topk_weights is a negative view"):
-            moe_forward(*arguments, problem=PROBLEM, backend=made)
 
 
 def test_functional_reverse_mode_is_refused_by_name():
@@ -344,13 +321,12 @@ def test_functional_reverse_mode_is_refused_by_name():
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
 def test_ids_are_compared_in_64_bits_and_counts_clamped(backend):
-    made = make_backend(backend, PROBLEM, device="cpu")
+    layer = Layer(PROBLEM, backend=backend)
     i, weights = make_inputs(PROBLEM, 6), make_weights(PROBLEM)
 
     def call(ids, count=None):
         count = None if count is None else torch.tensor([count], dtype=torch.int32)
-        arguments = i.x, ids, i.topk_weights, weights
-        return moe_forward(*arguments, problem=PROBLEM, backend=made, num_tokens_device=count)
+        return layer(i.x, ids, i.topk_weights, weights, num_tokens_device=count)
 
     y = call(i.topk_ids)
     assert y.abs().max() > 0

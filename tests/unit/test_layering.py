@@ -40,7 +40,7 @@ LAYERS = [
     ("frontend.autograd",),
     ("frontend.known", "frontend.rows", "frontend.shards", "frontend.quantized"),
     ("frontend.layer", "frontend.initial"),
-    ("frontend.moe_forward", "frontend.module"),
+    ("frontend.module",),
     ("adapters.host_activations", "adapters.host_parameters"),
     ("adapters.host_windows", "adapters.host_patches"),
     ("frontend.training", "frontend.report", "frontend.placement", "frontend.shared_experts"),

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from test_rank_mismatch import outcome
 
-from megamoe import Layer, MegaMoE, Problem, make_backend
+from megamoe import Layer, MegaMoE, Problem
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.staged import StagedBackend
 from megamoe.errors import ArgumentError
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.frontend.moe_forward import close_backends, moe_forward
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 
 # the second group of 128 has 16 columns
@@ -138,7 +137,7 @@ def test_over_two_ranks():
             assert ("x_scale.shape is [21, 1]" in text) if rank else ("RankMismatch" in text), text
 
 
-def test_compiled_module_and_function():
+def test_compiled_module_and_backend():
     module = MegaMoE(144, 80, 5, 2, precision="fp8", max_tokens=40, backend="staged", init_seed=1)
     x, ids, scores = call_of()
     q, scale = quantize_rows(x)
@@ -148,10 +147,8 @@ def test_compiled_module_and_function():
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         assert same_bits(compiled(q, ids, scores, x_scale=scale), expected)
         weights = module.expert_weights().quantized(PROBLEM)
-        for backend in ("staged", StagedBackend(PROBLEM)):
-            options = {"problem": PROBLEM, "backend": backend, "x_scale": scale}
-            assert same_bits(moe_forward(q, ids, scores, weights, **options), expected)
-    close_backends()
+        rows = QuantizedRows(q, scale)
+        assert same_bits(StagedBackend(PROBLEM).forward(rows, ids, scores, weights), expected)
 
 
 def test_known_calls_are_checked_again_when_anything_changes(monkeypatch):
@@ -187,9 +184,6 @@ def test_weights_on_the_input_scale_the_scales():
     layer = Layer(problem, backend="staged", apply_router_weight_on_input=True)
     expected = layer(x, ids, scores, weights)  # a power of two: the same numbers
     assert same_bits(layer(q, ids, scores, weights, x_scale=scale), expected)
-    options = {"problem": problem, "apply_router_weight_on_input": True, "x_scale": scale}
-    y = moe_forward(q, ids, scores, weights, backend=StagedBackend(problem), **options)
-    assert same_bits(y, expected)
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
@@ -198,8 +192,6 @@ def test_no_gradient_is_lost_by_way_of_scales(backend):
     x, ids, scores = call_of(problem)
     q, scale = quantize_rows(x)
     weights, leaf = make_weights(problem), scores.clone().requires_grad_()
-    own = make_backend(backend, problem, device="cpu")
-    match = "gradients is recorded|this object has no gradients"
     for on_input, given_scores, given_scale in (
         (True, leaf, scale),  # a factor of the scales
         (False, scores, scale.clone().requires_grad_()),
@@ -208,10 +200,8 @@ def test_no_gradient_is_lost_by_way_of_scales(backend):
         layer = Layer(problem, backend=backend, **on)
         call = ids, given_scores, weights
         expected = layer(q, ids, scores, weights, x_scale=scale)  # known from here on
-        with pytest.raises(ArgumentError, match=match):
+        with pytest.raises(ArgumentError, match="gradients is recorded"):
             layer(q, *call, x_scale=given_scale)
-        with pytest.raises(ArgumentError, match=match):
-            moe_forward(q, *call, problem=problem, backend=own, x_scale=given_scale, **on)
         with torch.no_grad():
             assert same_bits(layer(q, *call, x_scale=given_scale), expected)
 
@@ -248,8 +238,3 @@ def test_what_is_refused():
         ArgumentError, match="x_scale is given, expected None with precision 'bf16'"
     ):
         Layer(plain, backend="staged")(q, ids, scores, masters, x_scale=scale)
-    with pytest.raises(
-        ArgumentError, match="x_scale is given, expected None with precision 'bf16'"
-    ):
-        moe_forward(q, ids, scores, masters, problem=plain, backend="staged", x_scale=scale)
-    close_backends()

@@ -4,14 +4,14 @@ import os
 import re
 import time
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import Layer, MegaMoE, Problem, moe_forward
+from megamoe import Layer, MegaMoE, Problem
 from megamoe.frontend.functional import make_backend
-from megamoe.frontend.moe_forward import close_backends
 from megamoe.testing import launch, make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, ep_size=2, max_tokens=32)
@@ -36,7 +36,7 @@ def in_order(rank, name, count):
     def call(which):
         i = make_inputs(problems[which], 3 + rank)
         arguments = i.x, i.topk_ids, i.topk_weights, make_weights(problems[which])
-        return moe_forward(*arguments, problem=problems[which], backend=backends[which])
+        return backends[which].forward(*arguments)
 
     found = outcome(lambda: call(rank))
     alike = outcome(lambda: [call(0), call(1), call(1)])
@@ -109,7 +109,7 @@ def staged_gradients(rank):
     x = i.x.clone().requires_grad_(rank == 0)
 
     def call():
-        return moe_forward(x, i.topk_ids, i.topk_weights, weights, problem=problem, backend=backend)
+        return backend.forward(x, i.topk_ids, i.topk_weights, weights)
 
     found = outcome(call)
     x.requires_grad_()
@@ -140,9 +140,7 @@ def differing_options(rank, how):
         return MegaMoE(**options, group=group)(*arguments)
 
     def function(backend="staged", problem=problem, **options):
-        return moe_forward(
-            *arguments, weights, problem=problem, group=group, backend=backend, **options
-        )
+        return Layer(problem, group, backend=backend, **options)(*arguments, weights)
 
     def with_variable(call):
         if other:
@@ -167,7 +165,6 @@ def differing_options(rank, how):
         "rank": lambda: function(problem=replace(problem, rank=0)),
         "mega": lambda: function("mega" if other else "staged"),
         "factor": lambda: module(routed_scaling_factor=2.5),
-        "layer": lambda: Layer(problem, group, backend="emulate" if other else "staged"),
     }
     found = outcome(calls[how])
     return found, outcome(lambda: function())
@@ -196,16 +193,11 @@ DIFFERING = {
     "rank": ("RankMismatch", "rank 1 of the group was given Problem.rank = 0") * 2,
     "mega": ("RankMismatch", "backend is 'mega' on rank 1, 'staged' on rank 0") * 2,
     "factor": ("RankMismatch", "routed_scaling_factor is 2.5 on rank 1, 1.0 on rank 0") * 2,
-    "layer": ("RankMismatch", "backend is 'emulate' on rank 1, 'staged' on rank 0") * 2,
 }
 
 
 def all_that_differ(rank):
-    found = {}
-    for how in DIFFERING:
-        found[how] = differing_options(rank, how)
-        close_backends()
-    return found
+    return {how: differing_options(rank, how) for how in DIFFERING}
 
 
 @pytest.fixture(scope="module")
@@ -250,13 +242,11 @@ def one_refuses(rank, name, by, late):
     group, problem = dist.group.WORLD, replace(PROBLEM, rank=rank)
     i, weights = make_inputs(problem, 4 + rank), make_weights(problem)
     good = i.x, i.topk_ids, i.topk_weights
-    module = MegaMoE(**SHAPE, group=group, backend=name) if by == "module" else None
-    made = make_backend(name, problem, group, device="cpu") if by == "object" else name
+    options = {"group": group, "backend": name}
+    layer = MegaMoE(**SHAPE, **options) if by == "module" else Layer(problem, **options)
 
     def call(x, ids, scores, weights=weights):
-        if module is not None:
-            return module(x, ids, scores)
-        return moe_forward(x, ids, scores, weights, problem=problem, group=group, backend=made)
+        return layer(x, ids, scores, *([] if by == "module" else [weights]))
 
     wrong = {
         "x": (i.x.float(), *good[1:]),
@@ -266,7 +256,7 @@ def one_refuses(rank, name, by, late):
         "ids": (i.x, i.topk_ids.float(), i.topk_weights),
         "scores": (i.x, i.topk_ids, i.topk_weights[:2]),
     }
-    if module is None:
+    if by == "layer":
         wrong["weights"] = (*good, replace(weights, w2=weights.w2.float()))
         wrong["no weights"] = (*good, None)
     found = {}
@@ -283,13 +273,8 @@ def one_refuses(rank, name, by, late):
 
 
 def all_refusals(rank):
-    found = {}
-    for name in NAMES:
-        for by in ("module", "name", "object"):
-            for late in (False, True):
-                found[name, by, late] = one_refuses(rank, name, by, late)
-                close_backends()  # so that the next first call is one
-    return found
+    cases = product(NAMES, ("module", "layer"), (False, True))
+    return {case: one_refuses(rank, *case) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +283,7 @@ def refusals():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["first call", "later"])
-@pytest.mark.parametrize("by", ["module", "name", "object"])
+@pytest.mark.parametrize("by", ["module", "layer"])
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
     for rank, results in enumerate(refusals):
@@ -317,31 +302,21 @@ def crossing(rank, name):
     i, weights = make_inputs(problem, 4), make_weights(problem)
     layers = [Layer(problem, group, backend=name) for _ in "ab"]
 
-    def function(**options):
-        options = {"problem": problem, "backend": name, **options}
-        return moe_forward(i.x, i.topk_ids, i.topk_weights, weights, group=group, **options)
+    def call(of=layers[0]):
+        return of(i.x, i.topk_ids, i.topk_weights, weights)
 
-    def call():
-        return layers[0](i.x, i.topk_ids, i.topk_weights, weights)
-
-    other = "reference" if name == "staged" else "staged"
     instead = {
-        "another name": lambda: function(backend=other),
-        "another problem": lambda: function(problem=replace(problem, max_tokens=30)),
         "making": lambda: Layer(problem, group, backend=name),
         "making wrongly": lambda: MegaMoE(**{**SHAPE, "hidden": 50}, group=group, backend=name),
-        "first call": lambda: layers[1](i.x, i.topk_ids, i.topk_weights, weights),
+        "first call": lambda: call(layers[1]),
         "closing": lambda: layers[0].close(),
     }
     found = {}
     with torch.no_grad():
         call()
-        function()
         for what, otherwise in instead.items():
-            first = function if what.startswith("another") else call
-            found[what] = outcome(first if rank == 0 else otherwise), outcome(call)
+            found[what] = outcome(call if rank == 0 else otherwise), outcome(call)
         closed = outcome(lambda: [layer.close() for layer in layers])
-    close_backends()
     return found, closed
 
 

@@ -385,10 +385,10 @@ def meshes_as_groups(mesh):
     x, weights = tokens(1), torch.full((8, TOP_K), 0.5)
     ids = torch.arange(16).reshape(8, TOP_K) % 4
     y = layer(x, ids, weights)
-    found = megamoe.moe_forward(
-        x, ids, weights, layer.expert_weights(), problem=layer.problem, group=ep, backend="staged"
+    found = megamoe.Layer(layer.problem, ep, backend="staged")(
+        x, ids, weights, layer.expert_weights()
     )
-    out["moe_forward"] = torch.equal(found, y)
+    out["Layer"] = torch.equal(found, y)
     made = megamoe.make_backend("staged", layer.problem, ep, device="cpu")
     out["make_backend"] = torch.equal(made.forward(x, ids, weights, layer.expert_weights()), y)
     out["2-D"] = refused(lambda: Net(4, mesh))
@@ -570,7 +570,7 @@ def test_device_mesh_as_group(results):
     for rank, result in enumerate(results):
         found = result["meshes"]
         assert found["rank"] == (rank % 2, 2)
-        assert found["moe_forward"]
+        assert found["Layer"]
         assert found["make_backend"]
         for key in ("2-D", "2-D, make_backend"):
             assert found[key].startswith(

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megamoe import Layer
 from megamoe.backends import reference
 from megamoe.backends.staged import StagedBackend
 from megamoe.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import Runtime, apply
 from megamoe.frontend.functional import make_backend
-from megamoe.frontend.moe_forward import moe_forward
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 
@@ -74,7 +74,7 @@ def run_case(case, rank, group, device="cpu"):
             runtime = Runtime(problem, group, backend)
             y = apply(*arguments, runtime.handle)
         else:
-            y = moe_forward(*arguments, problem=problem, group=group, backend=backend)
+            y = backend.forward(*arguments)
         y.backward(dy)
         results[way] = {"y": y.detach(), **{n: leaf.grad for n, leaf in leaves.items()}}
         results[way] = {n: t if t is None else t.cpu() for n, t in results[way].items()}
@@ -193,12 +193,10 @@ def test_num_tokens_device_and_out():
     arguments = inputs.x, inputs.topk_ids, inputs.topk_weights, weights
     for name in ("staged", "reference"):
         backend = make_backend(name, problem, device="cpu")
-        whole = moe_forward(*arguments, problem=problem, backend=backend)
+        whole = backend.forward(*arguments)
         out = torch.full_like(inputs.x, 7)
         count = torch.tensor([13], dtype=torch.int32)
-        y = moe_forward(
-            *arguments, problem=problem, backend=backend, out=out, num_tokens_device=count
-        )
+        y = backend.forward(*arguments, out=out, num_tokens_device=count)
         assert y is out
         assert torch.equal(y[:13], whole[:13])
         assert not y[13:].any()
@@ -210,15 +208,7 @@ def test_weights_of_dropped_routes_may_be_nan():
     dropped = (inputs.topk_ids < 0) | (inputs.topk_ids >= 7)
     assert dropped.any()
     scores = inputs.topk_weights
-    clean = moe_forward(
-        inputs.x, inputs.topk_ids, scores, weights, problem=problem, backend="staged"
-    )
-    dirty = moe_forward(
-        inputs.x,
-        inputs.topk_ids.int(),
-        scores.masked_fill(dropped, float("nan")),
-        weights,
-        problem=problem,
-        backend="staged",
-    )
-    assert torch.equal(clean, dirty)
+    layer = Layer(problem, backend="staged")
+    clean = layer(inputs.x, inputs.topk_ids, scores, weights)
+    nan = scores.masked_fill(dropped, float("nan"))
+    assert torch.equal(layer(inputs.x, inputs.topk_ids.int(), nan, weights), clean)

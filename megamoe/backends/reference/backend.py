@@ -37,7 +37,6 @@ class ReferenceBackend:
     """Slow on purpose. With a group, inputs and weights of all ranks are gathered on every rank."""
 
     name = "reference"
-    differentiable = False
 
     def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
         self.problem, self.group, self.rounding = problem, group, rounding
