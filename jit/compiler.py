@@ -149,7 +149,7 @@ def _check_compiler() -> None:
     paths.include_dirs()
 
 
-def check_installed(variant: Variant | None = None) -> None:
+def check_installed(variant: Variant | GroupedVariant | None = None) -> None:
     """Raise before any work: CompileError without compiler or headers, ConfigError for an unsafe cache.
 
     variant: needs none of these if it is prebuilt.
@@ -160,7 +160,7 @@ def check_installed(variant: Variant | None = None) -> None:
     cache.secure(env.cache_dir())
 
 
-def why_not(variant: Variant | None = None) -> str | None:
+def why_not(variant: Variant | GroupedVariant | None = None) -> str | None:
     """Return what this machine lacks to compile kernels, or this one, or None. Compiles nothing."""
     try:
         check_installed(variant)

@@ -10,8 +10,8 @@ import torch
 from rank_gradients import Drawn
 from torch import Tensor
 
-from megamoe.backends.reference.gemm import full_fp32
 from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
+from megamoe.full_fp32 import full_fp32
 from megamoe.testing import compare
 from megamoe.testing.gradients import GradientChecker
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.jit import abi
+from megamoe.jit import abi, compiler
+from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 from megamoe.memory import panels
 from megamoe.memory.arguments import PROFILE_SLOTS, Plan, fill_static
@@ -21,6 +23,20 @@ from megamoe.memory.window import Window
 
 PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
+
+
+def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | None:
+    """Return why a kernel cannot run on a device, or None. Reads attributes and prebuilt kernels; compiles nothing."""
+    if device.type != "cuda":
+        return f"the tensors are on {device}, the kernel needs a CUDA device"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
+    try:
+        importlib.import_module("megamoe.jit.module")
+    except ImportError as error:
+        return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
+    lacking = compiler.why_not(variant)
+    return lacking and f"kernels cannot be compiled: {lacking}"
 
 
 @dataclass(frozen=True)

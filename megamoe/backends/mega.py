@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +19,6 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
-from megamoe.jit import compiler
 from megamoe.jit.source import Variant
 from megamoe.memory import layout
 from megamoe.memory.arguments import Plan, fill_pointers, fill_weights
@@ -41,16 +39,9 @@ from megamoe.memory.window import Window
 def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
     """Return why the kernel cannot run on this rank, or None. Not collective; reads attributes only."""
     device = torch.device(device)
-    if device.type != "cuda":
-        return f"the tensors are on {device}, the kernel needs a CUDA device"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
-    try:
-        importlib.import_module("megamoe.jit.module")
-    except ImportError as error:
-        return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
-    if lacking := compiler.why_not(Variant(problem.precision, problem.activation.kind)):
-        return f"kernels cannot be compiled: {lacking}"
+    variant = Variant(problem.precision, problem.activation.kind)
+    if (lacking := kernels.why_not(variant, device)) is not None:
+        return lacking
     own = torch.cuda.current_device() if device.index is None else device.index
     if problem.ep_size > 1:
         for peer in range(torch.cuda.device_count()):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import Activation
 from megamoe.formats.cache import quantize_weights
 from megamoe.formats.quantization import GROUP, num_groups, quantize_rows
@@ -38,6 +37,7 @@ from megamoe.ops.operators import (
     grouped_mm_e4m3,
     grouped_wgrad,
 )
+from megamoe.ops.reference import activation_gradient
 from megamoe.ops.scales import by_block, num_places
 
 _op = torch.library.custom_op

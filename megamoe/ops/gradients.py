@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.reference.backward import activation_gradient
 from megamoe.config import Activation
 from megamoe.errors import MegaMoEError
 from megamoe.ops.operators import (
@@ -19,6 +18,7 @@ from megamoe.ops.operators import (
     grouped_mm_planes,
     grouped_wgrad,
 )
+from megamoe.ops.reference import activation_gradient
 
 
 def rows_of(t: Tensor) -> Tensor:

@@ -34,19 +34,20 @@ from megamoe.ops.tails import tails
 
 _op = torch.library.custom_op
 Numbers = Sequence[float]  # alpha, limit, up_offset
+_WEIGHTS = GroupedVariant("weights")
 
 
 @_op("megamoe::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
     """x: [M, K], w: [E, K, N] -> [M, N]."""
-    machine = machine_of(x.device)
+    variant = GroupedVariant("product" if w.stride(2) != 1 else "product-columns")
+    x, machine = _aligned(x), machine_of(x.device, variant)
     if machine is None:
-        return reference.product(x, w, offs, bias)
-    x, out, bias = _aligned(x), x.new_empty(x.shape[0], w.shape[2]), _fp32(bias)
+        return reference.product(x, w, offs, bias).to(x.dtype)
+    out, bias = x.new_empty(x.shape[0], w.shape[2]), _fp32(bias)
     if x.shape[0]:
-        stage = "product" if w.stride(2) != 1 else "product-columns"
         machine.run(
-            GroupedVariant(stage),
+            variant,
             lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, bias),
         )
     return out
@@ -55,13 +56,14 @@ def grouped_mm(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -
 @_op("megamoe::grouped_mm_planes", mutates_args=())
 def grouped_mm_planes(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
     """x: [M, 2, K], w: [E, 2, K, N], contiguous in N -> [M, N], the sum over both planes."""
-    machine = machine_of(x.device)
+    variant = GroupedVariant("product-planes")
+    x, machine = _aligned(x), machine_of(x.device, variant)
     if machine is None:
-        return reference.product(x.flatten(1), w.flatten(1, 2), offs, None)
-    x, out = _aligned(x), x.new_empty(x.shape[0], w.shape[3])
+        return reference.product(x.flatten(1), w.flatten(1, 2), offs, None).to(x.dtype)
+    out = x.new_empty(x.shape[0], w.shape[3])
     if x.shape[0]:
         machine.run(
-            GroupedVariant("product-planes"),
+            variant,
             lambda *to: arguments.fill_product(*to, x, w, offs, out, None),
         )
     return out
@@ -78,17 +80,21 @@ def grouped_activation(
     saves: bool,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H] -> h [M, I], gu [M, P, I]."""
-    act, machine = Activation(kind, *numbers), machine_of(x.device)
+    act, variant = (
+        Activation(kind, *numbers),
+        GroupedVariant("saving" if saves else "activation", kind),
+    )
+    machine = machine_of(x.device, variant)
     rows, planes, width = x.shape[0], w.shape[1], w.shape[2]
     if machine is None:
         h, gu = reference.activation(x, w, offs, bias, act)
-        return h, gu if saves else x.new_empty(0)
+        return h.to(x.dtype), gu.to(x.dtype) if saves else x.new_empty(0)
     h, bias = x.new_empty(rows, width), _fp32(bias)
     gu = x.new_empty(rows, planes, width) if saves else x.new_empty(0)
     if rows:
         saved = gu if saves else None
         machine.run(
-            GroupedVariant("saving" if saves else "activation", kind),
+            variant,
             lambda *to: arguments.fill_activation(*to, x, w, offs, h, saved, bias, act),
         )
     return h, gu
@@ -99,13 +105,15 @@ def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, kind: str, numbers: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     """dy: [M, H], w: [E, H, I], contiguous in I, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
-    act, machine = Activation(kind, *numbers), machine_of(dy.device)
+    act, variant = Activation(kind, *numbers), GroupedVariant("gradient", kind)
+    dy, machine = _aligned(dy), machine_of(dy.device, variant)
     if machine is None:
-        return reference.gradient(dy, w, gu, offs, act)
-    dy, dgu, h = _aligned(dy), torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
+        dgu, h = reference.gradient(dy, w, gu, offs, act)
+        return dgu.to(gu.dtype), h.to(gu.dtype)
+    dgu, h = torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
     if dy.shape[0]:
         machine.run(
-            GroupedVariant("gradient", kind),
+            variant,
             lambda *to: arguments.fill_gradient(*to, dy, w, gu, offs, dgu, h, act),
         )
     return dgu, h
@@ -117,10 +125,10 @@ def grouped_wgrad(
 ) -> tuple[Tensor, Tensor]:
     """a: [M, N1], b: [M, N2] -> [E, N1, N2] bf16 or fp32, sums of a's columns [E, N1] fp32."""
     dtype = torch.float32 if fp32 else a.dtype
-    machine = machine_of(a.device)
+    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
     if machine is None:
-        out, total = reference.weights(a, b, offs, num_experts)
-        return out.to(dtype), total if sums else a.new_empty(0, dtype=torch.float32)
+        total = reference.column_sums(a, offs) if sums else a.new_empty(0, dtype=torch.float32)
+        return reference.weights(a, b, offs, num_experts, dtype).to(dtype), total
     make = a.new_empty if a.shape[0] else a.new_zeros
     out = make(num_experts, a.shape[1], b.shape[1], dtype=dtype)
     total = make((num_experts, a.shape[1]) if sums else (0,), dtype=torch.float32)
@@ -131,9 +139,9 @@ def grouped_wgrad(
 @_op("megamoe::grouped_wgrad_add", mutates_args=("out",))
 def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) -> None:
     """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows."""
-    machine = machine_of(a.device)
+    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
     if machine is None:
-        out += reference.weights(a, b, offs, out.shape[0])[0]
+        out += reference.weights(a, b, offs, out.shape[0], out.dtype)
     else:
         _add_products(machine, a, b, offs, out, None, accumulate=True)
 
@@ -149,10 +157,9 @@ def _add_products(
 ) -> None:
     if a.shape[0] == 0:
         return
-    a, b = _aligned(a), _aligned(b)
     ends = tails(a, b, offs)
     machine.run(
-        GroupedVariant("weights"),
+        _WEIGHTS,
         lambda *to: arguments.fill_weights(*to, a, b, ends, offs, out, sums, accumulate),
     )
 
@@ -184,7 +191,8 @@ def grouped_mm_e4m3(
     w_scale: Tensor,
 ) -> Tensor:
     """x: [M, K], w: [E, K, N], contiguous in K, both e4m3 -> [M, N] bf16. x_scale: by block, see scales.py."""
-    machine = machine_of(x.device)
+    variant = GroupedVariant("product-e4m3")
+    machine = machine_of(x.device, variant)
     if machine is None:
         numbers = reference.numbers_of(x, w.transpose(1, 2).unsqueeze(1), offs, x_scale, w_scale)
         wide, matrices = numbers[0], numbers[1][:, 0].transpose(1, 2)
@@ -193,7 +201,7 @@ def grouped_mm_e4m3(
     bias, scales = _fp32(bias), (x_scale, w_scale)
     if x.shape[0]:
         machine.run(
-            GroupedVariant("product-e4m3"),
+            variant,
             lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, bias, scales),
         )
     return out
@@ -212,19 +220,20 @@ def grouped_activation_e4m3(
     quantizes: bool,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H], e4m3 where they have scales -> h [M, I] bf16 or e4m3, its scales by block."""
-    act, machine = Activation(kind, *numbers), machine_of(x.device)
+    stage = "activation" + ("-e4m3" if x_scale is not None else "")
+    variant = GroupedVariant(stage + ("-quantizes" if quantizes else ""), kind)
+    act, machine = Activation(kind, *numbers), machine_of(x.device, variant)
     h, h_scale = _empty_hidden(x, w, quantizes)
     if machine is None:
         if x_scale is not None and w_scale is not None:
             x, w = reference.numbers_of(x, w, offs, x_scale, w_scale)
-        wide = reference.activation(x.float(), w, offs, bias, act)[0]
+        wide = reference.activation(x, w, offs, bias, act)[0]
         return reference.quantized(wide, offs, w.shape[0]) if quantizes else (wide.to(h), h_scale)
     bias, scales = _fp32(bias), (x_scale, w_scale)
     if x.shape[0]:
-        stage = "activation" + ("-e4m3" if x_scale is not None else "")
         of_h = h_scale if quantizes else None
         machine.run(
-            GroupedVariant(stage + ("-quantizes" if quantizes else ""), kind),
+            variant,
             lambda *to: arguments.fill_activation(
                 *to, x, w, offs, h, None, bias, act, scales, of_h
             ),

@@ -1,16 +1,20 @@
-"""The operators by torch's own operations, rounded where the kernel rounds. For tensors that no kernel serves."""
+"""The operators by torch's own operations, for tensors that no kernel serves.
+
+On CPUs in fp32, expert by expert: rounded where the kernel rounds. On GPUs by torch's grouped_mm: its operands, e4m3
+ones too, and its products are rounded to bf16 before a bias or an activation follows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megamoe.backends.reference.backward import activation_gradient
-from megamoe.backends.reference.gemm import full_fp32
 from megamoe.config import Activation
 from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.full_fp32 import full_fp32
 from megamoe.ops import scales
 
 
@@ -25,25 +29,45 @@ def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]
 
 
 def product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x: [M, K], w: [E, K, N], bias: [E, N] -> [M, N] in x's type; rows of no expert are zeros."""
-    return _product(x, w, offs, bias).to(x.dtype)
+    """x: [M, K], w: [E, K, N], bias: [E, N] -> [M, N] fp32; rows of no expert are zeros."""
+    if _grouped(x):
+        return grouped_product(x, w, offs, bias)
+    out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
+    with full_fp32(x.device):
+        for e, rows in experts_of(offs, x.shape[0]):
+            out[rows] = x[rows].float() @ w[e].float()
+            if bias is not None:
+                out[rows] += bias[e].reshape(-1).float()
+    return out
+
+
+def grouped_product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Do the same by torch's grouped_mm, in bf16, for any ends; the host waits for nothing."""
+    ends = _ends(offs, x)
+    with torch.autocast(x.device.type, enabled=False):
+        out = torch._grouped_mm(x, w, offs=ends).float()
+    expert = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+    if bias is not None:
+        out += bias.flatten(1)[expert.clamp(max=len(ends) - 1)]
+    return out.where((expert < len(ends))[:, None], 0)
 
 
 def activation(
     x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None, act: Activation
 ) -> tuple[Tensor, Tensor]:
-    """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I]."""
-    gu = _product(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
-    return act(gu).to(x.dtype), gu.to(x.dtype).unflatten(1, (w.shape[1], w.shape[2]))
+    """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
+    gu = product(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
+    return act(gu), gu.unflatten(1, (w.shape[1], w.shape[2]))
 
 
 def numbers_of(
     x: Tensor, w: Tensor, offs: Tensor | None, x_scale: Tensor, w_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x: [M, K] e4m3, scales by block, w: [E, P, N, K] e4m3 -> both in fp32."""
+    """x: [M, K] e4m3, scales by block, w: [E, P, N, K] e4m3 -> both in fp32, on GPUs in bf16."""
     by_row = scales.by_row(x_scale, offs, x.shape[0], w.shape[0])
     wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
-    return dequantize_rows(x, by_row), wide
+    dtype = torch.bfloat16 if x.is_cuda else torch.float32
+    return dequantize_rows(x, by_row).to(dtype), wide.to(dtype)
 
 
 def quantized(h: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -55,33 +79,72 @@ def quantized(h: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor,
 def gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, act: Activation
 ) -> tuple[Tensor, Tensor]:
-    """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> dgu [M, P, I], h [M, I]; rows of no expert are zeros."""
-    dgu, h = activation_gradient(act, gu.flatten(1).float(), _product(dy, w, offs, None))
-    end = gu.shape[0] if offs is None else offs.max().clamp(0, gu.shape[0])
-    inside = (torch.arange(gu.shape[0], device=gu.device) < end)[:, None]
-    return (
-        torch.where(inside, dgu, 0).to(gu.dtype).view_as(gu),
-        torch.where(inside, h, 0).to(gu.dtype),
-    )
+    """dy: [M, H], w: [E, H, I], gu: [M, P, I] -> dgu [M, P, I], h [M, I], both fp32; rows of no expert are zeros."""
+    dgu, h = activation_gradient(act, gu.flatten(1).float(), product(dy, w, offs, None))
+    inside = (torch.arange(gu.shape[0], device=gu.device) < _ends(offs, gu)[-1])[:, None]
+    return torch.where(inside, dgu, 0).view_as(gu), torch.where(inside, h, 0)
 
 
-def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
-    """a: [M, N1], b: [M, N2] -> a^T b of each expert's rows [E, N1, N2] fp32, and sums of a's columns [E, N1] fp32."""
-    fp32 = {"dtype": torch.float32, "device": a.device}
-    out = torch.zeros(num, a.shape[1], b.shape[1], **fp32)
-    sums = torch.zeros(num, a.shape[1], **fp32)
+def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+    """gu: [M, P*I], dh: [M, I], both fp32 -> the gradient of gu, and h [M, I], by torch's derivatives; differentiable.
+
+    Clamps pass the gradient at equality, and NaN stays NaN, as in the kernel.
+    """
+    if not act.gated:
+        r = F.relu(gu)
+        return 2 * dh * r, r * r
+    gate, up = gu.chunk(2, dim=-1)
+    if act.kind == "swiglu":
+        value, slope = F.silu(gate), torch.ops.aten.silu_backward(dh * up, gate)
+    elif act.kind == "clamped_swiglu":
+        inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
+        g, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
+        s = torch.sigmoid(act.alpha * g)
+        value = g * s
+        slope = dh * up * (s + act.alpha * value * (1 - s))
+        return torch.cat((inside * slope, within * dh * value), -1), value * up
+    else:
+        form = "tanh" if act.kind == "geglu_tanh" else "none"
+        value = F.gelu(gate, approximate=form)
+        slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=form)
+    return torch.cat((slope, dh * value), -1), value * up
+
+
+def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int, dtype: torch.dtype) -> Tensor:
+    """a: [M, N1], b: [M, N2] -> a^T b of each expert's rows [E, N1, N2], in fp32 or, where `dtype` is, in bf16."""
+    if _grouped(a) and dtype == a.dtype:
+        return grouped_weights(a, b, offs)
+    out = torch.zeros(num, a.shape[1], b.shape[1], dtype=torch.float32, device=a.device)
     with full_fp32(a.device):
         for e, rows in experts_of(offs, a.shape[0]):
-            out[e] = a[rows].float().T @ b[rows].float()
-            sums[e] = a[rows].float().sum(0)
-    return out, sums
-
-
-def _product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    out = torch.zeros(x.shape[0], w.shape[2], dtype=torch.float32, device=x.device)
-    with full_fp32(x.device):
-        for e, rows in experts_of(offs, x.shape[0]):
-            out[rows] = x[rows].float() @ w[e].float()
-            if bias is not None:
-                out[rows] += bias[e].reshape(-1).float()
+            if _grouped(a):
+                out[e] = torch.mm(a[rows].T, b[rows], out_dtype=torch.float32)
+            else:
+                out[e] = a[rows].float().T @ b[rows].float()
     return out
+
+
+def grouped_weights(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
+    """Do the same by torch's grouped_mm, in bf16; the host waits for nothing."""
+    ends = _ends(offs, a)
+    with torch.autocast(a.device.type, enabled=False):
+        out = torch._grouped_mm(a.T, b, offs=ends)
+    empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
+    return out.masked_fill_(empty[:, None, None], 0)
+
+
+def column_sums(a: Tensor, offs: Tensor | None) -> Tensor:
+    """a: [M, N1] -> sums over each expert's rows [E, N1] fp32; the host waits for nothing."""
+    ends = F.pad(_ends(offs, a), (1, 0))
+    return torch.segment_reduce(a.float(), "sum", offsets=ends, axis=0, initial=0)
+
+
+def _grouped(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _ends(offs: Tensor | None, rows: Tensor) -> Tensor:
+    """Return where the rows of each expert end, [E] int32, as the kernel takes it."""
+    if offs is None:
+        return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+    return scales.ends_of(offs, rows.shape[0]).int()

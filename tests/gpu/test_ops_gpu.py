@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megamoe import ops
-from megamoe.backends.reference.gemm import full_fp32
 from megamoe.config import ACTIVATIONS
 from megamoe.formats.quantization import (
     dequantize_blockwise,
@@ -17,6 +20,8 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
     quantize_rows,
 )
+from megamoe.full_fp32 import full_fp32
+from megamoe.jit.__main__ import main as jit
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, operators, reference
 from megamoe.ops.machines import Gpu, machine_of
@@ -53,11 +58,11 @@ def near(found: Tensor, expected: Tensor, limit: float = ROUNDED) -> None:
 
 def exact(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None = None) -> Tensor:
     """x [M, K] times w [E, K, N] in fp32."""
-    return reference._product(x, w, offs, bias)
+    return reference.product(x.float(), w.float(), offs, bias)
 
 
 def test_the_kernel_is_what_runs():
-    assert isinstance(machine_of(DEVICE), Gpu)
+    assert isinstance(machine_of(DEVICE, GroupedVariant("product")), Gpu)
 
 
 def test_a_new_thread_has_a_context():
@@ -151,7 +156,9 @@ def test_weight_gradient(n1, n2):
     offs, num, rows = case()
     a, b = rand(rows, n1), rand(rows, n2)
     a[offs[-1] :] = b[offs[-1] :] = float("nan")
-    expected, column_sums = reference.weights(a, b, offs, num)
+    expected = reference.weights(a.float(), b.float(), offs, num, torch.float32)
+    column_sums = reference.column_sums(a, offs)
+    near(column_sums[-1], a[offs[-2] : offs[-1]].double().sum(0), 1e-6)
     near(ops.grouped_mm_wgrad(a, b, offs), expected)
     fp32, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
     near(fp32, expected, SUMMED)
@@ -181,8 +188,9 @@ def test_nothing_behind_the_output_is_written(ends):
     x, w = rand(rows, 64), rand(num, 64, 72)
     whole = torch.full((64 + rows + 64, 72), 7.0, device=DEVICE).bfloat16()
     out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    machine_of(DEVICE).run(
-        GroupedVariant("product-columns"),
+    variant = GroupedVariant("product-columns")
+    machine_of(DEVICE, variant).run(
+        variant,
         lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, None),
     )
     assert (whole[:64] == 7).all()
@@ -206,6 +214,20 @@ def step(function, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
 
 
+def expected_mlp(act, tensors: list[Tensor], offs: Tensor, dy: Tensor) -> list[Tensor]:
+    """Value and gradients of the MLP, in fp32."""
+
+    def plain(x, w13, w2, b13, b2):
+        parts = []
+        for e, r in reference.experts_of(offs, len(x)):
+            h = act(x[r] @ w13[e].T + b13[e])
+            parts.append(h @ w2[e].T + b2[e])
+        return torch.cat([*parts, x.new_zeros(len(x) - int(offs[-1]), 512)])
+
+    with full_fp32(DEVICE):
+        return step(plain, [t.detach().float().requires_grad_() for t in tensors], dy.float())
+
+
 def test_mlp_and_its_gradients():
     offs, num, rows = case()
     tensors, act = mlp_operands(num, rows), ACTIVATIONS["swiglu_oai"]
@@ -214,17 +236,7 @@ def test_mlp_and_its_gradients():
     def ours(x, w13, w2, b13, b2):
         return ops.grouped_mlp(x, w13, w2, offs, b13, b2, activation="swiglu_oai")
 
-    def plain(x, w13, w2, b13, b2):
-        parts = []
-        for e, r in reference.experts_of(offs, rows):
-            h = act(x[r] @ w13[e].T + b13[e])
-            parts.append(h @ w2[e].T + b2[e])
-        return torch.cat([*parts, x.new_zeros(rows - int(offs[-1]), 512)])
-
-    found = step(ours, tensors, dy)
-    with full_fp32(DEVICE):
-        wide = [t.detach().float().requires_grad_() for t in tensors]
-        expected = step(plain, wide, dy.float())
+    found, expected = step(ours, tensors, dy), expected_mlp(act, tensors, offs, dy)
     for f, e in zip(found, expected, strict=True):
         near(f, e, 8e-3)  # dy, dgu, h and pre-activations are rounded
     for f, again in zip(found, step(ours, tensors, dy), strict=True):
@@ -271,3 +283,74 @@ def test_a_dense_mlp_is_one_expert():
     y = ops.grouped_mlp(x, w13, w2)
     h = torch.nn.functional.silu(x @ w13[0, :264].T) * (x @ w13[0, 264:].T)
     near(y, h @ w2[0].T, 8e-3)
+
+
+# A process that has kernels but no compiler: what runs, and whether it is right.
+FRESH = """
+import json, logging, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("cuda.bindings.nvrtc", "cutlass")):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import torch
+from megamoe.errors import CompileError
+from megamoe.jit import paths
+def hidden():
+    raise CompileError("the CUTLASS headers are missing")
+paths.cutlass_include = hidden
+from megamoe import ops
+from megamoe.ops.machines import Gpu
+folder = sys.argv[1]
+launched, warned = [], []
+run = Gpu.run
+Gpu.run = lambda self, variant, fill: (launched.append(str(variant)), run(self, variant, fill))[1]
+logger = logging.getLogger("megamoe")
+logger.addHandler(logging.Handler())
+logger.handlers[0].emit = lambda record: warned.append(record.getMessage())
+case = torch.load(f"{folder}/case.pt")
+tensors = [t.requires_grad_() for t in case["tensors"]]
+y = ops.grouped_mlp(*tensors[:3], case["offs"], *tensors[3:])
+found = [y.detach(), *torch.autograd.grad(y, tensors, case["dy"])]
+a, b = tensors[0].detach(), case["dy"]
+found.append(ops.grouped_mm_wgrad(a, b, case["offs"], dtype=torch.float32))
+found.append(ops.grouped_mm(a, tensors[2].detach(), case["offs"], scales="dynamic"))
+torch.save(found, f"{folder}/found.pt")
+print(json.dumps([launched, warned]))
+"""
+
+
+@pytest.mark.parametrize("prebuilt", [True, False])
+def test_a_process_without_cutlass(prebuilt, tmp_path):
+    """By the kernels of another machine; without them by torch's grouped_mm, said once for each reason."""
+    offs, num, rows = case()
+    tensors, dy = mlp_operands(num, rows, width=512), rand(rows, 512)
+    stages = ["saving-swiglu", "product", "product-columns", "gradient-swiglu", "weights"]
+    names = [f"grouped-{stage}" for stage in [*stages, "product-e4m3"]]
+    variables = {**os.environ, "MEGAMOE_CACHE_DIR": str(tmp_path / "cache")}
+    if prebuilt:
+        assert jit(["--export", str(tmp_path / "made"), "--only", *names, "quantize-weights"]) == 0
+        variables["MEGAMOE_PREBUILT"] = str(tmp_path / "made")
+    saved = {"tensors": [t.detach() for t in tensors], "offs": offs, "dy": dy}
+    torch.save(saved, tmp_path / "case.pt")
+    command = [sys.executable, "-c", FRESH, str(tmp_path)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    launched, warned = json.loads(done.stdout.splitlines()[-1])
+    *of_mlp, dw, quantized = torch.load(tmp_path / "found.pt")
+    if prebuilt:
+        assert set(launched) == set(names)
+        assert warned == []
+    else:
+        assert launched == []
+        assert sum("torch's grouped_mm, at 1.1 to 1.7 times" in line for line in warned) == 1
+    for found, expected in zip(
+        of_mlp, expected_mlp(ACTIVATIONS["swiglu"], tensors, offs, dy), strict=True
+    ):
+        near(
+            found, expected, 1e-2
+        )  # without kernels pre-activations are rounded before the bias, too
+    x, w2 = tensors[0].detach(), tensors[2].detach()
+    near(dw, reference.weights(x.float(), dy.float(), offs, num, torch.float32), SUMMED)
+    near(quantized, exact(x, w2, offs), 6e-2)  # FP8 of both operands
+    assert not (tmp_path / "cache").exists()

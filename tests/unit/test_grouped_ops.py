@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from megamoe import ops
+from megamoe.backends.reference import activation_gradient as oracle
 from megamoe.config import ACTIVATIONS
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantization import (
@@ -19,6 +20,7 @@ from megamoe.formats.quantization import (
     dequantize_rows,
     quantize_blockwise,
 )
+from megamoe.ops import operators, reference
 from megamoe.ops.scales import by_row
 from megamoe.ops.tails import tails
 from megamoe.testing.compare import compare
@@ -68,9 +70,25 @@ def gradients(function, tensors):
     return [y.detach(), *(t.grad for t in leaves if t is not None)]
 
 
+def undefined_without_rows(a, b, offs, plain=torch._grouped_mm):
+    out = plain(a, b, offs=offs)
+    if b.dim() == 2:  # weight gradients
+        out[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+    return out
+
+
+@pytest.fixture(params=["by expert", "by torch's grouped_mm"])
+def stand_in(request, monkeypatch):
+    """What does without a kernel on CPUs, and on GPUs."""
+    if request.param != "by expert":
+        monkeypatch.setattr(reference, "_grouped", lambda x: x.dtype == torch.bfloat16)
+        monkeypatch.setattr(reference, "experts_of", None)
+        monkeypatch.setattr(torch, "_grouped_mm", undefined_without_rows)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_mlp(name, bias):
+def test_mlp(name, bias, stand_in):
     act = ACTIVATIONS[name]
     tensors = operands(act, bias)
     found = gradients(
@@ -94,6 +112,38 @@ def test_product_has_gradients_in_the_layout_of_its_weights(columns, bias):
         near(f, e)
     h, w2 = rand(M, I), rand(3, H, I)
     near(ops.grouped_mm_downproj(h, w2, OFFS), loop(h.float(), w2.transpose(1, 2).float()))
+
+
+@pytest.mark.parametrize("ends", [[-5, 7, 3, 9], [200, 1, 300, 2], [0, 0, 0, 0], [7, 7, 11, 11]])
+def test_any_ends(ends, stand_in):
+    """Rows of no expert are zeros whatever they hold, no ends are another expert's, NaN stays where it is."""
+    x, dy, w, offs = rand(M, H), rand(M, I), rand(4, H, I), torch.tensor(ends, dtype=torch.int32)
+    kept = offs.clamp(0, M).cummax(0)[0].tolist()
+    x[kept[-1] :] = dy[kept[-1] :] = float("nan")
+    y, dw = ops.grouped_mm(x, w, offs), ops.grouped_mm_wgrad(x, dy, offs)
+    of_rows, of_none = y[: kept[-1]], y[kept[-1] :]
+    assert not of_none.any()
+    start = 0
+    for e, end in enumerate(kept):
+        near(of_rows[start:end], x[start:end].float() @ w[e].float())
+        near(dw[e], x[start:end].float().T @ dy[start:end].float())
+        start = end
+    sums = operators.grouped_wgrad(x, dy, offs, 4, False, True)[1]
+    near(sums[0], x[: kept[0]].float().sum(0), 1e-6)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_the_derivative_is_the_oracles(name):
+    """At the clamps' limits and behind them, far out, and of NaN too."""
+    act, p = ACTIVATIONS[name], ACTIVATIONS[name].planes
+    edges = torch.tensor([-30.0, -7.25, -7, -0.5, 0, 0.5, 7, 7.25, 30, float("nan")])
+    gu = torch.cartesian_prod(edges, edges)[:, :p].bfloat16()  # [100, P], of one column
+    dy, w = torch.ones(100, 8).bfloat16(), torch.full((1, 8, 8), 0.125).bfloat16()
+    gu = gu[..., None].expand(-1, -1, 8).contiguous()
+    dgu, h = ops.grouped_mm_dswiglu(dy, w, gu, activation=act)
+    expected = oracle(act, gu.flatten(1).double(), torch.ones(100, 8).double())
+    for found, of_oracle in zip((dgu.flatten(1), h), expected, strict=True):
+        assert torch.allclose(found.double(), of_oracle, rtol=4e-3, atol=1e-6, equal_nan=True)
 
 
 def test_activation_alone_and_its_saved_values_have_gradients():

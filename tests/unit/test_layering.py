@@ -10,7 +10,7 @@ PACKAGE = ROOT / "megamoe"
 
 # lowest first; units of one line may not import each other
 LAYERS = [
-    ("errors", "uncompiled"),
+    ("errors", "uncompiled", "full_fp32"),
     (
         "env",
         "transforms",
@@ -112,9 +112,26 @@ def test_files_are_read_in_one_sitting(path):
 def test_the_oracle_shares_no_arithmetic():
     for path in (PACKAGE / "backends" / "reference").glob("*.py"):
         units = {unit for unit, _ in imported_units(ast.parse(path.read_text()))}
-        # a mark, a record of counts, a pair of tensors, and exceptions
-        shared = {"backends.order", "backends.statistics", "formats.quantized", "errors"}
+        # a mark, a record of counts, a pair of tensors, a switch of torch's, and exceptions
+        shared = {
+            "backends.order",
+            "backends.statistics",
+            "formats.quantized",
+            "full_fp32",
+            "errors",
+        }
         assert units <= {"backends.reference", "config"} | shared, path.name
+
+
+def test_nothing_that_the_oracle_judges_computes_by_it():
+    found = {
+        unit_of_file(path)
+        for path in files()
+        for unit, _ in imported_units(ast.parse(path.read_text()))
+        if unit == "backends.reference"
+    }
+    # what judges, and what sends weights between ranks as the oracle does
+    assert found - {"backends.reference"} == {"testing", "backends.emulate"}
 
 
 def test_the_checker_sees_a_violation():

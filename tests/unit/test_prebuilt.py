@@ -55,7 +55,7 @@ def no_compiler(monkeypatch):
 
 
 WITHOUT_COMPILER = """
-import hashlib, json, sys
+import hashlib, json, logging, sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.startswith(("cuda.bindings.nvrtc", "cutlass", "nvidia")):
@@ -66,24 +66,35 @@ from megamoe.jit import compiler
 from megamoe.jit.quantize import compile_quantize
 from megamoe.jit.source import Variant
 made, absent = Variant("fp8", "swiglu"), Variant("bf16", "geglu")
+import torch
+from megamoe.jit.grouped import GroupedVariant
+from megamoe.ops.machines import Gpu, machine_of
+torch.cuda.get_device_capability = lambda device: (9, 0)
+warned = []
+logging.getLogger("megamoe").addHandler(logging.Handler())
+logging.getLogger("megamoe").handlers[0].emit = lambda record: warned.append(record.getMessage())
+served = [
+    type(machine_of(torch.device("cuda", 0), GroupedVariant(*stage))).__name__
+    for stage in (["product"], ["saving", "swiglu"], ["saving", "swiglu"])
+]
 digests = [hashlib.sha256(r.cubin).hexdigest() for r in (compiler.compile_variant(made), compile_quantize())]
 try:
     compiler.compile_variant(absent)
 except CompileError as error:
     said = str(error)
-print(json.dumps([digests, said, compiler.why_not(made), compiler.why_not(absent), compiler.why_not()]))
+print(json.dumps([digests, said, compiler.why_not(made), compiler.why_not(absent), compiler.why_not(), served, warned]))
 """
 
 
 def test_a_process_without_a_compiler_gets_the_same_bytes(tmp_path):
     folder = tmp_path / "made"
-    assert jit(["--export", str(folder), "--only", str(VARIANT), QUANTIZE]) == 0
+    assert jit(["--export", str(folder), "--only", str(VARIANT), QUANTIZE, "grouped-product"]) == 0
     variables = {
         "MEGAMOE_PREBUILT": str(folder),
         "MEGAMOE_CACHE_DIR": str(tmp_path / "cache"),
         "CUDA_HOME": str(tmp_path),
     }
-    digests, said, *reasons = json.loads(run_code(WITHOUT_COMPILER, **variables))
+    digests, said, *reasons, served, warned = json.loads(run_code(WITHOUT_COMPILER, **variables))
     here = [compile_variant(VARIANT).cubin, compile_source(QUANTIZE_SOURCE).cubin]
     assert digests == [prebuilt.hashlib.sha256(cubin).hexdigest() for cubin in here]
     assert "has no kernel bf16-geglu with" in said
@@ -91,6 +102,10 @@ def test_a_process_without_a_compiler_gets_the_same_bytes(tmp_path):
     assert reasons[0] is None
     assert "has no kernel bf16-geglu with" in reasons[1]
     assert "NVRTC is missing" in reasons[2]
+    assert served == ["Gpu", "NoneType", "NoneType"]  # of megamoe.ops
+    (warning,) = warned
+    assert "torch's grouped_mm, at 1.1 to 1.7 times" in warning
+    assert "has no kernel grouped-saving-swiglu" in warning
     assert not (tmp_path / "cache").exists()
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from formulas import activate
 
 from megamoe.backends import reference
 from megamoe.config import ACTIVATIONS, Problem
@@ -17,19 +17,6 @@ from megamoe.testing import assert_close, compare, make_inputs, make_weights
 oracle = importlib.import_module("megamoe.backends.reference.backward")
 NAMES = ("dx", "d_topk_weights", "dw13", "dw2", "db13", "db2")
 LIMIT = ACTIVATIONS["swiglu_oai"].limit
-
-
-def activate(activation, gate_up):
-    """Activation.__call__ in the type of its input."""
-    if activation.kind == "relu2":
-        return F.relu(gate_up).square()
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation.kind == "swiglu":
-        return F.silu(gate) * up
-    if activation.kind == "clamped_swiglu":
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.up_offset)
-    return F.gelu(gate, approximate="tanh" if activation.kind == "geglu_tanh" else "none") * up
 
 
 @dataclass

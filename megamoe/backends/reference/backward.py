@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.reference.combine import combine, reduce
-from megamoe.backends.reference.gemm import full_fp32, grouped_gemm, grouped_outer
+from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
 from megamoe.backends.reference.layer import keep_rows, kept_tokens
 from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
 from megamoe.config import Activation, Problem
+from megamoe.full_fp32 import full_fp32
 
 
 def backward(
