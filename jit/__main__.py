@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile", action="store_true", help="with in-kernel timestamps")
     add("--flag", action="append", default=[], help="extra compiler flag")
     add("--log", action="store_true", help="print the compiler's log")
-    add("--save", metavar="FILE", help="also write the cubin of the last variant")
+    add("--save", type=Path, metavar="FILE", help="also write the cubin of the last variant")
     return parser
 
 
@@ -143,17 +143,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.export:
             prebuilt.check_target(args.export)
+        if args.save and not args.save.absolute().parent.is_dir():
+            raise ConfigError("--save", args.save, "a file in a folder that exists")
         if prebuilt.place() is None:  # else a kernel that is not there says what is missing
             check_installed()
         print(f"cache {env.cache_dir()}, compiler {env.compiler()}")
         built = _build_all(units, args.log)
         if args.save and built:
-            Path(args.save).write_bytes(built[-1][1].cubin)
+            args.save.write_bytes(built[-1][1].cubin)
         if len(built) < len(units):
             return 1
         if args.export:
             _export(args.export, built)
-    except (CompileError, ConfigError) as error:
+    except (CompileError, ConfigError, OSError) as error:
         print(f"megamoe.jit: {error}", file=sys.stderr)
         return 1
     return 0

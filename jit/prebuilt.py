@@ -115,7 +115,7 @@ class Made:
 
 def check_target(folder: Path) -> None:
     """Raise ConfigError for a folder that --export cannot write."""
-    usable = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    usable = not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir()))
     if not usable or not folder.absolute().parent.is_dir():
         raise ConfigError("--export", folder, "a new or empty folder in one that exists")
 

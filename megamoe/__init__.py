@@ -47,7 +47,10 @@ from megamoe.frontend.training import (  # noqa: E402
 
 from megamoe import ops as ops  # noqa: E402  isort: skip
 
-_logging.getLogger("megamoe").setLevel(_env.log_level())
+try:
+    _logging.getLogger("megamoe").setLevel(_env.log_level())
+except ConfigError as _error:  # no reason to end a program, or a command with a traceback
+    _logging.getLogger("megamoe").warning("%s; it is 'warning'", _error)
 
 __all__ = [
     "AbiMismatch",

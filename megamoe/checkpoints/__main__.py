@@ -10,6 +10,13 @@ from megamoe.checkpoints.layouts import LAYOUTS
 from megamoe.errors import MegaMoEError
 
 
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no size")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Convert; return 1 when it is refused or fails."""
     parser = argparse.ArgumentParser(prog="python -m megamoe.checkpoints", description=__doc__)
@@ -18,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", required=True, choices=LAYOUTS)
     said = "the source's layout, where names and shapes do not say it"
     parser.add_argument("--from", dest="source_layout", choices=LAYOUTS, help=said)
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a file at most")
+    parser.add_argument("--shard-gb", type=_gigabytes, default=5.0, help="size of a file at most")
     chosen = parser.parse_args(arguments)
     try:
         done = convert(

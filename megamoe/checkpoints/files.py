@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
-
-try:
-    from safetensors import SafetensorError, safe_open
-except ImportError as error:
-    raise ImportError("megamoe.checkpoints needs safetensors: megamoe[checkpoints]") from error
+from megamoe.errors import ArgumentError, ConfigError
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,6})(-of-)(\d{1,6})\.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -93,6 +88,12 @@ class Source:
 
     def _open(self, name: str) -> None:
         path = self._folder / name
+        try:
+            from safetensors import SafetensorError, safe_open
+        except ImportError as error:
+            raise ConfigError(
+                "safetensors is not installed: pip install 'megamoe[checkpoints]'"
+            ) from error
         try:
             file = self._stack.enter_context(safe_open(str(path), framework="pt"))
         except (OSError, SafetensorError) as error:

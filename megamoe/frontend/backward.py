@@ -73,10 +73,13 @@ def gradients(
             if name in into:
                 into[name].add_(found[index].reshape(into[name].shape))  # type: ignore[union-attr]
                 found[index] = None
-    return [
+    made = [
         _laid_out(grad, leaf) if need and grad is not None and leaf is not None else None
         for grad, leaf, need in zip(found, leaves, needs, strict=True)
     ]
+    if runtime.mean_over != 1:
+        made[2:] = [grad if grad is None else grad / runtime.mean_over for grad in made[2:]]
+    return made
 
 
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:

@@ -91,6 +91,7 @@ class Layer:
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
         self._runtime: Runtime | None = None
+        self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
         self._known = KnownCalls()
 
@@ -220,6 +221,12 @@ class Layer:
             raise
         return apply(*call, direct, self.accumulate_into_main_grad, self._delayed)
 
+    def divide_weight_gradients(self, num_ranks: int) -> None:
+        """Divide gradients of weights by num_ranks in every backward pass from now on, see average_expert_gradients."""
+        self._mean_over = num_ranks
+        if self._runtime is not None:
+            self._runtime.mean_over = num_ranks
+
     @property
     def num_delayed(self) -> int:
         """How many backward passes wait for backward_dw()."""
@@ -277,6 +284,7 @@ class Layer:
             device = weights.w13.device
             backend = open_backend(self.backend, self.problem, self.group, device, self._options)
             self._runtime = Runtime(self.problem, self.group, backend)
+            self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
@@ -19,9 +20,11 @@ from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import keeping
 from megamoe.formats.table import E4M3_BLOCKS, MXFP4, NVFP4, Format
 from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.frontend.experts import is_fsdp
 from megamoe.frontend.functional import check_device
 from megamoe.frontend.initial import draw
 from megamoe.frontend.layer import Layer
+from megamoe.frontend.optimizers import watch
 from megamoe.frontend.quantized import QUANTIZED, check_kind, check_state, check_taken
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
@@ -111,7 +114,7 @@ class MegaMoE(nn.Module):
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
-        self._checked = self.problem.ep_size == 1  # that no two ranks hold the same experts
+        self._checked: Any = None  # in which surroundings no two ranks held the same experts
         self._loaded = False
         self.averaged: type | None = None  # what average_expert_gradients() took
         self._known: ExpertWeights | None = None  # of the last call
@@ -124,6 +127,8 @@ class MegaMoE(nn.Module):
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
             self.register_buffer(name, None)
+        if self.problem.ep_size > 1:
+            watch(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -148,9 +153,11 @@ class MegaMoE(nn.Module):
 
         As Layer.__call__, with the parameters as weights.
         """
-        if not self._checked and not torch.compiler.is_compiling():
-            self._checked = self._check_experts()
-        if self._delays and isinstance(self, FSDPModule):
+        if self.problem.ep_size > 1 and not torch.compiler.is_compiling():
+            around = self._surroundings()
+            if around != self._checked and self._check_experts():
+                self._checked = around
+        if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", True, expected)
         call = x, topk_ids, topk_weights, self._experts()
@@ -209,13 +216,36 @@ class MegaMoE(nn.Module):
         Call it before torch.compile or graph capture.
         """
         self._layer.prepare(self.expert_weights())
-        if not self._checked:
+        if self.problem.ep_size > 1 and self._checked is None:
             self._check_experts()  # and once more in the first call: DDP may come in between
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
+
+        fully_shard() of the layer makes it another class, that of a module around it another parameter; within DDP's
+        forward pass torch says so.
+        """
+        sharded = id(self._parameters.get("w13")) if "torch.distributed.fsdp" in sys.modules else 0
+        return type(self), sharded, DistributedDataParallel._active_ddp_module is not None
+
+    def divide_gradients(self, num_ranks: int) -> None:
+        """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
+        self.averaged = type(self)
+        if not is_fsdp(self):
+            self._layer.divide_weight_gradients(num_ranks)
+            return
+        fsdp: Any = self
+        fsdp.set_gradient_divide_factor(float(num_ranks))
+        ranks = fsdp.w13.device_mesh.size()
+        copies = ranks // self.problem.ep_size if self.place.distributed else ranks
+        if not self.w13.is_cuda and copies > 1:
+            # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
+            fsdp.set_force_sum_reduction_for_comms(True)
 
     def _check_experts(self) -> bool:
         """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
         if self.averaged not in (None, type(self)):
-            called = "called before fully_shard(), which took its hooks away"
+            called = "called before fully_shard(), which divides by other ranks"
             raise ArgumentError("average_expert_gradients", called, "called after it")
         w13 = self.expert_weights().w13
         if w13.is_meta or torch._C._len_torch_dispatch_stack():

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.agreement import process_group
+from megamoe.frontend.experts import is_dtensor
 
 
 class ExpertPlacement:
@@ -174,7 +174,7 @@ class ExpertPlacement:
         ]
         tensors = {name: getattr(weights, name) for name in names}
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 raise ArgumentError(name, "a DTensor", "a tensor of this rank's experts")
             if tensor is not None and tensor.shape[0] != room:
                 raise ArgumentError(name, list(tensor.shape), f"[{room}, ...], this rank's slots")

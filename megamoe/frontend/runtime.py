@@ -29,6 +29,7 @@ class Runtime:
     mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
     state_bytes: int = field(init=False)  # that a training forward saves; 0: backward recomputes
+    mean_over: int = 1  # ranks that gradients of weights are divided by
 
     def __post_init__(self) -> None:
         number = next(_numbers)

@@ -1,118 +1,28 @@
 """Which experts a tensor holds: in state dicts, in checkpoints of torch.distributed (DCP), as DTensors.
 
 A rank's w13 has L of E experts. `Experts` says which ones, in every state dict of a layer over more than one
-rank: torch.save writes it as a plain tensor, DCP as rows [begin, begin + L) of E, so that it loads into any
-number of ranks. `Place.take` is the way back, and refuses what is another rank's.
+rank: torch.save writes it as a plain tensor that says so, DCP as rows [begin, begin + L) of E, so that it loads into
+any number of ranks. `Place.take` is the way back, and refuses what is another rank's.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, RankMismatch
 from megamoe.frontend.agreement import together
+from megamoe.frontend.experts import Experts, is_dtensor, noted
 
-# results of these are the same experts again: what stages a state dict for writing calls them
-_KEEPING = {
-    *(Tensor.detach, Tensor.clone, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.contiguous),
-    *(Tensor.pin_memory, Tensor.requires_grad_, torch.clone, torch.empty_like, torch.zeros_like),
-}
-
-
-class Experts(torch.Tensor):
-    """Rows [begin, begin + shape[0]) of a tensor over `total` experts; a plain tensor in every operation."""
-
-    begin: int
-    total: int
-
-    @staticmethod
-    def of(local: Tensor, begin: int, total: int) -> Experts:
-        """local: [n, ...], the experts from `begin` on, shared and not copied."""
-        experts = local.as_subclass(Experts)
-        experts.begin, experts.total = begin, total
-        return experts
-
-    def local(self) -> Tensor:
-        """Return the same memory as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        first, kwargs = args[0] if args else None, kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):
-                return result
-            result = result.as_subclass(torch.Tensor)
-        if not isinstance(first, Experts):
-            return result
-        staged = func is Tensor.new_empty and not result.dim()
-        if staged or func in _KEEPING and result.shape == first.shape:
-            return Experts.of(result, first.begin, first.total)
-        return result
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape; to DCP's planner, which compares it with the checkpoint's, that of all experts."""
-        caller = sys._getframe(1).f_code.co_name
-        if (
-            caller == "tensor_func"
-        ):  # of _create_cpu_state_dict: it would forget which experts these are
-            raise ArgumentError(
-                "stager", "BlockingAsyncStager", "dcp.async_save()'s own, or distribute()"
-            )
-        first = self.total if caller == "create_default_local_load_plan" else self.shape[0]
-        sizes = torch.Size((first, *self.shape[1:])) if self.dim() else self.shape
-        return sizes if dim is None else sizes[dim]
-
-    def __repr__(self, **_: Any) -> str:
-        end = self.begin + self.shape[0]
-        return f"Experts([{self.begin}, {end}) of {self.total}, {self.local()!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.local().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
-        return Experts.of(self.local().clone(), self.begin, self.total)
-
-    # the protocol that DCP asks of a tensor that knows its place
-
-    def _chunk(self) -> ChunkStorageMetadata:
-        offsets = torch.Size((self.begin, *[0] * (self.dim() - 1)))
-        return ChunkStorageMetadata(offsets, torch.Size(self.shape))
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        if not self.shape[0]:
-            return []
-        chunk, properties = self._chunk(), TensorProperties.create_from_tensor(self.local())
-        sizes = torch.Size((self.total, *self.shape[1:]))
-        data = TensorWriteData(chunk=chunk, properties=properties, size=sizes)
-        index = MetadataIndex(fqn, chunk.offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk()] if self.shape[0] else []
-
-    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
-        return self.local()
+if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
+    from torch.distributed.tensor import DTensor
 
 
 def span(problem: Problem) -> list[int]:
@@ -122,8 +32,11 @@ def span(problem: Problem) -> list[int]:
 
 def local_part(value: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a tensor, and which of its rows comes first."""
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return value, 0
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     splits = zip(
         value.device_mesh.shape,
         value.device_mesh.get_coordinate() or (),
@@ -151,14 +64,14 @@ class Place:
     def rows(self, value: Tensor) -> tuple[Tensor, int]:
         """value: a parameter, or of its form -> (this rank's rows, the expert of the first one)."""
         local, first = local_part(value)
-        if self.distributed and isinstance(value, DTensor):
+        if self.distributed and is_dtensor(value):
             return local, first
         self._check_mesh(value)
         return local, self.problem.expert_begin() + first
 
     def whole(self, name: str, value: Tensor | None) -> Tensor | None:
         """Return a parameter as the layer computes with it: all its experts, not FSDP2's shard of them."""
-        if not isinstance(value, DTensor):
+        if not is_dtensor(value):
             return value
         if self.distributed:
             value = value.to_local()
@@ -170,7 +83,7 @@ class Place:
 
     def _check_mesh(self, value: Tensor) -> None:
         """Raise RankMismatch where FSDP2 shards or copies over ranks that hold other experts."""
-        if self.problem.ep_size == 1 or not isinstance(value, DTensor):
+        if self.problem.ep_size == 1 or not is_dtensor(value):
             return
         shared = set(value.device_mesh.mesh.flatten().tolist())
         shared &= set(dist.get_process_group_ranks(self.group))
@@ -183,7 +96,7 @@ class Place:
 
     def mark(self, value: Tensor) -> Tensor:
         """Return Experts that share the memory of `value`; a DTensor over all E knows its place."""
-        if self.problem.ep_size == 1 or (self.distributed and isinstance(value, DTensor)):
+        if self.problem.ep_size == 1 or (self.distributed and is_dtensor(value)):
             return value
         local, begin = self.rows(value)
         return Experts.of(local, begin, self.problem.num_experts)
@@ -196,6 +109,8 @@ class Place:
                 "False where ranks do not divide the experts, or FSDP2 shards them: use dcp.save()"
             )
             raise ArgumentError("full_state_dict", True, expected)
+        from torch.distributed.tensor import DTensor, Shard
+
         mesh = DeviceMesh.from_group(self.group, experts.device.type)
         return DTensor.from_local(experts.local(), mesh, (Shard(0),), run_check=False)
 
@@ -207,12 +122,13 @@ class Place:
         told: span() of who wrote a plain `value`.
         """
         total, begin, count = span(self.problem)
-        if isinstance(value, DTensor):
-            if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        if is_dtensor(value):
+            if is_dtensor(parameter) and value.shape == parameter.shape:
                 return value
             value = self._of_dtensor(name, value)
-        if isinstance(value, Experts):
-            told, held = [value.total, value.begin, value.shape[0]], value.local()
+        if (note := noted(value)) is not None:
+            told = [note[1], note[0], value.shape[0]]
+            held = value.local() if isinstance(value, Experts) else value
         elif value.dim() and value.shape[0] == total:
             told, held = [total, 0, total], value
         elif value.dim() and value.shape[0] == told[2]:
@@ -228,8 +144,10 @@ class Place:
             expected = f"[{begin}, {begin + count}) of {total}, what rank {self.problem.rank} holds"
             raise ArgumentError(f"state_dict[{name!r}]", given, expected)
         held = held[skip : skip + count]
-        if not isinstance(parameter, DTensor):
+        if not is_dtensor(parameter):
             return held
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(
             held.contiguous(),
             parameter.device_mesh,
@@ -245,6 +163,8 @@ class Place:
             return value.to_local()
         total, _, count = span(self.problem)
         ranks = value.device_mesh.size()
+        from torch.distributed.tensor import Shard
+
         if value.placements != (Shard(0),) or total % ranks or value.shape[0] != total:
             given = f"a DTensor of {value.shape[0]} experts, {value.placements} on {ranks} ranks"
             expected = (
@@ -287,7 +207,9 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
         metadata[prefix[:-1]]["experts"] = span(place.problem)
     for name in names:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
+        if isinstance(
+            value, Tensor
+        ):  # with keep_vars=True a view that autograd knows, not the parameter
             value = place.mark(value)
             if isinstance(value, Experts) and _full_is_wanted():
                 value = place.as_dtensor(value)
@@ -320,8 +242,8 @@ def read(
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
-            said = isinstance(value, (Experts, DTensor)) or value.shape[:1] == told[:1]
-            sure = sure and (known or said)
+            said = noted(value) or is_dtensor(value) or value.shape[:1] == told[:1]
+            sure = sure and bool(known or said)
             state_dict[prefix + name] = place.take(prefix + name, value, parameter, told)
     return sure
 
@@ -335,4 +257,6 @@ def distributed(problem: Problem, group: Any, mesh: DeviceMesh, local: Tensor) -
     mine = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
     if mesh.ndim != 1 or ranks != mine:
         raise ArgumentError("mesh", mesh, f"one dimension, of the ranks of the group: {mine}")
+    from torch.distributed.tensor import DTensor, Shard
+
     return DTensor.from_local(local, mesh, (Shard(0),), run_check=False)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as dcp_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.errors import ArgumentError
+from megamoe.frontend.experts import is_dtensor, is_fsdp
 from megamoe.frontend.module import MegaMoE
+from megamoe.frontend.optimizers import check_not_sharded
 from megamoe.frontend.shards import span
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -45,12 +44,12 @@ def _power(grads: list[Tensor], norm_type: float) -> Tensor:
     """Return sum |g| ** norm_type (largest |g| for inf) over all elements; DTensors over their meshes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+        key = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
         by_mesh.setdefault(key, []).append(grad)
     total = torch.zeros((), dtype=torch.float32, device=grads[0].device if grads else None)
     for same in by_mesh.values():
         norm = torch.nn.utils.get_total_norm(same, norm_type)
-        if isinstance(norm, DTensor):
+        if is_dtensor(norm):
             norm = norm.full_tensor()
         norm = norm.float()
         if norm_type == torch.inf:
@@ -58,6 +57,19 @@ def _power(grads: list[Tensor], norm_type: float) -> Tensor:
         else:
             total = total + norm**norm_type
     return total
+
+
+def _order(norm_type: Any) -> float:
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise ArgumentError("norm_type", repr(norm_type), "a number above 0, or float('inf')")
+    return float(norm_type)
+
+
+def _model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        expected = "a torch.nn.Module with parameters: they alone do not say who holds others"
+        raise ArgumentError("model", type(model).__name__, expected)
+    return model
 
 
 @torch.no_grad()
@@ -68,9 +80,12 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Dense gradients must be equal on the ranks (averaged, as by DDP) or DTensors (FSDP2).
     Experts may be plain or DTensors.
-    norm_type: p, or inf.
+    norm_type: p > 0, or inf.
+
+    Raises ArgumentError for something else than a module, another norm_type and sparse gradients.
     """
-    _refuse_main_grad(model.named_modules())
+    norm_type = _order(norm_type)
+    _refuse_main_grad(_model(model).named_modules())
     for name, module in model.named_modules():
         if isinstance(module, MegaMoE) and module.num_delayed:
             waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
@@ -83,11 +98,13 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     for group in own.values():
         if group is not None:
             experts[group] = []
-    for p in model.parameters():
+    device = next(model.parameters()).device
+    for name, p in model.named_parameters():
         if p.grad is not None:
+            if p.grad.layout != torch.strided:
+                raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
             group = own.get(id(p))
             (dense if group is None else experts[group]).append(p.grad)
-    device = next(model.parameters()).device
     total = _power(dense, norm_type).to(device)
     largest = norm_type == torch.inf
     for group, grads in experts.items():
@@ -104,12 +121,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (grad_norm(model) + 1e-6)); return that norm. Collective."""
+    """Scale all gradients by min(1, max_norm / (grad_norm(model) + 1e-6)); return that norm. Collective.
+
+    Raises ArgumentError as grad_norm() does, and for a max_norm that is no number from 0 on.
+    """
+    if (
+        isinstance(max_norm, str)
+        or not isinstance(max_norm, (int, float, Tensor))
+        or not max_norm >= 0
+    ):
+        raise ArgumentError("max_norm", repr(max_norm), "a number from 0 on")
     total = grad_norm(model, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(total)}")
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = [g.to_local() if is_dtensor(g) else g for g in grads]
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in local:
         grad.mul_(scale.to(grad.device))
@@ -138,38 +164,26 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     otherwise.
     """
     _refuse_main_grad(_layers(model))
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ArgumentError("num_ranks", repr(num_ranks), "a number of ranks")
     for name, layer in _layers(model):
         if layer.averaged is not None:
             raise ArgumentError(name or "model", "averaged already", "one call")
+        if not is_fsdp(layer):
+            check_not_sharded(layer)
     for _, layer in _layers(model):
-        layer.averaged = type(layer)
-        if isinstance(layer, FSDPModule):
-            layer.set_gradient_divide_factor(float(num_ranks))
-            if not layer.w13.is_cuda and _copies(layer) > 1:
-                # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
-                layer.set_force_sum_reduction_for_comms(True)
-            continue
-        for name, p in layer.named_parameters():
-            if isinstance(p, DTensor) and (p.device_mesh.ndim > 1 or not layer.place.distributed):
-                expected = "whole, or sharded by a fully_shard() of the layer's own"
-                raise ArgumentError(name, "sharded by a module around the layer", expected)
-            if p.requires_grad:
-                p.register_hook(lambda grad: grad / num_ranks)
-
-
-def _copies(layer: MegaMoE) -> int:
-    """Return the ranks that FSDP2 shards one rank's experts over."""
-    ranks: int = layer.w13.device_mesh.size()
-    return ranks // layer.problem.ep_size if layer.place.distributed else ranks
+        layer.divide_gradients(num_ranks)
 
 
 def _by_fqn(model: nn.Module) -> dict[str, tuple[MegaMoE, str]]:
     """Return (layer, parameter's name) by the names that torch's checkpoints use: without wrappers."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
     found = {}
     for prefix, layer in _layers(model):
         for name, _ in layer.named_parameters():
             full = f"{prefix}.{name}" if prefix else name
-            for fqn in dcp_state_dict._get_fqns(model, full):
+            for fqn in _get_fqns(model, full):
                 found[fqn] = layer, name
     return found
 
@@ -182,9 +196,16 @@ def _converted(model: nn.Module, state: dict[str, Any], shard: bool) -> dict[str
         if not isinstance(value, Tensor) or not value.dim():
             return value
         layer, name = layers[fqn]
-        if shard:
-            return layer.place.mark(value)
-        return layer.place.take(fqn, value, getattr(layer, name), span(layer.problem))
+        parameter = getattr(layer, name)
+        if not shard:
+            value = layer.place.take(fqn, value, parameter, span(layer.problem))
+        if value.shape[:1] != parameter.shape[:1]:
+            given, of = (
+                f"{list(value.shape)}",
+                f"[{parameter.shape[0]}, ...], as the parameter has it",
+            )
+            raise ArgumentError(f"the optimizer's state of {fqn}", given, of)
+        return layer.place.mark(value) if shard else value
 
     new = dict(state)
     for key, value in state.items():
@@ -199,13 +220,27 @@ def _converted(model: nn.Module, state: dict[str, Any], shard: bool) -> dict[str
     return new
 
 
+def _refuse_options(model: nn.Module, options: dict[str, Any], *names: str) -> None:
+    """Raise ArgumentError for options that make one rank's experts stand for all."""
+    for name in names:
+        if getattr(options.get("options"), name, False) and any(True for _ in _layers(model)):
+            expected = "False where experts differ between ranks: save with dcp.save()"
+            raise ArgumentError(f"options.{name}", True, expected)
+
+
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, **options: Any
 ) -> dict[str, Any]:
     """As torch.distributed.checkpoint.state_dict's, with experts' entries that say which experts they are.
 
     Give it to dcp.save(), or to dcp.load() and then to set_optimizer_state_dict(). torch's own would save rank 0's.
+
+    Raises ArgumentError for StateDictOptions(full_state_dict=True), and for states whose first size is not that of
+    their parameter, as 8-bit optimizers have them: no part of those is an expert's.
     """
+    _refuse_options(model, options, "full_state_dict", "broadcast_from_rank0")
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
     state: Any = dcp_state_dict.get_optimizer_state_dict(model, optimizers, **options)
     return _converted(model, state, shard=True)
 
@@ -213,6 +248,13 @@ def get_optimizer_state_dict(
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, state: dict[str, Any], **options: Any
 ) -> None:
-    """Set what get_optimizer_state_dict() returned and dcp.load() filled. Raises ArgumentError for other experts."""
+    """Set what get_optimizer_state_dict() returned and dcp.load() filled.
+
+    Raises ArgumentError for other experts, also those of another rank's file, for states whose first size is not that
+    of their parameter, and for StateDictOptions(broadcast_from_rank0=True).
+    """
+    _refuse_options(model, options, "broadcast_from_rank0")
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
     state = _converted(model, state, shard=False)
     dcp_state_dict.set_optimizer_state_dict(model, optimizers, state, **options)

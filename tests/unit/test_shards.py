@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megamoe
 from megamoe import ArgumentError
-from megamoe.frontend.shards import Experts
+from megamoe.frontend.experts import Experts
 from megamoe.testing import launch
 
 HIDDEN, TOP_K = 32, 2
@@ -610,7 +610,6 @@ def test_experts_behave_as_plain_tensors():
     assert experts.shape == (2, 3)
     assert experts.size() == (2, 3)
     assert experts.size(0) == 2
-    assert type(experts + 1) is torch.Tensor
     assert "[2, 4) of 5" in repr(experts)
     for same in (experts.clone(), experts.detach(), experts.cpu(), copy.deepcopy(experts)):
         assert (same.begin, same.total) == (2, 5)
@@ -621,10 +620,54 @@ def test_experts_behave_as_plain_tensors():
     read = torch.load(file, weights_only=True)["w"]
     assert type(read) is torch.Tensor
     assert torch.equal(read, local)
+    other = Net(5, None)
+    with pytest.raises(ArgumentError, match=r"is experts \[2, 4\) of 5, expected \[0, 5\) of 5"):
+        other.load_state_dict(other.state_dict() | {"moe.w13": read})
     with pytest.raises(ArgumentError, match=r"stager is BlockingAsyncStager"):
         BlockingAsyncStager().stage({"w": experts})
     experts.zero_()
     assert local.abs().max() == 0
+
+
+DERIVED = {
+    "float": lambda v: v.float(),
+    "half": lambda v: v.half(),
+    "bfloat16": lambda v: v.bfloat16(),
+    "type": lambda v: v.type(torch.float64),
+    "product": lambda v: v * 1,
+    "from the right": lambda v: 2 - v,
+    "lerp": lambda v: torch.lerp(v, v + 1, 0.5),
+    "a plain tensor's": lambda v: torch.lerp(v.local(), v, 0.5),
+    "all of it": lambda v: v[:],
+    "foreach": lambda v: torch._foreach_mul([v, v], 2)[1],
+    "in place": lambda v: torch.zeros_like(v).add_(v),
+    "copied": lambda v: torch.empty_like(v).copy_(v),
+    "out": lambda v: torch.add(v, v, out=torch.empty_like(v)),
+    "data": lambda v: v.data,
+    "flat": lambda v: v.flatten(1),
+    "turned": lambda v: v.mT,
+    "chained": lambda v: (v.float() * 0.9 + v * 0.1).bfloat16().cpu(),
+    "parameter": lambda v: torch.nn.Parameter(v),
+    "no gradient": lambda v: v.requires_grad_().detach(),
+}
+
+
+@pytest.mark.parametrize("way", DERIVED)
+def test_what_is_made_of_experts_says_which_they_are(way):
+    """A checkpoint of what was derived holds all experts: not one rank's as if there were no others."""
+    experts = Experts.of(torch.randn(2, 3, 4), 2, 5)
+    made = DERIVED[way](experts)
+    (item,) = made.__create_write_items__("w", made)
+    assert item.tensor_data.size[0] == 5
+    assert (*item.tensor_data.chunk.offsets[:1], item.tensor_data.chunk.sizes[0]) == (2, 2)
+
+
+def test_some_of_the_experts():
+    experts = Experts.of(torch.randn(4, 3), 2, 9)
+    some = experts[1:3]
+    assert (some.begin, some.total, some.shape) == (3, 9, (2, 3))
+    assert (experts[-1:, :2].begin, experts[::2].__class__) == (5, torch.Tensor)
+    assert not any(isinstance(t, Experts) for t in (experts[0], experts.sum(), experts.T))
 
 
 def test_one_rank_has_no_shards():

@@ -185,3 +185,138 @@ def test_what_one_rank_does_wrong_is_named_on_both(of_errors, backend):
         assert "for forward of layer" in message
         assert found[backend, "undefined dy"][0] is None, found
     assert there[backend, "dx"] > 0
+
+
+def grads(layer, rank):
+    layer.zero_grad()
+    i = make_inputs(layer.problem, TOKENS[rank], rank=rank)
+    layer(i.x, i.topk_ids, i.topk_weights).float().square().sum().backward()
+    return {n: rows(p.grad) for n, p in layer.named_parameters() if p.grad is not None}
+
+
+def rows(value):
+    """This rank's part."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def onto_meta(layer, average):
+    with torch.device("meta"):
+        empty = Net(layer.group, backend="staged", bias=True).moe
+    average(empty)
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(layer.state_dict())
+    return empty
+
+
+def assigned(layer, average):
+    average(layer)
+    layer.load_state_dict({n: v.clone() for n, v in layer.state_dict().items()}, assign=True)
+    return layer
+
+
+def replaced(layer, average):
+    average(layer)
+    layer.w13 = nn.Parameter(layer.w13.detach().clone())
+    return layer
+
+
+def unfrozen(layer, average):
+    average(layer.requires_grad_(False))
+    return layer.requires_grad_(True)
+
+
+def as_dtensors(layer, average):
+    average(layer)
+    return layer.distribute(init_device_mesh("cpu", (2,)))
+
+
+def before_the_call(layer, average):
+    layer.prepare()
+    average(layer)
+    return layer
+
+
+WAYS = {
+    f.__name__: f for f in (onto_meta, assigned, replaced, unfrozen, as_dtensors, before_the_call)
+}
+
+
+def means(rank):
+    """Gradients of layers that were asked for means over 8 ranks, more than the group has, by what came after."""
+    group, found = dist.group.WORLD, {}
+
+    def average(layer):
+        megamoe.average_expert_gradients(layer, 8)
+
+    def made(**options):
+        return Net(group, backend="staged", bias=True, **options).moe
+
+    found["plain"] = grads(made(), rank)
+    for name, way in WAYS.items():
+        found[name] = grads(way(made(), average), rank)
+    layer = made(delay_wgrad=True)
+    average(layer)
+    i = make_inputs(layer.problem, TOKENS[rank], rank=rank)
+    layer(i.x, i.topk_ids, i.topk_weights).float().square().sum().backward()
+    layer.backward_dw()
+    found["delayed"] = {n: whole(p.grad) for n, p in layer.named_parameters()}
+    pair = nn.ModuleList([made(), made()])
+    pair[1].w13 = pair[0].w13
+    average(pair)
+    grads(pair[0], rank)
+    pair[1].zero_grad = lambda: None
+    found["shared"] = grads(pair[1], rank)
+    return found
+
+
+def test_means_are_those_of_the_layer_whatever_becomes_of_its_parameters():
+    for found in launch(means, 2, timeout_s=60):
+        plain = found.pop("plain")
+        assert len(plain) == 4
+        for way, gradients_of in found.items():
+            assert gradients_of.keys() == plain.keys()
+            for name, grad in gradients_of.items():
+                times = 2 if way == "shared" and name == "w13" else 1
+                assert torch.equal(grad, plain[name] / 8 * times), (way, name)
+
+
+def wrapped_too_late(rank):
+    """Wrappers that mix experts, behind a first call; an optimizer that does."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = {}
+
+    def wrap(kind):
+        net = Net(dist.group.WORLD, backend="staged")
+        grads(net.moe, rank)
+        grads(net.moe, rank)  # a known call
+        before = net.moe.w13.detach().clone()
+        if kind == "zero":
+            optimizer = ZeroRedundancyOptimizer(net.moe.parameters(), torch.optim.SGD, lr=1e-6)
+            found[kind] = outcome(optimizer.step)[:2], torch.equal(net.moe.w13, before)
+            return
+        if kind == "ddp":
+            model = DDP(net)
+        elif kind == "fsdp":
+            model = fully_shard(net.moe)
+        else:
+            model = fully_shard(net, ignored_params=set(net.router.parameters()))
+        x = torch.ones(TOKENS[rank], HIDDEN).bfloat16()
+        call = model if kind != "fsdp" else net
+        found[kind] = outcome(lambda: call(x))[:2]
+
+    for kind in ("ddp", "fsdp", "fsdp around", "zero"):
+        wrap(kind)
+    return found
+
+
+def test_wrappers_behind_a_first_call_are_found():
+    for found in launch(wrapped_too_late, 2, timeout_s=60):
+        (error, message), same = found.pop("zero")
+        assert error == "ArgumentError"
+        assert message.startswith("ZeroRedundancyOptimizer is given experts of several ranks")
+        assert same
+        for kind, (error, message) in found.items():
+            assert error == "RankMismatch", (kind, error, message)
+            assert "ranks 0 and 1 of the group hold the same experts" in message
