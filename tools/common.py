@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tree_hash import tree_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `python tools/x.py` works without an installation
@@ -119,7 +120,7 @@ def shapes_from(args: argparse.Namespace) -> list[Shape]:
 
 
 def header() -> str:
-    """Return what a measurement needs beside it: date, device, versions, commit, command."""
+    """Return what a measurement needs beside it: date, device, versions, commit, hash of the tree, command."""
     driver = ""
     if torch.cuda.is_available():
         device = f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"
@@ -132,7 +133,8 @@ def header() -> str:
         commit += "+changes"
     command = shlex.join(["python", *sys.argv]) if sys.argv[0] else "python"
     today = datetime.date.today().isoformat()
-    return f"# {today}, {device}{driver}, torch {torch.__version__}, commit {commit}: {command}"
+    versions = f"torch {torch.__version__}, commit {commit}, tree {tree_hash(ROOT)}"
+    return f"# {today}, {device}{driver}, {versions}: {command}"
 
 
 def _output(*command: str) -> str:

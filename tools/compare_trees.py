@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tree_hash import tree_hash
+
 HERE = Path(__file__).resolve().parents[1]
 KEYS = ("shape", "precision", "ranks", "tokens", "mode", "direction", "gradients", "backend")
 OLDER = {"direction": "forward"}  # what tables have that were written before the column was
@@ -79,6 +81,7 @@ def main() -> int:
     for key, base, here in lines:
         print(f"{' '.join(filter(None, key)):44}{base:10.1f}{here:10.1f}{here / base - 1:9.1%}")
     with (out / "compare.csv").open("w", newline="") as file:
+        file.write("# " + ", ".join(f"{n}: tree {tree_hash(t)}" for n, t in trees.items()) + "\n")
         writer = csv.writer(file)
         writer.writerow((*KEYS, "reserve_sms", "base_us", "here_us"))
         writer.writerows((*key, base, here) for key, base, here in lines)

@@ -3,6 +3,7 @@
 A new python imports them for three seconds. What depends on how python starts runs in a new one (test_packaging.py).
 """
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -12,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -78,3 +81,9 @@ def run_code(code: str, **variables: str) -> str:
     done = start(["-c"], code, [ROOT / "tools", ROOT], **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def tool(name: str) -> ModuleType:
+    """Import a module of tools/ into this process."""
+    with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
+        return importlib.import_module(name)

@@ -1,9 +1,12 @@
 """tools/compare_trees.py: two trees take turns, rows are matched by name, the median of the rounds is printed."""
 
 import csv
+import shutil
 import textwrap
 
-from programs import ROOT, run
+from programs import ROOT, run, tool
+
+tree_hash = tool("tree_hash").tree_hash
 
 FAKE = """
     import pathlib, sys
@@ -24,16 +27,16 @@ def tree(folder, us):
 
 def test_medians_of_the_rounds_are_compared(tmp_path):
     base, here = tree(tmp_path / "base", [1.0, 9.0, 2.0]), tree(tmp_path / "here", [1.0, 1.0, 5.0])
-    (here / "tools" / "compare_trees.py").write_text(
-        (ROOT / "tools" / "compare_trees.py").read_text()
-    )
+    for name in ("compare_trees.py", "tree_hash.py"):
+        shutil.copy(ROOT / "tools" / name, here / "tools")
     options = ("--base", base, "--rounds", 3, "--out", tmp_path / "out", "--", "--shape", "dsv3")
     done = run(here / "tools" / "compare_trees.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split() for line in done.stdout.splitlines()[1:]]
     assert [line[-3:] for line in lines] == [["16.0", "8.0", "-50.0%"], ["128.0", "64.0", "-50.0%"]]
     with (tmp_path / "out" / "compare.csv").open() as file:
-        rows = list(csv.DictReader(file))
+        title, rows = file.readline(), list(csv.DictReader(file))
+    assert title == f"# base: tree {tree_hash(base)}, here: tree {tree_hash(here)}\n"
     assert [(r["tokens"], r["base_us"], r["here_us"]) for r in rows] == [
         ("8", "16.0", "8.0"),
         ("64", "128.0", "64.0"),

@@ -15,6 +15,34 @@ def test_table():
     assert all(0 < float(least) <= float(median) for _, least, median in rows)
 
 
+def test_figures_are_of_a_clock_that_calls_move():
+    """The module takes 9, 5, 1 and 7 us a call: least of the repeats' means 1, median 6; the limit is the least's."""
+    code = """
+import itertools, sys, time, host_cost
+now, calls = [0.0], itertools.count()
+def forward(self, x, *args, **options):
+    run = (next(calls) - host_cost.WARM_UP) // host_cost.CALLS % 4
+    now[0] += (9e-6, 5e-6, 1e-6, 7e-6)[run]
+    return x
+host_cost.Nothing.forward = forward
+time.perf_counter = lambda: now[0]
+sys.modules["host_cost"] = host_cost
+real = host_cost.time_calls
+def time_calls(*arguments):
+    global calls
+    calls = itertools.count()
+    return real(*arguments)
+host_cost.time_calls = time_calls
+sys.argv = ["host_cost.py", "--precision", "bf16", "--repeats", "4", "--backend", "nothing"]
+print(host_cost.main())
+"""
+    rows = re.findall(r"bf16, nothing: (\w+) +(\S+) / (\S+)", run_code(code))
+    assert {way: (least, median) for way, least, median in rows} == {
+        **dict.fromkeys(WAYS[:4], ("1.0", "6.0")),
+        "torch": ("0.0", "0.0"),
+    }
+
+
 def test_a_slow_backend_is_over_the_limit():
     code = """
 import sys, time, host_cost

@@ -41,6 +41,19 @@ def test_contenders_agree(ops_bench, monkeypatch):
     assert names == [*family, "wgrad", "gpt-oss forward", "gpt-oss step"]
 
 
+def test_a_figure_is_the_median_of_its_samples(ops_bench, monkeypatch):
+    planted = {"megamoe": [10, 90, 20, 80, 30], "torch": [50, 990, 40, 400, 60]}
+    calls = {name: (lambda us=us: us) for name, us in planted.items()}
+    monkeypatch.setattr(ops_bench, "timed", lambda call, mode, flush: call().pop(0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    case = ops_bench.Case("case", 3e9, calls)
+    args = argparse.Namespace(samples=5, clock=False)
+    ours, theirs = ops_bench.measure(case, "cool", args, None)
+    assert (ours.us, theirs.us) == (30, 60)
+    assert (ours.tflops, theirs.tflops) == (100, 50)
+    assert (ours.speedup, theirs.speedup) == (2, 1)
+
+
 def test_without_a_gpu_there_is_nothing_to_time(ops_bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ops_bench.py", "--only", "swiglu"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

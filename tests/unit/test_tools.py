@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from programs import ROOT, run, run_code
+from programs import ROOT, run, run_code, tool
 
 from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
@@ -215,6 +215,41 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
     picture = tmp_path / "again.png"
     drawn = run("sweep_plot.py", tmp_path / "latency.csv", "--out", picture)
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
+
+
+# Time stands still but for calls, which take what is planted: ranks' medians are 30 and 60 us, means and minima others.
+PLANTED_TIMES = """
+import itertools, time, sweep_contenders
+import torch.distributed as dist
+now, samples = [0.0], [itertools.cycle(us) for us in ((10, 90, 20, 80, 30), (50, 990, 40, 400, 60))]
+class Call(sweep_contenders.Call):
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name != "timed":
+            return found
+        def timed(before):
+            now[0] += next(samples[dist.get_rank()]) * 1e-6
+            return found(before)
+        return timed
+sweep_contenders.Call = Call
+time.perf_counter = lambda: now[0]
+"""
+
+
+def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED_TIMES)
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8,
+               "--mode", "both", "--samples", 5, "--out", tmp_path, path=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f", tree {tool('tree_hash').tree_hash(ROOT)}: " in done.stdout.splitlines()[0]
+    assert (tmp_path / "latency.csv").read_text().startswith(done.stdout.splitlines()[0] + "\n")
+    rows = csv_rows(tmp_path / "latency.csv")
+    assert [r["mode"] for r in rows] == ["cool", "hot"]
+    assert [float(r["us"]) for r in rows] == pytest.approx([60.0, 60.0], abs=1e-6)
+    flops = 2 * 8 * 2 * 3 * 64 * 48  # tokens, top_k, matrices, H, I
+    assert [float(r["tflops"]) for r in rows] == pytest.approx([flops / 60e-6 / 1e12] * 2)
+    line = done.stdout.splitlines()[-2].split()
+    assert "60.0" in line
 
 
 @pytest.mark.parametrize("direction", [pytest.param("backward", marks=pytest.mark.slow), "step"])

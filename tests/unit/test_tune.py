@@ -1,6 +1,11 @@
 """tools/tune.py: what it calls the best choice, and where it does not run."""
 
-from programs import run, run_code
+import argparse
+import csv
+
+import torch
+import torch.distributed as dist
+from programs import run, run_code, tool
 
 
 def test_the_formula_is_held_against_the_best():
@@ -21,3 +26,46 @@ def test_without_a_gpu_there_is_nothing_to_tune():
     done = run("tune.py")
     assert done.returncode == 2
     assert "needs Hopper GPUs" in done.stderr
+
+
+SAMPLES = {0: [50.0, 990.0, 40.0], 16: [60.0, 61.0, 1.0], 32: [45.0, 5.0, 46.0]}
+
+
+class Planted:
+    """A contender whose samples are planted, by blocks a step."""
+
+    now = 0.0
+
+    def __init__(self, entry, *rest, **options):
+        self.samples = iter(SAMPLES[entry.step_blocks])
+
+    def call(self, tokens):
+        def timed(before):
+            Planted.now += next(self.samples) * 1e-6
+
+        return tool("sweep_contenders").Call(timed)
+
+    def close(self):
+        pass
+
+
+def test_the_table_has_medians_and_names_the_best(tmp_path, monkeypatch, capsys):
+    tune, sweep, common = map(tool, ("tune", "latency_sweep", "common"))
+    monkeypatch.setattr(tune, "Contender", Planted)
+    monkeypatch.setattr(sweep.time, "perf_counter", lambda: Planted.now)
+    sizes = dict.fromkeys(("hidden", "intermediate", "num_experts", "top_k", "activation", "bias"))
+    args = argparse.Namespace(
+        **sizes, shape=["tiny"], local_experts_of=None, direction="forward", tokens=[8],
+        precision=["bf16"], steps=[16, 32], samples=3, out=tmp_path, name="tune",
+    )  # fmt: skip
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert tune.worker(common.Rank(0, 1, torch.device("cpu")), args) == 0
+    finally:
+        dist.destroy_process_group()
+    title, *rows = (tmp_path / "tune.csv").read_text().splitlines()
+    found = [(r["step_blocks"], round(float(r["us"]), 3)) for r in csv.DictReader(rows)]
+    assert found == [("0", 50.0), ("16", 60.0), ("32", 45.0)]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == title
+    assert said[-1].split()[-2:] == ["32", "11.1%"]
