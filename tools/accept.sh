@@ -8,7 +8,7 @@
 #
 # Prints one line a step and the last lines of its log; exit code 1 when any step failed.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 out=${1:-out/accept}
 [ $# -eq 0 ] || shift
 wanted=" $* "
