@@ -106,11 +106,15 @@ def test_long_tiles_are_dealt_by_fixed_shares(intermediate: int, fixed: bool) ->
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     ep_size = draw(st.integers(1, 3))
-    tokens = draw(st.lists(st.integers(0, 80), min_size=ep_size, max_size=ep_size))
+    many = (
+        draw(st.integers(0, 3)) == 0
+    )  # experts or tokens: more than a warp, or two, has lanes for
+    most_tokens, most_experts, widest = (600, 200, 3) if many else (80, 7, 24)
+    tokens = draw(st.lists(st.integers(0, most_tokens), min_size=ep_size, max_size=ep_size))
     problem = Problem(
-        hidden=16 * draw(st.integers(1, 24)),
-        intermediate=16 * draw(st.integers(1, 24)),
-        num_experts=draw(st.integers(1, 7)),
+        hidden=16 * draw(st.integers(1, widest)),
+        intermediate=16 * draw(st.integers(1, widest)),
+        num_experts=draw(st.integers(1, most_experts)),
         top_k=draw(st.integers(1, 5)),
         ep_size=ep_size,
         max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
@@ -139,6 +143,29 @@ def test_any_shape(case: dict[str, Any]) -> None:
     emulation = Emulation(problem, num_ctas=case["num_ctas"], pool_rows=pool_rows)
     options = {key: case[key] for key in ("routing", "ids_dtype", "seed")}
     check(emulation, Call.make(problem, case["tokens"], **options), seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("precision", "experts", "top_k", "tokens", "routing", "several_passes"),
+    [
+        ("bf16", 70, 2, [80], "uniform", False),  # in three rounds, of which the last is not full
+        ("fp8", 140, 3, [600, 580], "dropped", False),  # 70 local experts, 38 chunks
+        ("bf16", 40, 5, [1100], "uniform", True),  # 35 chunks, two blocks of most experts
+        ("bf16", 2, 4, [1100], "one_expert", False),  # 35 blocks of one expert
+    ],
+)
+def test_more_than_a_warp_has_lanes_for(
+    precision: str, experts: int, top_k: int, tokens: list[int], routing: str, several_passes: bool
+) -> None:
+    """Local experts, chunks, blocks, blocks of one expert: loops of a warp with two rounds and more."""
+    problem = Problem(
+        16, 16, experts, top_k, len(tokens), max_tokens=max(tokens), precision=precision
+    )
+    whole = sum(tokens) * top_k // 128 * 128 + 128 * problem.num_local_experts(0)
+    pool_rows = least_pool(problem) if several_passes else whole
+    emulation = Emulation(problem, pool_rows=pool_rows, num_ctas=4)
+    check(emulation, Call.make(problem, tokens, routing=routing))
+    assert (int(emulation.statistics(0).passes) > 1) == several_passes
 
 
 @pytest.mark.parametrize("num_ctas", [4, 6, 8])

@@ -72,11 +72,15 @@ def check(
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     ep_size = draw(st.integers(1, 3))
-    tokens = draw(st.lists(st.integers(0, 80), min_size=ep_size, max_size=ep_size))
+    many = (
+        draw(st.integers(0, 3)) == 0
+    )  # experts or tokens: more than a warp, or two, has lanes for
+    most_tokens, most_experts, widest = (900, 300, 3) if many else (80, 7, 24)
+    tokens = draw(st.lists(st.integers(0, most_tokens), min_size=ep_size, max_size=ep_size))
     problem = Problem(
-        hidden=16 * draw(st.integers(1, 24)),
-        intermediate=16 * draw(st.integers(1, 24)),
-        num_experts=draw(st.integers(1, 7)),
+        hidden=16 * draw(st.integers(1, widest)),
+        intermediate=16 * draw(st.integers(1, widest)),
+        num_experts=draw(st.integers(1, most_experts)),
         top_k=draw(st.integers(1, 5)),
         ep_size=ep_size,
         max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
@@ -222,6 +226,31 @@ def test_a_flaw_of_the_fp8_loop_is_seen(
 
     with pytest.raises((AssertionError, EmulationError, ProtocolTimeout)):
         orders()
+
+
+@pytest.mark.parametrize(
+    ("precision", "experts", "top_k", "tokens", "routing", "several_passes"),
+    [
+        ("bf16", 70, 2, [80], "uniform", False),  # in three rounds, of which the last is not full
+        ("bf16", 200, 2, [1060, 1100], "dropped", False),  # 100 local experts, 70 chunks
+        ("fp8", 140, 10, [1060, 1100], "uniform", True),  # two blocks of each of 70
+        ("bf16", 70, 1, [4200], "uniform", False),  # 132 chunks
+        ("fp8", 2, 4, [1100], "one_expert", False),  # 35 blocks of one expert
+        ("bf16", 1024, 1, [1100], "uniform", False),  # as many local experts as there may be
+    ],
+)
+def test_more_than_a_warp_has_lanes_for(
+    precision: str, experts: int, top_k: int, tokens: list[int], routing: str, several_passes: bool
+) -> None:
+    """Local experts, chunks, blocks, blocks of one expert: loops of a warp with two rounds and more."""
+    problem = Problem(
+        16, 16, experts, top_k, len(tokens), max_tokens=max(tokens), precision=precision
+    )
+    whole = sum(tokens) * top_k + layout.BLOCK_ROWS * problem.num_local_experts(0)
+    pool_rows = least_pool(problem) if several_passes else whole // 128 * 128
+    emulation = Emulation(problem, pool_rows=pool_rows, num_ctas=4)
+    check(emulation, tokens, routing=routing)
+    assert (int(emulation.statistics(0).passes) > 1) == several_passes
 
 
 def test_four_ranks() -> None:

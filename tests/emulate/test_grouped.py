@@ -76,6 +76,16 @@ def test_product(major, seed, monkeypatch):
     assert not out[offs[-1] :].any()
 
 
+def test_more_experts_than_a_warp_has_lanes_for():
+    """In three rounds, each of which begins where the last one ended."""
+    offs, num, rows = case([e % 5 * 35 for e in range(70)])
+    x, w = rand(rows, 16), rand(num, 16, 24)
+    out = ops.grouped_mm(x, w, offs)
+    near(out, exact(x, w, offs))
+    assert not out[offs[-1] :].any()
+    near(ops.grouped_mm_wgrad(x, out, offs), exact_weights(x, out, offs))
+
+
 def test_rows_and_weights_stay_where_they_are():
     offs, num, rows = case([70, 0, 3])
     x, w = rand(rows, 2 * H)[:, H:], rand(num, 64, 3 * H)[:, :, 16 : H + 16]

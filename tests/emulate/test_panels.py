@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from flaws import names, plant
-from fp4_cases import check, least_pool, over_ranks, plainly, random_bits
+from fp4_cases import by_quads, check, least_pool, over_ranks, plainly, random_bits
 
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.config import Activation, Problem
@@ -56,6 +56,27 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
         found = few.forward_all(xs, *call, weights, seed=3)
         assert max(int(few.statistics(r).passes) for r in range(2)) > 1
         assert all(map(same_bits, found, whole))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "rows"),
+    [(160, 4224, (70, 81)), (32, 32, (8300, 70, 80))],
+    ids=["panels and patches", "blocks"],
+)
+def test_more_than_a_warp_has_lanes_for(
+    rooms: int, hidden: int, intermediate: int, rows: tuple[int, ...]
+) -> None:
+    """Panels of an expert, its patches for one warp, blocks whose tiles use a room; a second launch has others."""
+    problem = Problem(
+        hidden, intermediate, len(rows), 1, max_tokens=sum(rows), precision="fp8xmxfp4"
+    )
+    emulation = Emulation(problem)
+    xs, call, weights = over_ranks(problem, [sum(rows)], rows)
+    for changed in (weights, [random_bits(problem, 4, 1)]):
+        plain, of_plain, others = plainly(problem, xs, changed)
+        expected = Emulation(plain).forward_all(of_plain, *call, others)[0]
+        found = emulation.forward_all(xs, *call, changed)[0]
+        assert same_bits(by_quads(found, 1), expected)
 
 
 LOST = {
