@@ -41,9 +41,12 @@ class Activation:
 
     def __post_init__(self) -> None:
         for name in ("alpha", "limit", "up_offset"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)):
+                raise ConfigError(f"activation.{name}", repr(value), "a number")
             # ints too, so that equal means same fingerprint
-            object.__setattr__(self, name, float(getattr(self, name)))
-        if self.kind not in KINDS:
+            object.__setattr__(self, name, float(value))
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ConfigError("activation.kind", repr(self.kind), "one of " + ", ".join(KINDS))
         if not (isfinite(self.alpha) and isfinite(self.up_offset)):
             raise ConfigError("activation", self, "finite alpha and up_offset")
@@ -91,7 +94,7 @@ def activation_by_name(name: str | Activation) -> Activation:
     """Return the named activation; an Activation is handed through. Raises ConfigError for unknown names."""
     if isinstance(name, Activation):
         return name
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         expected = "one of " + ", ".join(ACTIVATIONS) + ", or an Activation"
         raise ConfigError("activation", repr(name), expected)
     return ACTIVATIONS[name]
@@ -132,6 +135,9 @@ class Problem:
         ]
 
     def _constraints(self) -> Iterator[tuple[str, Any, bool, str]]:
+        if not isinstance(self.precision, str):
+            yield "precision", self.precision, False, " or ".join(PRECISIONS)
+            return
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):

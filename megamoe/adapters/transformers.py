@@ -30,6 +30,7 @@ from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
+    formula_of,
     matrices_of,
     precisions_of,
     weights_of,
@@ -85,6 +86,7 @@ class Experts:
         self._backend, self._precision, self._max_tokens = backend, precision, max_tokens
         self._options = options
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
+        self._formulas: WeakKeyDictionary[Layer, tuple[Any, ...]] = WeakKeyDictionary()
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[Layer] = []
         self._windows: list[dict[str, Any]] = []  # borrowed, one for each layer
@@ -156,7 +158,13 @@ class Experts:
         key = self._number, weights.w2.device, top_k  # a module may be moved
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get(key)
-        return self._make(module, weights, key, group) if layer is None else layer
+        if layer is None or not (torch.compiler.is_compiling() or self._follows(module, layer)):
+            layer = self._make(module, weights, key, group)
+        return layer
+
+    def _follows(self, module: Any, layer: Layer) -> bool:
+        """Whether the layer has the module's activation; where it does not, another one is made. Equal on all ranks."""
+        return self._formulas.get(layer) == formula_of(module)
 
     @torch.compiler.disable(
         reason="megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
@@ -173,7 +181,11 @@ class Experts:
         if not hasattr(module, "_megamoe_layers"):
             module._megamoe_layers = _Layers()
             expect_writes(module)
+        old = module._megamoe_layers.pop(key, None)
+        if old is not None and group is None:
+            old.close()
         module._megamoe_layers[key] = layer
+        self._formulas[layer] = formula_of(module)
         self._modules[module] = None
         if group is not None:
             self._spread.append(layer)

@@ -26,6 +26,7 @@ from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _PACKED = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -138,6 +139,9 @@ def _check_quantized(module: Any) -> None:
 def _check(module: Any) -> None:
     """Raise ConfigError for what a layer does not compute."""
     kind = type(module).__name__
+    for name in FLAGS:
+        if not hasattr(module, name):
+            raise ConfigError("experts", f"{kind} without {name}", "experts of transformers")
     if getattr(module, "has_post_expert_norm", False):
         raise ConfigError("experts", kind, "no norm behind each expert")
     matrix = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
@@ -147,6 +151,12 @@ def _check(module: Any) -> None:
         )
     if isinstance(matrix, DTensor):
         raise ConfigError("experts", f"{kind} of DTensors", "tensors of this rank")
+
+
+def formula_of(module: Any) -> tuple[Any, ...]:
+    """Return what a module's activation follows from: another one needs another layer."""
+    names = (*FLAGS, *_LIMITS, *_ALPHAS, "act_fn")
+    return tuple(getattr(module, name, None) for name in names)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.checkpoints.experts import Experts, find
-from megamoe.checkpoints.files import Output, Source, write
+from megamoe.checkpoints.files import Output, Source, folder_of, write
 from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
 from megamoe.errors import ArgumentError
 
@@ -47,7 +47,7 @@ def convert(
     Raises ArgumentError, before anything is written, for a source that is incomplete or of no known layout, for what
     `to` has no place for, an existing target, and too little room.
     """
-    source, target = Path(source), Path(target)
+    source, target = folder_of("source", source), folder_of("target", target)
     for name, value in (("to", to), ("source_layout", source_layout)):
         if value not in (*LAYOUTS, None) or (name, value) == ("to", None):
             raise ArgumentError(name, repr(value), f"one of {', '.join(LAYOUTS)}")

@@ -30,6 +30,13 @@ _BITS = {
 }
 
 
+def folder_of(name: str, given: object) -> Path:
+    """Return a path. Raises ArgumentError for what is none."""
+    if not isinstance(given, (str, Path)):
+        raise ArgumentError(name, repr(given), "a folder")
+    return Path(given)
+
+
 class Source:
     """The tensors of a folder: those of its index, or without one those of all its *.safetensors.
 

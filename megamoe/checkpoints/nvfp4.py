@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.checkpoints.files import Source
+from megamoe.checkpoints.files import Source, folder_of
 from megamoe.errors import ArgumentError
 
 # Behind a projection's name: numbers, a scale for 16 of them, one for the matrix, and whether that divides.
@@ -33,7 +33,7 @@ def read_nvfp4(folder: str | Path, module: str, experts: Iterable[int]) -> dict[
     numbers = list(experts) if isinstance(experts, Iterable) else []
     if not numbers or not all(isinstance(n, int) for n in numbers):
         raise ArgumentError("experts", experts, "numbers, at least one")
-    with Source(Path(folder)) as source:
+    with Source(folder_of("folder", folder)) as source:
         prefix = f"{module}.experts."
         (*ends, inverse), names = _found(source, f"{prefix}{numbers[0]}.")
         read = {f"{name}.{end}" for name in names for end in (*ends, *_LEFT)}

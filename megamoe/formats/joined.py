@@ -30,6 +30,8 @@ class Joined(torch.autograd.Function):
 def check_joinable(w1: Tensor, w3: Tensor) -> None:
     """Raise ArgumentError unless w3 has w1's shape, type and strides, and lies behind it."""
     for name, w in (("w1", w1), ("w3", w3)):
+        if not isinstance(w, Tensor):
+            raise ArgumentError(name, type(w).__name__, "a tensor")
         if w.dim() != 3 or w.shape != w1.shape or w.dtype != w1.dtype:
             raise ArgumentError(
                 name, f"{w.dtype} {list(w.shape)}", f"{w1.dtype} [L, I, H], like w1"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megamoe.errors import ArgumentError
 
 STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
+_IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
 
 
 def by_plane(w: Tensor, planes: int) -> Tensor:
@@ -30,6 +32,28 @@ def check_strides(name: str, w: Tensor) -> None:
             f"1 in the last dimension, positive multiples of {STRIDE_BYTES // size} before it"
         )
         raise ArgumentError(f"{name}.stride()", w.stride(), expected)
+
+
+def check_kind(name: str, t: Tensor) -> None:
+    """Raise ArgumentError for a tensor that does not lie in memory as numbers with strides."""
+    if t.is_nested or t.layout != torch.strided:
+        kind = "nested" if t.is_nested else t.layout
+        raise ArgumentError(f"{name}.layout", kind, "torch.strided: a dense tensor")
+
+
+def check_memory(name: str, t: Tensor) -> None:
+    """Raise ArgumentError for a tensor whose storage was freed, as FSDP and offloading do by resize_(0)."""
+    if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
+        return
+    try:
+        held = t.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
+        return
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    if held < (t.storage_offset() + last + 1) * t.element_size():
+        raise ArgumentError(
+            f"{name}.untyped_storage()", f"of {held} bytes", "the memory of its elements"
+        )
 
 
 def map_strides(w: Tensor) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from megamoe.errors import ArgumentError
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
 from megamoe.formats.joined import Joined, check_joinable, join_pair
-from megamoe.formats.planes import by_plane, check_strides
+from megamoe.formats.planes import by_plane, check_kind, check_memory, check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
 
@@ -319,6 +319,7 @@ def check_tensor(
     """Raise ArgumentError unless `value` is a (contiguous) tensor of this shape, dtype and device."""
     if not isinstance(value, Tensor):
         raise ArgumentError(name, type(value).__name__, "a tensor")
+    check_kind(name, value)
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if value.dtype not in dtypes:
         raise ArgumentError(f"{name}.dtype", value.dtype, " or ".join(map(str, dtypes)))
@@ -334,3 +335,4 @@ def check_tensor(
         raise ArgumentError(f"{name}.device", value.device, f"{device}, where the others are")
     if contiguous and not value.is_contiguous():
         raise ArgumentError(f"{name}.stride()", value.stride(), "contiguous, row-major")
+    check_memory(name, value)

@@ -20,14 +20,18 @@ from megamoe.backends.order import BACKWARD
 from megamoe.backends.staged import compute_dtype, moe, without_rows_behind
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.formats.planes import check_memory
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend.runtime import Runtime, flat, runtime_of
 
 # x, topk_weights, w13, w2, b13, b2 among the arguments of the operators
 DIFFERENTIABLE = (0, 2, 3, 4, 5, 6)
 ALIGNMENT = 16  # bytes, of what the kernel reads
-# x, topk_ids, topk_weights, the six of ExpertWeights, num_tokens_device
-Inputs = Sequence[Any]
+NAMES = (
+    *("x", "topk_ids", "topk_weights", "weights.w13", "weights.w2", "weights.b13", "weights.b2"),
+    *("weights.w13_scale", "weights.w2_scale", "num_tokens_device"),
+)
+Inputs = Sequence[Any]  # those of NAMES
 
 
 def gradients(
@@ -50,6 +54,9 @@ def gradients(
     try:
         dy = _checked(dy, x)
         _check_there(runtime.problem, w13, w2)
+        for name, t in zip(NAMES, inputs, strict=True):
+            if t is not None:
+                check_memory(name, t)
         if state is not None:
             check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
     except ArgumentError:

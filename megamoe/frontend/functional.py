@@ -167,7 +167,7 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
 
 def resolve(name: str) -> str:
     """Return the backend asked for, MEGAMOE_BACKEND in place of "auto". Raises ConfigError."""
-    if name != "auto" and name not in BACKENDS:
+    if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ConfigError("backend", repr(name), "auto, " + ", ".join(BACKENDS))
     return env.backend() if name == "auto" else name
 

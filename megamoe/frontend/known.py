@@ -13,6 +13,8 @@ from megamoe.frontend.autograd import watched
 from megamoe.frontend.functional import overlap
 
 MAX_CALLS = 1024
+# No tensor has so low an address (a program itself begins there): it is an offset into storage that was freed.
+_LOWEST = 1 << 22
 
 
 def tensors_of(w: ExpertWeights) -> list[Tensor]:
@@ -53,6 +55,8 @@ class KnownCalls:
             x, scale = rows
             if type(scale) is not Tensor or not scale.is_contiguous() or scale.is_neg():
                 return False
+            if scale.data_ptr() <= _LOWEST:
+                return False
             if scale.requires_grad:
                 return False
         if (
@@ -60,16 +64,29 @@ class KnownCalls:
             or type(topk_ids) is not Tensor
             or type(topk_weights) is not Tensor
             or watched()
-            or not (x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous())
         ):
             return False
         try:
-            if x.is_neg() or topk_weights.is_neg() or (out is not None and overlap(out, x)):
+            if not (
+                x.is_contiguous() and topk_ids.is_contiguous() and topk_weights.is_contiguous()
+            ):
+                return False
+            if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
+                return False
+            if x.shape[0] and not (
+                x.data_ptr() > _LOWEST
+                and topk_ids.data_ptr() > _LOWEST
+                and topk_weights.data_ptr() > _LOWEST
+            ):
+                return False
+            if out is not None and (out.data_ptr() <= _LOWEST or overlap(out, x)):
+                return False
+            if num_tokens_device is not None and num_tokens_device.data_ptr() <= _LOWEST:
                 return False
             call = _key(rows, topk_ids, topk_weights, num_tokens_device, out)
             return _weights_key(tensors_of(weights)) == self._weights and call in self._calls
-        except AttributeError:  # something is no tensor: the checks will name it
-            return False
+        except (AttributeError, RuntimeError):
+            return False  # something is no tensor, or lies nowhere: the checks will name it
 
     def add(
         self,

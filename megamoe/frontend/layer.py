@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.backends.order import CLOSING, meet
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend import main_grad
@@ -259,6 +259,8 @@ class Layer:
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
         if not isinstance(weights, ExpertWeights):
             raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
+        if not isinstance(weights.w13, Tensor):
+            raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
         stated = getattr(weights.w13, "dtype", None)
         masters = self.problem.formats.w.scaled and stated == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
@@ -301,6 +303,11 @@ class Layer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a saved module keeps: not what is open. A number of this process is another layer's elsewhere."""
+        if self.group is not None:
+            raise MegaMoEError(
+                f"a layer over {self.problem.ep_size} ranks belongs to their process group and cannot be pickled: save "
+                "its state_dict(), and make a layer on every rank to load it"
+            )
         delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
         return self.__dict__ | {"_runtime": None, "_known": KnownCalls(), "_delayed": delayed}
 

@@ -83,8 +83,8 @@ class MegaMoE(nn.Module):
         def problem(ranks: Any) -> Problem:
             if dtype != torch.bfloat16:
                 raise ConfigError("dtype", dtype, "torch.bfloat16")
-            if not (init_seed is None or isinstance(init_seed, int)):
-                raise ConfigError("init_seed", repr(init_seed), "an int or None")
+            if not (init_seed is None or (isinstance(init_seed, int) and 0 <= init_seed < 1 << 62)):
+                raise ConfigError("init_seed", repr(init_seed), "an int from 0 to 2**62, or None")
             made = Problem(
                 hidden=hidden,
                 intermediate=intermediate,
@@ -304,6 +304,8 @@ class MegaMoE(nn.Module):
         For loops in which everything is a DTensor; before the optimizer and fully_shard(). Raises ArgumentError where
         the ranks do not divide num_experts.
         """
+        if not isinstance(mesh, DeviceMesh):
+            raise ArgumentError("mesh", type(mesh).__name__, "a DeviceMesh")
         parameters = {
             name: distributed(self.problem, self.group, mesh, p.data)
             for name, p in self.named_parameters()

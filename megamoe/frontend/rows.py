@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
+from megamoe.formats.planes import check_kind, check_memory
 
 
 def finite_factor(factor: Any) -> float:
@@ -79,6 +80,8 @@ def scales_of(x: Tensor, x_scale: Tensor | None) -> Tensor | None:
         return None
     if not isinstance(x_scale, Tensor):
         raise ArgumentError("x_scale", type(x_scale).__name__, "a tensor")
+    check_kind("x_scale", x_scale)
+    check_memory("x_scale", x_scale)
     if x_scale.shape[:-1] != x.shape[:-1] or not x_scale.dim():
         expected = f"{list(x.shape[:-1])} + [ceil(H/128)], the leading sizes of x"
         raise ArgumentError("x_scale.shape", list(x_scale.shape), expected)
@@ -92,6 +95,8 @@ def rows_of(
     for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(name, type(tensor).__name__, "a tensor")
+        check_kind(name, tensor)
+        check_memory(name, tensor)  # before it is cast
         if tensor.dim() < 2:
             raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
     if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):

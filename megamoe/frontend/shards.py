@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, RankMismatch
+from megamoe.formats.planes import check_memory
 from megamoe.frontend.agreement import together
 from megamoe.frontend.experts import Experts, is_dtensor, noted
 
@@ -182,9 +183,13 @@ def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool) -> 
     Nothing that overwrites experts (DDP, FSDP2 over the ranks of the group, another rank's file) tells the layer. Equal
     experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
     """
-    first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
-    mine = [bytes(row.tolist()) for row in first]
-    found = together(group, lambda: (mine, loaded))
+
+    def mine() -> tuple[list[bytes], bool]:
+        check_memory("weights.w13", w13)
+        first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
+        return [bytes(row.tolist()) for row in first], loaded
+
+    found = together(group, mine)
     for b, (theirs, b_loaded) in found.items():
         for a in range(b):
             ours, a_loaded = found.get(a, ([], False))

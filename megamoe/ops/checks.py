@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe import transforms
 from megamoe.config import MAX_LOCAL_EXPERTS
 from megamoe.errors import ArgumentError
-from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_strides
+from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
 
 E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256
@@ -29,6 +29,9 @@ def check_given(**given: object) -> None:
     for name, t in given.items():
         if not (isinstance(t, Tensor) or (t is None and name in _OPTIONAL)):
             refuse(name, type(t).__name__, "a tensor")
+        if t is not None:
+            check_kind(name, t)
+            check_memory(name, t)
 
 
 def check_mode(**given: Any) -> None:
@@ -96,6 +99,7 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
         return
     if not isinstance(offs, Tensor):
         refuse("offs", offs, "a tensor, int32")
+    check_memory("offs", offs)
     if offs.dtype != torch.int32:
         refuse("offs.dtype", offs.dtype, "int32")
     if tuple(offs.shape) != (num_experts,):
@@ -159,6 +163,7 @@ def check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: 
     if scale.device != like.device:
         refuse(f"{name}.device", scale.device, str(like.device))
     check_place(name, scale)
+    check_memory(name, scale)
 
 
 def _check_type(name: str, t: Tensor, like: Tensor | None, dtype: torch.dtype) -> None:

@@ -288,3 +288,37 @@ def test_close_and_reopen(make):
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
         apply(*call_of(layer), weights, handle)
     assert same_bits(layer(*call_of(layer)), y)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "w13", "w2"])
+def test_freed_memory_is_refused(make, name):
+    """An address of nothing would end the process; in a first call, and behind calls of the same shapes."""
+    layer = make()
+    x, ids, scores = call_of(layer)
+    given = {"x": x, "topk_ids": ids, "topk_weights": scores}
+
+    def freed(t):
+        t = t.detach().clone()
+        t.untyped_storage().resize_(0)
+        return t
+
+    with torch.no_grad():
+        for _ in range(2):
+            if name in given:
+                with pytest.raises(
+                    ArgumentError, match=rf"{name}.untyped_storage\(\) is of 0 bytes"
+                ):
+                    layer(*(given | {name: freed(given[name])}).values())
+            else:
+                kept = getattr(layer, name).data
+                getattr(layer, name).data = freed(kept)
+                with pytest.raises(
+                    ArgumentError, match=rf"{name}.untyped_storage\(\) is of 0 bytes"
+                ):
+                    layer(*given.values())
+                getattr(layer, name).data = kept
+            y = layer(*given.values())
+            assert layer(*given.values()).isfinite().all()
+    other = make()
+    with torch.no_grad():
+        assert same_bits(y, other(*given.values()))

@@ -10,7 +10,7 @@ import torch
 
 from megamoe.config import ACTIVATIONS, Activation
 from megamoe.errors import ConfigError
-from megamoe.testing import assert_close
+from megamoe.testing import assert_close, compare
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 from hf_models import (  # noqa: E402
@@ -281,6 +281,23 @@ def test_copies_have_layers_of_their_own(experts, tmp_path):
         assert not other._megamoe_layers
         assert torch.equal(other(rows(5), ids, topk_weights), y)
         assert other in experts._modules
+
+
+@pytest.mark.parametrize("change", [{"limit": 0.5}, {"alpha": 0.1}, {"limit": 2.0, "alpha": 3.0}])
+def test_a_changed_activation_is_followed(experts, change):
+    model = model_of("GptOss", "megamoe")
+    module = experts_of(model)[0]
+    with torch.no_grad():
+        module.gate_up_proj.mul_(50)
+    topk_weights, ids = routes(9, 6)
+    before = module(rows(9), ids, topk_weights).detach()
+    for name, value in change.items():
+        setattr(module, name, value)
+    found = module(rows(9), ids, topk_weights).detach()
+    model.set_experts_implementation("eager")
+    expected = module(rows(9), ids, topk_weights).detach()
+    assert compare(found, expected).relative <= 2e-2
+    assert compare(before, expected).relative > 5e-2
 
 
 def test_closed_layers_open_again(experts):

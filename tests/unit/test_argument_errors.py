@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ambient import default_dtype
 
-from megamoe import ArgumentError, ConfigError, Layer, MegaMoE, Problem
+from megamoe import Activation, ArgumentError, ConfigError, ExpertWeights, Layer, MegaMoE, Problem
 from megamoe.frontend.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 
@@ -271,6 +271,10 @@ def test_checkpoints_that_fit_are_loaded():
     ("options", "message"),
     [
         ({"init_seed": "a"}, "init_seed is 'a'"),
+        ({"init_seed": 2**64}, "init_seed is 18446744073709551616, expected an int from 0 to"),
+        ({"activation": ["swiglu"]}, r"activation is \['swiglu'\], expected one of"),
+        ({"precision": {}}, r"precision is {}, expected bf16 or fp8"),
+        ({"backend": ["staged"]}, r"backend is \['staged'\], expected auto"),
         ({"routed_scaling_factor": "x"}, "routed_scaling_factor is x, expected a finite number"),
         ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor is nan"),
         ({"reserve_sms": "many"}, "reserve_sms is 'many'"),
@@ -334,3 +338,119 @@ def test_ids_are_compared_in_64_bits_and_counts_clamped(backend):
         assert not call(torch.full_like(i.topk_ids, ids)).any()
     for count, tokens in ((0, 0), (-1, 0), (-(2**31), 0), (6, 6), (7, 6), (2**31 - 1, 6)):
         assert torch.equal(call(i.topk_ids, count)[:tokens], y[:tokens])
+
+
+@pytest.mark.parametrize("name", ["alpha", "limit", "up_offset"])
+@pytest.mark.parametrize("value", ["a", None, [1]])
+def test_numbers_of_an_activation_are_numbers(name, value):
+    with pytest.raises(ConfigError, match=rf"activation.{name} is .*, expected a number"):
+        Activation("clamped_swiglu", **{name: value})
+
+
+def freed(t, copies=1):
+    """As FSDP, offloading and swapping leave what they take away; the last one of some copies behind each other."""
+    t = torch.cat([t.detach()] * copies)[-len(t) :]
+    t.untyped_storage().resize_(0)
+    return t
+
+
+GIVEN = ("x", "topk_ids", "topk_weights", "out", "num_tokens_device", "w13", "w2", "b13", "b2")
+
+
+@pytest.mark.parametrize("backend", ["staged", "emulate"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_freed_memory_is_refused(name, backend):
+    """In a first call, and behind good ones of the same shapes; also where a view of it lies behind its beginning."""
+    problem = replace(PROBLEM, bias=True)
+    layer, weights, i = (
+        Layer(problem, backend=backend),
+        make_weights(problem),
+        make_inputs(problem, 9),
+    )
+    good = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights}
+    good |= {
+        "out": torch.empty_like(i.x),
+        "num_tokens_device": torch.tensor([9], dtype=torch.int32),
+    }
+
+    def call(given):
+        given = {**good, **given}
+        own = {n: given.pop(n) for n in given.keys() - good.keys()}
+        return layer(**given, weights=replace(weights, **own))
+
+    of = good[name] if name in good else getattr(weights, name)
+    with torch.no_grad():
+        for _ in range(2):
+            for gone in (freed(of), freed(of, copies=2)):
+                with pytest.raises(
+                    ArgumentError, match=rf"{name}.untyped_storage\(\) is of 0 bytes"
+                ):
+                    call({name: gone})
+            call({})
+            call({})  # known by now
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "w13", "b2"])
+def test_memory_freed_behind_a_call_is_refused_in_its_backward_pass(name):
+    layer = make(bias=True, backend="emulate")
+    i = make_inputs(PROBLEM, 9)
+    given = {
+        "x": i.x.clone(),
+        "topk_weights": i.topk_weights.clone(),
+        **dict(layer.named_parameters()),
+    }
+    y = layer(given["x"].requires_grad_(), i.topk_ids, given["topk_weights"])
+    given[name].data.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match=rf"{name}.untyped_storage\(\) is of 0 bytes"):
+        y.float().sum().backward()
+
+
+KINDS = {
+    "nested": lambda t: torch.nested.nested_tensor([t]),
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning", "ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["x", "topk_weights", "w13"])
+def test_tensors_without_strides_are_refused(name, kind):
+    layer, weights, i = (
+        Layer(PROBLEM, backend="staged"),
+        make_weights(PROBLEM),
+        make_inputs(PROBLEM, 9),
+    )
+    good = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights, "weights": weights}
+    if name == "w13":
+        bad = {"weights": replace(weights, w13=KINDS[kind](weights.w13[0]))}
+    else:
+        bad = {name: KINDS[kind](good[name])}
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match=rf"{name}.layout is"):
+                layer(**{**good, **bad})
+            layer(**good)
+            layer(**good)
+
+
+def test_ids_with_a_sign_to_come_are_refused_behind_good_calls():
+    layer, weights, i = (
+        Layer(PROBLEM, backend="emulate"),
+        make_weights(PROBLEM),
+        make_inputs(PROBLEM, 9),
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            layer(i.x, i.topk_ids, i.topk_weights, weights)
+        with pytest.raises(ArgumentError, match="topk_ids is a negative view"):
+            layer(i.x, torch._neg_view(-i.topk_ids), i.topk_weights, weights)
+
+
+def test_weights_of_lists_are_named_by_prepare():
+    weights = make_weights(PROBLEM)
+    with pytest.raises(ArgumentError, match="weights.w13 is list, expected a tensor"):
+        Layer(PROBLEM, backend="staged").prepare(replace(weights, w13=weights.w13.tolist()))
+    with pytest.raises(ArgumentError, match="w1 is NoneType, expected a tensor"):
+        ExpertWeights.from_w1_w3(None, None, None)

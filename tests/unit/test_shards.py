@@ -430,6 +430,7 @@ def overwritten():
         upcycled.moe.w13.copy_(rank_0["w13"][:1])
     out["upcycled"] = refused(lambda: one_step(upcycled))
     out["copied"] = refused(lambda: copy.deepcopy(upcycled))
+    out["saved"] = refused(lambda: torch.save(upcycled, io.BytesIO()))
     return out
 
 
@@ -596,6 +597,7 @@ def test_overwritten_experts_are_noticed(results):
             assert "fully_shard() was given the experts over ranks [0, 1, 2, 3]" in found[case]
         assert found["upcycled"] is None
         assert "over 4 ranks shares memory with them and cannot be copied" in found["copied"]
+        assert "over 4 ranks belongs to their process group and cannot be pickled" in found["saved"]
 
 
 def test_fsdp2_of_one_layer(results):
