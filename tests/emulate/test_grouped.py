@@ -173,9 +173,10 @@ def test_the_next_expert_may_be_nan():
     near(dw[[0, 2]], exact_weights(a, b, offs)[[0, 2]])
 
 
-@pytest.mark.parametrize(
-    "ends", [[-5, 40, 30, 90], [200, 10, 300, 20], [0, 0, 0, 0], [10, 5, 70, 2**31 - 1]]
-)
+BAD_ENDS = [[-5, 40, 30, 90], [200, 10, 300, 20], [0, 0, 0, 0], [10, 5, 70, 2**31 - 1]]
+
+
+@pytest.mark.parametrize("ends", BAD_ENDS)
 def test_bad_ends_write_nothing_else(ends):
     """Memory behind the output is left alone, every row in it is written, and the launch ends."""
     rows, num = 100, 4
@@ -202,6 +203,21 @@ def quantized(w: Tensor, planes: int) -> tuple[Tensor, Tensor, Tensor]:
 def quantized_rows(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, scale = ops.quantize_rows(x, offs)
     return q, scale, dequantize_rows(q, scales.by_row(scale, offs, x.shape[0], offs.numel()))
+
+
+@pytest.mark.parametrize("ends", BAD_ENDS)
+def test_bad_ends_of_e4m3_rows_are_those_that_the_kernel_takes(ends):
+    offs, rows = torch.tensor(ends, dtype=torch.int32), 100
+    taken = offs.clamp(0, rows).cummax(0)[0].int()
+    x, (w, w_scale, _) = rand(rows, 144), quantized(rand(len(ends), 80, 144), 1)
+    q, scale = ops.quantize_rows(x, offs)
+    expected, scale_taken = ops.quantize_rows(x, taken)
+    assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale, scale_taken)
+    found = ops.grouped_mm_downproj(q, w, offs, scales=(scale, w_scale))
+    assert torch.equal(found, ops.grouped_mm_downproj(q, w, taken, scales=(scale, w_scale)))
+    end = int(taken[-1])
+    near(dequantize_rows(q, scales.by_row(scale, offs, rows, len(ends)))[:end], x[:end], 4e-2)
 
 
 @pytest.mark.slow

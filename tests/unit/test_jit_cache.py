@@ -10,7 +10,7 @@ import pytest
 from programs import start
 
 from megamoe.errors import ConfigError
-from megamoe.jit import cache, paths
+from megamoe.jit import cache, compiler, paths
 from megamoe.jit.compiler import compile_source, parse_log
 from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
@@ -140,12 +140,12 @@ def test_processes_build_once(tmp_path):
     assert len(list(tmp_path.glob("built-*"))) == 1
 
 
-def test_a_cached_kernel_loads_fast(tmp_path):
+def test_a_cached_kernel_is_not_compiled(tmp_path, monkeypatch):
     built = compile_source(KERNEL, directory=tmp_path)
     assert built.seconds > 0
-    start = time.perf_counter()
+    for run in ("_nvrtc", "_nvcc"):
+        monkeypatch.setattr(compiler, run, None)
     again = compile_source(KERNEL, directory=tmp_path)
-    assert time.perf_counter() - start < 0.05
     assert again.seconds == 0
     assert (again.cubin, again.registers) == (built.cubin, built.registers)
     notes = json.loads(next(tmp_path.glob("*.json")).read_text())

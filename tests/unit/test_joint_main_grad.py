@@ -14,6 +14,7 @@ TOKENS = 12
 PROBLEM = Problem(64, 48, 5, 2, max_tokens=16)
 NAMES = ("w13", "w2")
 SHARED = SharedExperts(PROBLEM, 96)
+ORDER = 2e-6  # the same gradients, added to 0.5 in fp32 in any order
 ADDING = {"accumulate_into_main_grad": True}
 
 
@@ -53,10 +54,16 @@ def loss_of(layer, weights, seed=0):
 
 
 def plain(together=True, seeds=(0,), backend="staged"):
+    """Return the sums over the calls, in fp32; of one call as autograd gives them."""
     halves, layer = halves_of(together), Layer(SHARED.problem, backend=backend)
+    found = []
     for seed in seeds:
         loss_of(layer, SHARED.join(*halves), seed).backward()
-    return {name: p.grad for name, p in parameters_of(halves).items()}
+        found.append({name: p.grad for name, p in parameters_of(halves).items()})
+        for p in parameters_of(halves).values():
+            p.grad = None
+    first, *others = found
+    return {n: sum((of[n].float() for of in others), g) for n, g in first.items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,7 +96,7 @@ def test_several_calls_of_one_join(lie):
     weights = SHARED.join(*halves, **ADDING)
     (loss_of(layer, weights, 0) + loss_of(layer, weights, 1)).backward()
     for name, p in parameters_of(halves).items():
-        assert_close(p.main_grad - 0.5, expected[name], relative=1e-2, name=name)
+        assert_close(p.main_grad - 0.5, expected[name], relative=ORDER, name=name)
 
 
 @pytest.mark.parametrize("lie", ["together", "apart"])
@@ -105,7 +112,7 @@ def test_layers_whose_weights_are_joined_before_both_are_called(lie):
     for seed, halves in enumerate(made):
         expected = plain(seeds=(seed,))
         for name, p in parameters_of(halves).items():
-            assert_close(p.main_grad - 0.5, expected[name], relative=1e-2, name=name)
+            assert_close(p.main_grad - 0.5, expected[name], relative=ORDER, name=name)
 
 
 def test_frozen_parameters_keep_their_main_grad():
@@ -117,7 +124,7 @@ def test_frozen_parameters_keep_their_main_grad():
     expected = plain()
     for name, p in parameters_of(halves).items():
         if p.requires_grad:
-            assert_close(p.main_grad - 0.5, expected[name], relative=1e-2, name=name)
+            assert_close(p.main_grad - 0.5, expected[name], relative=ORDER, name=name)
         else:
             assert p.grad is None
 
@@ -129,7 +136,7 @@ def test_planes_apart():
     loss_of(layer, SHARED.join(*halves, **ADDING)).backward()
     expected = plain(False)
     for name, p in parameters_of(halves).items():
-        assert_close(p.main_grad.flatten() - 0.5, expected[name].flatten(), relative=1e-2)
+        assert_close(p.main_grad.flatten() - 0.5, expected[name].flatten(), relative=ORDER)
 
 
 def test_weight_gradients_that_wait():
@@ -142,7 +149,7 @@ def test_weight_gradients_that_wait():
     for _ in range(2):
         layer.backward_dw()
     for name, p in parameters_of(halves).items():
-        assert_close(p.main_grad - 0.5, expected[name], relative=1e-2, name=name)
+        assert_close(p.main_grad - 0.5, expected[name], relative=ORDER, name=name)
 
 
 def test_a_layer_that_does_not_add_gives_gradients():
@@ -183,7 +190,7 @@ def test_gradients_by_other_ways_are_not_lost(lie, flag):
     (loss_of(layer, weights) + penalty_of(weights)).backward()
     for name, p in parameters_of(halves).items():
         found = p.main_grad - 0.5 + (0 if flag else p.grad)
-        assert_close(found, expected[name].float() + 2 * p.detach(), relative=1e-2, name=name)
+        assert_close(found, expected[name].float() + 2 * p.detach(), relative=ORDER, name=name)
 
 
 @pytest.mark.parametrize("join", [False, True])
@@ -213,4 +220,4 @@ def test_what_is_not_asked_for_is_not_added(lie, join):
         parts = SHARED.split(replace(weights, **{n: getattr(weights, n).main_grad for n in NAMES}))
         found = parameters_of(parts)
     for name, main in found.items():
-        assert_close(main - 0.5, expected[name], relative=1e-2, name=name)
+        assert_close(main - 0.5, expected[name], relative=ORDER, name=name)

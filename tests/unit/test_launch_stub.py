@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -353,6 +355,90 @@ print(json.dumps(log))
 """)
     one, two = [1, "launches", 0], [2, "launches", 0]
     assert seen == [one, one, [2, "waits for", 1], two, two, [1, "waits for", 2], one]
+
+
+def test_captures_are_ordered_among_themselves(run):
+    """Same streams, other captures: what is captured waits for what that capture holds, and for nothing else."""
+    seen = run("""
+log, calls = [], [(1, 0), (1, 5), (2, 5), (2, 0), (1, 0), (1, 6), (1, 0), (2, 0)]
+class Side:
+    def __init__(self, handle): self.cuda_stream = handle
+    def wait_event(self, event): log[-1].append(event.stream.cuda_stream)
+class Event:
+    def record(self, stream): self.stream = stream
+with on_cpu():
+    launches._orders.clear()
+    backend = mega.MegaBackend(problem, device="cpu")
+    backend.prepare(weights)
+    with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handle)):
+        launches.current_stream_handle = lambda ordinal: handle
+        with mock.patch.object(launches, "_capture_id", lambda stream: capture):
+            for handle, capture in calls:
+                log.append([handle, capture])
+                call(backend)
+    launches._orders.clear()
+print(json.dumps(log))
+""")
+    # behind a capture the order of launches outside of it is the user's; within one it is ours
+    assert seen == [[1, 0], [1, 5], [2, 5, 1], [2, 0], [1, 0, 2], [1, 6], [1, 0], [2, 0, 1]]
+
+
+@pytest.mark.parametrize("stream", [0, 0x5000])
+def test_tensors_of_a_launch_are_kept_for_its_stream(run, stream):
+    """By the allocator: memory that the caller frees behind a launch on a side stream must not be given away."""
+    seen = run(f"""
+from dataclasses import replace
+Stream.cuda_stream = {stream}
+from megamoe.formats.quantized import QuantizedRows
+kept = []
+def note(self, stream):
+    kept.append([self.data_ptr(), stream.cuda_stream])
+def missing(*tensors):
+    found = [[t.data_ptr(), {stream}] in kept for t in tensors]
+    kept.clear()
+    return found
+plain = replace(problem, precision="bf16")
+masters = ExpertWeights(**{{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()}})
+x, count = torch.zeros(5, 272, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int32)
+ids, scores = torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
+q, scale = torch.zeros(5, 272).to(torch.float8_e4m3fn), torch.ones(5, 3)
+launches._orders.clear()
+with on_cpu():
+    backend, trained = mega.MegaBackend(problem, device="cpu"), mega.MegaBackend(plain, device="cpu")
+    backend.prepare(weights)
+    trained.prepare(masters)
+    with mock.patch.multiple(torch.Tensor, is_cuda=True, record_stream=note, create=True):
+        out = torch.zeros_like(x)
+        backend.forward(x, ids, scores, weights, num_tokens_device=count, out=out)
+        found = [missing(x, ids, scores, out, count)]
+        backend.forward(QuantizedRows(q, scale), ids, scores, weights)
+        found.append(missing(q, scale))
+        y, state = trained.forward_train(x, ids, scores, masters, count)
+        found.append(missing(x, ids, scores, y, state, count))
+        dy = torch.zeros_like(x)
+        given = dy, x, ids, masters, state, [True] * 4 + [False] * 2
+        dx, d_scores, *_ = trained.backward(*given, num_tokens_device=count)
+        found.append(missing(dy, x, ids, state, dx, d_scores, count))
+launches._orders.clear()
+print(json.dumps(found))
+""")
+    assert [len(of_call) for of_call in seen] == [5, 2, 6, 7]
+    assert {one for of_call in seen for one in of_call} == {bool(stream)}
+
+
+def test_grids_are_even_and_leave_what_is_reserved(run):
+    seen = run("""
+grids = []
+with on_cpu():
+    for reserve in (0, 1, 2, 3, 19, 20, 129, 130):
+        backend = mega.MegaBackend(problem, device="cpu", reserve_sms=reserve)
+        call(backend)
+        grids.append([reserve, config()["grid"][0]])
+        backend.close()
+print(json.dumps(grids))
+""")
+    expected = {0: 132, 1: 130, 2: 130, 3: 128, 19: 112, 20: 112, 129: 2, 130: 2}
+    assert dict(seen) == expected
 
 
 def test_statistics_come_from_the_tables_of_the_last_launch(run):

@@ -3,6 +3,7 @@
 import ctypes
 import random
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -413,12 +414,36 @@ def test_a_shared_window_sets_the_strides():
     assert (args.max_tokens, args.max_chunks) == (100, 8)
 
 
-def test_misaligned_tensors_are_refused():
-    args = abi.aligned(abi.Args)
-    storage = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+def moved(t, by):
+    """Return a copy that lies `by` bytes behind a multiple of 16."""
+    elements = by // t.element_size()
+    buffer = torch.zeros(t.numel() + 16 + elements, dtype=t.dtype)
+    first = -buffer.data_ptr() % 16 // t.element_size() + elements
+    found = buffer[first : first + t.numel()].view(t.shape)
+    assert found.data_ptr() % 16 == by
+    return found
+
+
+@pytest.mark.parametrize("by", [2, 4, 8])
+@pytest.mark.parametrize("name", ["x", "out"])
+def test_misaligned_tensors_are_refused(name, by):
+    rows = {n: torch.zeros(8, 64, dtype=torch.bfloat16) for n in ("x", "out")}
+    rows[name] = moved(rows[name], by)
     ids, weights = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2)
     with pytest.raises(ArgumentError, match="16-byte"):
-        arguments.fill_call(args, storage, ids, weights, torch.zeros(8, 64, dtype=torch.bfloat16))
+        arguments.fill_call(abi.aligned(abi.Args), rows["x"], ids, weights, rows["out"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_misaligned_weights_are_refused(name, precision):
+    """The driver would refuse such a map later, by a number."""
+    problem = Problem(288, 160, 3, 2, max_tokens=16, precision=precision)
+    args, plan, _, tensors = filled(problem)
+    for by in (0, 4, 8):
+        weights = replace(tensors[4], **{name: moved(getattr(tensors[4], name), by)})
+        with pytest.raises(ArgumentError, match="16-byte") if by else nullcontext():
+            arguments.fill_weights(args, plan, weights, Recorder())
 
 
 # --- launches that train ---

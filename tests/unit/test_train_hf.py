@@ -139,7 +139,7 @@ def test_two_ranks(tmp_path):
 
 
 class Replays:
-    """Stands for a CUDA graph: what is recorded is not done, a replay does it."""
+    """What the decoder asks of a graph: a replay makes its step with the tensors it holds. Captures are for GPUs."""
 
     def __init__(self, decoder):
         self.decoder, self.count = decoder, 0
