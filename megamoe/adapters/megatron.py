@@ -162,7 +162,7 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             return lie_descending(self.experts)
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.
-        self._descending = all(together(group, state).values())
+        self._descending = all(together(group, "set-up", state).values())
         self._window = borrow_window(self._problem, group, device, self._backend, self._options)
         return Layer(
             self._problem,

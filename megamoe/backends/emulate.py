@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megamoe.backends.emulation import DEFAULT_CTAS, Emulation
-from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
+from megamoe.backends.order import BACKWARD, RECORDED, REFUSED, Mark, meet
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError, MegaMoEError, RankMismatch
+from megamoe.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.memory import layout
@@ -100,7 +100,7 @@ class EmulateBackend:
                 zip(*self.emulation.train_all(*call, num_tokens_device=counts), strict=True)
             )
 
-        y, state = self._run(run, 0, (x, topk_ids, topk_weights, num_tokens_device), weights)
+        y, state = self._run(run, RECORDED, (x, topk_ids, topk_weights, num_tokens_device), weights)
         return y.to(x.device), state.to(x.device)
 
     def backward(
@@ -187,8 +187,6 @@ class EmulateBackend:
         experts = ExpertWeights(**{n: _to(t, "cpu") for n, t in weights.named().items()})
         self._meet(flags)
         everyone = self.group.all_gather((*mine, pack(experts)))
-        if len({len(of_rank) for of_rank in everyone}) > 1:
-            raise RankMismatch("some ranks of this call record gradients, others do not")
         *columns, packed = map(list, zip(*everyone, strict=True))
 
         def on_rank_0() -> list[Any]:
@@ -215,6 +213,11 @@ class EmulateBackend:
 
     def check(self) -> None:
         """Nothing can be pending: forward raises where it fails."""
+
+    def reset(self) -> None:
+        """Make the emulated ranks usable again after a fault."""
+        if self._emulation is not None:
+            self._emulation.reset()
 
     def close(self) -> None:
         """Free the emulated ranks."""

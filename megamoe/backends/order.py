@@ -20,7 +20,19 @@ from megamoe.config import MAX_LOCAL_EXPERTS, Problem
 from megamoe.errors import RankMismatch
 
 # What a call does, as bits: the exchanges that its backward pass will make belong to it.
-BACKWARD, GRAD_OF_X, GRAD_OF_ROWS, REFUSED, MAKING, CLOSING = (1 << bit for bit in range(6))
+BACKWARD, RECORDED, GRAD_OF_X, GRAD_OF_ROWS, REFUSED = (1 << bit for bit in range(5))
+# Bits -> words, for errors.
+_WORDS = {
+    RECORDED: "gradients recorded",
+    GRAD_OF_X: "gradients of x",
+    GRAD_OF_ROWS: "gradients of the experts' rows",
+}
+# Collective calls that are not a layer's forward or backward; a mark has the place in this list.
+CALLS = (
+    *("a new layer", "prepare()", "a first call", "close()", "reset()"),
+    *("grad_norm() or clip_grad_norm_()", "ExpertPlacement.counters()", "ExpertPlacement.fill_()"),
+    *("make_backend()", "a full state dict", "set-up"),
+)
 _FLAG_BITS = 8
 MARK_INTS = 2
 WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS
@@ -47,11 +59,20 @@ class Mark:
         return [self.number << _FLAG_BITS | flags, self.fingerprint]
 
 
+def announce(group: Any, name: str, refused: bool = False) -> None:
+    """Begin a collective call of CALLS: raise RankMismatch, on all ranks, unless all come for it. Collective.
+
+    group: None: nobody to tell. refused: this rank only tells the others that it refuses its arguments.
+    """
+    if group is not None:
+        meet(group, [REFUSED if refused else 0, CALLS.index(name)])
+
+
 def meet(group: Any, mark: list[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
     """Exchange WIDTH numbers with each rank: the mark, then what `parts` [R] has for it. Collective.
 
-    group: a process group. mark: Mark.ints(), or [MAKING, 0] and the like. Raises RankMismatch unless all meet for
-    the same. Returns what came [R, WIDTH] int32, and its copy in CPU memory.
+    group: a process group. mark: Mark.ints(), or that of announce(). Raises RankMismatch unless all meet for the
+    same. Returns what came [R, WIDTH] int32, and its copy in CPU memory.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if parts:
@@ -95,9 +116,8 @@ def check_marks(marks: Sequence[Sequence[int]], rank: int) -> None:
 
 def _call(mark: Sequence[int]) -> str:
     number, flags = mark[0] >> _FLAG_BITS, mark[0] & ((1 << _FLAG_BITS) - 1)
-    if flags & (MAKING | CLOSING):
-        return "a new layer" if flags & MAKING else "close()"
+    if not number:  # layers are counted from 1
+        return CALLS[mark[1]]
     what = "backward" if flags & BACKWARD else "forward"
-    grads = [n for bit, n in ((GRAD_OF_X, "x"), (GRAD_OF_ROWS, "the experts' rows")) if flags & bit]
-    wanted = f", gradients of {' and '.join(grads)}" if grads else ""
-    return f"{what} of layer {number} ({mark[1]:#010x}{wanted})"
+    details = [f"{mark[1]:#010x}", *(words for bit, words in _WORDS.items() if flags & bit)]
+    return f"{what} of layer {number} ({', '.join(details)})"

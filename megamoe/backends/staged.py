@@ -17,6 +17,7 @@ from megamoe.backends.order import (
     GRAD_OF_ROWS,
     GRAD_OF_X,
     MARK_INTS,
+    RECORDED,
     REFUSED,
     Mark,
     meet,
@@ -123,13 +124,17 @@ class StagedBackend:
         weights: ExpertWeights,
         num_tokens_device: Tensor | None = None,
         out: Tensor | None = None,
+        recorded: bool = False,
     ) -> Tensor:
-        """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective."""
+        """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective.
+
+        recorded: a backward pass will recompute this call.
+        """
         weights.validate(self.problem, x.device)
         if num_tokens_device is not None:
             topk_ids = without_rows_behind(topk_ids, num_tokens_device)
         dense = weights.dense(self.problem, compute_dtype(x.device))
-        call = x, topk_ids, topk_weights, dense, self.mark.ints()
+        call = x, topk_ids, topk_weights, dense, self.mark.ints(RECORDED * recorded)
         y, counts = moe(self.problem, self.group, *call)
         self._statistics = Statistics.without_pool(counts)
         return y if out is None else out.copy_(y)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from megamoe.backends.order import MAKING, meet
+from megamoe.backends.order import announce
 from megamoe.errors import ConfigError, RankMismatch
 from megamoe.memory.transport.group import mesh_group
 
@@ -45,8 +46,10 @@ def process_group(group: Any) -> Any:
     return group
 
 
-def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
+def together(group: Any, name: str, attempt: Callable[[], Any]) -> dict[int, Any]:
     """Return rank -> what attempt() returned there, picklable. Collective over a process group, or None.
+
+    name: the call that this begins, of order.CALLS.
 
     Raises this rank's error, or else RankMismatch with the first error of another rank: on all ranks or on none.
     """
@@ -60,7 +63,7 @@ def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
         found = {dist.get_rank(group): found[0]}
         if dist.get_backend(group) != "fake":  # which exchanges nothing
             try:
-                meet(group, [MAKING, 0])
+                announce(group, name)
             except RankMismatch:
                 if error is None:
                     raise
@@ -76,14 +79,34 @@ def together(group: Any, attempt: Callable[[], Any]) -> dict[int, Any]:
     return {rank: entry for rank, (entry, _) in found.items()}
 
 
-def tell(group: Any, error: Exception) -> None:
+@contextmanager
+def begins(name: str, *groups: Any) -> Iterator[None]:
+    """Check a call's arguments in this block, then begin it on each of these groups, or raise on all ranks. Collective.
+
+    name: the call, of order.CALLS.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    for group in groups:
+        try:
+            announce(group, name, refused=error is not None)
+        except RankMismatch as caught:  # the ranks of the groups that follow wait, too
+            error = caught
+    if error is not None:
+        raise error
+
+
+def tell(group: Any, name: str, error: Exception) -> None:
     """Take part in the others' together() with an error that this rank raises afterwards."""
 
     def fail() -> None:
         raise error
 
     try:
-        together(group, fail)
+        together(group, name, fail)
     except Exception as raised:
         if raised is not error:
             raise

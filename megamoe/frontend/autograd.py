@@ -47,12 +47,14 @@ def moe_forward_op(
     w2_scale: Tensor | None,
     num_tokens_device: Tensor | None,
     handle: Tensor,
+    recorded: bool = False,
 ) -> Tensor:
-    """Run the backend behind `handle`."""
+    """Run the backend behind `handle`. recorded: gradients are, and the backend saves nothing for them."""
     runtime = runtime_of(handle)
     weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
     rows = flat(x), flat(topk_ids), flat(topk_weights)
-    return _like(runtime.backend.forward(*rows, weights, num_tokens_device), x)
+    options: Any = {"recorded": True} if recorded else {}
+    return _like(runtime.backend.forward(*rows, weights, num_tokens_device, **options), x)
 
 
 def moe_forward_train_op(
@@ -146,11 +148,11 @@ class _Call(torch.autograd.Function):
             inputs[3:9] = ctx.delaying[1]
         if not ctx.direct:
             with torch._C._AutoDispatchBelowAutograd():
-                result = _operator(inputs, state_bytes)
+                result = _operator(inputs, state_bytes, True)
         elif state_bytes:
             result = moe_forward_train_op(*inputs, state_bytes)
         else:
-            result = moe_forward_op(*inputs)
+            result = moe_forward_op(*inputs, True)
         ctx.handle = inputs[-1]
         # A zero gradient of the state would be as large as the state.
         ctx.set_materialize_grads(False)
@@ -246,10 +248,10 @@ def _delayed(
     return grads
 
 
-def _operator(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
+def _operator(inputs: Sequence[Tensor | None], state_bytes: int, recorded: bool = False) -> Any:
     if state_bytes:
         return torch.ops.megamoe.moe_forward_train(*inputs, state_bytes)
-    return torch.ops.megamoe.moe_forward(*inputs)
+    return torch.ops.megamoe.moe_forward(*inputs, recorded)
 
 
 def _autograd(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
@@ -259,7 +261,7 @@ def _autograd(inputs: Sequence[Tensor | None], state_bytes: int) -> Any:
         return _operator(inputs, state_bytes)
 
 
-library.impl("moe_forward", lambda *args: _autograd(args, 0), "Autograd")
+library.impl("moe_forward", lambda *args: _autograd(args[:11], 0), "Autograd")
 library.impl("moe_forward_train", lambda *args: _autograd(args[:-1], args[-1]), "Autograd")
 
 

@@ -182,19 +182,19 @@ def backend_class(name: str) -> Any:
 
 
 def agree(
-    group: Any, name: str, state: Callable[[], tuple[Problem, Any]]
+    group: Any, name: str, state: Callable[[], tuple[Problem, Any]], call: str = "a new layer"
 ) -> tuple[Problem, dict[int, Any]]:
     """Raise on all ranks unless all were configured alike and asked for one backend. Collective.
 
     state: returns this rank's problem and what else it has to say, or raises.
-    Returns this rank's problem, and rank -> what else.
+    call: what this begins, of order.CALLS. Returns this rank's problem, and rank -> what else.
     """
 
     def mine() -> Any:
         asked = resolve(name)
         return (*state(), asked)
 
-    stated = together(group, mine)
+    stated = together(group, call, mine)
     for rank, (problem, *_) in stated.items():
         if problem.rank != rank and group is not None:
             raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {problem.rank}")
@@ -205,9 +205,14 @@ def agree(
 
 
 def choose(
-    name: str, problem: Problem, group: Any, device: torch.device, options: Any = None
+    name: str,
+    problem: Problem,
+    group: Any,
+    device: torch.device,
+    options: Any = None,
+    call: str = "set-up",
 ) -> str:
-    """Return the backend that `name` stands for, agreed on over the group (collective)."""
+    """Return the backend that `name` stands for, agreed on over the group (collective). call: as agree() has it."""
 
     def state() -> tuple[Problem, Any]:
         check_options(problem, group, options or {})
@@ -219,7 +224,7 @@ def choose(
         given = (options or {}).get("window") is not None
         return problem, (given, host_name(), reason)
 
-    _, stated = agree(group, name, state)
+    _, stated = agree(group, name, state, call)
     check_equal("window is given", {rank: entry[0] for rank, entry in stated.items()})
     asked = resolve(name)
     if asked not in ("auto", "mega"):
@@ -289,14 +294,20 @@ def make_backend(
     Raises ConfigError for unknown names and options and for "mega" where it cannot run, RankMismatch where ranks
     differ.
     """
-    return open_backend(name, problem, process_group(group), torch.device(device), options)
+    where = process_group(group), torch.device(device)
+    return open_backend(name, problem, *where, options, "make_backend()")
 
 
 def open_backend(
-    name: str, problem: Problem, group: Any, device: torch.device, options: Mapping[str, Any]
+    name: str,
+    problem: Problem,
+    group: Any,
+    device: torch.device,
+    options: Mapping[str, Any],
+    call: str,
 ) -> Backend:
-    """Do the same for a group that process_group() returned."""
-    chosen = choose(name, problem, group, device, options)
+    """Do the same for a group that process_group() returned. call: as agree() has it."""
+    chosen = choose(name, problem, group, device, options, call)
     make = backend_class(chosen)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.order import CLOSING, meet
+from megamoe.backends.order import announce
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
@@ -30,7 +30,7 @@ from megamoe.frontend.functional import (
 )
 from megamoe.frontend.known import KnownCalls, records, tensors_of
 from megamoe.frontend.rows import Weighting, rows_of, scales_of
-from megamoe.frontend.runtime import Runtime, flat
+from megamoe.frontend.runtime import Runtime, flat, nothing
 from megamoe.uncompiled import uncompiled
 
 log = logging.getLogger("megamoe")
@@ -185,7 +185,7 @@ class Layer:
             self.refuse(error)
             raise
         if self._runtime is None:
-            self.prepare(weights)
+            self._open(weights, "a first call")
         runtime = self._runtime
         assert runtime is not None
         plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
@@ -246,13 +246,13 @@ class Layer:
             raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
         self._delayed.make(self._runtime)
 
-    def refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception, call: str = "a first call") -> None:
         """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
         if self.group is None or torch.compiler.is_compiling():
             return
         log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
         if self._runtime is None:
-            tell(self.group, error)  # the others are about to prepare
+            tell(self.group, call, error)  # the others are about to prepare
         else:
             self._runtime.refuse()
 
@@ -265,26 +265,31 @@ class Layer:
         masters = self.problem.formats.w.scaled and stated == torch.bfloat16
         weights.validate(self._masters if masters else self.problem, device)
 
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Make the backend, compile, quantize: all that the first call would do. Collective.
+
+        Call it before torch.compile or graph capture.
+        """
+        self._open(weights, "prepare()")
+
     @uncompiled(
         "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
         "and again after close()"
     )
     @torch.inference_mode(False)  # what is made here serves calls that train, too
     @torch.no_grad()
-    def prepare(self, weights: ExpertWeights) -> None:
-        """Make the backend, compile, quantize: all that the first call would do. Collective.
-
-        Call it before torch.compile or graph capture.
-        """
+    def _open(self, weights: ExpertWeights, call: str) -> None:
+        """Do so as part of `call`, of order.CALLS."""
         try:
             self._check_weights(weights, None)
         except ArgumentError as error:
             if self._runtime is None:
-                self.refuse(error)
+                self.refuse(error, call)
             raise
         if self._runtime is None:
             device = weights.w13.device
-            backend = open_backend(self.backend, self.problem, self.group, device, self._options)
+            where = self.problem, self.group, device
+            backend = open_backend(self.backend, *where, self._options, call)
             self._runtime = Runtime(self.problem, self.group, backend)
             self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))
@@ -342,6 +347,14 @@ class Layer:
         plan = getattr(self._runtime and self._runtime.backend, "plan", None)
         return self._options.get("pool_rows") if plan is None else plan.pool_rows
 
+    def reset(self) -> None:
+        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
+
+        It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
+        """
+        announce(self.group, "reset()")
+        getattr(self._runtime and self._runtime.backend, "reset", nothing)()
+
     @property
     def needs_close(self) -> bool:
         """Whether close() has something to free together with other ranks."""
@@ -352,8 +365,7 @@ class Layer:
         runtime = self._runtime
         if runtime is None:
             return
-        if self.group is not None:
-            meet(self.group, [CLOSING, 0])  # a barrier that says who comes for something else
+        announce(self.group, "close()")  # a barrier that says who comes for something else
         self._runtime = None
         self._known.clear()
         if self._delayed is not None and len(self._delayed):

@@ -155,7 +155,7 @@ class MegaMoE(nn.Module):
         """
         if self.problem.ep_size > 1 and not torch.compiler.is_compiling():
             around = self._surroundings()
-            if around != self._checked and self._check_experts():
+            if around != self._checked and self._check_experts("a first call"):
                 self._checked = around
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
@@ -217,7 +217,9 @@ class MegaMoE(nn.Module):
         """
         self._layer.prepare(self.expert_weights())
         if self.problem.ep_size > 1 and self._checked is None:
-            self._check_experts()  # and once more in the first call: DDP may come in between
+            self._check_experts(
+                "prepare()"
+            )  # and once more in the first call: DDP may come in between
 
     def _surroundings(self) -> tuple[Any, ...]:
         """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
@@ -242,7 +244,7 @@ class MegaMoE(nn.Module):
             # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
             fsdp.set_force_sum_reduction_for_comms(True)
 
-    def _check_experts(self) -> bool:
+    def _check_experts(self, call: str) -> bool:
         """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
         if self.averaged not in (None, type(self)):
             called = "called before fully_shard(), which divides by other ranks"
@@ -252,7 +254,7 @@ class MegaMoE(nn.Module):
             return False
         if w13.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        check_different(self.problem, self.group, w13, self._loaded)
+        check_different(self.problem, self.group, w13, self._loaded, call)
         return True
 
     @torch.no_grad()
@@ -350,6 +352,10 @@ class MegaMoE(nn.Module):
     def check(self) -> None:
         """Raise the fault that a finished launch left behind, if there is one."""
         self._layer.check()
+
+    def reset(self) -> None:
+        """Make the layer usable again after a fault. Collective, see Layer.reset()."""
+        self._layer.reset()
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group."""

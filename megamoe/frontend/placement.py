@@ -18,7 +18,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.agreement import process_group
+from megamoe.frontend.agreement import begins, check_equal, process_group, together
 from megamoe.frontend.experts import is_dtensor
 
 
@@ -123,15 +123,21 @@ class ExpertPlacement:
         statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
         Raises ArgumentError for statistics of another number of slots.
         """
-        if not isinstance(statistics, Statistics):
-            raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
-        group, counts = process_group(group), statistics.tokens_per_expert.long()
+        group = process_group(group)
+        with begins("ExpertPlacement.counters()", group):
+            if not isinstance(statistics, Statistics):
+                raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
+            counts, ranks = (
+                statistics.tokens_per_expert.long(),
+                1 if group is None else group.size(),
+            )
+            if len(counts) * ranks != self.num_physical:
+                what = f"of {len(counts) * ranks} slots"
+                raise ArgumentError("statistics", what, f"{self.num_physical}")
         if group is not None:
             every = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
             dist.all_gather(every, counts, group=group)
             counts = torch.cat(every)
-        if len(counts) != self.num_physical:
-            raise ArgumentError("statistics", f"of {len(counts)} slots", f"{self.num_physical}")
         return counts.new_zeros(self.num_logical).index_add_(0, self._expert_of, counts)
 
     @torch.no_grad()
@@ -144,14 +150,30 @@ class ExpertPlacement:
         experts that a rank does not hold travel; the memory taken is that of the experts that move. Afterwards FP8
         copies follow by themselves, as after any write.
 
-        Raises ConfigError for placements of other sizes, ArgumentError for weights of another number of slots.
+        Raises ConfigError for placements of other sizes, ArgumentError for weights of another number of slots,
+        RankMismatch where ranks differ in the placements.
         """
+        group, plans = process_group(group), []
+
+        def stated() -> tuple[list[int], list[int]]:
+            plans.append(self._plan(weights, source, group))
+            return source.expert_of, self.expert_of
+
+        found = together(group, "ExpertPlacement.fill_()", stated)
+        check_equal("what fill_() moves", {rank: f"{a} -> {b}" for rank, (a, b) in found.items()})
+        sent, got, tensors = plans[0]
+        for tensor in tensors:
+            _exchange(tensor.detach(), sent, got, group)
+
+    def _plan(
+        self, weights: ExpertWeights | nn.Module, source: ExpertPlacement, group: Any
+    ) -> tuple[list[list[int]], list[list[int]], list[Tensor]]:
+        """Return this rank's slots to send to each rank, those to fill from each, and the tensors they are in."""
         if not isinstance(source, ExpertPlacement):
             raise ConfigError("source", type(source).__name__, "an ExpertPlacement")
         names = [f.name for f in fields(ExpertWeights)]
         if not all(hasattr(weights, name) for name in names):
             raise ArgumentError("weights", type(weights).__name__, "ExpertWeights or a MegaMoE")
-        group = process_group(group)
         if (source.num_physical, source.num_logical) != (self.num_physical, self.num_logical):
             what = f"{source.num_logical} experts in {source.num_physical} slots"
             raise ConfigError("source", what, f"{self.num_logical} in {self.num_physical}")
@@ -178,9 +200,7 @@ class ExpertPlacement:
                 raise ArgumentError(name, "a DTensor", "a tensor of this rank's experts")
             if tensor is not None and tensor.shape[0] != room:
                 raise ArgumentError(name, list(tensor.shape), f"[{room}, ...], this rank's slots")
-        for tensor in tensors.values():
-            if tensor is not None:
-                _exchange(tensor.detach(), sent, got, group)
+        return sent, got, [tensor for tensor in tensors.values() if tensor is not None]
 
     def _nearest(self, expert: int, rank: int, room: int) -> int:
         """Return a slot that holds the expert: one of that rank, if there is any."""

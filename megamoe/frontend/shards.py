@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megamoe.backends.order import announce
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, RankMismatch
 from megamoe.formats.planes import check_memory
@@ -177,11 +178,12 @@ class Place:
         return Experts.of(rows, first, total)
 
 
-def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool) -> None:
+def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool, call: str) -> None:
     """Raise RankMismatch, on all ranks, where two ranks hold the same experts. Collective.
 
     Nothing that overwrites experts (DDP, FSDP2 over the ranks of the group, another rank's file) tells the layer. Equal
     experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
+    call: what this begins, of order.CALLS.
     """
 
     def mine() -> tuple[list[bytes], bool]:
@@ -189,7 +191,7 @@ def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool) -> 
         first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
         return [bytes(row.tolist()) for row in first], loaded
 
-    found = together(group, mine)
+    found = together(group, call, mine)
     for b, (theirs, b_loaded) in found.items():
         for a in range(b):
             ours, a_loaded = found.get(a, ([], False))
@@ -210,13 +212,16 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
     metadata = getattr(state_dict, "_metadata", {})
     if prefix[:-1] in metadata:
         metadata[prefix[:-1]]["experts"] = span(place.problem)
+    full = place.problem.ep_size > 1 and _full_is_wanted()
+    if full:
+        announce(place.group, "a full state dict")
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(
             value, Tensor
         ):  # with keep_vars=True a view that autograd knows, not the parameter
             value = place.mark(value)
-            if isinstance(value, Experts) and _full_is_wanted():
+            if isinstance(value, Experts) and full:
                 value = place.as_dtensor(value)
             state_dict[prefix + name] = value
 

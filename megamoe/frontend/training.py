@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.errors import ArgumentError
+from megamoe.frontend.agreement import begins
 from megamoe.frontend.experts import is_dtensor, is_fsdp
 from megamoe.frontend.module import MegaMoE
 from megamoe.frontend.optimizers import check_not_sharded
@@ -84,12 +85,27 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Raises ArgumentError for something else than a module, another norm_type and sparse gradients.
     """
-    norm_type = _order(norm_type)
-    _refuse_main_grad(_model(model).named_modules())
-    for name, module in model.named_modules():
-        if isinstance(module, MegaMoE) and module.num_delayed:
-            waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
-            raise ArgumentError(name or "model", waiting, "none when gradients are read")
+    return _grad_norm(model, norm_type)
+
+
+def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.0) -> Tensor:
+    groups = dict.fromkeys(layer.group for _, layer in _layers(_model(model)))
+    with begins("grad_norm() or clip_grad_norm_()", *groups):
+        if (
+            isinstance(max_norm, str)
+            or not isinstance(max_norm, (int, float, Tensor))
+            or not max_norm >= 0
+        ):
+            raise ArgumentError("max_norm", repr(max_norm), "a number from 0 on")
+        norm_type = _order(norm_type)
+        _refuse_main_grad(model.named_modules())
+        for name, module in model.named_modules():
+            if isinstance(module, MegaMoE) and module.num_delayed:
+                waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
+                raise ArgumentError(name or "model", waiting, "none when gradients are read")
+        for name, p in model.named_parameters():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
     own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
     for _, layer in _layers(model):
         for p in layer.parameters():
@@ -99,10 +115,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
         if group is not None:
             experts[group] = []
     device = next(model.parameters()).device
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.grad is not None:
-            if p.grad.layout != torch.strided:
-                raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
             group = own.get(id(p))
             (dense if group is None else experts[group]).append(p.grad)
     total = _power(dense, norm_type).to(device)
@@ -125,13 +139,7 @@ def clip_grad_norm_(
 
     Raises ArgumentError as grad_norm() does, and for a max_norm that is no number from 0 on.
     """
-    if (
-        isinstance(max_norm, str)
-        or not isinstance(max_norm, (int, float, Tensor))
-        or not max_norm >= 0
-    ):
-        raise ArgumentError("max_norm", repr(max_norm), "a number from 0 on")
-    total = grad_norm(model, norm_type)
+    total = _grad_norm(model, norm_type, max_norm)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(total)}")
     grads = [p.grad for p in model.parameters() if p.grad is not None]

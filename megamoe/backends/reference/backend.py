@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backends.order import BACKWARD, REFUSED, Mark, meet
+from megamoe.backends.order import BACKWARD, RECORDED, REFUSED, Mark, meet
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
 from megamoe.backends.reference.quant import quantize_experts
@@ -71,15 +71,16 @@ class ReferenceBackend:
         weights: Any,
         num_tokens_device: Tensor | None = None,
         out: Tensor | None = None,
+        flags: int = 0,
     ) -> Tensor:
-        """Return y [T, H] of this rank; rows from num_tokens_device on are zero."""
+        """Return y [T, H] of this rank; rows from num_tokens_device on are zero. flags: of the call's mark."""
         weights.validate(self.problem, x.device)
         topk_ids = _without_rows_behind(topk_ids, num_tokens_device)
         given = x, None
         if isinstance(x, QuantizedRows):  # torch cannot pickle float8 tensors
             given = x.q.view(torch.uint8), x.scale
         mine = given[0], topk_ids, topk_weights, given[1]
-        xs, *routes, scales, experts = self._gather(self.mark.ints(), mine, weights)
+        xs, *routes, scales, experts = self._gather(self.mark.ints(flags), mine, weights)
         for i, scale in enumerate(scales):
             if scale is not None:
                 xs[i] = QuantizedRows(xs[i].view(torch.float8_e4m3fn), scale)
@@ -98,7 +99,7 @@ class ReferenceBackend:
         num_tokens_device: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return what forward does, and the state for backward: [state_bytes] uint8 on x's device."""
-        y = self.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
+        y = self.forward(x, topk_ids, topk_weights, weights, num_tokens_device, None, RECORDED)
         routes = _without_rows_behind(topk_ids, num_tokens_device), topk_weights
         return y, State.pack(self.problem, self.number, *routes)
 
