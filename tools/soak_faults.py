@@ -52,7 +52,8 @@ def faults(
     out.require(
         isinstance(error, (*kinds, PeerFault)), f"{text}: expected {[k.__name__ for k in kinds]}"
     )
-    named = any(all(word in text for word in words) for text in gather(me, text))
+    # The message alone: the title, too, names what was made different.
+    named = any(all(word in said for word in words) for said in gather(me, str(error)))
     out.require(named, f"{title}: no rank's message holds {words}")
 
 
