@@ -86,7 +86,7 @@ def gradient(
 
 
 def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
-    """gu: [M, P*I], dh: [M, I], both fp32 -> the gradient of gu, and h [M, I], by torch's derivatives; differentiable.
+    """gu: [M, P*I], dh: [M, I], both fp32 -> the gradient of gu, and h [M, I]; differentiable.
 
     Clamps pass the gradient at equality, and NaN stays NaN, as in the kernel.
     """
@@ -94,20 +94,17 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
         r = F.relu(gu)
         return 2 * dh * r, r * r
     gate, up = gu.chunk(2, dim=-1)
-    if act.kind == "swiglu":
-        value, slope = F.silu(gate), torch.ops.aten.silu_backward(dh * up, gate)
-    elif act.kind == "clamped_swiglu":
-        inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
-        g, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
-        s = torch.sigmoid(act.alpha * g)
-        value = g * s
-        slope = dh * up * (s + act.alpha * value * (1 - s))
-        return torch.cat((inside * slope, within * dh * value), -1), value * up
-    else:
+    if act.kind in ("geglu", "geglu_tanh"):
         form = "tanh" if act.kind == "geglu_tanh" else "none"
         value = F.gelu(gate, approximate=form)
         slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=form)
-    return torch.cat((slope, dh * value), -1), value * up
+        return torch.cat((slope, dh * value), -1), value * up
+    inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
+    gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
+    s = torch.sigmoid(act.alpha * gate)
+    value = gate * s
+    slope = dh * up * (s + act.alpha * value * (1 - s))
+    return torch.cat((inside * slope, within * dh * value), -1), value * up
 
 
 def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int, dtype: torch.dtype) -> Tensor:
