@@ -126,10 +126,12 @@ class Experts(torch.Tensor):
 
 
 def _like(result: Tensor, given: Sequence[Any]) -> Tensor:
-    """Return the result of an operation as Experts, where it has as many rows as one of the tensors given."""
-    for source in given:
-        if source is result:
-            return result
+    """Return the result of an operation as Experts, where it has as many rows as one of the tensors given.
+
+    What was written in place stays what it is, but for a plain tensor: `torch.empty(v.shape).copy_(v)` are experts.
+    """
+    if isinstance(result, (Experts, torch.nn.Parameter)) and any(g is result for g in given):
+        return result
     for source in given:
         if isinstance(source, Experts) and result.dim() and result.shape[:1] == source.shape[:1]:
             return Experts.of(result, source.begin, source.total)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -114,7 +113,7 @@ class MegaMoE(nn.Module):
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
-        self._checked: Any = None  # in which surroundings no two ranks held the same experts
+        self._checked: set[Any] = set()  # surroundings in which no two ranks held the same experts
         self._loaded = False
         self.averaged: type | None = None  # what average_expert_gradients() took
         self._known: ExpertWeights | None = None  # of the last call
@@ -155,8 +154,8 @@ class MegaMoE(nn.Module):
         """
         if self.problem.ep_size > 1 and not torch.compiler.is_compiling():
             around = self._surroundings()
-            if around != self._checked and self._check_experts("a first call"):
-                self._checked = around
+            if around not in self._checked and self._check_experts("a first call"):
+                self._checked.add(around)
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", True, expected)
@@ -216,19 +215,19 @@ class MegaMoE(nn.Module):
         Call it before torch.compile or graph capture.
         """
         self._layer.prepare(self.expert_weights())
-        if self.problem.ep_size > 1 and self._checked is None:
-            self._check_experts(
-                "prepare()"
-            )  # and once more in the first call: DDP may come in between
+        if self.problem.ep_size > 1 and not self._checked:
+            # and once more in the first call: DDP may come in between
+            self._check_experts("prepare()")
 
     def _surroundings(self) -> tuple[Any, ...]:
         """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
 
-        fully_shard() of the layer makes it another class, that of a module around it another parameter; within DDP's
-        forward pass torch says so.
+        fully_shard() of the layer makes it another class, that of a module around it leaves a mark; within DDP's
+        forward pass torch says so. All of it is the same on all ranks, since a check is collective, and comes back:
+        evaluation and the repeat of a checkpoint are outside of DDP's forward pass.
         """
-        sharded = id(self._parameters.get("w13")) if "torch.distributed.fsdp" in sys.modules else 0
-        return type(self), sharded, DistributedDataParallel._active_ddp_module is not None
+        around = DistributedDataParallel._active_ddp_module
+        return type(self), "_is_fsdp_managed_module" in self.__dict__, around and id(around)
 
     def divide_gradients(self, num_ranks: int) -> None:
         """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""

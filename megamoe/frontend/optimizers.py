@@ -33,7 +33,7 @@ def check_not_sharded(layer: Any) -> None:
 
 @uncompiled("steps of optimizers over experts are not seen by torch.compile")
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    spreads = type(optimizer).__name__ == "ZeroRedundancyOptimizer"
+    spreads = any(t.__name__ == "ZeroRedundancyOptimizer" for t in type(optimizer).__mro__)
     for layer in list(_layers) if spreads else ():
         experts = {id(p) for p in layer.parameters()}
         if any(id(p) in experts for group in optimizer.param_groups for p in group["params"]):

@@ -644,6 +644,7 @@ DERIVED = {
     "foreach": lambda v: torch._foreach_mul([v, v], 2)[1],
     "in place": lambda v: torch.zeros_like(v).add_(v),
     "copied": lambda v: torch.empty_like(v).copy_(v),
+    "copied into a buffer": lambda v: torch.empty(v.shape).copy_(v),
     "out": lambda v: torch.add(v, v, out=torch.empty_like(v)),
     "data": lambda v: v.data,
     "flat": lambda v: v.flatten(1),

@@ -1,5 +1,7 @@
 """Training over two gloo ranks behind backends that save: loops give what they give behind staged, errors are named."""
 
+import sys
+
 import pytest
 import saving  # noqa: F401, registers the backend
 import torch
@@ -287,13 +289,16 @@ def wrapped_too_late(rank):
 
     found = {}
 
+    class Derived(ZeroRedundancyOptimizer):
+        pass
+
     def wrap(kind):
         net = Net(dist.group.WORLD, backend="staged")
         grads(net.moe, rank)
         grads(net.moe, rank)  # a known call
         before = net.moe.w13.detach().clone()
         if kind == "zero":
-            optimizer = ZeroRedundancyOptimizer(net.moe.parameters(), torch.optim.SGD, lr=1e-6)
+            optimizer = Derived(net.moe.parameters(), torch.optim.SGD, lr=1e-6)
             found[kind] = outcome(optimizer.step)[:2], torch.equal(net.moe.w13, before)
             return
         if kind == "ddp":
@@ -311,6 +316,34 @@ def wrapped_too_late(rank):
     return found
 
 
+def steady_checks(rank):
+    """How often ranks compare experts in steps that follow others like them, in and outside of wrappers."""
+    net = Net(dist.group.WORLD, backend="staged")
+    megamoe.ignore_experts_in_ddp(net)
+    ddp, exchanges, exchange = DDP(net), [], dist.all_gather_object
+    x = torch.ones(TOKENS[rank], HIDDEN).bfloat16().requires_grad_()
+
+    def counted(*args, **options):
+        exchanges.append(1)
+        exchange(*args, **options)
+
+    def steps():
+        ddp(x).float().sum().backward()
+        checkpoint(ddp, x, use_reentrant=False).float().sum().backward()
+        with torch.no_grad():
+            net(x)
+
+    steps()
+    dist.all_gather_object = counted
+    steps()
+    loaded = sys.modules.pop("torch.distributed.fsdp") if rank else None
+    net(x)  # whatever one rank has imported
+    if rank:
+        sys.modules["torch.distributed.fsdp"] = loaded
+    dist.all_gather_object = exchange
+    return len(exchanges)
+
+
 def test_wrappers_behind_a_first_call_are_found():
     for found in launch(wrapped_too_late, 2, timeout_s=60):
         (error, message), same = found.pop("zero")
@@ -320,3 +353,7 @@ def test_wrappers_behind_a_first_call_are_found():
         for kind, (error, message) in found.items():
             assert error == "RankMismatch", (kind, error, message)
             assert "ranks 0 and 1 of the group hold the same experts" in message
+
+
+def test_experts_are_compared_once_in_each_surroundings():
+    assert launch(steady_checks, 2, timeout_s=60) == [0, 0]
