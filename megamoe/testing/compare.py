@@ -82,7 +82,7 @@ def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance = 0.0) -> Com
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one type are equal bit by bit: NaN equals itself, -0 is not 0."""
-    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 

@@ -1,0 +1,42 @@
+// The kernel that quantizes weights, on fibers; tests/emulate/test_quantize.py. It is written for a GPU
+// alone, so here are the words of CUDA that it uses. CTAs run one after the other: their shared memory may be
+// a variable.
+#include "megamoe/arch/host/entry.h"
+
+#define __shared__ static
+
+namespace {
+
+struct {
+    unsigned x, y, z;
+} blockIdx, gridDim;
+struct {
+    struct {
+        operator unsigned() const { return static_cast<unsigned>(fibers::current->thread); }
+    } x;
+} threadIdx;
+
+void __syncthreads() { megamoe::arch::named_sync(0, fibers::current->cta->threads); }
+uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t selector) {
+    return megamoe::arch::prmt(lo, hi, selector);
+}
+
+}  // namespace
+
+#include "megamoe/kernels/quantize_weights.cuh"
+
+MEGAMOE_HOST_EXPORT int quantize(const megamoe::QuantizeWeightsArgs* args, const unsigned* grid,
+                                 uint64_t seed, char* report, size_t report_bytes) {
+    gridDim = {grid[0], grid[1], grid[2]};
+    int status = 0;
+    for (unsigned i = 0; i < grid[0] * grid[1] * grid[2] && status == 0; ++i) {
+        blockIdx = {i % grid[0], i / grid[0] % grid[1], i / grid[0] / grid[1]};
+        auto kernel = [](const void* p) {
+            megamoe::quantize_weights(*static_cast<const megamoe::QuantizeWeightsArgs*>(p));
+        };
+        std::string text;
+        status = fibers::run({kernel, {args}, 1, megamoe::quantize_threads, 0, seed + i, 0}, &text);
+        report[text.copy(report, report_bytes - 1)] = 0;
+    }
+    return status;
+}

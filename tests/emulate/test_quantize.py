@@ -1,0 +1,97 @@
+"""The kernel that quantizes weights, on fibers: the bits of the formula in torch, and nothing written beside them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.formats.quantization import quantize_blockwise, transpose_blocks
+from megamoe.jit import host, quantize
+from megamoe.testing.compare import same_bits
+from megamoe.testing.layouts import apart, interleaved, with_gaps
+
+GUARD, UNTOUCHED = 64, 0xA5  # bytes behind each output, and what all of them hold before
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    source = Path(__file__).with_name("quantize_test.cpp").read_text()
+    return ctypes.CDLL(str(host.build_source(source, ("-Wall", "-Wextra", "-Werror")))).quantize
+
+
+def run(kernel: Any, w: Tensor, planes: int, expected: list[Tensor], seed: int) -> list[Tensor]:
+    """Return what the kernel makes of w: [L, P*I, H] or [L, P, I, H], as many tensors as are expected."""
+    raw = [torch.full((t.nbytes + GUARD,), UNTOUCHED, dtype=torch.uint8) for t in expected]
+    outs = [r[:-GUARD].view(t.dtype).view(t.shape) for r, t in zip(raw, expected, strict=True)]
+    by_plane = quantize.by_plane(w, planes)
+    num, _, rows, columns = by_plane.shape
+    grid = (ctypes.c_uint * 3)(-(-columns // 128), planes * -(-rows // 128), num)
+    places = [t.data_ptr() for t in (w, *outs)] + [0] * (4 - len(outs))
+    args = quantize._Args(*places, planes, rows, columns, *by_plane.stride()[:3])
+    report = ctypes.create_string_buffer(1 << 12)
+    status = kernel(
+        ctypes.byref(args), grid, ctypes.c_uint64(seed), report, ctypes.c_size_t(1 << 12)
+    )
+    assert status == 0, report.value.decode()
+    assert all(bool((r[-GUARD:] == UNTOUCHED).all()) for r in raw)
+    return outs
+
+
+def weights(*shape: int) -> Tensor:
+    """Return weights with blocks far apart in size, one of zeros, one of tiny numbers."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    w = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
+    blocks = [-(-n // 128) for n in shape[1:]]
+    sizes = torch.ldexp(
+        torch.ones(shape[0], *blocks),
+        torch.randint(-9, 9, (shape[0], *blocks), generator=generator),
+    )
+    sizes = sizes.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : shape[1], : shape[2]]
+    w = (w * sizes).bfloat16()
+    w[0, :128, :128] = 0
+    w[-1, -1] = 1e-30
+    return w
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(
+    ("shape", "planes"),
+    [
+        ((2, 2 * 144, 272), 2),  # ragged planes, a ragged row
+        ((3, 400, 136), 1),
+        ((1, 2 * 256, 128), 2),
+        ((2, 16, 8), 1),  # less than a block
+        ((1, 2 * 48, 24), 2),
+    ],
+)
+def test_bits_are_those_of_the_formula(
+    kernel: Any, shape: tuple[int, ...], planes: int, seed: int
+) -> None:
+    w = weights(*shape)
+    plain = quantize_blockwise(w, planes)
+    every = [*plain, *transpose_blocks(*plain, planes)]
+    for expected in (every[:2], every):
+        assert all(map(same_bits, run(kernel, w, planes, expected, seed), expected))
+
+
+@pytest.mark.parametrize("change", [interleaved, apart, with_gaps])
+def test_weights_are_read_as_they_lie(kernel: Any, change: Any) -> None:
+    w = weights(2, 2 * 144, 136)
+    expected = list(quantize_blockwise(w, 2))
+    assert all(map(same_bits, run(kernel, change(w), 2, expected, 1), expected))
+
+
+def test_nan_stays_where_it_is(kernel: Any) -> None:
+    w = weights(1, 144, 136)
+    clean = run(kernel, w, 1, list(quantize_blockwise(w, 1)), 0)
+    w[0, 130, 131] = torch.nan
+    q, scale = run(kernel, w, 1, clean, 0)
+    assert torch.nonzero(q.float().isnan()).tolist() == [[0, 130, 131]]
+    assert same_bits(scale, clean[1])
+    clean[0].view(torch.uint8)[0, 130, 131] = q.view(torch.uint8)[0, 130, 131]
+    assert same_bits(q, clean[0])
