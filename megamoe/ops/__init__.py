@@ -12,6 +12,7 @@ from megamoe.ops.functions import (
     grouped_mm_swiglu,
     grouped_mm_wgrad,
     quantize_rows,
+    quantize_weights,
     scales_by_block,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "grouped_mm_swiglu",
     "grouped_mm_wgrad",
     "quantize_rows",
+    "quantize_weights",
     "scales_by_block",
 ]

@@ -241,6 +241,20 @@ def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor
     return q, by_block(scale, offs, num)
 
 
+def quantize_weights(w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
+    """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for `scales` of other functions.
+
+    w: [E, N, K] of floats. planes: 2 for gate rows and then up rows, whose blocks begin anew. Returns e4m3 like w, and
+    scales [E, planes * ceil(N / planes / 128), ceil(K/128)] fp32. By torch's operations. Raises ArgumentError.
+    """
+    checks.check_given(w=w)
+    if w.dim() != 3 or not w.is_floating_point():
+        checks.refuse("w", f"{w.dtype} {list(w.shape)}", "[experts, rows, columns] of floats")
+    if planes not in (1, 2):
+        checks.refuse("planes", planes, "1 or 2")
+    return quantization.quantize_blockwise(w.detach(), planes)
+
+
 def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     """Move the scales of e4m3 rows to where the kernel reads them: each expert's begin at a multiple of 128.
 

@@ -4,12 +4,11 @@ The iteration is the program of docs/training.md. Gradients against the oracle a
 tests/gpu/test_layer.py, many steps in tools/soak.py.
 """
 
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pages
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +17,6 @@ import megamoe
 from megamoe.testing import compare, launch, make_inputs, same_bits
 
 BACKEND, DEVICE, PROCESS_GROUP = "mega", "cuda", "cpu:gloo,cuda:nccl"
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 SHAPE = {"hidden": 512, "intermediate": 384, "num_experts": 5, "top_k": 3, "max_tokens": 300}
 PRECISIONS = ("bf16", "fp8")
 WEIGHTS = ("w13", "w2", "b13", "b2")
@@ -135,9 +133,10 @@ def test_frozen(make):
 
 def programs() -> tuple[str, str, str]:
     """Return three parts of docs/training.md: the model, the iteration, and its capture."""
-    text = DOCUMENT.read_text()
-    (model, *_) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (graph,) = re.findall(r"^```python gpu\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    start, model, *_ = pages.programs("docs/training.md")
+    (graph,) = pages.programs("docs/training.md", "gpu")
+    assert "dist.init_process_group()\n" in start
+    model = start.replace("dist.init_process_group()\n", "") + model  # launch() made the group
     iteration, mark, capture = graph.partition("side = ")
     assert mark
     return model, iteration, mark + capture
@@ -148,8 +147,13 @@ def captured(rank: int, precision: str) -> dict[str, Any]:
     made = megamoe.MegaMoE
     forced = {"backend": BACKEND, "max_tokens": 32, "init_seed": 1, "precision": precision}
     model, iteration, capture = programs()
-    names: list[dict[str, Any]] = [{"device": DEVICE}, {"device": DEVICE}]
-    with mock.patch.object(megamoe, "MegaMoE", lambda *a, **o: made(*a, **{**o, **forced})):
+    names: list[dict[str, Any]] = [{}, {}]
+    with (
+        mock.patch.object(megamoe, "MegaMoE", lambda *a, **o: made(*a, **{**o, **forced})),
+        mock.patch(
+            "torch.cuda.set_device"
+        ),  # launch() did, where ranks share a GPU to one of a lower number
+    ):
         for of in names:
             torch.manual_seed(0)
             exec(model + iteration, of)

@@ -1,12 +1,14 @@
 """Layers and models of Megatron-Core: its own experts, and a megamoe layer over the same parameters."""
 
+import contextlib
 import re
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pages import programs
 
 from megamoe.config import ACTIVATIONS, Activation
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
@@ -453,16 +455,26 @@ def test_gathered_parameters_are_waited_for():
 
 
 def test_the_program_of_the_document_runs():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
-    page = page[page.index("## Megatron-Core") :]
-    program = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1]
-    smaller = {"use_transformer_engine=True": "use_transformer_engine=False", "151936": "128",
+    (program,) = programs("docs/adapters.md", "megatron")
+    on_cpus = (
+        "use_cpu_initialization=True, bias_activation_fusion=False, masked_softmax_fusion=False"
+    )
+    smaller = {"num_layers=48": f'num_layers=2, {on_cpus}, transformer_impl="local"',
+               "hidden_size=2048": "hidden_size=64", "heads=32": "heads=4", "experts=128": "experts=6",
+               "topk=8": "topk=2", "ffn_hidden_size=768": "ffn_hidden_size=48", "151936": "128",
+               "use_transformer_engine=True": "use_transformer_engine=False",
                "4096": "16", "max_tokens=8192": 'max_tokens=64, backend="staged"'}  # fmt: skip
     for large, small in smaller.items():
         assert large in program
         program = program.replace(large, small)
-    names = {"config": config_of()}
-    exec(program, names)
+    names = {}
+    here = [mock.patch.object(dist, "init_process_group"), mock.patch("torch.cuda.set_device")]
+    here += [mock.patch.object(parallel_state, "initialize_model_parallel")]  # one_rank() did
+    here += [mock.patch("megatron.core.tensor_parallel.model_parallel_cuda_manual_seed")]
+    with contextlib.ExitStack() as patched, mock.patch.dict("os.environ", LOCAL_RANK="0"):
+        started, *_ = map(patched.enter_context, here)
+        exec(program, names)
+    started.assert_called_once()
     model = names["model"].bfloat16()
     assert all(type(block.mlp) is adapter.MegaMoELayer for block in model.decoder.layers)
     losses_of(model).mean().backward()

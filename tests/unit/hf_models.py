@@ -1,11 +1,10 @@
 """Tiny models of transformers, one for each layout and activation of experts, with random weights."""
 
 import copy
-import re
-from pathlib import Path
 
 import torch
 import transformers
+from pages import programs
 
 SMALL = {
     **{"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128},
@@ -95,9 +94,10 @@ def token_ids(*shape):
 
 def snippets(folder):
     """Return the programs of docs/adapters.md as they run here: on CPUs, two ranks, the model of a folder."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
+    text = "\0".join(programs("docs/adapters.md", "hf"))
     smaller = {"Qwen/Qwen3-30B-A3B": str(folder), '"cuda"': '"cpu"', "_size=8": "_size=2"}
+    smaller["max_tokens=8192"] = 'max_tokens=64, backend="staged"'
     for large, small in smaller.items():
         assert large in text
         text = text.replace(large, small)
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return text.split("\0")

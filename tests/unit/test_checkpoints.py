@@ -1,7 +1,6 @@
 """Converters of experts between checkpoints' layouts: nothing but moved, all or nothing, or refused by name."""
 
 import json
-import pathlib
 import re
 import shutil
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import programs
 
 from megamoe.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
@@ -517,7 +517,7 @@ def test_the_page(tmp_path, monkeypatch):
     page = page[page.index("## Checkpoints in other layouts") :]
     assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(LAYOUTS)
     (command,) = re.findall(r"^python -m megamoe\.checkpoints (.*)$", page, re.MULTILINE)
-    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (program,) = programs("docs/adapters.md", "checkpoints")
     source, target, *options = command.split()
     sizes = {"hidden": H, "intermediate": INNER, "num_experts": E, "top_k": 2}
     for content, layout, precision in (
@@ -530,9 +530,12 @@ def test_the_page(tmp_path, monkeypatch):
         experts = checkpoint(Path(source), layout, content)
         assert main([source, target, *options]) == 0
         kind = {"precision": precision, "bias": "biases" in content}
-        layer = megamoe.MegaMoE(**sizes, **kind, backend="staged")
-        names = {"layer": layer, "pathlib": pathlib, "json": json, "safetensors": safetensors}
-        exec(compile(program, "adapters.md", "exec"), names)
+        kind |= sizes | {"backend": "staged"}
+        names = {}
+        assert "(2048, 768, 128, 8, " in program
+        small = program.replace("(2048, 768, 128, 8, ", f"(**{kind}, group=")
+        exec(compile(small, "adapters.md", "exec"), names)
+        layer = names["layer"]
         for n in range(E):
             if "mxfp4" in content:
                 up = experts[f"{LAYERS[0]}experts.gate_up_proj_blocks"][n, 1::2].flatten(1)

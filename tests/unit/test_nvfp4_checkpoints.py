@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from pages import programs
 
 pytest.importorskip("safetensors")
 from safetensors.torch import save_file  # noqa: E402
 from test_nvfp4 import PROBLEM, checkpoint, plainly  # noqa: E402
 
-from megamoe import ExpertWeights, MegaMoE  # noqa: E402
+from megamoe import ExpertWeights  # noqa: E402
 from megamoe.checkpoints import read_nvfp4  # noqa: E402
 from megamoe.errors import ArgumentError  # noqa: E402
 
@@ -43,15 +43,16 @@ def foreign(writer: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("writer", ["ModelOpt", "compressed-tensors"])
 def test_checkpoints_of_others(tmp_path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
     """The program of docs/adapters.md reads them: two experts of a rank, gate and up with scales of their own."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "adapters.md").read_text()
-    program = page[page.index("## NVFP4 checkpoints") :].split("```python\n")[1].split("```")[0]
+    (program,) = programs("docs/adapters.md", "nvfp4")
+    program = program.replace("7168, 2048, 256, 8,", '160, 96, 4, 2, backend="staged", group=')
     tensors, module = foreign(writer), "model.layers.3.mlp"
     folder = tmp_path / "DeepSeek-R1-NVFP4"
     folder.mkdir()
     save_file({f"{module}.experts.{n}": t for n, t in tensors.items()}, folder / "m.safetensors")
     monkeypatch.chdir(tmp_path)
-    layer = MegaMoE(160, 96, 4, 2, "alone", precision="bf16xnvfp4", backend="staged")
-    exec(program, {"layer": layer, "read_nvfp4": read_nvfp4, "ExpertWeights": ExpertWeights})
+    names = {}
+    exec(program, names)
+    layer = names["layer"]
     dense = layer.expert_weights().dense(layer.problem, torch.float32)
     packed, scale, outer = NAMES[writer]
     for n in range(4):
