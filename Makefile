@@ -27,7 +27,7 @@ help:
 
 ## setup    .venv with torch, megamoe (editable) and the developers' tools
 setup: $(READY)
-$(READY): setup.py constraints.txt tools/setup_env.sh tools/missing.py
+$(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh tools/missing.py
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tools/setup_env.sh
 	@touch $@
 
@@ -64,10 +64,10 @@ $(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt
 	$(PY) -m venv --without-pip .venv-hosts
 	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	    > $$(.venv-hosts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
-	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) $(HOSTS)
-	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) \
+	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) $(HOSTS)
+	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) \
 	    --target .venv-hosts/serving -r tests/hosts/serving.txt
-	.venv-hosts/bin/python -m pip --disable-pip-version-check -q install --no-deps $(PIP_ARGS) \
+	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) \
 	    --target .venv-hosts/flashinfer $(FLASHINFER)
 	@touch $@
 

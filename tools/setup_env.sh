@@ -25,7 +25,7 @@ sys.exit(version < (2, 11) or not torch.cuda.is_available())' >/dev/null 2>&1
 }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-install() { "$py" -m pip --disable-pip-version-check --quiet install ${PIP_ARGS:-} "$@"; }
+install() { tools/pip_install.sh "$py" ${PIP_ARGS:-} "$@"; }
 
 make_over() { # python with torch
     rm -rf .venv
@@ -64,6 +64,7 @@ install_missing() {
         [ -z "${dev[*]}" ] || try_all -c .venv/constraints.txt -c constraints.txt -- "${dev[@]}" || true
     fi
     look || return 0
+    grep -h "^setup: " .venv/install.log | tail -1
     echo "setup: could not install ${runtime[*]} ${dev[*]} (.venv/install.log); with a network, or with these wheels" \
         "in a folder: make -B setup PIP_ARGS=\"--no-index --find-links FOLDER\"" \
         "${runtime:+- until then the layer runs through staged, not mega}"

@@ -52,7 +52,7 @@ class Machine:
     def __init__(self, folder: Path, torch: str) -> None:
         self.root = folder / "checkout"
         (self.root / "tools").mkdir(parents=True)
-        for name in ("setup_env.sh", "missing.py"):
+        for name in ("setup_env.sh", "pip_install.sh", "missing.py"):
             shutil.copy(ROOT / "tools" / name, self.root / "tools")
         (self.root / "setup.py").write_text(SETUP)
         (self.root / "constraints.txt").write_text("")
@@ -104,6 +104,7 @@ def test_without_a_network_one_line_says_what_is_missing(machine):
     for words in ("fake-headers==4.2.0.0", "fake-checker>=2", "make -B setup PIP_ARGS=", "staged"):
         assert words in line
     assert "torch" not in line
+    assert "setup: the package index cannot be reached from here" in done.stdout
     assert machine.python_says("import torch; print(torch.__version__)") == "2.11.0+cu130"
 
 
@@ -127,6 +128,8 @@ def test_one_missing_wheel_costs_no_other(machine):
     (line,) = [line for line in done.stdout.splitlines() if "could not install" in line]
     assert "fake-checker>=2" in line
     assert "fake-headers" not in line
+    assert "setup: where pip looked there is no fake-checker>=2 for this Python" in done.stdout
+    assert "cannot be reached" not in done.stdout
     assert "staged" not in line  # the kernel has what it needs
     assert machine.python_says("import fake_headers as f; print(f.version)") == "4.2.0.0"
 
