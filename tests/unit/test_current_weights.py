@@ -154,3 +154,21 @@ def test_one_layer_with_two_sets_of_weights(given):
         assert torch.equal(y, expected["y"])
         assert torch.equal(x.grad, expected["x"])
         assert torch.equal(held["b13"].grad, expected["b13"])
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_one_matrix_made_in_inference_mode(name):
+    """Of its writes nothing is counted; those of the other are."""
+    held, layer = drawn(0), Layer(PROBLEM, backend="staged")
+    inputs = make_inputs(PROBLEM, 3)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    with torch.inference_mode():
+        held = {n: t.clone() if n == name else t.detach() for n, t in held.items()}
+        assert held[name].is_inference()
+        for seed in range(1, 3):
+            y = layer(*call, ExpertWeights(**held))
+            held[name].copy_(drawn(seed)[name])
+            found = layer(*call, ExpertWeights(**held))
+            copies = ExpertWeights(**{n: t.clone() for n, t in held.items()})
+            assert torch.equal(found, Layer(PROBLEM, backend="staged")(*call, copies))
+            assert not torch.equal(found, y)

@@ -396,6 +396,14 @@ def test_maps_are_legal_without_tokens_or_experts():
     assert args.num_local_experts == 0
 
 
+@pytest.mark.parametrize(("top_k", "places"), [(1, 1), (2, 2), (6, 2)])
+def test_the_worst_pool_holds_what_distinct_experts_can_send(top_k, places):
+    """A token names each of the rank's two experts once at most."""
+    problem = Problem(64, 64, 8, top_k, ep_size=4, max_tokens=256)
+    rows = 4 * 256 * places  # and each expert's last block may have 127 rows of padding
+    assert rows + 2 * 127 <= layout.worst_pool_rows(problem) < rows + 2 * 127 + 128
+
+
 def test_a_shared_window_sets_the_strides():
     small = Problem(64, 64, 4, 2, ep_size=2, max_tokens=32)
     rows = layout.default_pool_rows(small)

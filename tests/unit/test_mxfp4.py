@@ -77,6 +77,19 @@ def test_values_are_those_of_the_specification(rows: int, width: int, planes: in
         assert torch.equal(oracle(packed[e], arranged[e], planes).double(), expected[e])
 
 
+def test_every_number_under_every_scale_is_that_of_the_specification() -> None:
+    """Subnormal ones too: the scale 2^-127, and half of it."""
+    scales = (torch.arange(254) % 253).to(torch.uint8).view(1, 127, 2)  # of 253 on fp32 has not all
+    blocks = torch.arange(16, dtype=torch.uint8) * 17
+    blocks = blocks.expand(1, 127, 2, 16).contiguous()
+    packed, expected = blocks.flatten(-2), plainly(blocks, scales)
+    for found in (
+        dequantize_mxfp4(packed, arrange_scales(scales)),
+        oracle(packed[0], arrange_scales(scales)[0], 1)[None],
+    ):
+        assert torch.equal(found.double(), expected)
+
+
 def test_quantization_rounds_to_nearest_even_of_the_shared_exponent() -> None:
     """Every boundary of e2m1: values, ties, and what is beyond 6."""
     wanted = {
