@@ -13,14 +13,24 @@ class MegaMoEError(RuntimeError):
 
 
 class _NamedValueError(MegaMoEError, ValueError):
-    """An error about one named value: argument, what it was, what was expected."""
+    """An error about one named value: (argument, what it was, what was expected), or a ready-made message.
 
-    def __init__(self, argument: str, value: Any = None, expected: str | None = None) -> None:
-        self.argument, self.value, self.expected = argument, value, expected
-        if expected is None:
-            super().__init__(argument)  # a ready-made message
-        else:
-            super().__init__(f"{argument} is {value!s}, expected {expected}")
+    It has no __init__, which torch.compile could not trace where it meets the error.
+    """
+
+    def __str__(self) -> str:
+        return message(*self.args)
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self),)  # a value may be of any type
+
+
+def message(argument: str, value: Any = None, expected: Any = None) -> str:
+    """Return the text of an error about a named value. torch.compile calls it, and keeps the result."""
+    return argument if expected is None else f"{argument} is {value!s}, expected {expected}"
+
+
+message._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class ConfigError(_NamedValueError):

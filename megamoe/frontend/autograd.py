@@ -51,10 +51,12 @@ def moe_forward_op(
 ) -> Tensor:
     """Run the backend behind `handle`. recorded: gradients are, and the backend saves nothing for them."""
     runtime = runtime_of(handle)
-    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
     rows = flat(x), flat(topk_ids), flat(topk_weights)
     options: Any = {"recorded": True} if recorded else {}
-    return _like(runtime.backend.forward(*rows, weights, num_tokens_device, **options), x)
+    with runtime.lock:
+        weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+        y = runtime.backend.forward(*rows, weights, num_tokens_device, **options)
+    return _like(y, x)
 
 
 def moe_forward_train_op(
@@ -73,9 +75,11 @@ def moe_forward_train_op(
 ) -> tuple[Tensor, Tensor]:
     """Do the same, and return what backward needs besides the inputs."""
     runtime = runtime_of(handle)
-    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale), trains=True)
     rows = flat(x), flat(topk_ids), flat(topk_weights)
-    y, state = runtime.backend.forward_train(*rows, weights, num_tokens_device)
+    given = ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale)
+    with runtime.lock:
+        weights = runtime.weights(given, trains=True)
+        y, state = runtime.backend.forward_train(*rows, weights, num_tokens_device)
     return _like(y, x), state
 
 
@@ -95,9 +99,10 @@ def moe_forward_quantized_op(
 ) -> Tensor:
     """Do the same for x in e4m3 with its scales; without gradients."""
     runtime = runtime_of(handle)
-    weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
     rows = QuantizedRows(flat(x), flat(x_scale)), flat(topk_ids), flat(topk_weights)
-    return runtime.backend.forward(*rows, weights, num_tokens_device).view(x.shape)
+    with runtime.lock:
+        weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
+        return runtime.backend.forward(*rows, weights, num_tokens_device).view(x.shape)
 
 
 def _like(y: Tensor, x: Tensor) -> Tensor:
@@ -131,6 +136,21 @@ def _(x: Tensor, *args: Any) -> Tensor:
 @torch.library.register_fake("megamoe::moe_forward_train")
 def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(args[-1], dtype=torch.uint8)
+
+
+def refuse_op(x: Tensor, text: str, handle: Tensor) -> Tensor:
+    """Stand for a call whose arguments were refused while it was traced: tell the other ranks, and raise."""
+    runtime_of(handle).refuse()
+    raise ArgumentError(text)
+
+
+library.define("refuse" + torch.library.infer_schema(refuse_op, mutates_args=()))
+library.impl("refuse", refuse_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("megamoe::refuse")
+def _(x: Tensor, text: str, handle: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16)
 
 
 class _Call(torch.autograd.Function):

@@ -64,17 +64,18 @@ def gradients(
         raise
     given = ExpertWeights(w13, w2, b13, b2, s13, s2)
     leaves = (x, topk_weights, w13, w2, b13, b2)
-    if state is None:
-        call = flat(x), flat(topk_ids), flat(topk_weights), given, num_tokens_device
-        found = _recompute(runtime, flat(dy), *call, needs)
-    else:
-        turned = runtime.turned(given)
-        found = runtime.backend.backward(
-            flat(dy), flat(x), flat(topk_ids), given, state, needs,
-            num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
-            **({"only_weights": True} if only_weights else {}),
-            **({"turned": turned} if turned else {}),
-        )  # fmt: skip
+    with runtime.lock:
+        if state is None:
+            call = flat(x), flat(topk_ids), flat(topk_weights), given, num_tokens_device
+            found = _recompute(runtime, flat(dy), *call, needs)
+        else:
+            turned = runtime.turned(given)
+            found = runtime.backend.backward(
+                flat(dy), flat(x), flat(topk_ids), given, state, needs,
+                num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
+                **({"only_weights": True} if only_weights else {}),
+                **({"turned": turned} if turned else {}),
+            )  # fmt: skip
     if into and state is None:
         for index, name in ((2, "w13"), (3, "w2")):
             if name in into:

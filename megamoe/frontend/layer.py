@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.backends.order import announce
 from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.frontend import main_grad
@@ -38,6 +38,15 @@ log = logging.getLogger("megamoe")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _constant(value: Any) -> Any:
+    """Return what an error is about as what torch.compile traces now, where it keeps sizes open."""
+    if isinstance(value, (list, tuple)):
+        return [_constant(part) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return len(range(value)) if value > 0 else value
+    return value
+
+
 class Layer:
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
@@ -55,6 +64,8 @@ class Layer:
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
     set of weights: a layer that is called with several in turn quantizes at each change.
+    Calls from several threads take turns, once one has opened the layer; over R > 1 ranks only one thread calls, since
+    their order would differ between ranks.
     """
 
     def __init__(
@@ -127,9 +138,10 @@ class Layer:
             and self._known.has(rows, topk_ids, topk_weights, weights, num_tokens_device, out)
         ):
             if not records(x, topk_weights, weights):
-                mine = runtime.weights(weights)
-                call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
-                return runtime.backend.forward(*call)
+                with runtime.lock:
+                    mine = runtime.weights(weights)
+                    call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
+                    return runtime.backend.forward(*call)
             if out is None and x_scale is None and self.problem.formats.trains:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
                 if self._elsewhere:
@@ -182,6 +194,13 @@ class Layer:
                 expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
                 raise ArgumentError("gradients", "recorded", expected)
         except ArgumentError as error:
+            if torch.compiler.is_compiling() and self._runtime is not None:
+                # Traced, the error is not raised here but by what the graph runs, which the other ranks meet.
+                there = isinstance(given[0], Tensor) and not given[0].is_meta
+                like = given[0] if there else self._runtime.handle
+                return torch.ops.megamoe.refuse(
+                    like, message(*[_constant(part) for part in error.args]), self._runtime.handle
+                )
             self.refuse(error)
             raise
         if self._runtime is None:
@@ -195,8 +214,9 @@ class Layer:
         if direct and all(a is b for a, b in zip((*rows, scale), given, strict=True)):
             self._known.add(first, *rows[1:], weights, num_tokens_device, out)
         if direct and not recording:
-            mine = runtime.weights(weights)
-            y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
+            with runtime.lock:
+                mine = runtime.weights(weights)
+                y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
             return y.view(x.shape) if out is None else out
         state_bytes = runtime.state_bytes if recording else 0
         work = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device, state_bytes
@@ -246,9 +266,10 @@ class Layer:
             raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
         self._delayed.make(self._runtime)
 
+    @uncompiled("what one rank refuses has to reach the others")
     def refuse(self, error: Exception, call: str = "a first call") -> None:
         """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
-        if self.group is None or torch.compiler.is_compiling():
+        if self.group is None:
             return
         log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
         if self._runtime is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Runtime:
     cache: QuantizedCache = field(default_factory=QuantizedCache)
     mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
+    # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
+    lock: Any = field(default_factory=threading.RLock)
     state_bytes: int = field(init=False)  # that a training forward saves; 0: backward recomputes
     mean_over: int = 1  # ranks that gradients of weights are divided by
 

@@ -1,11 +1,13 @@
 """torch.compile: the operator is one opaque call in one graph, forward and backward."""
 
+import re
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
 
-from megamoe import Layer, MegaMoE, Problem
+from megamoe import ArgumentError, Layer, MegaMoE, Problem
 from megamoe.formats.quantization import quantize_rows
 from megamoe.frontend.autograd import apply
 from megamoe.testing import assert_close, make_inputs, make_weights
@@ -110,3 +112,32 @@ def test_layers_of_several_sizes_in_one_process():
         call = i.x, i.topk_ids, i.topk_weights, weights
         with torch.no_grad():
             assert_close(compiled(*call), layer(*call), relative=0)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_wrong_arguments_are_named_in_a_whole_graph(compiler):
+    layer, i = make()
+    torch._dynamo.reset()
+
+    def model(x, ids, scores):
+        return torch.nn.functional.silu(layer(x, ids, scores)) * 2
+
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    good = i.x, i.topk_ids, i.topk_weights
+    expected = compiled(*good)
+    for wrong, message in (
+        ((i.x.float(), *good[1:]), "x.dtype is torch.float32, expected torch.bfloat16"),
+        ((i.x[:, :32], *good[1:]), "x.shape is [16, 32], expected [16, 48]"),
+        ((i.x, i.topk_ids[:, :1], i.topk_weights), "topk_ids.shape is [16, 1], expected"),
+        (
+            [t.repeat(513, 1) for t in good],
+            "x.shape[0] is 8208, expected at most max_tokens = 8192",
+        ),
+        (
+            [t.repeat(514, 1) for t in good],
+            "x.shape[0] is 8224, expected at most max_tokens = 8192",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}"):
+            compiled(*wrong)
+    assert torch.equal(compiled(*good), expected)

@@ -1,5 +1,6 @@
 """Layer: gradients over the caller's weights, num_tokens_device, out, the scaling factor, the two ways of a call."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -337,3 +338,21 @@ def test_fp8_weights_of_the_caller():
     changed = layer(*call, other)
     assert not same_bits(changed, y)
     assert same_bits(layer(*call, masters), y), "the copies of other weights were used"
+
+
+def test_threads_take_turns():
+    """One thread's copies of its weights were overwritten, or taken, by another's call."""
+    problem = replace(problem_of("fp8"), bias=False)
+    layer, i = Layer(problem, backend="staged"), make_inputs(problem, 24)
+    own = [make_weights(problem, quantize=False, seed=seed) for seed in range(3)]
+
+    def call(index):
+        return layer(i.x, i.topk_ids, i.topk_weights, own[index])
+
+    expected = [call(index) for index in range(3)]
+
+    def right(index):
+        return all(same_bits(call(index), expected[index]) for _ in range(8))
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(right, range(3)))

@@ -242,10 +242,11 @@ def one_refuses(rank, name, by, late):
     i, weights = make_inputs(problem, 4 + rank), make_weights(problem)
     good = i.x, i.topk_ids, i.topk_weights
     options = {"group": group, "backend": name}
-    layer = MegaMoE(**SHAPE, **options) if by == "module" else Layer(problem, **options)
+    layer = Layer(problem, **options) if by == "layer" else MegaMoE(**SHAPE, **options)
+    run = torch.compile(layer, backend="eager") if by == "compiled" else layer
 
     def call(x, ids, scores, weights=weights):
-        return layer(x, ids, scores, *([] if by == "module" else [weights]))
+        return run(x, ids, scores, *([weights] if by == "layer" else []))
 
     wrong = {
         "x": (i.x.float(), *good[1:]),
@@ -271,9 +272,11 @@ def one_refuses(rank, name, by, late):
     return found, both, alike
 
 
+REFUSING = *product(NAMES, ("module", "layer"), (False, True)), ("staged", "compiled", True)
+
+
 def all_refusals(rank):
-    cases = product(NAMES, ("module", "layer"), (False, True))
-    return {case: one_refuses(rank, *case) for case in cases}
+    return {case: one_refuses(rank, *case) for case in REFUSING}
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +284,7 @@ def refusals():
     return launch(all_refusals, 2, timeout_s=100)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["first call", "later"])
-@pytest.mark.parametrize("by", ["module", "layer"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "by", "late"), REFUSING)
 def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
     for rank, results in enumerate(refusals):
         found, both, alike = results[name, by, late]
