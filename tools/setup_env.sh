@@ -64,7 +64,7 @@ install_missing() {
         [ -z "${dev[*]}" ] || try_all -c .venv/constraints.txt -c constraints.txt -- "${dev[@]}" || true
     fi
     look || return 0
-    grep -h "^setup: " .venv/install.log | tail -1
+    grep -h "^setup: " .venv/install.log | tail -1 || true
     echo "setup: could not install ${runtime[*]} ${dev[*]} (.venv/install.log); with a network, or with these wheels" \
         "in a folder: make -B setup PIP_ARGS=\"--no-index --find-links FOLDER\"" \
         "${runtime:+- until then the layer runs through staged, not mega}"
