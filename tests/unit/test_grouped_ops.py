@@ -410,6 +410,22 @@ def test_forward_mode_is_refused_in_compiled_functions_too():
     assert torch.equal(compiled(X), y)
 
 
+def test_weights_are_quantized_as_a_layer_has_them():
+    w = rand(2, 2 * 48, 160).requires_grad_()
+    q, scale = ops.quantize_weights(w, planes=2)
+    halves = [quantize_blockwise(half.detach()) for half in w.unflatten(1, (2, 48)).unbind(1)]
+    assert torch.equal(q.float(), torch.cat([h[0].float() for h in halves], 1))
+    assert torch.equal(scale, torch.cat([h[1] for h in halves], 1))
+    for wrong, planes, message in (
+        (w[0], 1, "w is torch.bfloat16 \\[96, 160\\], expected"),
+        (w.detach().int(), 1, "w is torch.int32"),
+        (w, 3, "planes is 3, expected 1 or 2"),
+        (w[:, :95], 2, "w.shape\\[1\\] is 95, expected"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            ops.quantize_weights(wrong, planes)
+
+
 def test_sums_may_lie_between_others():
     """Experts beside each other in the rows of one tensor: nothing is shared."""
     a, b = rand(M, H), rand(M, I)
