@@ -1,6 +1,7 @@
 """The command-line tools on two CPU ranks: they run, they pass on good code, they fail on bad code."""
 
 import csv
+import itertools
 import math
 import sys
 from argparse import Namespace
@@ -17,6 +18,7 @@ from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
 from megamoe.config import Problem
 from megamoe.jit.compiler import parse_log
+from megamoe.testing.shapes import Shape
 from megamoe.testing.stages import StageChecker
 
 PLANTED = """
@@ -271,6 +273,22 @@ def test_latency_sweep_of_training(direction, tmp_path):
     rows_of_gemms = 8 * 2 * 3 * 64 * 48  # tokens, top_k, planes, H, I
     times = {"backward": 2, "step": 3}[direction]
     assert flops[direction] == pytest.approx(times * 2 * rows_of_gemms / 1e6)
+
+
+@pytest.mark.parametrize(("ranks", "top_k"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 4)])
+def test_floors_count_what_crosses_links(tools, ranks, top_k):
+    """Against all choices of distinct experts, one by one."""
+    from sweep_contenders import Load
+
+    experts = 8
+    choices = list(itertools.combinations(range(experts), top_k))
+    others = [len({e * ranks // experts for e in c} - {0}) for c in choices]
+    load = Load(Shape("small", 64, 32, experts, top_k), 100, ranks)
+    assert load.crossings == pytest.approx(100 * sum(others) / len(choices))
+    assert load.forward("bf16")[2] == pytest.approx(load.crossings * 64 * (2 + 2))
+    assert load.forward("fp8")[2] == pytest.approx(load.crossings * 64 * (1 + 2))
+    assert load.weights == experts / ranks * 3 * 64 * 32
+    assert 0 < load.hit_weights <= load.weights
 
 
 def test_a_sweep_of_before_training_is_read(tools, tmp_path):
