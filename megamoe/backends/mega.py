@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,7 +98,8 @@ class MegaBackend:
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
-        reserve, *patience_ns = self.share = share_of(as_group(group), reserve_sms)
+        self._share_of = partial(share_of, as_group(group), reserve_sms)
+        reserve, *patience_ns = self.share = self._share_of()
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
@@ -233,7 +235,11 @@ class MegaBackend:
             self.prepare(weights)
         if self._training is None:
             refuse_capture("run one step, forward and backward, before CUDA graph capture")
-            make = partial(Training, self._kernels, self.variant)
+            # A layer may have been made without gradients, by a validation before the first step.
+            share = self._share_of(trains=True)
+            agree_on(self.window.group, share)
+            kernels = replace(self._kernels, patience_ns=share[1:])
+            make = partial(Training, kernels, self.variant)
             self._training = all_or_none(self.window.group, make, "prepare the kernels of training")
         return self._training.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
 

@@ -27,8 +27,10 @@ class Share(NamedTuple):
     peers_ns: int  # how long it keeps all that it has while a peer's launch has not begun
 
 
-def share_of(group: Group, reserve_sms: int | None) -> Share:
-    """Return what the caller or MEGAMOE_RESERVE_SMS says, else a default; decided when the backend is made.
+def share_of(group: Group, reserve_sms: int | None, trains: bool = False) -> Share:
+    """Return what the caller or MEGAMOE_RESERVE_SMS says, else a default; decided when kernels are made.
+
+    trains: of launches that train, whatever the layer was made under; else it is asked whether gradients are recorded.
 
     Kernels that wait for other ranks do not yield to each other: where each needs all of its CTAs at once, two ranks
     that start them in different orders wait for each other for ever. So with a number, which must leave room for all
@@ -38,8 +40,9 @@ def share_of(group: Group, reserve_sms: int | None) -> Share:
     stated = env.reserve_sms() if reserve_sms is None else reserve_sms
     if stated is not None:
         return Share(stated, 0, 0)
-    trains_beside_others = torch.is_grad_enabled() and not group.in_process
-    return Share(0, JOIN_NS, PEERS_NS) if trains_beside_others else Share(0, 0, 0)
+    trains = trains or torch.is_grad_enabled()
+    beside_others = trains and not group.in_process
+    return Share(0, JOIN_NS, PEERS_NS) if beside_others else Share(0, 0, 0)
 
 
 def agree_on(group: Group, share: Share) -> None:

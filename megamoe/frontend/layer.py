@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -45,6 +46,21 @@ def _constant(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return len(range(value)) if value > 0 else value
     return value
+
+
+def _outliving(make: Callable[..., None]) -> Callable[..., None]:
+    """Have a method make tensors that serve calls that train, too: not in inference_mode(), else in the same mode.
+
+    Backends ask whether they are on: launches beside others share the device then.
+    """
+
+    @wraps(make)
+    def outside(*given: Any) -> None:
+        gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            make(*given)
+
+    return outside
 
 
 class Layer:
@@ -297,8 +313,7 @@ class Layer:
         "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
         "and again after close()"
     )
-    @torch.inference_mode(False)  # what is made here serves calls that train, too
-    @torch.no_grad()
+    @_outliving
     def _open(self, weights: ExpertWeights, call: str) -> None:
         """Do so as part of `call`, of order.CALLS."""
         try:

@@ -17,11 +17,13 @@ from megamoe.testing import launch, same_bits
 TIMEOUT_S = 4.0  # so that a deadlock is a fault soon
 
 
-def on_ranks(rank):
-    """Return what is wrong on this rank."""
+def on_ranks(rank, gradients):
+    """Return what is wrong on this rank. gradients: whether they were recorded where the layer was made."""
     case, wrong = Case("bf16", ranks=2, rank=rank), []
     group, side = dist.group.WORLD, torch.cuda.Stream()
-    backend = MegaBackend(case.problem, group, timeout_s=TIMEOUT_S)
+    with torch.set_grad_enabled(gradients):
+        backend = MegaBackend(case.problem, group, timeout_s=TIMEOUT_S)
+        backend.forward(case.x, case.ids, case.scores, case.weights)
     piece, gathered = torch.zeros(1 << 20, device="cuda"), torch.zeros(2, 1 << 20, device="cuda")
 
     def gather(n):
@@ -40,6 +42,8 @@ def on_ranks(rank):
         "train": (lambda: [case.forward(backend)[0]], [y]),
         "backward": (lambda: case.backward(backend, state), gradients),
     }  # fmt: skip
+    if not gradients:
+        launches.pop("forward")
     for n, (name, (call, expected)) in enumerate(launches.items(), start=1):
         torch.cuda.synchronize()
         backend.window.group.barrier()
@@ -68,6 +72,7 @@ def on_ranks(rank):
 
 
 @pytest.mark.ep(2, share=False)
-def test_a_host_that_waits_for_an_all_gather_before_its_launch():
-    outcomes = launch(on_ranks, 2, backend="cpu:gloo,cuda:nccl", timeout_s=90)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_host_that_waits_for_an_all_gather_before_its_launch(gradients):
+    outcomes = launch(on_ranks, 2, gradients, backend="cpu:gloo,cuda:nccl", timeout_s=90)
     assert outcomes == [[], []]

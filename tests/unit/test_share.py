@@ -20,6 +20,7 @@ def test_a_launch_that_trains_beside_others_takes_what_is_free(monkeypatch):
     assert share_of(Alone(), None) == Share(0, 0, 0)  # it waits for no other rank
     with torch.no_grad():
         assert share_of(Ranks(), None) == Share(0, 0, 0)
+        assert share_of(Ranks(), None, trains=True) == Share(0, JOIN_NS, PEERS_NS)
 
 
 def test_a_number_is_kept_and_then_a_launch_has_all_of_its_ctas(monkeypatch):
@@ -47,6 +48,35 @@ def refusal(group, share):
     except RankMismatch as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
+def test_a_layer_that_is_first_called_without_gradients_trains_as_others_do(run, mode):
+    """Its launches that train take what is free; else they could wait for a collective that waits for them."""
+    seen = run(f"""
+import megamoe
+from unittest import mock
+class Ranks:
+    rank, size, in_process = 0, 1, False
+    def all_gather(self, value): return [value]
+    def barrier(self): pass
+def patience():
+    return config()["ids"], argument().join_ns, argument().peers_ns
+def opened(*given):
+    return mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
+with on_cpu(), mock.patch("megamoe.frontend.layer.open_backend", opened):
+    layer = megamoe.Layer(problem, backend="staged")
+    x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
+    with torch.{mode}():
+        x.requires_grad_(torch.is_grad_enabled())
+        y = layer(x, ids, scores, weights)
+    found = [patience()]
+    layer(x.detach().clone().requires_grad_(), ids, scores, weights)
+    found.append(patience())
+print(json.dumps(found))
+""")
+    waits, all_at_once = [[], JOIN_NS, PEERS_NS], [[2], 0, 0]
+    assert seen == [waits if mode == "enable_grad" else all_at_once, waits]
 
 
 @pytest.mark.parametrize("reserve_sms", [None, 20])
