@@ -9,7 +9,14 @@ from common import ROOT
 
 WIDTH = 120
 # Public in Python's sense, but for other modules of ours.
-INNER = {"extra_repr", "handle", "needs_close", "of_last", "of_tables", "refuse", "without_pool"}
+INNER = {"extra_repr", "handle", "move_tensors", "needs_close", "of_last"}
+INNER |= {"of_tables", "refuse", "replicas", "without_pool"}
+
+# Classes whose methods stand with those of a class that is made of them.
+PARTS = {
+    "Layer": (("megamoe.frontend.runtime", "Opened"), ("megamoe.frontend.moves", "Placed")),
+    "MegaMoE": (("megamoe.frontend.placed_module", "PlacedModule"),),
+}
 
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -114,7 +121,10 @@ def item(head: str, text: str) -> str:
 
 def methods(node: ast.ClassDef) -> Iterator[str]:
     """Yield an item each: the names of its arguments, its first paragraph, what it raises."""
-    for name, method in definitions(node).items():
+    listed = definitions(node)
+    for module, part in PARTS.get(node.name, ()):
+        listed |= definitions(definitions(parse(module))[part])
+    for name, method in listed.items():
         if name in INNER:
             continue
         taken = [] if "property" in decorators(method) else arguments(method)

@@ -30,7 +30,7 @@ _WORDS = {
 # Collective calls that are not a layer's forward or backward; a mark has the place in this list.
 CALLS = (
     *("a new layer", "prepare()", "a first call", "close()", "reset()"),
-    *("grad_norm() or clip_grad_norm_()", "ExpertPlacement.counters()", "ExpertPlacement.fill_()"),
+    *("grad_norm() or clip_grad_norm_()", "ExpertPlacement.counters()", "move_experts()"),
     *("make_backend()", "a full state dict", "set-up"),
 )
 _FLAG_BITS = 8

@@ -50,7 +50,7 @@ def gradients(
     only_weights: no rank needs gradients of x or topk_weights in this pass.
     Raises ArgumentError, on all ranks, for a dy that is unlike y.
     """
-    x, topk_ids, topk_weights, w13, w2, b13, b2, s13, s2, num_tokens_device = inputs
+    x, _, topk_weights, w13, w2, b13, b2, *_ = inputs
     try:
         dy = _checked(dy, x)
         _check_there(runtime.problem, w13, w2)
@@ -62,25 +62,16 @@ def gradients(
     except ArgumentError:
         runtime.refuse()
         raise
-    given = ExpertWeights(w13, w2, b13, b2, s13, s2)
     leaves = (x, topk_weights, w13, w2, b13, b2)
+
+    def make() -> list[Tensor | None]:
+        return _made(runtime, dy, inputs, state, needs, into, only_weights)
+
     with runtime.lock:
-        if state is None:
-            call = flat(x), flat(topk_ids), flat(topk_weights), given, num_tokens_device
-            found = _recompute(runtime, flat(dy), *call, needs)
+        if runtime.replicas is not None and any(needs[2:]):
+            found = runtime.replicas.summed(make, needs[2:], into or {}, runtime.mark, x.device)
         else:
-            turned = runtime.turned(given)
-            found = runtime.backend.backward(
-                flat(dy), flat(x), flat(topk_ids), given, state, needs,
-                num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
-                **({"only_weights": True} if only_weights else {}),
-                **({"turned": turned} if turned else {}),
-            )  # fmt: skip
-    if into and state is None:
-        for index, name in ((2, "w13"), (3, "w2")):
-            if name in into:
-                into[name].add_(found[index].reshape(into[name].shape))  # type: ignore[union-attr]
-                found[index] = None
+            found = make()
     made = [
         _laid_out(grad, leaf) if need and grad is not None and leaf is not None else None
         for grad, leaf, need in zip(found, leaves, needs, strict=True)
@@ -88,6 +79,37 @@ def gradients(
     if runtime.mean_over != 1:
         made[2:] = [grad if grad is None else grad / runtime.mean_over for grad in made[2:]]
     return made
+
+
+def _made(
+    runtime: Runtime,
+    dy: Tensor,
+    inputs: Inputs,
+    state: Tensor | None,
+    needs: list[bool],
+    into: Mapping[str, Tensor] | None,
+    only_weights: bool,
+) -> list[Tensor | None]:
+    """Make the gradients of this rank's slots, see gradients()."""
+    x, topk_ids, topk_weights, *of_weights, num_tokens_device = inputs
+    given = ExpertWeights(*of_weights)
+    if state is None:
+        call = flat(x), flat(topk_ids), flat(topk_weights), given, num_tokens_device
+        found = _recompute(runtime, flat(dy), *call, needs)
+    else:
+        turned = runtime.turned(given)
+        found = runtime.backend.backward(
+            flat(dy), flat(x), flat(topk_ids), given, state, needs,
+            num_tokens_device=num_tokens_device, **({"into": into} if into else {}),
+            **({"only_weights": True} if only_weights else {}),
+            **({"turned": turned} if turned else {}),
+        )  # fmt: skip
+    if into and state is None:
+        for index, name in ((2, "w13"), (3, "w2")):
+            if name in into:
+                into[name].add_(found[index].reshape(into[name].shape))  # type: ignore[union-attr]
+                found[index] = None
+    return found
 
 
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.order import announce
-from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.formats.quantized import QuantizedRows
@@ -30,12 +29,16 @@ from megamoe.frontend.functional import (
     open_backend,
 )
 from megamoe.frontend.known import KnownCalls, records, tensors_of
+from megamoe.frontend.moves import Placed
+from megamoe.frontend.placement import ExpertPlacement
+from megamoe.frontend.replicas import Replicas
 from megamoe.frontend.rows import Weighting, rows_of, scales_of
-from megamoe.frontend.runtime import Runtime, flat, nothing
+from megamoe.frontend.runtime import Opened, Runtime, flat
 from megamoe.uncompiled import uncompiled
 
 log = logging.getLogger("megamoe")
 
+_AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -63,7 +66,7 @@ def _outliving(make: Callable[..., None]) -> Callable[..., None]:
     return outside
 
 
-class Layer:
+class Layer(Opened, Placed):
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
@@ -76,6 +79,8 @@ class Layer:
         main_grad.py; not inside torch.compile.
     delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
         Not inside torch.compile.
+    placement: redundant experts. `problem` and topk_ids are of logical experts, `weights` of this rank's slots, whose
+        gradients are those of their experts; layer.problem counts slots as experts.
     options: those of make_backend.
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
@@ -94,20 +99,22 @@ class Layer:
         apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool = False,
+        placement: ExpertPlacement | None = None,
         **options: Any,
     ) -> None:
         group = process_group(group)
 
-        def state() -> tuple[Problem, tuple[float, bool, bool]]:
+        def state() -> tuple[Problem, tuple[Any, ...]]:
             made = problem(group) if callable(problem) else problem
             check_options(made, group, options)
+            made = self._placed_problem(made, placement)
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
-            return made, (*weighting, bool(delay_wgrad))
+            of = None if placement is None else placement.expert_of
+            return made, (*weighting, bool(delay_wgrad), of)
 
         self.problem, stated = agree(group, backend, state)
-        names = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad"
-        for i, name in enumerate(names):
+        for i, name in enumerate(_AGREED):
             check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
         self.group, self.backend = group, backend
         # checked by state()
@@ -117,6 +124,8 @@ class Layer:
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
+        made = None if placement is None else Replicas(placement, self.problem, group)
+        self._replicas = made
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
@@ -147,6 +156,8 @@ class Layer:
             precision stores it so; not while gradients are recorded. Ranks need not agree on that.
         Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
+        if self._replicas is not None:
+            topk_ids = self._replicas.slots(topk_ids)
         runtime, rows = self._runtime, x if x_scale is None else QuantizedRows(x, x_scale)
         if (
             runtime is not None
@@ -323,22 +334,24 @@ class Layer:
                 self.refuse(error, call)
             raise
         if self._runtime is None:
+            if self._replicas is not None:
+                self._replicas.check(weights.named(), call)
             device = weights.w13.device
             where = self.problem, self.group, device
             backend = open_backend(self.backend, *where, self._options, call)
-            self._runtime = Runtime(self.problem, self.group, backend)
+            self._runtime = Runtime(self.problem, self.group, backend, self._replicas)
             self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
-        arguments: dict[str, Any] = {
-            "backend": self.backend,
-            "routed_scaling_factor": self._weighting.factor,
-            "apply_router_weight_on_input": self._weighting.on_input,
-            "accumulate_into_main_grad": self.accumulate_into_main_grad,
-            "delay_wgrad": self._delayed is not None,
-        }
+        if self._replicas is not None:
+            raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
+        given = (self.backend, *self._weighting, self.accumulate_into_main_grad)
+        names = ("backend", *_AGREED[:2], "accumulate_into_main_grad", "delay_wgrad")
+        arguments: dict[str, Any] = dict(
+            zip(names, (*given, self._delayed is not None), strict=True)
+        )
         group = ALONE if self.group is None else self.group
         return Layer(self.problem, group, **arguments, **self._options)
 
@@ -351,50 +364,6 @@ class Layer:
             )
         delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
         return self.__dict__ | {"_runtime": None, "_known": KnownCalls(), "_delayed": delayed}
-
-    @property
-    def handle(self) -> Tensor:
-        """What stands for this layer in the operators; raises before prepare() and after close()."""
-        if self._runtime is None:
-            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
-        return self._runtime.handle
-
-    def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
-        if self._runtime is not None:
-            self._runtime.cache.invalidate()
-
-    def check(self) -> None:
-        """Wait for the device; raise the fault of a launch, if there is one."""
-        pending = getattr(self._runtime and self._runtime.backend, "check", None)
-        if pending is not None:
-            pending()
-
-    def statistics(self) -> Statistics:
-        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
-
-        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
-        """
-        return Statistics.of_last(self._runtime and self._runtime.backend.statistics())
-
-    @property
-    def pool_rows(self) -> int | None:
-        """M of the backend if it has a pool, or as the options have it; None: the default."""
-        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
-        return self._options.get("pool_rows") if plan is None else plan.pool_rows
-
-    def reset(self) -> None:
-        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
-
-        It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
-        """
-        announce(self.group, "reset()")
-        getattr(self._runtime and self._runtime.backend, "reset", nothing)()
-
-    @property
-    def needs_close(self) -> bool:
-        """Whether close() has something to free together with other ranks."""
-        return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 
-from megamoe.backends.statistics import Statistics
 from megamoe.config import Activation, Problem, activation_by_name
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import keeping
@@ -24,13 +22,15 @@ from megamoe.frontend.functional import check_device
 from megamoe.frontend.initial import draw
 from megamoe.frontend.layer import Layer
 from megamoe.frontend.optimizers import watch
+from megamoe.frontend.placed_module import PlacedModule
+from megamoe.frontend.placement import ExpertPlacement
 from megamoe.frontend.quantized import QUANTIZED, check_kind, check_state, check_taken
 from megamoe.frontend.shards import Place, check_different, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
 
-class MegaMoE(nn.Module):
+class MegaMoE(PlacedModule):
     """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
@@ -44,6 +44,8 @@ class MegaMoE(nn.Module):
     apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
     delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(), one call for each backward pass.
+    placement: redundant experts: parameters are this rank's slots, num_experts and topk_ids logical.
+        See move_experts().
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
         the seed from torch's generator (the same on all ranks only if they were seeded alike).
@@ -74,6 +76,7 @@ class MegaMoE(nn.Module):
         reserve_sms: int | None = None,
         window: Any = None,
         init_seed: int | None = None,
+        placement: ExpertPlacement | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -107,6 +110,7 @@ class MegaMoE(nn.Module):
             apply_router_weight_on_input=apply_router_weight_on_input,
             accumulate_into_main_grad=accumulate_into_main_grad,
             delay_wgrad=delay_wgrad,
+            placement=placement,
             reserve_sms=reserve_sms,
             window=window,
         )
@@ -128,12 +132,15 @@ class MegaMoE(nn.Module):
             self.register_buffer(name, None)
         if self.problem.ep_size > 1:
             watch(self)
+        self._make_slots(device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
-        draw(self.place, self._init_seed, self.w13, self.w2)
+        of = self.placement
+        experts = None if of is None else of.expert_of
+        draw(self.place, self._init_seed, self.w13, self.w2, experts)
         for bias in (self.b13, self.b2):
             if bias is not None:
                 bias.zero_()
@@ -159,6 +166,7 @@ class MegaMoE(nn.Module):
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", True, expected)
+        self._refuse_shards(is_fsdp(self))
         call = x, topk_ids, topk_weights, self._experts()
         return self._layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
 
@@ -195,20 +203,6 @@ class MegaMoE(nn.Module):
             known = self._known = ExpertWeights(w13, w2, b13, b2, s13, s2)
         return known
 
-    @property
-    def accumulate_into_main_grad(self) -> bool:
-        """Whether gradients of w13 and w2 are in their main_grad, not in their grad."""
-        return self._layer.accumulate_into_main_grad
-
-    @property
-    def num_delayed(self) -> int:
-        """How many backward passes wait for backward_dw()."""
-        return self._layer.num_delayed
-
-    def backward_dw(self) -> None:
-        """Make the weight gradients of the oldest backward pass that waits for them, see Layer.backward_dw()."""
-        self._layer.backward_dw()
-
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.
 
@@ -218,30 +212,6 @@ class MegaMoE(nn.Module):
         if self.problem.ep_size > 1 and not self._checked:
             # and once more in the first call: DDP may come in between
             self._check_experts("prepare()")
-
-    def _surroundings(self) -> tuple[Any, ...]:
-        """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
-
-        fully_shard() of the layer makes it another class, that of a module around it leaves a mark; within DDP's
-        forward pass torch says so. All of it is the same on all ranks, since a check is collective, and comes back:
-        evaluation and the repeat of a checkpoint are outside of DDP's forward pass.
-        """
-        around = DistributedDataParallel._active_ddp_module
-        return type(self), "_is_fsdp_managed_module" in self.__dict__, around and id(around)
-
-    def divide_gradients(self, num_ranks: int) -> None:
-        """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
-        self.averaged = type(self)
-        if not is_fsdp(self):
-            self._layer.divide_weight_gradients(num_ranks)
-            return
-        fsdp: Any = self
-        fsdp.set_gradient_divide_factor(float(num_ranks))
-        ranks = fsdp.w13.device_mesh.size()
-        copies = ranks // self.problem.ep_size if self.place.distributed else ranks
-        if not self.w13.is_cuda and copies > 1:
-            # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
-            fsdp.set_force_sum_reduction_for_comms(True)
 
     def _check_experts(self, call: str) -> bool:
         """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
@@ -253,7 +223,8 @@ class MegaMoE(nn.Module):
             return False
         if w13.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        check_different(self.problem, self.group, w13, self._loaded, call)
+        if self._may_differ(call):
+            check_different(self.problem, self.group, w13, self._loaded, call)
         return True
 
     @torch.no_grad()
@@ -307,6 +278,7 @@ class MegaMoE(nn.Module):
         """
         if not isinstance(mesh, DeviceMesh):
             raise ArgumentError("mesh", type(mesh).__name__, "a DeviceMesh")
+        self._refuse_shards(True)
         parameters = {
             name: distributed(self.problem, self.group, mesh, p.data)
             for name, p in self.named_parameters()
@@ -322,6 +294,7 @@ class MegaMoE(nn.Module):
     ) -> None:
         """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
         check_state(self.problem, state_dict, prefix, self.w13.dtype)
+        self._check_slots(state_dict, prefix)
         parameters = {name: getattr(self, name) for name in _NAMES}
         self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
         given = {name: state_dict.get(prefix + name) for name in QUANTIZED}
@@ -335,6 +308,7 @@ class MegaMoE(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
         """Say which experts the tensors are, and expect writes to them: dcp.load() does, into FSDP2's shards."""
+        self._write_slots()
         super()._save_to_state_dict(destination, prefix, *args)
         write(self.place, destination, prefix, _NAMES)
         self.invalidate()
@@ -343,18 +317,6 @@ class MegaMoE(nn.Module):
         """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
         self._known = None
         self._layer.invalidate()
-
-    def statistics(self) -> Statistics:
-        """Return what the last forward did, see Layer.statistics()."""
-        return self._layer.statistics()
-
-    def check(self) -> None:
-        """Raise the fault that a finished launch left behind, if there is one."""
-        self._layer.check()
-
-    def reset(self) -> None:
-        """Make the layer usable again after a fault. Collective, see Layer.reset()."""
-        self._layer.reset()
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group."""

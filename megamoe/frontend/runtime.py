@@ -5,18 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.backends.order import Mark
+from megamoe.backends.order import Mark, announce
+from megamoe.backends.statistics import Statistics
 from megamoe.config import Problem
-from megamoe.errors import MegaMoEError
+from megamoe.errors import ConfigError, MegaMoEError
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.frontend.functional import Backend
+from megamoe.frontend.replicas import Replicas
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class Runtime:
     problem: Problem
     group: Any
     backend: Backend
+    replicas: Replicas | None = None  # whose gradients are summed
     cache: QuantizedCache = field(default_factory=QuantizedCache)
     mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
@@ -59,6 +63,58 @@ class Runtime:
     def refuse(self) -> None:
         """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
         getattr(self.backend, "refuse", nothing)()
+
+
+class Opened:
+    """What a Layer says of its runtime, while it has one."""
+
+    _runtime: Runtime | None
+    _options: Mapping[str, Any]
+    group: Any
+
+    @property
+    def handle(self) -> Tensor:
+        """What stands for this layer in the operators; raises before prepare() and after close()."""
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        return self._runtime.handle
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        if self._runtime is not None:
+            self._runtime.cache.invalidate()
+
+    def check(self) -> None:
+        """Wait for the device; raise the fault of a launch, if there is one."""
+        pending = getattr(self._runtime and self._runtime.backend, "check", None)
+        if pending is not None:
+            pending()
+
+    def statistics(self) -> Statistics:
+        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
+
+        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
+        """
+        return Statistics.of_last(self._runtime and self._runtime.backend.statistics())
+
+    @property
+    def pool_rows(self) -> int | None:
+        """M of the backend if it has a pool, or as the options have it; None: the default."""
+        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
+        return self._options.get("pool_rows") if plan is None else plan.pool_rows
+
+    def reset(self) -> None:
+        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
+
+        It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
+        """
+        announce(self.group, "reset()")
+        getattr(self._runtime and self._runtime.backend, "reset", nothing)()
+
+    @property
+    def needs_close(self) -> bool:
+        """Whether close() has something to free together with other ranks."""
+        return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
 
 
 _numbers = itertools.count(1)

@@ -200,7 +200,7 @@ class SharedExperts:
         return ExpertWeights(**made)
 
     def routed(self, statistics: Statistics) -> Statistics:
-        """Return a layer's statistics without the shared slots, as ExpertPlacement.counters() takes them."""
+        """Return a layer's statistics without the shared slots."""
         num = self.routed_problem.num_local_experts()
         return replace(statistics, tokens_per_expert=statistics.tokens_per_expert[:num])
 

@@ -19,6 +19,7 @@ from megamoe.frontend.agreement import begins
 from megamoe.frontend.experts import is_dtensor, is_fsdp
 from megamoe.frontend.module import MegaMoE
 from megamoe.frontend.optimizers import check_not_sharded
+from megamoe.frontend.placed_module import first_slots
 from megamoe.frontend.shards import span
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -110,7 +111,14 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
     for _, layer in _layers(model):
         for p in layer.parameters():
             own[id(p)] = None if layer.place.distributed else layer.group
-    dense, experts = [], {}
+    of_layers = {
+        id(p): layer
+        for layer in model.modules()
+        if isinstance(layer, MegaMoE)
+        for p in layer.parameters()
+    }
+    dense: list[Tensor] = []
+    experts: dict[Any, list[Tensor]] = {}
     for group in own.values():
         if group is not None:
             experts[group] = []
@@ -118,7 +126,10 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
     for p in model.parameters():
         if p.grad is not None:
             group = own.get(id(p))
-            (dense if group is None else experts[group]).append(p.grad)
+            counted = [p.grad]
+            if id(p) in of_layers:
+                counted = first_slots(of_layers[id(p)], p.grad)
+            (dense if group is None else experts[group]).extend(counted)
     total = _power(dense, norm_type).to(device)
     largest = norm_type == torch.inf
     for group, grads in experts.items():

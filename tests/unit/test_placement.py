@@ -1,4 +1,9 @@
-"""Redundant experts: slots for ids, counters, in-place moves between ranks, and what a layer makes of them."""
+"""Redundant experts: slots for ids, counters, in-place moves between ranks, and what a layer makes of them.
+
+test_placement_training.py has gradients.
+"""
+
+from unittest import mock
 
 import pytest
 import torch
@@ -17,14 +22,30 @@ CPU = torch.device("cpu")
 PROBLEM = megamoe.Problem(64, 48, EXPERTS, 2, max_tokens=40)
 
 
-def test_slots_hold_the_expert_that_was_asked_for():
+def of_slots(placement, problem):
+    """Weights in which replicas are equal."""
+    rows, weights = torch.tensor(placement.expert_of), make_weights(problem)
+    return ExpertWeights(**{name: t[rows] for name, t in weights.named().items()})
+
+
+def slots_taken(placement, ids, backend="staged"):
+    """How often each slot of a layer is taken."""
+    ids = torch.as_tensor(ids)
+    problem = megamoe.Problem(64, 48, placement.num_logical, ids.shape[-1], max_tokens=40)
+    layer = megamoe.Layer(problem, "alone", backend=backend, placement=placement)
+    x = torch.ones(*ids.shape[:-1], 64, dtype=torch.bfloat16)
+    y = layer(x, ids, torch.ones(ids.shape), of_slots(placement, problem))
+    assert y.shape == x.shape
+    return layer.statistics().tokens_per_expert.tolist()
+
+
+def test_tokens_take_the_slots_of_an_expert_in_turns():
     placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
-    ids = torch.tensor([[3, 0], [3, -1], [3, 6], [3, 5], [1, 3]], dtype=torch.int32)
-    slots = placement.physical(ids)
-    assert slots.dtype == torch.int32
-    assert slots.tolist() == [[0, 1], [6, -1], [7, -1], [0, 5], [2, 6]]
-    assert placement.physical(ids.long()).tolist() == slots.tolist()
-    assert placement.physical(ids[:0]).shape == (0, 2)
+    ids = [[3, 0], [3, -1], [3, 6], [3, 5], [1, 3]]  # slots 0, 6, 7, 0, 6 of expert 3
+    for dtype in (torch.int32, torch.int64):
+        assert slots_taken(placement, torch.tensor(ids, dtype=dtype)) == [2, 1, 1, 0, 0, 1, 2, 1]
+    assert slots_taken(placement, [[[3, 0], [3, 7]], [[3, 3], [6, 5]]]) == [1, 1, 0, 0, 0, 1, 1, 2]
+    assert slots_taken(placement, torch.zeros(0, 2, dtype=torch.int64)) == [0] * 8
 
 
 def test_balanced_evens_out_slots_and_ranks():
@@ -36,6 +57,11 @@ def test_balanced_evens_out_slots_and_ranks():
     halves = sum(share[:4]), sum(share[4:])
     assert abs(halves[0] - halves[1]) <= 30
     assert {s // 4 for s in placement.slots_of[3]} == {0, 1}
+    # A replica counts its part of the load: with all of it, rank 0 would have 54 and 30, rank 1 the rest.
+    shared = megamoe.ExpertPlacement.balanced([108, 50, 40, 30, 20, 10], 8, 2)
+    share = [[108, 50, 40, 30, 20, 10][e] / len(shared.slots_of[e]) for e in shared.expert_of]
+    assert len(shared.slots_of[0]) == 3
+    assert abs(sum(share[:4]) - sum(share[4:])) <= 10
     plain = megamoe.ExpertPlacement.balanced([1] * 6, 6, 2)
     assert sorted(plain.expert_of) == list(range(6))
 
@@ -46,27 +72,22 @@ def test_a_layer_with_slots_computes_what_one_with_experts_does(precision):
     weights = make_weights(problem)
     inputs = make_inputs(problem, 40, routing="dropped")
     placement = megamoe.ExpertPlacement.balanced(LOAD, SLOTS, 1)
-    rows = torch.tensor(placement.expert_of)
-    physical = ExpertWeights(
-        **{n: None if t is None else t[rows] for n, t in vars(weights).items()}
-    )
-    want = megamoe.make_backend("reference", problem, device=CPU)
-    have = megamoe.make_backend("reference", placement.problem(problem), device=CPU)
-    ids = placement.physical(inputs.topk_ids)
-    y = have.forward(inputs.x, ids, inputs.topk_weights, physical)
-    expected = want.forward(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
-    torch.testing.assert_close(y, expected, rtol=0, atol=float(expected.abs().max()) * 2**-7)
+    physical = of_slots(placement, problem)
+    want = megamoe.Layer(problem, "alone", backend="reference")
+    have = megamoe.Layer(problem, "alone", backend="reference", placement=placement)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    for _ in range(2):  # the second call is known
+        assert torch.equal(have(*call, physical), want(*call, weights))
     dropped = (inputs.topk_ids < 0) | (inputs.topk_ids >= EXPERTS)
     assert bool(dropped.any())
-    assert torch.equal(ids == -1, dropped)
+    assert int(have.statistics().tokens_per_expert.sum()) == int((~dropped).sum())
 
 
 def test_counters_are_of_logical_experts():
     placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
     inputs = make_inputs(PROBLEM, 40)
-    layer = megamoe.Layer(placement.problem(PROBLEM), "alone", backend="staged")
-    weights = make_weights(placement.problem(PROBLEM))
-    layer(inputs.x, placement.physical(inputs.topk_ids), inputs.topk_weights, weights)
+    layer = megamoe.Layer(PROBLEM, "alone", backend="staged", placement=placement)
+    layer(inputs.x, inputs.topk_ids, inputs.topk_weights, of_slots(placement, PROBLEM))
     counted = placement.counters(layer.statistics())
     assert (
         counted.tolist() == torch.bincount(inputs.topk_ids.flatten().long(), minlength=6).tolist()
@@ -90,10 +111,19 @@ def moves(rank, size):
     lists = [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [5, 5, 5, 5, 5, 5, 5, 4, 3, 2, 1, 0]]
     lists += [[3, 1, 4, 1, 5, 0, 2, 5, 3, 5, 0, 4], lists[0]]
     placements = [megamoe.ExpertPlacement(experts) for experts in lists]
+    problem = megamoe.Problem(64, 48, 6, 2, size, rank, max_tokens=40)
+    layer = megamoe.Layer(problem, group, backend="staged", placement=placements[0])
     weights = held_by(placements[0], room, rank)
     before = {n: t.data_ptr() for n, t in vars(weights).items() if t is not None}
+    row = sum(t[0].nbytes for t in vars(weights).values() if t is not None)
     for old, new in zip(placements, placements[1:], strict=False):
-        new.fill_(weights, old, group)
+        mine = slice(rank * room, (rank + 1) * room)
+        lacking = set(new.expert_of[mine]) - set(old.expert_of[mine])
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sends:
+            layer.move_experts(new, weights)
+        outs = [call.args[0] for call in sends.call_args_list if call.args[0].dim() == 1]
+        assert sum(t.nbytes for t in outs) == len(lacking) * row  # what it held did not travel
+        assert layer.placement is new
         for name, expected in vars(held_by(new, room, rank)).items():
             if expected is not None:
                 assert torch.equal(getattr(weights, name).float(), expected.float()), (rank, name)
@@ -135,18 +165,25 @@ def test_what_is_no_placement_is_refused():
     with pytest.raises(ConfigError, match="not negative"):
         megamoe.ExpertPlacement.balanced([1, -1], 2, 1)
     six = megamoe.ExpertPlacement(range(6))
-    with pytest.raises(ArgumentError, match=r"topk_ids is \[3\]"):
-        six.physical(torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ArgumentError, match="topk_ids.device is meta, expected cpu"):
-        six.physical(torch.zeros(3, 2, dtype=torch.int32, device="meta"))
-    with pytest.raises(ArgumentError, match="topk_ids is list, expected a tensor"):
-        six.physical([[0, 1]])
-    with pytest.raises(ConfigError, match="source is list, expected an ExpertPlacement"):
-        six.fill_(make_weights(PROBLEM), [0, 1, 2, 3, 4, 5])
-    with pytest.raises(ConfigError, match="source is 5 experts in 6 slots"):
-        six.fill_(make_weights(PROBLEM), megamoe.ExpertPlacement([0, 1, 2, 3, 4, 4]))
+    layer = megamoe.Layer(PROBLEM, "alone", backend="staged", placement=six)
+    weights, x = make_weights(PROBLEM), torch.zeros(3, 64, dtype=torch.bfloat16)
+    ids, scores = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    for wrong in (ids[:, 0], ids.float(), ids[:, :1], ids.to("meta"), [[0, 1]]):
+        with pytest.raises(ArgumentError, match="topk_ids"):
+            layer(x, wrong, scores, weights)
+    with pytest.raises(ConfigError, match="placement is list, expected an ExpertPlacement"):
+        layer.move_experts([0, 1, 2, 3, 4, 5], weights)
+    with pytest.raises(ConfigError, match="placement is 5 experts in 6 slots"):
+        layer.move_experts(megamoe.ExpertPlacement([0, 1, 2, 3, 4, 4]), weights)
     with pytest.raises(ArgumentError, match=r"w13 is \[8, 4, 8\], expected \[6, ...\]"):
-        six.fill_(held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0), six)
+        layer.move_experts(six, held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0))
+    with pytest.raises(ConfigError, match="placement is None, expected given"):
+        megamoe.Layer(PROBLEM, "alone").move_experts(six, weights)
+    with pytest.raises(ConfigError, match="placement is list, expected an ExpertPlacement"):
+        megamoe.Layer(PROBLEM, "alone", placement=[0])
+    two = megamoe.Problem(64, 48, 6, 2, ep_size=2, max_tokens=40)
+    with pytest.raises(ConfigError, match="num_physical is 7, expected a multiple of 2 ranks"):
+        megamoe.ExpertPlacement([*range(6), 0]).problem(two)
     with pytest.raises(ConfigError, match=r"problem.num_experts is 6, expected 5"):
         megamoe.ExpertPlacement(range(5)).problem(PROBLEM)
 
@@ -171,9 +208,10 @@ def test_what_is_of_another_kind_is_refused_by_name():
         megamoe.ExpertPlacement.balanced([1, 2], 4, "2")
     with pytest.raises(ArgumentError, match="statistics is Tensor, expected layer.statistics"):
         placement.counters(torch.ones(3))
-    with pytest.raises(
-        ArgumentError, match="weights is Layer, expected ExpertWeights or a MegaMoE"
-    ):
-        placement.fill_(megamoe.Layer(PROBLEM), placement)
+    layer = megamoe.Layer(
+        megamoe.Problem(64, 48, 2, 2), "alone", backend="staged", placement=placement
+    )
+    with pytest.raises(ArgumentError, match="weights is Layer, expected ExpertWeights"):
+        layer.move_experts(placement, layer)
     with pytest.raises(ConfigError, match="problem is NoneType, expected a Problem"):
         placement.problem(None)

@@ -311,13 +311,14 @@ def crossing(rank, name):
     module = MegaMoE(**{**SHAPE, "num_experts": 6}, group=group, backend=name)
     rows = i.x, i.topk_ids, i.topk_weights
     here, there = ExpertPlacement([0, 1, 2, 3, 0, 1]), ExpertPlacement([3, 2, 1, 0, 0, 1])
+    placed = MegaMoE(**{**SHAPE, "num_experts": 4}, group=group, backend=name, placement=here)
     options = StateDictOptions(full_state_dict=True)
 
     def call(of=layers[0]):
         return of(*rows, weights)
 
-    def fill(source):
-        here.fill_(module, source, group)
+    def move(target):
+        placed.move_experts(target, optimizers=())
 
     def norm(of=module):
         return grad_norm(of)
@@ -345,7 +346,7 @@ def crossing(rank, name):
         "closing": (call, layers[0].close, forward, "close()"),
         "resetting": (call, layers[0].reset, forward, "reset()"),
         "norm": (call, norm, forward, "grad_norm() or clip_grad_norm_()"),
-        "clip": (norm, lambda: fill(there), "grad_norm() or", "ExpertPlacement.fill_()"),
+        "clip": (norm, lambda: move(there), "grad_norm() or", "move_experts()"),
         "counters": (count, norm, "ExpertPlacement.counters()", "grad_norm() or clip_grad_norm_()"),
         "state": (
             call,
@@ -372,15 +373,15 @@ def crossing(rank, name):
             lambda: here.counters(None, group),
             *("rank 1 refused its arguments", "ArgumentError"),
         ),
-        "fill wrongly": (
-            lambda: fill(there),
-            lambda: fill(None),
+        "move wrongly": (
+            lambda: move(there),
+            lambda: move(None),
             *("rank 1 of the group failed: ConfigError", "ConfigError"),
         ),
-        "fill differently": (
-            lambda: fill(there),
-            lambda: fill(here),
-            *("what fill_() moves is [0, 1, 2, 3, 0, 1]", "what fill_() moves is"),
+        "move differently": (
+            lambda: move(there),
+            lambda: move(here),
+            *("placement is [0, 1, 2, 3, 0, 1] on", "[3, 2, 1, 0, 0, 1] on rank 0"),
         ),
     }
     found = {}
@@ -410,7 +411,7 @@ def test_ranks_that_do_something_else_are_named():
                 else:
                     assert kind == "RankMismatch", case
                     assert all(word in text for word in words), case
-                    if what != "fill differently":
+                    if what != "move differently":
                         assert f"rank {other} comes for " in text, case
                         assert f", rank {rank} for {words[rank]}" in text or what == "frozen", case
                 assert alike == [(None, "")] * 2, (name, what, alike)

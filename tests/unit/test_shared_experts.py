@@ -259,18 +259,18 @@ def test_a_write_before_backward_is_refused(which):
         y.float().sum().backward()
 
 
-def test_with_a_placement_and_its_counters():
-    placement = ExpertPlacement([3, 0, 1, 2, 4, 3])
-    shared = SharedExperts(placement.problem(PROBLEM), 96)
-    inputs = make_inputs(PROBLEM, TOKENS)
-    weights = shared.join(make_weights(shared.routed_problem), shared.parts(whole_of(PROBLEM)))
+def test_statistics_without_shared_slots_and_no_placement():
+    shared, inputs = SharedExperts(PROBLEM, 96), make_inputs(PROBLEM, TOKENS)
+    weights = shared.join(make_weights(PROBLEM), shared.parts(whole_of(PROBLEM)))
     layer = Layer(shared.problem, backend="staged")
-    ids = placement.physical(inputs.topk_ids)
-    layer(inputs.x, *shared.routes(ids, inputs.topk_weights), weights)
+    layer(inputs.x, *shared.routes(inputs.topk_ids, inputs.topk_weights), weights)
     statistics = layer.statistics()
-    assert statistics.tokens_per_expert[6:].tolist() == [TOKENS] * 2
-    counted = placement.counters(shared.routed(statistics))
-    assert counted.tolist() == torch.bincount(inputs.topk_ids.flatten(), minlength=5).tolist()
+    assert statistics.tokens_per_expert[5:].tolist() == [TOKENS] * 2
+    counted = torch.bincount(inputs.topk_ids.flatten(), minlength=5).tolist()
+    assert shared.routed(statistics).tokens_per_expert.tolist() == counted
+    placement = ExpertPlacement([3, 0, 1, 2, 4, 3])
+    with pytest.raises(ConfigError, match="problem.num_experts is 7, expected 5"):
+        Layer(shared.problem, placement=placement)
 
 
 def test_compiled_in_one_graph():
