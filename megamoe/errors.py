@@ -21,6 +21,10 @@ class _NamedValueError(MegaMoEError, ValueError):
     def __str__(self) -> str:
         return message(*self.args)
 
+    argument = property(lambda self: self.args[0])
+    value = property(lambda self: self.args[1] if len(self.args) > 1 else None)
+    expected = property(lambda self: self.args[2] if len(self.args) > 2 else None)
+
     def __reduce__(self) -> Any:
         return type(self), (str(self),)  # a value may be of any type
 

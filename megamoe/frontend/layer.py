@@ -187,6 +187,7 @@ class Layer(Opened, Placed):
         x_scale: Tensor | None,
     ) -> Tensor:
         given = [x, topk_ids, topk_weights, x_scale]
+        traced = torch.compiler.is_compiling() and self._runtime is not None
         try:
             x, topk_ids, topk_weights = rows_of(self.problem, *given[:3])
             x_scale = scales_of(x, x_scale)
@@ -210,7 +211,9 @@ class Layer(Opened, Placed):
             if x_scale is not None:  # topk_weights may be a factor of it
                 tensors = (x_scale, *tensors)
                 recording = recording or records(x_scale, topk_weights, weights)
+            here, traced = traced, False  # an error from a graph would leave a transform open
             refuse_tangents(tensors)
+            traced = here
             if recording and out is not None:
                 raise ArgumentError("out", "given", "None while gradients are recorded")
             if recording and x_scale is not None:
@@ -221,14 +224,16 @@ class Layer(Opened, Placed):
                 expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
                 raise ArgumentError("gradients", "recorded", expected)
         except ArgumentError as error:
-            if torch.compiler.is_compiling() and self._runtime is not None:
+            if traced:
+                assert self._runtime is not None
                 # Traced, the error is not raised here but by what the graph runs, which the other ranks meet.
                 there = isinstance(given[0], Tensor) and not given[0].is_meta
                 like = given[0] if there else self._runtime.handle
                 return torch.ops.megamoe.refuse(
                     like, message(*[_constant(part) for part in error.args]), self._runtime.handle
                 )
-            self.refuse(error)
+            if self.group is not None:
+                self.refuse(error)
             raise
         if self._runtime is None:
             self._open(weights, "a first call")
