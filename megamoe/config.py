@@ -150,17 +150,25 @@ class Problem:
             ok = 0 < value <= MAX_WIDTH and value % unit == 0
             yield name, value, ok, f"a multiple of {unit} in {unit}..{MAX_WIDTH}"
         yield "top_k", self.top_k, 1 <= self.top_k <= MAX_TOP_K, f"1..{MAX_TOP_K}"
-        yield "ep_size", self.ep_size, 1 <= self.ep_size <= MAX_RANKS, f"1..{MAX_RANKS}"
+        yield "ep_size", self.ep_size, self.ep_size >= 1, "at least 1"
         ep_size = max(self.ep_size, 1)
         yield "rank", self.rank, 0 <= self.rank < ep_size, f"0..{ep_size - 1}"
         ok = 1 <= self.num_experts <= MAX_LOCAL_EXPERTS * ep_size
         expected = f"1..{MAX_LOCAL_EXPERTS} for each of {ep_size} ranks"
         yield "num_experts", self.num_experts, ok, expected
-        highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * ep_size) * CHUNK_TOKENS
-        yield "max_tokens", self.max_tokens, 1 <= self.max_tokens <= highest, f"1..{highest}"
+        yield "max_tokens", self.max_tokens, 1 <= self.max_tokens < 1 << 31, f"1..{(1 << 31) - 1}"
         expected = REFUSED.get(self.precision, " or ".join(PRECISIONS))
         yield "precision", self.precision, self.precision in PRECISIONS, expected
         yield "bias", self.bias, isinstance(self.bias, bool), "a bool"
+
+    def why_no_window(self) -> str | None:
+        """Return why the kernel's window, and so "mega" and "emulate", cannot have this problem, or None."""
+        if self.ep_size > MAX_RANKS:
+            return f"ep_size is {self.ep_size}, expected 1..{MAX_RANKS} for the kernel's window"
+        highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * self.ep_size) * CHUNK_TOKENS
+        if self.max_tokens > highest:
+            return f"max_tokens is {self.max_tokens}, expected 1..{highest} for the kernel's window"
+        return None
 
     @property
     def formats(self) -> Precision:

@@ -36,6 +36,7 @@ class EmulateBackend:
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
     ) -> None:
+        layout.check_window(problem)
         self.problem, self.group = problem, as_group(group)
         self.mark = Mark.make(problem, group)
         self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}

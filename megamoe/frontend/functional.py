@@ -21,6 +21,7 @@ from megamoe.errors import ArgumentError, ConfigError, RankMismatch
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.frontend.agreement import check_equal, process_group, together
+from megamoe.memory.layout import check_window
 from megamoe.memory.transport.group import host_name, spans_hosts
 
 log = logging.getLogger("megamoe")
@@ -150,6 +151,8 @@ def check_overlap(out: Tensor, x: Tensor) -> None:
 
 def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
     """Return why the kernel cannot run here, or None when it can."""
+    if (reason := problem.why_no_window()) is not None:
+        return reason
     if device.type != "cuda":
         return f"the tensors are on {device}, the kernel needs a CUDA device"
     if not torch.cuda.is_available():
@@ -161,8 +164,8 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
         mega = importlib.import_module("megamoe.backends.mega")
     except ImportError as error:
         return f"megamoe.backends.mega cannot be imported: {error}"
-    reason: str | None = mega.why_not(problem, group, device)
-    return reason
+    lacking: str | None = mega.why_not(problem, group, device)
+    return lacking
 
 
 def resolve(name: str) -> str:
@@ -277,6 +280,8 @@ def check_device(
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", device, "one that torch can use: it finds no CUDA device")
+    if resolve(name) in ("mega", "emulate"):
+        check_window(problem)
     moves = device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available())
     if resolve(name) != "mega" or moves:
         return

@@ -83,11 +83,18 @@ LEAST_READY_CELLS = 8192
 WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_ready")
 
 
+def check_window(problem: Problem) -> None:
+    """Raise ConfigError for more ranks or tokens than a window has room for."""
+    if (reason := problem.why_no_window()) is not None:
+        raise ConfigError(reason)
+
+
 def window_regions(problem: Problem) -> dict[str, Region]:
     """Return the regions of one rank's window. They depend on nothing that differs between ranks.
 
     A backward launch stages dy where others stage x, once no rank reads what the launch before it staged.
     """
+    check_window(problem)
     return _place(_window(problem))
 
 

@@ -21,6 +21,7 @@ from megamoe.errors import (
     fault_to_error,
 )
 from megamoe.jit import abi
+from megamoe.memory.layout import window_regions
 from megamoe.testing import backend_of, gpu_of
 from megamoe.testing.shapes import SHAPES
 
@@ -42,11 +43,10 @@ RECORD = {"edge": "rows_ready", "rank": 3, "peer": 8, "role": "load_a", "index":
         ("top_k", 0),
         ("top_k", 33),
         ("ep_size", 0),
-        ("ep_size", 9),
         ("rank", 1),
         ("rank", -1),
         ("max_tokens", 0),
-        ("max_tokens", (1 << 25) + 1),
+        ("max_tokens", 1 << 31),
         ("precision", "fp4"),
         ("hidden", 256.0),
         ("bias", 1),
@@ -226,7 +226,7 @@ def test_the_most_tokens_have_an_index(ranks):
     """Tokens are numbered in chunks of 32, the ranks' chunks in turns: the last one's number must fit 25 bits."""
     problem = partial(Problem, 64, 64, 8, 2, ep_size=ranks)
     most = (1 << 25) // (32 * ranks) * 32
-    problem(max_tokens=most)
+    window_regions(problem(max_tokens=most))
     assert (most // 32 * ranks) * 32 <= 1 << 25
     with pytest.raises(ConfigError, match="max_tokens"):
-        problem(max_tokens=most + 1)
+        window_regions(problem(max_tokens=most + 1))

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import Layer
+from megamoe import ConfigError, Layer, MegaMoE
 from megamoe.backends import reference
+from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.staged import StagedBackend
 from megamoe.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import Runtime, apply
-from megamoe.frontend.functional import make_backend
+from megamoe.frontend.functional import make_backend, why_not_mega
+from megamoe.memory.layout import window_regions
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 
@@ -212,3 +214,36 @@ def test_weights_of_dropped_routes_may_be_nan():
     clean = layer(inputs.x, inputs.topk_ids, scores, weights)
     nan = scores.masked_fill(dropped, float("nan"))
     assert torch.equal(layer(inputs.x, inputs.topk_ids.int(), nan, weights), clean)
+
+
+def train_many(rank, ranks):
+    """One step of this rank's part of the tokens, or (ranks 1) of all of them; y before and after, gradients."""
+    group = dist.group.WORLD if ranks > 1 else "alone"
+    layer = MegaMoE(16, 16, 20, 2, bias=True, backend="staged", init_seed=3, group=group)
+    i = make_inputs(Problem(16, 16, 20, 2), 48)
+    part = slice(3 * rank, 3 * rank + 3) if ranks > 1 else slice(None)
+    x, ids, scores = i.x[part].clone().requires_grad_(), i.topk_ids[part], i.topk_weights[part]
+    y = layer(x, ids, scores)
+    (y.float() ** 2).sum().backward()
+    grads = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    torch.optim.SGD(layer.parameters(), lr=0.5).step()
+    with torch.no_grad():
+        after = layer(x, ids, scores)
+    return {"y": y.detach(), "after": after, "x": x.grad, **grads}
+
+
+def test_sixteen_ranks_train_as_one_does():
+    """More than the kernel's window has room for: "mega" and "emulate" refuse them before memory is taken."""
+    expected = train_many(0, 1)
+    found = launch(train_many, 16, 16, timeout_s=100)
+    assert not torch.equal(expected["y"], expected["after"])
+    for name, value in expected.items():
+        assert_close(torch.cat([of_rank[name] for of_rank in found]), value, relative=1e-2)
+    large = Problem(16, 16, 20, 2, ep_size=16)
+    reason = "ep_size is 16, expected 1..8 for the kernel's window"
+    assert why_not_mega(large, None, torch.device("cuda")) == reason
+    for make in (EmulateBackend, window_regions):
+        with pytest.raises(ConfigError, match=reason):
+            make(large)
+    with pytest.raises(ConfigError, match="max_tokens is 4194305, expected 1..4194304 for"):
+        window_regions(Problem(16, 16, 20, 2, ep_size=8, max_tokens=(1 << 22) + 1))
