@@ -34,6 +34,9 @@ STATED = {
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
 EP4 = "2026-11-22-7ea8cae-sweep-ep4.csv"
+EP2, STEPS, FP4, OPS = (
+    f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
+)
 FORWARD = "2026-11-23-8d5c926-shapes.csv"
 BACKWARD = "2026-11-23-e841b3a-backward-shapes.csv"
 FOUR = ("dsv3", "flash", "qwen3-235b", "qwen3-30b")
@@ -95,13 +98,35 @@ def latency(name, shape):
     ]
 
 
+def beside_staged(shape):
+    """Return a row of README's table of two ranks: as latency(), then staged in BF16."""
+    last = {"precision": "bf16", "tokens": "8192", "mode": "cool"}
+    return [*latency(EP2, shape), us(EP2, shape=shape, backend="staged", **last)]
+
+
+def steps():
+    """Return milliseconds of a step: BF16, FP8, staged."""
+    more = {"direction": "step", "reserve_sms": ""}
+    runs = ("mega", "bf16"), ("mega", "fp8"), ("staged", "bf16")
+    return [us(STEPS, backend=b, precision=p, **more) / 1e3 for b, p in runs]
+
+
+def with_fp4():
+    names = ("fp8", "fp8xmxfp4", "bf16", "bf16xmxfp4", "bf16xnvfp4")
+    return [
+        us(FP4, shape=shape, tokens=tokens, precision=name)
+        for shape in ("dsv3/ep4", "flash/ep4")
+        for tokens in ("8", "64", "8192")
+        for name in names
+    ]
+
+
 def operators():
     """Return the rows of the operators' table: ours, torch, and their ratios cool and hot."""
     of = ("swiglu", "dswiglu", "geglu", "dgeglu", "srelu", "dsrelu", "wgrad")
-    name = "2026-11-22-a3780e0-ops.csv"
 
     def row(contender, mode):
-        return [us(name, case=case, contender=contender, mode=mode) for case in of]
+        return [us(OPS, case=case, contender=contender, mode=mode) for case in of]
 
     def ratio(mode):
         return [t / o for o, t in zip(row("megamoe", mode), row("torch", mode), strict=True)]
@@ -109,14 +134,12 @@ def operators():
     return [*row("megamoe", "cool"), *row("torch", "cool"), *ratio("cool"), *ratio("hot")]
 
 
-def operators_with_tails():
-    name = "2026-11-22-baf1031-ops.csv"
+def gpt_oss():
+    def both(case):
+        found = [us(OPS, case=case, contender=c, mode="cool") for c in ("megamoe", "torch")]
+        return [found[0] / 1e3, found[1] / 1e3, found[1] / found[0]]
 
-    def both(case, unit):
-        ours, torch = (us(name, case=case, contender=c) for c in ("megamoe", "torch"))
-        return [ours / unit, torch / unit, torch / ours]
-
-    return flat((both("wgrad", 1), both("gpt-oss forward", 1e3), both("gpt-oss step", 1e3)))
+    return flat((both("gpt-oss forward"), both("gpt-oss step")))
 
 
 def across_hosts():
@@ -153,7 +176,7 @@ class Claim:
     def passage(self, text: str) -> tuple[int, int]:
         assert text.count(self.begin) == 1, (self.page, text.count(self.begin), self.begin)
         start = text.index(self.begin) + len(self.begin)
-        return start, text.index(self.end, start)
+        return start, (text + "\n\n").index(self.end, start)
 
     def wrong(self, text: str) -> list[str]:
         """Return what is wrong with the figures of the page's text."""
@@ -227,11 +250,30 @@ CLAIMS = {
         "\n\n",
         operators,
     ),
-    "operators with tails": Claim(
+    "EP2": Claim(
+        "README.md",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 |\n",
+        "\n\n",
+        lambda: flat(map(beside_staged, FOUR)),
+    ),
+    "step": Claim(
+        "README.md",
+        "A step (forward and backward) of Qwen3-30B there, ",
+        "\n\n",
+        steps,
+        beside="8192 tokens",
+    ),
+    "FP4": Claim(
+        "docs/fp4.md",
+        "| | `fp8` | `fp8xmxfp4` | `bf16` | `bf16xmxfp4` | `bf16xnvfp4` |\n",
+        "\n\n",
+        with_fp4,
+    ),
+    "GPT-OSS": Claim(
         "docs/ops.md",
-        "baf1031-ops.csv`): ",
-        "`tests/gpu",
-        operators_with_tails,
+        "GPT-OSS-120B's MLP of experts ",
+        "\n\n",
+        gpt_oss,
         beside=r"\(128, H = I = 2880, biases\), 24,576 tokens x 4",
     ),
     "state": Claim(
