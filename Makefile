@@ -20,7 +20,7 @@ SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -nam
 PYTHON_SOURCES := setup.py megamoe jit tests tools
 export SLOW ?= 0
 
-.PHONY: help setup accept demo test lint fmt model compile gpu hosts dist clean
+.PHONY: help setup accept demo test lint fmt model flaws compile gpu hosts dist clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -78,6 +78,10 @@ accept: $(READY)
 ## model    the protocol model checker and the kernel's source on CPU fibers
 model: $(READY)
 	$(PY) -m pytest -q $(XDIST) tests/model tests/emulate
+
+## flaws    kernels with planted flaws, on CPU fibers: each has to be seen
+flaws: $(READY)
+	$(PY) -m pytest -q $(XDIST) -m flaws tests/emulate
 
 ## compile  compile every kernel variant (no GPU needed): registers, spills, stack, SASS opcodes
 compile: $(READY)

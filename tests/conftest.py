@@ -1,4 +1,4 @@
-"""Markers gpu, ep(n), slow: what needs which hardware or patience. One thread: the machine is shared.
+"""Markers gpu, ep(n), slow, flaws: what needs which hardware or patience. One thread: the machine is shared.
 
 With MEGAMOE_SHARE_GPUS=1 a GPU serves for four, but for ep(n, share=False).
 
@@ -42,7 +42,7 @@ def _hopper_gpus() -> int:
     return sum(major == 9 for major in majors)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
     from megamoe.env import share_gpus
 
@@ -56,3 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} Hopper GPUs, found {gpus}"))
         if item.get_closest_marker("slow") and not slow:
             item.add_marker(pytest.mark.skip(reason="slow: run with SLOW=1"))
+        asked = slow or "flaws" in config.option.markexpr
+        if item.get_closest_marker("flaws") and not asked:
+            item.add_marker(pytest.mark.skip(reason="a planted flaw: run with -m flaws"))

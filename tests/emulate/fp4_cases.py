@@ -22,8 +22,10 @@ PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16", "bf16xnvfp4": "bf16"}
 CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/fp4.cuh
 
 
-def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
-    """Return FP4 weights of any bits, with scales within 2^spread of each other."""
+def random_bits(
+    problem: Problem, spread: int, seed: int, most: tuple[int, int] = (CENTRE, CENTRE)
+) -> ExpertWeights:
+    """Return FP4 weights of any bits, with scales within 2^spread of each other. most: MXFP4's of w13 and of w2."""
     if problem.formats.w == NVFP4:
         return nvfp4_bits(problem, range(max(15 - spread, 0), 16), seed)
     g = torch.Generator().manual_seed(seed)
@@ -36,7 +38,7 @@ def random_bits(problem: Problem, spread: int, seed: int) -> ExpertWeights:
     for name, (shape, dtype) in expected_weights(problem).items():
         if name in plain:
             bits = torch.randint(spread + 1, (shape[0], *plain[name]), generator=g)
-            scales = (bits + CENTRE - spread).to(torch.uint8)
+            scales = (bits + most[name == "w2_scale"] - spread).to(torch.uint8)
             found[name] = arrange_scales(scales, planes if name == "w13_scale" else 1)
         elif name.startswith("b"):
             found[name] = torch.randn(shape, generator=g) / 8

@@ -16,6 +16,7 @@ from flaws import names, plant
 from fp4_cases import (
     HEADROOM,
     PLAIN,
+    by_quads,
     check,
     least_pool,
     nvfp4_bits,
@@ -58,6 +59,35 @@ def test_bits_are_those_of_the_same_numbers(
         Problem(416, 288, 3, 2, max_tokens=150, precision=precision),
         *(tokens,), spread=4 if seed < 6 else 20, seed=seed, routing=routing, num_ctas=4,
     )  # fmt: skip
+
+
+# e4m3 rows keep no amax below 1e-10, so that x or h, and its weights' scales, cannot be at opposite ends.
+@pytest.mark.parametrize(
+    ("precision", "of_x", "most"),
+    [
+        *((name, 100, (4, 160)) for name in ("fp8xmxfp4", "bf16xmxfp4")),
+        *((name, 0, (160, 4)) for name in ("fp8xmxfp4", "bf16xmxfp4")),
+        ("fp8xmxfp4", -30, (205, 60)),
+        ("bf16xmxfp4", -100, (252, 116)),
+        *((name, 0, (107, 252)) for name in ("fp8xmxfp4", "bf16xmxfp4")),
+    ],
+)
+@pytest.mark.parametrize("rows", [16, 100])
+def test_scales_at_the_ends_of_their_range(
+    precision: str, of_x: int, most: tuple[int, int], rows: int
+) -> None:
+    """2^-127, which is no normal number, to 2^125; x and the other matrix keep h and y in range."""
+    problem = Problem(160, 96, 1, 1, max_tokens=rows, precision=precision)
+    inputs, w = make_inputs(problem, rows), random_bits(problem, 4, 1, most)
+    xs, call = [inputs.x * 2.0**of_x], [[inputs.topk_ids], [inputs.topk_weights]]
+    found = Emulation(problem).forward_all(xs, *call, [w])[0]
+    plain, of_plain, others = plainly(problem, xs, [w])
+    expected = Emulation(plain).forward_all(of_plain, *call, others)[0]
+    assert bool(found.isfinite().all())
+    assert bool(found.any(1).all())
+    if problem.formats.h.scaled:
+        found = by_quads(found, 1)
+    assert same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(160, 96), (416, 288), (256, 128)])
@@ -291,7 +321,7 @@ FLAWS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path)
@@ -319,7 +349,7 @@ NVFP4_FLAWS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(NVFP4_FLAWS))
 def test_a_flaw_of_nvfp4_is_seen(
     flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -64,7 +64,7 @@ FLAWS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.flaws
 @pytest.mark.parametrize("flaw", names(FLAWS))
 def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path / "flaw")

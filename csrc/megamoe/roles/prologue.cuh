@@ -99,7 +99,7 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
             uint32_t hash = ctx.mem.load(&cell->config_hash, Order::relaxed, Scope::system);
             bool agrees = hash == launch_hash<T>(args);
-            if constexpr (T::direction == Direction::backward)  // epochs start again after a reset
+            if constexpr (T::direction == Direction::backward)  // equal hashes imply it: no epoch comes again
                 agrees = agrees && static_cast<int32_t>(tokens) == args.training.header->tokens_of_rank[peer];
             if (!agrees) {
                 ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0}, launch_hash<T>(args), hash);
