@@ -8,6 +8,8 @@ from torch import Tensor
 from megamoe.errors import ArgumentError
 
 STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
+# Such an address may be an offset into storage that was freed: check_memory() is exact. GPUs have no memory there.
+SUSPECT_BELOW = 1 << 32
 _IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
 
 

@@ -17,6 +17,7 @@ Outside of torch.compile the autograd node is made without the dispatcher: 2026-
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from megamoe import transforms
 from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.formats.planes import SUSPECT_BELOW, check_memory
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend import main_grad
@@ -110,6 +112,23 @@ def _like(y: Tensor, x: Tensor) -> Tensor:
     return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
 
 
+def _with_memory(op: Any) -> Any:
+    """Return the operator as a compiled graph calls it, which does not look whether storage was freed."""
+    names = tuple(inspect.signature(op).parameters)
+
+    def call(*args: Any) -> Any:
+        try:
+            for name, t in zip(names, args, strict=False):  # defaults are left out
+                if isinstance(t, Tensor) and t.data_ptr() < SUSPECT_BELOW:
+                    check_memory(name, t)
+        except ArgumentError:
+            runtime_of(args[names.index("handle")]).refuse()
+            raise
+        return op(*args)
+
+    return call
+
+
 # By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
 for _name, _op in (
     ("moe_forward", moe_forward_op),
@@ -120,7 +139,7 @@ for _name, _op in (
         _name + torch.library.infer_schema(_op, mutates_args=()),
         tags=(torch.Tag.pt2_compliant_tag,),
     )
-    library.impl(_name, _op, "CompositeExplicitAutograd")
+    library.impl(_name, _with_memory(_op), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("megamoe::moe_forward")

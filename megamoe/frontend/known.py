@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamoe.formats.planes import SUSPECT_BELOW
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.autograd import watched
 from megamoe.frontend.functional import overlap
 
 MAX_CALLS = 1024
-# No tensor has so low an address (a program itself begins there): it is an offset into storage that was freed.
-_LOWEST = 1 << 22
 
 
 def tensors_of(w: ExpertWeights) -> list[Tensor]:
@@ -24,13 +25,30 @@ def tensors_of(w: ExpertWeights) -> list[Tensor]:
 
 def records(x: Tensor, topk_weights: Tensor, w: ExpertWeights) -> bool:
     """Whether the call's gradients are recorded."""
-    return torch.is_grad_enabled() and (
+    if not torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # both may be on
+        return False
+    return (
         x.requires_grad
         or w.w13.requires_grad
         or w.w2.requires_grad
         or topk_weights.requires_grad
         or any(t.requires_grad for t in tensors_of(w))
     )
+
+
+def unsaved(rows: Sequence[Tensor], count: Tensor | None, w: ExpertWeights) -> str | None:
+    """Return the name of a tensor of torch.inference_mode(), which autograd does not save; None: there is none.
+
+    rows: x, topk_ids, topk_weights. Asked before a call, since the other ranks would wait behind it.
+    """
+    of_weights = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
+    for i, t in enumerate((*rows, count, *of_weights)):
+        if t is not None and t.is_inference():
+            of_call = "x", "topk_ids", "topk_weights", "num_tokens_device"
+            return (*of_call, *(f"weights.{f.name}" for f in fields(w)))[i]
+    return None
 
 
 class KnownCalls:
@@ -55,7 +73,7 @@ class KnownCalls:
             x, scale = rows
             if type(scale) is not Tensor or not scale.is_contiguous() or scale.is_neg():
                 return False
-            if scale.data_ptr() <= _LOWEST:
+            if scale.data_ptr() < SUSPECT_BELOW:
                 return False
             if scale.requires_grad:
                 return False
@@ -74,14 +92,14 @@ class KnownCalls:
             if x.is_neg() or topk_ids.is_neg() or topk_weights.is_neg():
                 return False
             if x.shape[0] and not (
-                x.data_ptr() > _LOWEST
-                and topk_ids.data_ptr() > _LOWEST
-                and topk_weights.data_ptr() > _LOWEST
+                x.data_ptr() >= SUSPECT_BELOW
+                and topk_ids.data_ptr() >= SUSPECT_BELOW
+                and topk_weights.data_ptr() >= SUSPECT_BELOW
             ):
                 return False
-            if out is not None and (out.data_ptr() <= _LOWEST or overlap(out, x)):
+            if out is not None and (out.data_ptr() < SUSPECT_BELOW or overlap(out, x)):
                 return False
-            if num_tokens_device is not None and num_tokens_device.data_ptr() <= _LOWEST:
+            if num_tokens_device is not None and num_tokens_device.data_ptr() < SUSPECT_BELOW:
                 return False
             call = _key(rows, topk_ids, topk_weights, num_tokens_device, out)
             return _weights_key(tensors_of(weights)) == self._weights and call in self._calls

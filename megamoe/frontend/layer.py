@@ -28,7 +28,7 @@ from megamoe.frontend.functional import (
     check_overlap,
     open_backend,
 )
-from megamoe.frontend.known import KnownCalls, records, tensors_of
+from megamoe.frontend.known import KnownCalls, records, tensors_of, unsaved
 from megamoe.frontend.moves import Placed
 from megamoe.frontend.placement import ExpertPlacement
 from megamoe.frontend.replicas import Replicas
@@ -169,7 +169,9 @@ class Layer(Opened, Placed):
                     mine = runtime.weights(weights)
                     call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
                     return runtime.backend.forward(*call)
-            if out is None and x_scale is None and self.problem.formats.trains:
+            saved = x, topk_ids, topk_weights
+            trains = out is None and x_scale is None and self.problem.formats.trains
+            if trains and unsaved(saved, num_tokens_device, weights) is None:
                 call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
                 if self._elsewhere:
                     return self._uncompiled(weights, (*call, runtime.state_bytes), True)
@@ -223,6 +225,11 @@ class Layer(Opened, Placed):
                 name = f"precision {self.problem.precision!r}"
                 expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
                 raise ArgumentError("gradients", "recorded", expected)
+            if recording and not torch.compiler.is_compiling():
+                name = unsaved((x, topk_ids, topk_weights), num_tokens_device, weights)
+                if name is not None:
+                    expected = "its clone() outside of torch.inference_mode(), where gradients are recorded"
+                    raise ArgumentError(name, "an inference tensor", expected)
         except ArgumentError as error:
             if traced:
                 assert self._runtime is not None

@@ -121,6 +121,10 @@ def check(weights: ExpertWeights) -> None:
                     expected += " (joined: SharedExperts.join(..., accumulate_into_main_grad=True))"
                 raise ArgumentError(argument, None, expected)
             check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
+            if any(n > 1 and not stride for n, stride in zip(p.shape, main.stride(), strict=True)):
+                raise ArgumentError(
+                    f"{argument}.stride()", main.stride(), "a place for each element"
+                )
 
 
 def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:

@@ -347,9 +347,9 @@ def test_numbers_of_an_activation_are_numbers(name, value):
         Activation("clamped_swiglu", **{name: value})
 
 
-def freed(t, copies=1):
-    """As FSDP, offloading and swapping leave what they take away; the last one of some copies behind each other."""
-    t = torch.cat([t.detach()] * copies)[-len(t) :]
+def freed(t, behind=0):
+    """As FSDP, offloading and swapping leave what they take away; `behind` so many bytes that went with it."""
+    t = torch.empty(behind // t.element_size() + t.numel(), dtype=t.dtype)[-t.numel() :].view_as(t)
     t.untyped_storage().resize_(0)
     return t
 
@@ -381,13 +381,27 @@ def test_freed_memory_is_refused(name, backend):
     of = good[name] if name in good else getattr(weights, name)
     with torch.no_grad():
         for _ in range(2):
-            for gone in (freed(of), freed(of, copies=2)):
+            for gone in (freed(of), freed(of, 256), freed(of, 1 << 24)):
                 with pytest.raises(
                     ArgumentError, match=rf"{name}.untyped_storage\(\) is of 0 bytes"
                 ):
                     call({name: gone})
             call({})
             call({})  # known by now
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_memory_freed_between_calls_of_a_graph_is_refused(trains):
+    layer, i = make(backend="emulate"), make_inputs(PROBLEM, 9)
+    layer.prepare()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.set_grad_enabled(trains):
+        for _ in range(2):
+            y = compiled(i.x, i.topk_ids, i.topk_weights)
+        assert y.requires_grad == trains
+        i.topk_ids.untyped_storage().resize_(0)
+        with pytest.raises(ArgumentError, match=r"topk_ids.untyped_storage\(\) is of 0 bytes"):
+            compiled(i.x, i.topk_ids, i.topk_weights)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_weights", "w13", "b2"])

@@ -1,5 +1,7 @@
 """What a layer makes in torch.inference_mode() serves it afterwards: it trains, and its copies follow new weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_training import gradients, leaves, made, same, train
@@ -51,3 +53,35 @@ def test_copies_follow_new_weights(precision, first):
     with torch.no_grad():
         fresh.w13.copy_(fresh.w13.flip(0))
     assert torch.equal(y, fresh(*rows(fresh)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_recorded_in_it_whatever_grad_mode_says(backend):
+    layer = made(backend)
+    with torch.inference_mode(), torch.enable_grad():
+        assert not layer(*rows(layer)).requires_grad
+    same(train(layer), train(made(backend)))
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "weights.w2"])
+def test_its_tensors_are_refused_where_gradients_are_recorded(name):
+    """By name, and before the other ranks take part: autograd would refuse them behind the call."""
+    layer = megamoe.Layer(megamoe.Problem(64, 32, 5, 2, max_tokens=32), backend="staged")
+    weights = megamoe.testing.make_weights(layer.problem)
+    inputs = megamoe.testing.make_inputs(layer.problem, 6)
+    given = {"x": inputs.x, "topk_ids": inputs.topk_ids, "topk_weights": inputs.topk_weights}
+    weights.w13.requires_grad_()
+    with torch.inference_mode():
+        wrong = {n: t.clone() for n, t in given.items()} | {"weights.w2": weights.w2.clone()}
+    call = {**given, "weights": weights}
+    if name in given:
+        call[name] = wrong[name]
+    else:
+        call["weights"] = replace(weights, w2=wrong[name])
+    for _ in range(2):
+        with pytest.raises(megamoe.ArgumentError, match=f"^{name} is an inference tensor"):
+            layer(**call)
+        with torch.no_grad():
+            for _ in range(2):
+                layer(**call)  # known by now
+    layer(**given, weights=weights).sum().backward()

@@ -176,6 +176,10 @@ WRONG = {
     "dtype": (lambda p: setattr(p, "main_grad", p.main_grad.half()), r"main_grad\.dtype"),
     "device": (lambda p: setattr(p, "main_grad", p.main_grad.to("meta")), r"main_grad\.device"),
     "type": (lambda p: setattr(p, "main_grad", 1), "main_grad is int"),
+    "one place": (
+        lambda p: setattr(p, "main_grad", p.main_grad[:1].expand_as(p)),
+        r"main_grad.stride\(\) is \(0, ",
+    ),
 }
 
 

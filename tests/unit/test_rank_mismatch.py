@@ -256,7 +256,11 @@ def one_refuses(rank, name, by, late):
         "ids": (i.x, i.topk_ids.float(), i.topk_weights),
         "scores": (i.x, i.topk_ids, i.topk_weights[:2]),
     }
+    if by != "compiled":  # whose graph cannot ask for it
+        with torch.inference_mode():
+            wrong["inference"] = (i.x.clone(), *good[1:])
     if by == "layer":
+        weights.w13.requires_grad_()
         wrong["weights"] = (*good, replace(weights, w2=weights.w2.float()))
         wrong["no weights"] = (*good, None)
     found = {}
@@ -264,7 +268,8 @@ def one_refuses(rank, name, by, late):
         if late:
             call(*good)
         for what, arguments in wrong.items():
-            found[what] = outcome(lambda a=arguments: call(*(a if rank == 1 else good)))
+            with torch.set_grad_enabled(what == "inference"):
+                found[what] = outcome(lambda a=arguments: call(*(a if rank == 1 else good)))
             if not late:
                 break
         both = outcome(lambda: call(*wrong["x"]))
