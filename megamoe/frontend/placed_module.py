@@ -100,6 +100,16 @@ class PlacedModule(nn.Module):
     def _make_slots(self, device: Any) -> None:
         if (of := self.placement) is not None:
             self.register_buffer(_SLOTS, torch.tensor(of.expert_of, device=device))
+            self._own = self._ids()
+
+    def _ids(self) -> list[int]:
+        return [id(p) for p in self._parameters.values()]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        moved = super()._apply(fn, recurse)
+        if self.placement is not None:
+            self._own = self._ids()  # from the meta device others
+        return moved
 
     def _write_slots(self) -> None:
         """Say in a buffer which expert each slot holds: state dicts have it, and to_empty() may have lost it."""
@@ -134,7 +144,10 @@ class PlacedModule(nn.Module):
 
     def _refuse_shards(self, sharded: bool) -> None:
         """Raise ConfigError for DTensors of slots: reductions over them round replicas differently."""
-        if self.placement is not None and sharded:
+        if self.placement is None:
+            return
+        around = "_is_fsdp_managed_module" in self.__dict__ and self._ids() != self._own
+        if sharded or around:
             expected = "None under fully_shard() and distribute(): what reduces there may round replicas differently"
             raise ConfigError("placement", "given", expected)
 

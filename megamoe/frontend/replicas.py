@@ -238,4 +238,7 @@ def exchange(out: Tensor, rows: Tensor, sizes: tuple[list[int], list[int]], grou
 
 
 def _digest(row: Tensor) -> str:
-    return sha256(row.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()
+    copy = (
+        row.detach().cpu().clone(memory_format=torch.contiguous_format)
+    )  # NumPy keeps what it sees from FSDP2
+    return sha256(copy.view(-1).view(torch.uint8).numpy()).hexdigest()

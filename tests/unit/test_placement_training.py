@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import megamoe
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
@@ -150,6 +152,17 @@ def test_moving_experts_changes_nothing(of_ranks):
         assert torch.equal(*held), name
 
 
+class Around(nn.Module):
+    num_delayed = 0
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *call):
+        return self.inner(*call)
+
+
 def refusals(rank, folder):
     group, messages = dist.group.WORLD, {}
 
@@ -194,6 +207,20 @@ def refusals(rank, folder):
     caught("start", RankMismatch, lambda: differing.prepare())
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     caught("distribute", ConfigError, lambda: layer.distribute(mesh))
+    copies = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 1), mesh_dim_names=("e", "c")
+    )
+    for ignores in (False, True):
+        net = Around(made(group, bias=False))
+        ignored = set(net.inner.parameters()) if ignores else None
+        fully_shard(net, mesh=copies["c"], ignored_params=ignored)
+        if ignores:
+            backward(net, rank, 2, 0)
+        else:
+            caught("around", ConfigError, lambda net=net: backward(net, rank, 2, 0))
+    itself = made(group, bias=False)
+    fully_shard(itself, mesh=copies["c"])
+    caught("sharded", ConfigError, lambda: backward(itself, rank, 2, 0))
     late = made(group, delay_wgrad=True)
     late(x, ids, torch.ones(1, 2)).float().sum().backward()
     to = megamoe.ExpertPlacement(OTHERS)
@@ -216,6 +243,8 @@ def test_what_is_refused_on_all_ranks(tmp_path):
         "frozen": "gradients",
         "start": "hold expert 0, and different weights",
         "distribute": "placement is given, expected None",
+        "around": "placement is given, expected None under fully_shard",
+        "sharded": "placement is given, expected None under fully_shard",
         "waits": "backward_dw",
         "moments": r"SGD 0's blocks is \[7, 3\]",
     }
