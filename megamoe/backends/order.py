@@ -37,12 +37,21 @@ _FLAG_BITS = 8
 MARK_INTS = 2
 WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS
 
-_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> layers made on it
+_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> backends made on it
+_layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> layers made on it
+
+
+def number_layer(group: Any) -> int:
+    """Return which of a group's layers is made now: making is collective, opening them in the same order is, too."""
+    if group is None:
+        return 0
+    _layers[group] = _layers.get(group, 0) + 1
+    return _layers[group]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One layer of a group. `number` counts the layers made on it, equal everywhere: making is collective."""
+    """One layer of a group. `number` counts those opened on it, equal everywhere: opening is collective."""
 
     number: int
     fingerprint: int

@@ -214,8 +214,12 @@ def choose(
     device: torch.device,
     options: Any = None,
     call: str = "set-up",
+    layer: int = 0,
 ) -> str:
-    """Return the backend that `name` stands for, agreed on over the group (collective). call: as agree() has it."""
+    """Return the backend that `name` stands for, agreed on over the group (collective). call: as agree() has it.
+
+    layer: which of the group's layers, by number_layer(): equal ones may be opened in another order on some rank.
+    """
 
     def state() -> tuple[Problem, Any]:
         check_options(problem, group, options or {})
@@ -225,15 +229,17 @@ def choose(
         if asked != "auto" and reason is None:
             backend_class(asked)
         given = (options or {}).get("window") is not None
-        return problem, (given, host_name(), reason)
+        return problem, (given, host_name(), reason, layer)
 
     _, stated = agree(group, name, state, call)
     check_equal("window is given", {rank: entry[0] for rank, entry in stated.items()})
+    numbers = {rank: f"layer {entry[3]} of the group" for rank, entry in stated.items()}
+    check_equal("what is opened", numbers)
     asked = resolve(name)
     if asked not in ("auto", "mega"):
         return asked
-    why = spans_hosts([host for _, host, _ in stated.values()])
-    for rank, (_, _, own) in stated.items():
+    why = spans_hosts([host for _, host, *_ in stated.values()])
+    for rank, (_, _, own, _) in stated.items():
         if why is None and own is not None:
             why = f"rank {rank}: {own}" if len(stated) > 1 else own
     if why is None:
@@ -310,9 +316,10 @@ def open_backend(
     device: torch.device,
     options: Mapping[str, Any],
     call: str,
+    layer: int = 0,
 ) -> Backend:
-    """Do the same for a group that process_group() returned. call: as agree() has it."""
-    chosen = choose(name, problem, group, device, options, call)
+    """Do the same for a group that process_group() returned. call, layer: as choose() has them."""
+    chosen = choose(name, problem, group, device, options, call, layer)
     make = backend_class(chosen)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}

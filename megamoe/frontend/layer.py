@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.order import announce
+from megamoe.backends.order import announce, number_layer
 from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.formats.quantized import QuantizedRows
@@ -117,6 +117,7 @@ class Layer(Opened, Placed):
         for i, name in enumerate(_AGREED):
             check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
         self.group, self.backend = group, backend
+        self._number = number_layer(group)
         # checked by state()
         self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
@@ -350,7 +351,7 @@ class Layer(Opened, Placed):
                 self._replicas.check(weights.named(), call)
             device = weights.w13.device
             where = self.problem, self.group, device
-            backend = open_backend(self.backend, *where, self._options, call)
+            backend = open_backend(self.backend, *where, self._options, call, self._number)
             self._runtime = Runtime(self.problem, self.group, backend, self._replicas)
             self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))

@@ -421,3 +421,20 @@ def test_ranks_that_do_something_else_are_named():
                         assert f", rank {rank} for {words[rank]}" in text or what == "frozen", case
                 assert alike == [(None, "")] * 2, (name, what, alike)
             assert closed[0] is None, closed
+
+
+def opened_in_turns(rank):
+    """Two layers of one problem, whose first calls come in another order on each rank."""
+    group = dist.group.WORLD
+    problem = Problem(48, 32, 5, 2, ep_size=2, rank=rank, max_tokens=16)
+    layers = [Layer(problem, group, backend="staged") for _ in range(2)]
+    i, weights = make_inputs(problem, 6, rank=rank), make_weights(problem)
+    turns = layers[::-1] if rank else layers
+    return [outcome(lambda f=f: f(i.x, i.topk_ids, i.topk_weights, weights))[:2] for f in turns]
+
+
+def test_equal_layers_that_are_opened_in_another_order_are_told_apart():
+    for found in launch(opened_in_turns, 2, timeout_s=60):
+        for kind, message in found:
+            assert kind == "RankMismatch", message
+            assert "what is opened is layer" in message
