@@ -33,6 +33,10 @@ else # each call waits for several time slices
     training="$training --replays 100"
 fi
 shapes="--shape dsv3 flash qwen3-235b qwen3-30b gpt-oss-120b mixtral"
+# What holds several copies of all experts, or of several ranks, on a GPU of 80 GB: without DeepSeek-V3.
+large=$shapes
+small=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | awk '$1 < 100000 { found = 1 } END { print found + 0 }')
+if [ "$small" -eq 1 ]; then large=${shapes/dsv3 /}; fi
 step() { # name, seconds, command ...
     local name=$1 limit=$2 start=$SECONDS verdict=ok
     shift 2
@@ -69,15 +73,16 @@ shared() { # a step that shares the only GPU; those that hold much memory in one
 }
 check() { # how: step, single or shared; ranks; tokens
     local how=$1 ranks=$2 tokens=$3
-    local judge="$python tools/rank_check.py --backend mega --ranks $ranks"
+    local judge="$python tools/rank_check.py --backend mega --ranks $ranks" forward=$shapes
+    [ "$ranks" -le "$gpus" ] || forward=$large
     # shellcheck disable=SC2086  # lists of words
     {
         $how "random_ep$ranks" 180 $judge --random 200 --repeat 2 --csv "$out/random_ep$ranks.csv"
         $how "backward_random_ep$ranks" 300 $judge --direction backward --random 100 --repeat 2 --fewer-sms 40 \
             --csv "$out/backward_random_ep$ranks.csv"
-        $how "shapes_ep$ranks" 120 $judge $shapes --tokens $tokens --precision bf16 fp8 \
+        $how "shapes_ep$ranks" 120 $judge $forward --tokens $tokens --precision bf16 fp8 \
             --csv "$out/shapes_ep$ranks.csv"
-        $how "backward_shapes_ep$ranks" 240 $judge --direction backward $shapes --tokens 1024 --precision bf16 fp8 \
+        $how "backward_shapes_ep$ranks" 240 $judge --direction backward $large --tokens 1024 --precision bf16 fp8 \
             --csv "$out/backward_shapes_ep$ranks.csv"
         $how "fp4_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 bf16xmxfp4 bf16xnvfp4
         $how "panels_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 --mean-rows 0
@@ -107,6 +112,7 @@ if [ "$gpus" -eq 1 ]; then
     memcheck step
     check shared 1 1024
     check shared 2 1024
+    if [ "$small" -eq 1 ]; then side_by_side; fi # else these leave too little memory to what follows
     layers shared
     side_by_side
 else

@@ -51,10 +51,10 @@ def moe_forward_op(
     handle: Tensor,
     recorded: bool = False,
 ) -> Tensor:
-    """Run the backend behind `handle`. recorded: gradients are, and the backend saves nothing for them."""
+    """Run the backend behind `handle`. recorded: gradients are; a backend that saves nothing for them is told."""
     runtime = runtime_of(handle)
     rows = flat(x), flat(topk_ids), flat(topk_weights)
-    options: Any = {"recorded": True} if recorded else {}
+    options: Any = {"recorded": True} if recorded and not runtime.state_bytes else {}
     with runtime.lock:
         weights = runtime.weights(ExpertWeights(w13, w2, b13, b2, w13_scale, w2_scale))
         y = runtime.backend.forward(*rows, weights, num_tokens_device, **options)

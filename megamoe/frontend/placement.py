@@ -86,6 +86,12 @@ class ExpertPlacement:
             of_rank[rank] += share[expert]
         return cls([expert for experts in held for expert in experts])
 
+    def fill_(self, weights: Any, source: ExpertPlacement, group: Any = None) -> None:
+        """Refuse: a layer that does not know its slots trains them apart. Collective; always raises ConfigError."""
+        with begins("move_experts()", process_group(group)):
+            expected = "move_experts() of a layer that was given placement="
+            raise ConfigError("fill_()", "called", expected)
+
     def counters(self, statistics: Statistics, group: Any = None) -> Tensor:
         """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.
 

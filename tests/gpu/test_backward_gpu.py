@@ -127,7 +127,7 @@ def test_gradients_and_their_bits(make, precision):
 def test_a_launch_takes_the_sms_that_are_free(make, precision, monkeypatch):
     case = Case(precision)
     expected = case.step(make(case))
-    monkeypatch.setattr(mega, "share_of", lambda *_: reserve.Share(0, 20_000, 0))
+    monkeypatch.setattr(mega, "share_of", lambda *_, **__: reserve.Share(0, 20_000, 0))
     backend = make(case)
     assert_same_bits(case.step(backend), expected, "nobody else")
     assert backend.num_ctas() == backend.grid

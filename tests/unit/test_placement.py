@@ -215,3 +215,5 @@ def test_what_is_of_another_kind_is_refused_by_name():
         layer.move_experts(placement, layer)
     with pytest.raises(ConfigError, match="problem is NoneType, expected a Problem"):
         placement.problem(None)
+    with pytest.raises(ConfigError, match="fill_\\(\\) is called, expected move_experts\\(\\)"):
+        placement.fill_(make_weights(PROBLEM), placement)

@@ -351,3 +351,15 @@ def test_compiled_whole(precision):
     same(train(layer, lambda f, *a: torch.compile(f, fullgraph=True, backend=backend)(*a)), eager)
     assert graphs[0].count(OPS.moe_forward_train.default) == 1
     assert graphs[1].count(OPS.moe_backward.default) == 1
+
+
+def test_the_operator_without_a_state_recomputes_behind_a_backend_that_saves():
+    """As who calls the operator by itself: the backend is not told what only those that save nothing are."""
+    layer = made()
+    layer.prepare()
+    call, w = leaves(layer), layer.expert_weights()
+    given = [t.detach() for t in (w.w13, w.w2, w.b13, w.b2)]
+    y = OPS.moe_forward(*call, *given, None, None, None, layer._layer.handle)
+    y.float().square().sum().backward()
+    expected = train(made("staged"))
+    same({"x": call[0].grad}, {"x": expected["x"]})
