@@ -11,13 +11,16 @@ from megamoe import transforms
 from megamoe.config import MAX_LOCAL_EXPERTS
 from megamoe.errors import ArgumentError
 from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
+from megamoe.uncompiled import uncompiled
 
 E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
 
 
+@uncompiled("an operator of megamoe refuses its arguments: call it outside of the graph to see why")
 def refuse(name: str, value: object, expected: str) -> None:
+    """Raise ArgumentError: not traced, since torch.compile would try smaller frames, which do not see tangents."""
     raise ArgumentError(name, value, expected)
 
 

@@ -34,6 +34,9 @@ def on_ranks(rank, gradients):
     y, state = case.forward(backend)
     gradients = case.backward(backend, state)
     plain = backend.forward(case.x, case.ids, case.scores, case.weights)
+    # The first launch without gradients of a layer made so takes its SMs and keeps them (docs/training.md).
+    torch.cuda.synchronize()
+    backend.window.group.barrier()
     gather(0)  # makes the communicator
     launches = {
         "forward": (

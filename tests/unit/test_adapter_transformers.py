@@ -313,7 +313,7 @@ def test_closed_layers_open_again(experts):
 
 
 SHARING = """
-sys.path.append({folder!r})
+sys.path += [{folder!r}, {folder!r} + "/.."]
 from hf_models import experts_of, model_of, token_ids
 from megamoe.adapters import transformers as adapter
 from megamoe.frontend import functional

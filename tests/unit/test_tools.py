@@ -316,12 +316,12 @@ STALE = """
 import megamoe.backends.staged as staged
 from megamoe import ExpertWeights
 good = staged.StagedBackend.forward
-def bad(self, x, ids, scores, weights, *rest):
+def bad(self, x, ids, scores, weights, *rest, **more):
     if self.problem.ep_size > 1:
         if not hasattr(self, "first"):
             self.first = ExpertWeights(**{n: t.detach().clone() for n, t in weights.named().items()})
         weights = self.first
-    return good(self, x, ids, scores, weights, *rest)
+    return good(self, x, ids, scores, weights, *rest, **more)
 staged.StagedBackend.forward = bad
 """
 SCALED = """
