@@ -162,7 +162,7 @@ REFUSED = {
     "elastic": {"elastic_ep_max_dp_size": 4},
     "hidden is 250, expected a multiple": {"hidden_dim": 250},
     "top_k is 99, expected 1..": {"experts_per_token": 99},
-    "max_tokens is 99999999, expected 1..": {"max_num_tokens": 99999999},
+    "max_tokens is 2147483648, expected 1..": {"max_num_tokens": 2**31},
 }  # fmt: skip
 
 

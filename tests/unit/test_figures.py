@@ -77,16 +77,12 @@ def ends(name, column, **wanted):
 # --- what the pages should say ---
 
 
-def training(name):
-    """Return by run tokens a second, by the median step of those behind the first three, and the losses."""
+def tokens_per_s(name):
+    """Return by run the tokens a second of the median step behind the first three."""
     runs = {}
     for row in rows(name):
-        runs.setdefault(row["backend"], []).append(row)
-    speed = {
-        run: statistics.median(float(s["tokens"]) / float(s["seconds"]) for s in steps[3:])
-        for run, steps in runs.items()
-    }
-    return speed, {run: [float(s["loss"]) for s in steps] for run, steps in runs.items()}
+        runs.setdefault(row["backend"], []).append(float(row["tokens"]) / float(row["seconds"]))
+    return {run: statistics.median(steps[3:]) for run, steps in runs.items()}
 
 
 def latency(name, shape):
@@ -96,6 +92,11 @@ def latency(name, shape):
         *(us(name, precision="fp8", tokens=tokens, **more) for tokens in TOKENS),
         us(name, precision="bf16", tokens="8192", **more),
     ]
+
+
+def tokens_beside_transformers():
+    speed = tokens_per_s("2026-11-24-1f8a3ec-hf.csv")
+    return [speed["megamoe"] / speed["grouped_mm"]]
 
 
 def beside_staged(shape):
@@ -249,6 +250,13 @@ CLAIMS = {
         "| | swiglu | dswiglu | geglu | dgeglu | srelu | dsrelu | wgrad |\n",
         "\n\n",
         operators,
+    ),
+    "transformers": Claim(
+        "README.md",
+        "(`tools/train_hf.py`; ",
+        "2026-11-24",
+        tokens_beside_transformers,
+        beside="100 steps",
     ),
     "EP2": Claim(
         "README.md",
