@@ -50,17 +50,22 @@ def refusal(group, share):
     return None
 
 
+# Of a program: a rank that may have others in other processes.
+REMOTE = """
+class Ranks:
+    rank, size, in_process = 0, 1, False
+    def all_gather(self, value): return [value]
+    def barrier(self): pass
+"""
+
+
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
 def test_a_layer_that_is_first_called_without_gradients_trains_as_others_do(run, mode):
     """Its launches that train take what is free; else they could wait for a collective that waits for them."""
     seen = run(f"""
 import megamoe
 from unittest import mock
-class Ranks:
-    rank, size, in_process = 0, 1, False
-    def all_gather(self, value): return [value]
-    def barrier(self): pass
-def patience():
+{REMOTE}def patience():
     return config()["ids"], argument().join_ns, argument().peers_ns
 def opened(*given):
     return mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
@@ -82,11 +87,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize("reserve_sms", [None, 20])
 def test_only_a_launch_with_all_of_its_ctas_is_cooperative(run, reserve_sms):
     seen = run(f"""
-class Ranks:
-    rank, size, in_process = 0, 1, False
-    def all_gather(self, value): return [value]
-    def barrier(self): pass
-def patience():
+{REMOTE}def patience():
     return argument().join_ns, argument().peers_ns
 with on_cpu():
     found, share = [], {reserve_sms!r}
