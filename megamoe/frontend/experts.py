@@ -75,9 +75,7 @@ class Experts(torch.Tensor):
     def size(self, dim: int | None = None) -> Any:
         """Return the shape; to DCP's planner, which compares it with the checkpoint's, that of all experts."""
         caller = sys._getframe(1).f_code.co_name
-        if (
-            caller == "tensor_func"
-        ):  # of _create_cpu_state_dict: it would forget which experts these are
+        if caller == "tensor_func":  # of _create_cpu_state_dict: it would forget which these are
             raise ArgumentError(
                 "stager", "BlockingAsyncStager", "dcp.async_save()'s own, or distribute()"
             )

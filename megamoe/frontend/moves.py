@@ -14,6 +14,7 @@ from megamoe.config import Problem
 from megamoe.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.frontend.agreement import check_equal, together
+from megamoe.frontend.experts import is_dtensor
 from megamoe.frontend.placement import ExpertPlacement
 from megamoe.frontend.replicas import Replicas, exchange
 from megamoe.uncompiled import uncompiled
@@ -116,7 +117,7 @@ def _moving(replicas: Replicas, weights: Any, optimizers: Any) -> dict[str, Tens
     for name, p in weights.items():
         if p is None:
             continue
-        if hasattr(p, "device_mesh"):
+        if is_dtensor(p):
             raise ArgumentError(f"weights.{name}", "a DTensor", "a tensor of this rank's slots")
         if p.shape[0] != room:
             expected = f"[{room}, ...], this rank's slots"

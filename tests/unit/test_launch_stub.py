@@ -332,18 +332,26 @@ print(json.dumps(messages))
     assert after == [0, 3]
 
 
-def test_launches_on_another_stream_wait_for_the_last(run):
-    seen = run("""
-log, handles = [], [1, 1, 2, 2, 1]
+# Of a program: streams by their handles, `waited(stream, event's stream)`, and a backend that has not launched.
+STREAMS = """
 class Side:
     def __init__(self, handle): self.cuda_stream = handle
-    def wait_event(self, event): log.append([self.cuda_stream, "waits for", event.stream.cuda_stream])
+    def wait_event(self, event): waited(self.cuda_stream, event.stream.cuda_stream)
 class Event:
     def record(self, stream): self.stream = stream
 with on_cpu():
     launches._orders.clear()
     backend = mega.MegaBackend(problem, device="cpu")
     backend.prepare(weights)
+"""
+
+
+def test_launches_on_another_stream_wait_for_the_last(run):
+    seen = run(f"""
+log, handles = [], [1, 1, 2, 2, 1]
+waited = lambda stream, other: log.append([stream, "waits for", other])
+{STREAMS}
+with on_cpu():
     with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handles[0])):
         launches.current_stream_handle = lambda ordinal: handles[0]
         while handles:
@@ -359,17 +367,11 @@ print(json.dumps(log))
 
 def test_captures_are_ordered_among_themselves(run):
     """Same streams, other captures: what is captured waits for what that capture holds, and for nothing else."""
-    seen = run("""
+    seen = run(f"""
 log, calls = [], [(1, 0), (1, 5), (2, 5), (2, 0), (1, 0), (1, 6), (1, 0), (2, 0)]
-class Side:
-    def __init__(self, handle): self.cuda_stream = handle
-    def wait_event(self, event): log[-1].append(event.stream.cuda_stream)
-class Event:
-    def record(self, stream): self.stream = stream
+waited = lambda stream, other: log[-1].append(other)
+{STREAMS}
 with on_cpu():
-    launches._orders.clear()
-    backend = mega.MegaBackend(problem, device="cpu")
-    backend.prepare(weights)
     with mock.patch.multiple("torch.cuda", Event=Event, current_stream=lambda *a: Side(handle)):
         launches.current_stream_handle = lambda ordinal: handle
         with mock.patch.object(launches, "_capture_id", lambda stream: capture):
