@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamoe import env
-from megamoe.errors import CompileError, ConfigError
+from megamoe.core import env
+from megamoe.core.errors import CompileError, ConfigError
 from megamoe.jit import prebuilt
 from megamoe.jit.compiler import (
     CompileResult,

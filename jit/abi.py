@@ -1,6 +1,6 @@
 """csrc/megamoe/layout/args.h as ctypes: Args, its parts, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
 
-The header is the only definition. It is read line by line, one field a line; tests/unit/test_abi.py compares every
+The header is the only definition. It is read line by line, one field a line; tests/unit/jit/test_abi.py compares every
 offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megamoe.errors import AbiMismatch
+from megamoe.core.errors import AbiMismatch
 from megamoe.jit import paths
 
 _SCALARS: dict[str, Any] = {

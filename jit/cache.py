@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megamoe import env
-from megamoe.errors import ConfigError
+from megamoe.core import env
+from megamoe.core.errors import ConfigError
 from megamoe.jit import paths
 
 Builder = Callable[

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megamoe import env
-from megamoe.errors import CompileError, MegaMoEError
+from megamoe.core import env
+from megamoe.core.errors import CompileError, MegaMoEError
 from megamoe.jit import cache, paths, prebuilt
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant

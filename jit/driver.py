@@ -7,7 +7,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from megamoe.errors import MegaMoEError
+from megamoe.core.errors import MegaMoEError
 
 
 def check(result: tuple[Any, ...]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megamoe.errors import ConfigError
+from megamoe.core.errors import ConfigError
 from megamoe.jit.source import ACTIVATIONS, TILE
 
 _BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"

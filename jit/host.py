@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megamoe.errors import CompileError
+from megamoe.core.errors import CompileError
 from megamoe.jit import cache, paths
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant

@@ -11,7 +11,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from megamoe.errors import AbiMismatch, NotCoResident
+from megamoe.core.errors import AbiMismatch, NotCoResident
 from megamoe.jit import abi
 from megamoe.jit.compiler import compile_variant
 from megamoe.jit.cubin import read_u32

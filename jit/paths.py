@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from megamoe.errors import CompileError
+from megamoe.core.errors import CompileError
 
 INSTALL = 'pip install "megamoe[cu13]"'
 CSRC = Path(__file__).resolve().parent.parent / "csrc"  # the same in a checkout and in a wheel

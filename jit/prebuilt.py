@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megamoe import env
-from megamoe.errors import AbiMismatch, CompileError, ConfigError
+from megamoe.core import env
+from megamoe.core.errors import AbiMismatch, CompileError, ConfigError
 from megamoe.jit import abi, cache, paths
 from megamoe.jit.cubin import read_u32
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
-from megamoe.formats.planes import by_plane, check_strides
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane, check_strides
+from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.quantization import stored_shape
-from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 from megamoe.jit.source import QUANTIZE, QUANTIZE_ENTRY, QUANTIZE_SOURCE

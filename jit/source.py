@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from megamoe.errors import ConfigError
-from megamoe.formats.table import PRECISIONS, TRAINED
+from megamoe.core.errors import ConfigError
+from megamoe.core.table import PRECISIONS, TRAINED
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",

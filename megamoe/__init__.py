@@ -11,10 +11,10 @@ _root = _Path(__file__).resolve().parent.parent
 if all((_root / name).exists() for name in ("jit/__init__.py", "csrc", "setup.py")):
     __path__.append(str(_root))
 
-from megamoe import env as _env  # noqa: E402
 from megamoe.backends.statistics import Statistics  # noqa: E402
-from megamoe.config import Activation, Problem, activation_by_name  # noqa: E402
-from megamoe.errors import (  # noqa: E402
+from megamoe.core import env as _env  # noqa: E402
+from megamoe.core.config import Activation, Problem, activation_by_name  # noqa: E402
+from megamoe.core.errors import (  # noqa: E402
     AbiMismatch,
     ArgumentError,
     CompileError,
@@ -30,13 +30,13 @@ from megamoe.errors import (  # noqa: E402
 )
 from megamoe.formats.versions import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
-from megamoe.frontend.functional import make_backend  # noqa: E402
-from megamoe.frontend.layer import Layer  # noqa: E402
-from megamoe.frontend.module import MegaMoE  # noqa: E402
-from megamoe.frontend.placement import ExpertPlacement  # noqa: E402
-from megamoe.frontend.report import memory_report  # noqa: E402
-from megamoe.frontend.shared_experts import SharedExperts  # noqa: E402
-from megamoe.frontend.training import (  # noqa: E402
+from megamoe.layer.functional import make_backend  # noqa: E402
+from megamoe.layer.layer import Layer  # noqa: E402
+from megamoe.layer.module import MegaMoE  # noqa: E402
+from megamoe.layer.placement import ExpertPlacement  # noqa: E402
+from megamoe.layer.report import memory_report  # noqa: E402
+from megamoe.layer.shared_experts import SharedExperts  # noqa: E402
+from megamoe.layer.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,
     get_optimizer_state_dict,

@@ -44,7 +44,7 @@ def _hopper_gpus() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     gpus, slow = _hopper_gpus(), os.environ.get("SLOW", "0") == "1"
-    from megamoe.env import share_gpus
+    from megamoe.core.env import share_gpus
 
     sharing = share_gpus()
     for item in items:

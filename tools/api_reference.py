@@ -14,15 +14,15 @@ INNER |= {"of_tables", "refuse", "replicas", "without_pool"}
 
 # Classes whose methods stand with those of a class that is made of them.
 PARTS = {
-    "Layer": (("megamoe.frontend.runtime", "Opened"), ("megamoe.frontend.moves", "Placed")),
-    "MegaMoE": (("megamoe.frontend.placed_module", "PlacedModule"),),
+    "Layer": (("megamoe.layer.runtime", "Opened"), ("megamoe.layer.moves", "Placed")),
+    "MegaMoE": (("megamoe.layer.placed_module", "PlacedModule"),),
 }
 
 Definition = ast.ClassDef | ast.FunctionDef
 
 
 def parse(module: str) -> ast.Module:
-    """Return the syntax of a module, `megamoe.config`; of a package, its __init__.py."""
+    """Return the syntax of a module, `megamoe.core.config`; of a package, its __init__.py."""
     path = ROOT / module.replace(".", "/")
     return ast.parse(
         (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()

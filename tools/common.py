@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # `python tools/x.py` works without an installation
     sys.path.insert(0, str(ROOT))
 
-from megamoe import env  # noqa: E402
-from megamoe.formats.table import PRECISIONS, TRAINED  # noqa: E402
+from megamoe.core import env  # noqa: E402
+from megamoe.core.table import PRECISIONS, TRAINED  # noqa: E402
 from megamoe.testing import backend_of, gpu_of  # noqa: E402
 from megamoe.testing import launch as spawn  # noqa: E402
 from megamoe.testing.shapes import SHAPES, Shape  # noqa: E402

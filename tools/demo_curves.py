@@ -21,7 +21,7 @@ import torch
 from common import header
 from demo_training import WINDOW, Setup, train
 
-from megamoe.config import PRECISIONS
+from megamoe.core.config import PRECISIONS
 
 FP8_TOLERANCE = 5e-3  # of BF16's final loss
 Key = tuple[str, str, int]  # backend, precision, seed

@@ -4,8 +4,8 @@
     python tools/gen_docs.py            rewrites what lies between the markers
     python tools/gen_docs.py --check    exit code 1 when a part is stale, and says which
 
-A part stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/env.py, the constructors of
-the backends in megamoe/frontend/functional.py, docstrings of what is public.
+A part stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/core/env.py, the
+constructors of the backends in megamoe/layer/functional.py, docstrings of what is public.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from pathlib import Path
 from api_reference import reference
 from common import ROOT
 
-from megamoe import env
-from megamoe.frontend.functional import BACKENDS, OPTIONS
+from megamoe.core import env
+from megamoe.layer.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
     "window": "a window to share with other layers; their own otherwise",

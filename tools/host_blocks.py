@@ -25,7 +25,7 @@ from latency_sweep import Timer, worst
 from sweep_contenders import Call
 from torch import Tensor, nn
 
-from megamoe.config import PRECISIONS
+from megamoe.core.config import PRECISIONS
 from megamoe.testing.compare import compare
 from megamoe.testing.shapes import Shape
 

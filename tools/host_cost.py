@@ -28,7 +28,7 @@ from sweep_contenders import problem_of
 import megamoe
 from megamoe.backends.kernels import kernel_span_ns
 from megamoe.backends.mega import MegaBackend
-from megamoe.frontend import autograd, functional
+from megamoe.layer import autograd, functional
 from megamoe.testing import make_inputs, make_weights
 
 CALLS = 50

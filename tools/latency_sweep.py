@@ -44,7 +44,7 @@ from sweep_contenders import DIRECTIONS, E4M3_FORWARD, Call, Contender, Entry, p
 from sweep_plot import Measurement, plot
 
 import megamoe
-from megamoe.config import PRECISIONS
+from megamoe.core.config import PRECISIONS
 from megamoe.testing import make_weights
 from megamoe.testing.shapes import Shape
 

@@ -33,7 +33,7 @@ from common import header
 from torch import Tensor
 
 from megamoe import ops
-from megamoe.config import ACTIVATIONS
+from megamoe.core.config import ACTIVATIONS
 
 FLUSH_BYTES = 256 << 20
 SPIN_CYCLES = 1_500_000

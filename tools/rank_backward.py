@@ -17,7 +17,7 @@ from torch import Tensor
 import megamoe
 from megamoe.backends import reference
 from megamoe.backends.reference.route import Rows
-from megamoe.memory.arguments import Plan
+from megamoe.launch.arguments import Plan
 from megamoe.testing import same_bits
 from megamoe.testing.gradients import (
     BACKWARD_STAGES,

@@ -11,9 +11,9 @@ from common import shapes_from
 from torch import Tensor
 
 import megamoe
-from megamoe.config import ACTIVATIONS
-from megamoe.formats.table import PRECISIONS
-from megamoe.memory.layout import min_pool_rows
+from megamoe.core.config import ACTIVATIONS
+from megamoe.core.table import PRECISIONS
+from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 

@@ -33,8 +33,8 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
-from megamoe.formats.table import PRECISIONS, TRAINED
-from megamoe.memory import panels
+from megamoe.core.table import PRECISIONS, TRAINED
+from megamoe.launch import panels
 from megamoe.testing import OVERLOADED, ROUTINGS, same_bits
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS
 from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker

@@ -11,7 +11,7 @@ from rank_gradients import Drawn
 from torch import Tensor
 
 from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
-from megamoe.full_fp32 import full_fp32
+from megamoe.core.full_fp32 import full_fp32
 from megamoe.testing import compare
 from megamoe.testing.gradients import GradientChecker
 

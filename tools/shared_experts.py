@@ -22,8 +22,8 @@ from sweep_contenders import Call
 from torch import Tensor
 
 from megamoe import ExpertWeights, Layer, Problem, SharedExperts
-from megamoe.config import PRECISIONS, activation_by_name
-from megamoe.formats.table import SCALE_GROUP
+from megamoe.core.config import PRECISIONS, activation_by_name
+from megamoe.core.table import SCALE_GROUP
 from megamoe.testing import compare, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 

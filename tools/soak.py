@@ -33,10 +33,10 @@ from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 from soak_train import hold_host, train, train_graph, train_nccl
 
 import megamoe
-from megamoe import env
-from megamoe.formats.table import PRECISIONS, TRAINED
-from megamoe.memory.window import Window
+from megamoe.core import env
+from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.testing import backend_of, launch, make_weights
+from megamoe.window.window import Window
 
 BACKENDS = "cpu:gloo,cuda:nccl"
 BLOCK = 500  # calls between two looks at the device

@@ -12,7 +12,7 @@ from soak_layer import Outcome, gather
 from soak_train import Trainer, shared_layers
 from torch import Tensor
 
-from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
 
 Saved = list[
     tuple[Tensor, Tensor]

@@ -19,8 +19,8 @@ from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
 from megamoe.backends.mega import MegaBackend
-from megamoe.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
-from megamoe.memory.window import Window
+from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.window.window import Window
 
 TIMEOUT_S = 3.0
 # when the last rank dies -> where the others notice

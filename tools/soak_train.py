@@ -15,9 +15,9 @@ from torch import Tensor
 import megamoe
 from megamoe.backends.mega import MegaBackend
 from megamoe.formats.cache import QuantizedCache
-from megamoe.memory.layout import min_pool_rows
-from megamoe.memory.window import Window
+from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights, same_bits
+from megamoe.window.window import Window
 
 LOOK = 250  # iterations between two looks at the device
 RATE = 2e-3  # of a step's length over the weights' own

@@ -11,7 +11,7 @@ from common import Rank
 from torch import Tensor
 
 import megamoe
-from megamoe.config import PRECISIONS
+from megamoe.core.config import PRECISIONS
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows

@@ -39,7 +39,7 @@ from sweep_contenders import Contender, Entry, problem_of
 from torch import Tensor
 
 from megamoe.backends.emulation import Emulation
-from megamoe.config import PRECISIONS, Problem
+from megamoe.core.config import PRECISIONS, Problem
 from megamoe.jit.paths import CSRC
 from megamoe.testing import make_inputs, make_weights
 

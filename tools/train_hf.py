@@ -27,8 +27,8 @@ from demo_training import Recipe, Setup
 from torch import Tensor
 
 import megamoe
-from megamoe.config import Problem
-from megamoe.frontend.functional import choose
+from megamoe.core.config import Problem
+from megamoe.layer.functional import choose
 
 if TYPE_CHECKING:
     from hf_model import Sizes

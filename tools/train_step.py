@@ -25,9 +25,9 @@ from demo_model import ModelConfig, shared_corpus
 from demo_training import WINDOW, Recipe, Setup, train
 
 import megamoe
-from megamoe.config import Problem
-from megamoe.formats.table import TRAINED
-from megamoe.frontend.functional import choose
+from megamoe.core.config import Problem
+from megamoe.core.table import TRAINED
+from megamoe.layer.functional import choose
 
 CPU_MODEL = ModelConfig()
 GPU_MODEL = ModelConfig(

@@ -18,7 +18,7 @@ from common import Rank, add_launch_arguments, add_shape_arguments, header, laun
 from latency_sweep import Timer, local_shapes, worst
 from sweep_contenders import DIRECTIONS, Contender, Entry, problem_of
 
-from megamoe.config import PRECISIONS
+from megamoe.core.config import PRECISIONS
 from megamoe.testing import make_weights
 from megamoe.testing.shapes import Shape
 

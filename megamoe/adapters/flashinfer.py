@@ -20,13 +20,13 @@ from flashinfer.moe_ep.core.validation.common import validate_mega_forward_input
 from torch import Tensor
 
 from megamoe.adapters.host_windows import borrow_window, return_window
-from megamoe.config import Activation, Problem, activation_by_name
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.config import Activation, Problem, activation_by_name
+from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.table import E4M3_BLOCKS, MXFP4
 from megamoe.formats.cache import quantize_weights
-from megamoe.formats.table import E4M3_BLOCKS, MXFP4
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import check_options, resolve
-from megamoe.frontend.layer import Layer
+from megamoe.layer.functional import check_options, resolve
+from megamoe.layer.layer import Layer
 
 NAME = "megamoe"
 
@@ -36,7 +36,7 @@ class MegaMoEConfig:
     """What MegaConfig(megakernel=...) takes for a megamoe layer.
 
     intermediate_size: I of each expert. top_k: experts a token.
-    precision: of the products, see megamoe.config.Problem. activation: a name or an Activation, gated or not.
+    precision: of the products, see megamoe.core.config.Problem. activation: a name or an Activation, gated or not.
     backend, options: of megamoe.Layer.
     """
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Activation, activation_by_name
-from megamoe.errors import ConfigError
+from megamoe.core.config import Activation, activation_by_name
+from megamoe.core.errors import ConfigError
 
 _GATED = ("swiglu", "geglu", "geglu_tanh")
 _SAMPLES = 8192

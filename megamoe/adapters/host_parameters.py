@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.formats.versions import invalidate
-from megamoe.frontend import main_grad
+from megamoe.layer import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megamoe.errors import ConfigError
+from megamoe.core.errors import ConfigError
 
 _MISSING = object()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megamoe.config import Problem
-from megamoe.frontend.functional import choose
-from megamoe.memory.window import Window, WindowSpec
+from megamoe.core.config import Problem
+from megamoe.layer.functional import choose
+from megamoe.window.window import Window, WindowSpec
 
 _windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
 

@@ -38,11 +38,11 @@ from megamoe.adapters.megatron_experts import (
     turned_ids,
     weights_of,
 )
-from megamoe.config import Problem
-from megamoe.errors import ConfigError
-from megamoe.frontend.agreement import together
-from megamoe.frontend.functional import check_options, resolve
-from megamoe.frontend.layer import Layer
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
+from megamoe.group.agreement import together
+from megamoe.layer.functional import check_options, resolve
+from megamoe.layer.layer import Layer
 
 MAX_TOKENS = 8192
 

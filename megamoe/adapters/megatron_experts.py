@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import as_one, joined, tie
-from megamoe.config import Activation
-from megamoe.errors import ConfigError
+from megamoe.core.config import Activation
+from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 

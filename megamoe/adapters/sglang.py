@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megamoe.adapters.host_patches import Patches, found
 from megamoe.adapters.host_windows import borrow_window, return_window
-from megamoe.config import Activation, Problem
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.config import Activation, Problem
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import check_options, resolve
-from megamoe.frontend.layer import Layer
+from megamoe.layer.functional import check_options, resolve
+from megamoe.layer.layer import Layer
 
 log = logging.getLogger("megamoe")
 

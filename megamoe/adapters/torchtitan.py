@@ -29,11 +29,11 @@ from megamoe.adapters.torchtitan_experts import (
     tie_experts,
     weights_of,
 )
-from megamoe.config import Problem
-from megamoe.errors import ConfigError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import invalidate
-from megamoe.frontend.functional import check_options, resolve
-from megamoe.frontend.layer import Layer
+from megamoe.layer.functional import check_options, resolve
+from megamoe.layer.layer import Layer
 
 MAX_TOKENS = 8192
 

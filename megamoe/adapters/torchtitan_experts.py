@@ -13,8 +13,8 @@ from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
 
 from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import joined, tie
-from megamoe.config import Activation, activation_by_name
-from megamoe.errors import ConfigError
+from megamoe.core.config import Activation, activation_by_name
+from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 

@@ -35,11 +35,11 @@ from megamoe.adapters.transformers_weights import (
     precisions_of,
     weights_of,
 )
-from megamoe.config import Problem
-from megamoe.errors import ConfigError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import check_options, resolve
-from megamoe.frontend.layer import Layer
+from megamoe.layer.functional import check_options, resolve
+from megamoe.layer.layer import Layer
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -67,7 +67,8 @@ class Experts:
     """What is registered: a function of the experts' module, with a layer for each of them.
 
     backend: of megamoe.Layer. precision: None means what the weights are stored in, bf16 for floats; see
-    megamoe.config.Problem. max_tokens: of a call of the layer; longer inputs take several. options: of the backends.
+    megamoe.core.config.Problem. max_tokens: of a call of the layer; longer inputs take several.
+    options: of the backends.
     Raises ConfigError for any that no layer could have.
     """
 

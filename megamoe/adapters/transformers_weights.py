@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megamoe.adapters.host_activations import candidates, matching
-from megamoe.config import Activation
-from megamoe.errors import ConfigError
-from megamoe.formats.table import SCALE_GROUP
+from megamoe.core.config import Activation
+from megamoe.core.errors import ConfigError
+from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 

@@ -20,9 +20,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 
 from megamoe.adapters.host_patches import Patches, found
 from megamoe.adapters.vllm_experts import Experts, Layers, PrepareAndFinalize
-from megamoe.config import Problem
-from megamoe.errors import ConfigError
-from megamoe.frontend.functional import check_options, resolve
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
+from megamoe.layer.functional import check_options, resolve
 
 
 class Installed:

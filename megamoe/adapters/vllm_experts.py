@@ -19,11 +19,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from megamoe.config import ACTIVATIONS, Activation, Problem
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.config import ACTIVATIONS, Activation, Problem
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.functional import resolve
-from megamoe.frontend.layer import Layer
+from megamoe.layer.functional import resolve
+from megamoe.layer.layer import Layer
 
 _PRECISIONS = {(None, None): "bf16", (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8"}
 _PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}

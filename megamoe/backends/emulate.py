@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megamoe.backends.emulation import DEFAULT_CTAS, Emulation
-from megamoe.backends.order import BACKWARD, RECORDED, REFUSED, Mark, meet
 from megamoe.backends.reference.backend import pack, unpack
 from megamoe.backends.statistics import Statistics
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
-from megamoe.memory import layout
-from megamoe.memory.arguments import Plan
-from megamoe.memory.transport.group import Group, TorchGroup, as_group
+from megamoe.group.group import Group, TorchGroup, as_group
+from megamoe.group.order import BACKWARD, RECORDED, REFUSED, Mark, meet
+from megamoe.launch import layout
+from megamoe.launch.arguments import Plan
 
 
 class EmulateBackend:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi
-from megamoe.memory import layout
-from megamoe.memory.arguments import Plan
+from megamoe.launch import layout
+from megamoe.launch.arguments import Plan
 
 MAP_MARK = 0x70614D54  # EmulatedTensorMap::valid_mark in csrc/fibers/tma.h
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import env
 from megamoe.backends.emulated_rank import Kept, Rank, aligned_zeros, encode_emulated, nan_like
 from megamoe.backends.gradients import Targets
 from megamoe.backends.statistics import Statistics
-from megamoe.config import Problem
-from megamoe.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
+from megamoe.core import env
+from megamoe.core.config import Problem
+from megamoe.core.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
-from megamoe.memory import arguments, layout, training
+from megamoe.launch import arguments, layout, training
 
 REPORT_BYTES = 1 << 16
 DEFAULT_CTAS = 2

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
-from megamoe.formats.planes import STRIDE_BYTES, check_strides
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import STRIDE_BYTES, check_strides
 from megamoe.formats.weights import ExpertWeights
 
 NAMES = ("w13", "w2", "b13", "b2")

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.jit import abi, compiler
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
-from megamoe.memory import panels
-from megamoe.memory.arguments import PROFILE_SLOTS, Plan, fill_static
-from megamoe.memory.launches import on_device
-from megamoe.memory.window import Window
+from megamoe.launch import panels
+from megamoe.launch.arguments import PROFILE_SLOTS, Plan, fill_static
+from megamoe.launch.launches import on_device
+from megamoe.window.window import Window
 
 PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
 _CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import env
 from megamoe.backends import kernels
 from megamoe.backends.kernels import MAX_GROUP, PAIR_CTAS, LayerKernels
 from megamoe.backends.mega_training import Training
 from megamoe.backends.reserve import agree_on, share_of
 from megamoe.backends.statistics import Statistics
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core import env
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
+from megamoe.group.group import all_or_none, as_group
 from megamoe.jit.source import Variant
-from megamoe.memory import layout
-from megamoe.memory.arguments import Plan, fill_pointers, fill_weights
-from megamoe.memory.launches import (
+from megamoe.launch import layout
+from megamoe.launch.arguments import Plan, fill_pointers, fill_weights
+from megamoe.launch.launches import (
     alike,
     allocator,
     current_device,
@@ -33,8 +34,7 @@ from megamoe.memory.launches import (
     on_device,
     refuse_capture,
 )
-from megamoe.memory.transport.group import all_or_none, as_group
-from megamoe.memory.window import Window
+from megamoe.window.window import Window
 
 
 def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:

@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.backends.gradients import Targets
 from megamoe.backends.kernels import LayerKernels, check_rows, weights_key
-from megamoe.errors import ArgumentError, MegaMoEError
+from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 from megamoe.jit.source import Variant
-from megamoe.memory.arguments import fill_call, fill_weights
-from megamoe.memory.launches import launch_lock, launch_order
-from megamoe.memory.training import (
+from megamoe.launch.arguments import fill_call, fill_weights
+from megamoe.launch.launches import launch_lock, launch_order
+from megamoe.launch.training import (
     fill_backward,
     fill_backward_call,
     fill_gradients,

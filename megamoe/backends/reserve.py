@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from megamoe import env
-from megamoe.errors import RankMismatch
-from megamoe.memory.transport.group import Group
+from megamoe.core import env
+from megamoe.core.errors import RankMismatch
+from megamoe.group.group import Group
 
 # What a launch waits at most for SMs that others hold; as much is lost where they hold them for longer.
 JOIN_NS = 50_000

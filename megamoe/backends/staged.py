@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backends.order import (
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import Problem
+from megamoe.core.planes import rows_of
+from megamoe.formats.quantization import Codec, codec
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights
+from megamoe.group.order import (
     GRAD_OF_ROWS,
     GRAD_OF_X,
     MARK_INTS,
@@ -22,12 +28,6 @@ from megamoe.backends.order import (
     Mark,
     meet,
 )
-from megamoe.backends.statistics import Statistics
-from megamoe.config import Problem
-from megamoe.formats.planes import rows_of
-from megamoe.formats.quantization import Codec, codec
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights
 
 
 class _AllToAll(torch.autograd.Function):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config import CHUNK_TOKENS
-from megamoe.errors import MegaMoEError
+from megamoe.core.config import CHUNK_TOKENS
+from megamoe.core.errors import MegaMoEError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 
 from megamoe.checkpoints.conversion import convert
 from megamoe.checkpoints.layouts import LAYOUTS
-from megamoe.errors import MegaMoEError
+from megamoe.core.errors import MegaMoEError
 
 
 def _gigabytes(text: str) -> float:

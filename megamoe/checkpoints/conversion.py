@@ -16,7 +16,7 @@ from torch import Tensor
 from megamoe.checkpoints.experts import Experts, find
 from megamoe.checkpoints.files import Output, Source, folder_of, write
 from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
 
 SHARD_BYTES = 5 * 10**9
 _BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer

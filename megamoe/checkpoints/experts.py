@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamoe.checkpoints.files import Source
 from megamoe.checkpoints.layouts import FLOATS, LAYOUTS, PACKED, SCALED, Entry, Layout
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
 
 _NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
 _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers and experts

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,6})(-of-)(\d{1,6})\.safetensors")
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe.core.table import MXFP4, MXFP4_GROUP, SCALE_GROUP
 from megamoe.formats.mxfp4 import arrange_scales, plain_scales
-from megamoe.formats.table import MXFP4, MXFP4_GROUP, SCALE_GROUP
 
 FLOATS = ("BF16", "F16", "F32")  # as safetensors names them
 SCALED = ("F8_E4M3",)

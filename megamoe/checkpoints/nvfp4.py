@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoints.files import Source, folder_of
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
 
 # Behind a projection's name: numbers, a scale for 16 of them, one for the matrix, and whether that divides.
 _WRITERS = (

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from megamoe.config import Problem
-from megamoe.errors import CompileError, MegaMoEError
+from megamoe.core.config import Problem
+from megamoe.core.errors import CompileError, MegaMoEError
+from megamoe.core.table import E4M3_BLOCKS, Format
 from megamoe.formats.quantization import (
     codec,
     quantize_blockwise,
     stored_shape,
     transpose_blocks,
 )
-from megamoe.formats.table import E4M3_BLOCKS, Format
 from megamoe.formats.versions import (
     Version,
     invalidations,

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
-from megamoe.formats.planes import by_plane
-from megamoe.formats.table import FP4_HEADER, SCALE_GROUP, Format
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane
+from megamoe.core.table import FP4_HEADER, SCALE_GROUP, Format
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 PACKED = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)

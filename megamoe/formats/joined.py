@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
 
 
 class Joined(torch.autograd.Function):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane, rows_of
+from megamoe.core.table import FP4_HEADER, MXFP4, MXFP4_GROUP
 from megamoe.formats import fp4
-from megamoe.formats.planes import by_plane, rows_of
-from megamoe.formats.table import FP4_HEADER, MXFP4, MXFP4_GROUP
 
 BIAS = 127  # of a scale's exponent
 NAN_SCALE = 255

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane, rows_of
+from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP, SCALE_GROUP
 from megamoe.formats import fp4
-from megamoe.formats.planes import by_plane, rows_of
-from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP, SCALE_GROUP
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX, E2M1_MAX = 448.0, 6.0

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.errors import ArgumentError, ConfigError
-from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
-from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
-from megamoe.formats.planes import by_plane, rows_of
-from megamoe.formats.table import (
+from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.planes import by_plane, rows_of
+from megamoe.core.table import (
     BF16,
     E4M3_BLOCKS,
     E4M3_QUADS,
@@ -27,6 +25,8 @@ from megamoe.formats.table import (
     SCALE_GROUP,
     Format,
 )
+from megamoe.formats.mxfp4 import dequantize_mxfp4, quantize_mxfp4
+from megamoe.formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 E4M3, E4M3_MAX = E4M3_ROWS.dtype, E4M3_ROWS.largest
 MIN_AMAX = 1e-10

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megamoe.uncompiled import uncompiled
+from megamoe.core.uncompiled import uncompiled
 
 # Steps of any optimizer of this process, twice.
 _steps = [0]

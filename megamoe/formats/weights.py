@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane, check_kind, check_memory, check_strides
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
 from megamoe.formats.joined import Joined, check_joinable, join_pair
-from megamoe.formats.planes import by_plane, check_kind, check_memory, check_strides
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megamoe.config import Activation
-from megamoe.errors import ArgumentError
-from megamoe.formats.planes import STRIDE_BYTES, map_strides
+from megamoe.core.config import Activation
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import STRIDE_BYTES, map_strides
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
-from megamoe.memory.arguments import Encoder, set_map
+from megamoe.launch.arguments import Encoder, set_map
 
 Scales = tuple[Tensor | None, Tensor | None]
 _ROWS, _HALF = abi.GROUP_ROWS, abi.TILES[TILE].half_columns

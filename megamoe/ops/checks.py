@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import transforms
-from megamoe.config import MAX_LOCAL_EXPERTS
-from megamoe.errors import ArgumentError
-from megamoe.formats.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
-from megamoe.uncompiled import uncompiled
+from megamoe.core import transforms
+from megamoe.core.config import MAX_LOCAL_EXPERTS
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
+from megamoe.core.uncompiled import uncompiled
 
 E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Activation
+from megamoe.core.config import Activation
+from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.cache import quantize_weights
 from megamoe.formats.quantization import GROUP, num_groups, quantize_rows
-from megamoe.formats.table import E4M3_BLOCKS
 from megamoe.ops.checks import E4M3
 from megamoe.ops.gradients import (
     of_bias,

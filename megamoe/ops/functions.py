@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megamoe.config import Activation, activation_by_name
+from megamoe.core.config import Activation, activation_by_name
 from megamoe.formats import quantization
 from megamoe.formats.quantization import num_groups
 from megamoe.ops import checks, dynamic, gradients, operators

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Activation
-from megamoe.errors import MegaMoEError
+from megamoe.core.config import Activation
+from megamoe.core.errors import MegaMoEError
 from megamoe.ops.operators import (
     grouped_activation,
     grouped_activation_gradient,

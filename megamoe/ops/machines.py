@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from megamoe import env
 from megamoe.backends.emulated_rank import encode_emulated
 from megamoe.backends.emulation import REPORT_BYTES, EmulationError, load_kernel
 from megamoe.backends.kernels import PAIR_CTAS, why_not
+from megamoe.core import env
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.memory.arguments import Encoder
-from megamoe.memory.launches import (
+from megamoe.launch.arguments import Encoder
+from megamoe.launch.launches import (
     current_stream_handle,
     launch_lock,
     on_device,

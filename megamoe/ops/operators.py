@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Activation
-from megamoe.formats.planes import STRIDE_BYTES
+from megamoe.core.config import Activation
+from megamoe.core.planes import STRIDE_BYTES
 from megamoe.formats.quantization import num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, reference

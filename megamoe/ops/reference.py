@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamoe.config import Activation
+from megamoe.core.config import Activation
+from megamoe.core.full_fp32 import full_fp32
 from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
-from megamoe.full_fp32 import full_fp32
 from megamoe.ops import scales
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.formats import cache
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights, TurnedWeights

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.testing.inputs import Inputs, make_inputs
 
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "one_expert")

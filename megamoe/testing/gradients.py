@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.testing.compare import Tolerance, rounding_step
 from megamoe.testing.stages import (
     BF16_STEP,

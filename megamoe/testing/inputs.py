@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 
 # Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megamoe import env
+from megamoe.core import env
 
 # What the fork server imports once, not once for each rank and launch.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "megamoe"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.reference.quant import dequantize_rows
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.testing.compare import Tolerance, compare, rounding_step
 
 # Relative Frobenius error. The oracle rounds where the kernel rounds: what is left is the order of sums, and roundings

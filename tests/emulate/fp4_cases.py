@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.emulation import Emulation
-from megamoe.config import Problem
+from megamoe.core.config import Problem
+from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.mxfp4 import arrange_scales
 from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
-from megamoe.formats.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.weights import ExpertWeights, expected_weights
-from megamoe.memory.layout import min_pool_rows
+from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from training_cases import Call, check, judge, least_pool, zeros
 
 from megamoe.backends.emulation import Emulation
-from megamoe.config import ACTIVATIONS, Problem
+from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.testing.compare import rounding_step
 from megamoe.testing.gradients import GRADIENTS
 from megamoe.testing.inputs import OVERLOADED, ROUTINGS

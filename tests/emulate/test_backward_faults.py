@@ -11,8 +11,8 @@ from training_cases import Call, check, judge
 
 from megamoe.backends import emulation as emulator
 from megamoe.backends.emulation import Emulation
-from megamoe.config import Problem
-from megamoe.errors import PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.config import Problem
+from megamoe.core.errors import PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.testing.compare import rounding_step
 
 PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference.layer import forward
-from megamoe.config import ACTIVATIONS, Problem
-from megamoe.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.config import ACTIVATIONS, Problem
+from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights
-from megamoe.memory import arguments, layout
-from megamoe.memory.transport.group import ThreadGroup
+from megamoe.group.group import ThreadGroup
+from megamoe.launch import arguments, layout
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.launch import launch

@@ -31,14 +31,14 @@ from hypothesis import strategies as st
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.kernels import rows_of_forward
 from megamoe.backends.reference import forward
-from megamoe.config import Activation, Problem
+from megamoe.core.config import Activation, Problem
+from megamoe.core.table import NVFP4_GROUP
 from megamoe.formats.fp4 import MAGNITUDES
 from megamoe.formats.mxfp4 import arrange_scales, plain_scales
 from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
 from megamoe.formats.nvfp4 import plain_scales as plain_nvfp4
 from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.table import NVFP4_GROUP
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
 

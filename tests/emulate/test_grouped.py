@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe import ops
 from megamoe.backends.emulation import EmulationError
 from megamoe.backends.reference.backward import activation_gradient
-from megamoe.config import ACTIVATIONS, KINDS, Activation
+from megamoe.core.config import ACTIVATIONS, KINDS, Activation
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,

@@ -11,8 +11,8 @@ from test_forward import columns, inputs_of
 from training_cases import check
 
 from megamoe.backends.emulation import Emulation
-from megamoe.config import Problem
-from megamoe.errors import RankMismatch
+from megamoe.core.config import Problem
+from megamoe.core.errors import RankMismatch
 from megamoe.testing.compare import same_bits
 
 CTAS, SEEDS, TOKENS = 8, range(1, 9), [40, 0, 70]

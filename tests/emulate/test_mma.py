@@ -14,7 +14,7 @@ import torch
 from test_ops import launch, make_args, run, swizzled
 
 from megamoe import jit
-from megamoe.errors import CompileError
+from megamoe.core.errors import CompileError
 from megamoe.jit import host, paths
 
 WIDTHS = (8, 16, 32, 64, 128, 256)

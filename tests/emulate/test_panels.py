@@ -10,9 +10,9 @@ from flaws import names, plant
 from fp4_cases import by_quads, check, least_pool, over_ranks, plainly, random_bits
 
 from megamoe.backends.emulation import Emulation, EmulationError
-from megamoe.config import Activation, Problem
-from megamoe.errors import ProtocolTimeout
-from megamoe.memory import panels
+from megamoe.core.config import Activation, Problem
+from megamoe.core.errors import ProtocolTimeout
+from megamoe.launch import panels
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 

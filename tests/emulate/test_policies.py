@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.config import ACTIVATIONS, Activation
+from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.jit import abi, host, paths
 from megamoe.jit.source import ACTIVATIONS as POLICIES
 

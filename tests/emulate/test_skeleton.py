@@ -10,9 +10,9 @@ import torch
 
 from megamoe.backends.emulate import Emulation
 from megamoe.backends.reference.layer import forward
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.jit.source import TILE, Variant
-from megamoe.memory import layout
+from megamoe.launch import layout
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import make_inputs, make_weights
 

@@ -11,8 +11,8 @@ from fp4_cases import spread_ids
 from training_cases import Call, check
 
 from megamoe.backends.emulation import Emulation, EmulationError
-from megamoe.config import Problem
-from megamoe.errors import ProtocolTimeout
+from megamoe.core.config import Problem
+from megamoe.core.errors import ProtocolTimeout
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits
 

@@ -12,10 +12,10 @@ from training_cases import Call, zeros
 
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.emulation import Emulation
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import TurnedWeights
-from megamoe.memory.transport.group import ThreadGroup
+from megamoe.group.group import ThreadGroup
 from megamoe.testing.layouts import LAYOUTS
 
 ALL = (True,) * 6

@@ -7,7 +7,7 @@ import torch
 from training_cases import Call, judge, pretend
 
 from megamoe.backends.emulation import Emulation
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 
 SMALL = {
     "hidden": 144,

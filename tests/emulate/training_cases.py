@@ -13,9 +13,9 @@ from megamoe.backends.emulation import Emulation
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
 from megamoe.backends.reference.route import BLOCK, CHUNK, Rows
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
-from megamoe.memory import layout
+from megamoe.launch import layout
 from megamoe.testing.gradients import GRADIENTS, GradientChecker
 from megamoe.testing.inputs import Inputs, make_inputs, make_weights
 

@@ -13,13 +13,13 @@ from megamoe.backends import mega, reserve
 from megamoe.backends.mega import MegaBackend
 from megamoe.backends.reference.backward import backward as oracle
 from megamoe.backends.reference.route import route
-from megamoe.config import Problem
-from megamoe.errors import MegaMoEError, RankMismatch
+from megamoe.core.config import Problem
+from megamoe.core.errors import MegaMoEError, RankMismatch
 from megamoe.formats.weights import TurnedWeights
-from megamoe.memory.layout import min_pool_rows
-from megamoe.memory.window import Window
+from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.gradients import KERNEL_LIMIT, LIMIT, OF_DX
+from megamoe.window.window import Window
 
 NAMES = ("dx", "d_topk_weights", "dw13", "dw2", "db13", "db2")
 ALL = [True] * 6

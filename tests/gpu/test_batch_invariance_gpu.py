@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe import Problem, make_backend
-from megamoe.memory.layout import min_pool_rows
+from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
 

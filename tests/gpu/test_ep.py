@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from megamoe import MegaMoE, Problem, make_backend
 from megamoe.backends import reference
-from megamoe.memory.layout import BLOCK_ROWS, min_pool_rows
-from megamoe.memory.window import Window
+from megamoe.launch.layout import BLOCK_ROWS, min_pool_rows
 from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.stages import StageChecker
+from megamoe.window.window import Window
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND, DEVICE, PROCESS_GROUP = "mega", "cuda", "cpu:gloo,cuda:nccl"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megamoe.backends import reference
-from megamoe.config import Problem
-from megamoe.errors import ConfigError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
 from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
@@ -130,7 +130,7 @@ def test_passes_and_grid_do_not_change_bits(precision):
     problem, backend, call = make(precision)
     y = backend.forward(*call)
     from megamoe.backends.mega import MegaBackend
-    from megamoe.memory.layout import min_pool_rows
+    from megamoe.launch.layout import min_pool_rows
 
     other = MegaBackend(problem, pool_rows=min_pool_rows(problem), reserve_sms=40)
     assert torch.equal(other.forward(*call), y)

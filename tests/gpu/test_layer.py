@@ -8,9 +8,9 @@ import torch
 
 from megamoe import MegaMoE
 from megamoe.backends import reference
-from megamoe.errors import ArgumentError
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend.autograd import apply
+from megamoe.layer.autograd import apply
 from megamoe.testing import assert_close, make_inputs, same_bits
 
 pytestmark = pytest.mark.gpu

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from megamoe import ops
-from megamoe.config import ACTIVATIONS
+from megamoe.core.config import ACTIVATIONS
+from megamoe.core.full_fp32 import full_fp32
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
     quantize_blockwise,
     quantize_rows,
 )
-from megamoe.full_fp32 import full_fp32
 from megamoe.jit.__main__ import main as jit
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, operators, reference
@@ -294,7 +294,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 import torch
-from megamoe.errors import CompileError
+from megamoe.core.errors import CompileError
 from megamoe.jit import paths
 def hidden():
     raise CompileError("the CUTLASS headers are missing")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megamoe import ExpertWeights, Problem, activation_by_name, make_backend
-from megamoe.memory import panels
+from megamoe.launch import panels
 from megamoe.testing import make_inputs, same_bits
 
 NEVER = 1 << 20

@@ -19,7 +19,7 @@ from sglang.srt.layers.moe import mega_moe, mega_moe_sm90  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # noqa: E402
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402, F401
 
-from megamoe.config import Problem  # noqa: E402
+from megamoe.core.config import Problem  # noqa: E402
 from megamoe.testing import make_weights  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 256, 128, 6, 3, 64

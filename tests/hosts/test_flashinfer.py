@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pages import programs
 
 from megamoe import ExpertWeights, Layer, Problem
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.quantization import dequantize_rows, quantize_rows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pages import programs
 
-from megamoe.config import ACTIVATIONS, Activation
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.frontend import main_grad
+from megamoe.core.config import ACTIVATIONS, Activation
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.layer import main_grad
 from megamoe.testing import assert_close, compare, same_bits
 from megamoe.testing.copies import watched
 

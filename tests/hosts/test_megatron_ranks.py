@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe.errors import MegaMoEError
+from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megamoe import ExpertWeights, Layer
-from megamoe.config import Activation
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.config import Activation
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, same_bits
 
 pytest.importorskip("sglang", reason="sglang is missing: make hosts")

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megamoe.config import ACTIVATIONS, Activation
-from megamoe.errors import ArgumentError, ConfigError
+from megamoe.core.config import ACTIVATIONS, Activation
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.testing import assert_close, same_bits
 from megamoe.testing.copies import watched
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megamoe.errors import MegaMoEError
+from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 from megamoe.testing.copies import watched
 

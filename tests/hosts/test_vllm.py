@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megamoe import Layer
-from megamoe.config import Activation
-from megamoe.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.config import Activation
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, make_weights, same_bits
 
 pytest.importorskip("vllm", reason="vllm is missing: make hosts")

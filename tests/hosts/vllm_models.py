@@ -30,7 +30,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import ( 
 from vllm.model_executor.layers.quantization import fp8  # noqa: E402
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
-from megamoe.config import Problem  # noqa: E402
+from megamoe.core.config import Problem  # noqa: E402
 from megamoe.testing import make_weights  # noqa: E402
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, MAX_TOKENS = 256, 128, 6, 3, 64

@@ -15,8 +15,8 @@ PRELUDE = """
 import ctypes, json, sys
 from unittest import mock
 import torch
-from megamoe.errors import *
-from megamoe.config import Problem
+from megamoe.core.errors import *
+from megamoe.core.config import Problem
 from megamoe.jit import abi, module
 from megamoe.jit.driver import device_attribute
 from megamoe.jit.tensormap import encode
@@ -56,8 +56,8 @@ def on_cpu():
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 from megamoe.backends import mega
-from megamoe.memory import launches
-from megamoe.memory.window import Window
+from megamoe.launch import launches
+from megamoe.window.window import Window
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, expected_weights
 module.load_kernel = lambda variant, device: KERNEL
 module.compile_variant = lambda variant: None

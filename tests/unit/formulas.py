@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamoe.config import Activation
+from megamoe.core.config import Activation
 
 
 def activate(activation: Activation, gate_up: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
-from megamoe.backends.order import BACKWARD
 from megamoe.backends.staged import StagedBackend, moe, without_rows_behind
 from megamoe.formats.weights import ExpertWeights
-from megamoe.frontend import functional
-from megamoe.frontend.backward import _recording_gradients
+from megamoe.group.order import BACKWARD
+from megamoe.layer import functional
+from megamoe.layer.backward import _recording_gradients
 
 COMPLETE = 0x5A
 

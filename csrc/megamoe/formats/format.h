@@ -1,5 +1,5 @@
 // Formats: how the numbers of x, of the weights and of h are stored, each by itself. A format is a type; a
-// precision names three; megamoe/formats/table.py has the table.
+// precision names three; megamoe/core/table.py has the table.
 //
 //   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: one fp32 scale a row and
 //                    128 columns stands beside them; stage(ctx, tokens): x -> window; if scaled

@@ -2,7 +2,7 @@
 //
 // This file is its only definition. Python (jit/abi.py) reads it line by line to build the ctypes.Structure,
 // so every field is one line `type name;` or `type name[count];`, largest alignment first within a group. All
-// byte offsets are computed in megamoe/memory/layout.py; the kernel receives pointers and offsets and
+// byte offsets are computed in megamoe/launch/layout.py; the kernel receives pointers and offsets and
 // computes none. Shapes: T tokens of this rank, R ranks, E experts, L local experts, K top-k, H hidden, I
 // intermediate, M pool rows, C chunks of 32 tokens, P planes of w13 (2 gated, 1 not).
 #pragma once

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.backends.order import BACKWARD, RECORDED, REFUSED, Mark, meet
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
 from megamoe.backends.reference.quant import quantize_experts
 from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantized import QuantizedRows
+from megamoe.group.order import BACKWARD, RECORDED, REFUSED, Mark, meet
 
 # what has a gradient -> its name in backward's results
 RESULTS = {

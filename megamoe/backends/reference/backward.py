@@ -13,8 +13,8 @@ from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
 from megamoe.backends.reference.layer import keep_rows, kept_tokens
 from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
-from megamoe.config import Activation, Problem
-from megamoe.full_fp32 import full_fp32
+from megamoe.core.config import Activation, Problem
+from megamoe.core.full_fp32 import full_fp32
 
 
 def backward(

@@ -11,9 +11,9 @@ from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import grouped_gemm
 from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
 from megamoe.backends.reference.route import Rows, route
-from megamoe.config import Problem
+from megamoe.core.config import Problem
+from megamoe.core.full_fp32 import full_fp32
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.full_fp32 import full_fp32
 
 
 def forward(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 
 GROUP = 128
 

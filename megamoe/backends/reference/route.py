@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
+from megamoe.core.config import Problem
 
 CHUNK = 32  # tokens
 BLOCK = 128  # rows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.config import Problem
-from megamoe.errors import ArgumentError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
 
 COMPLETE = 0x6D6F65
 HEADER_BYTES = 32  # int64: COMPLETE, number of the backend, fingerprint of the problem, tokens

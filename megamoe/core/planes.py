@@ -1,0 +1,78 @@
+"""Weights by plane: [L, P, I, K] views of any layout that TMA reads in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe.core.errors import ArgumentError
+
+STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
+# Such an address may be an offset into storage that was freed: check_memory() is exact. GPUs have no memory there.
+SUSPECT_BELOW = 1 << 32
+_IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
+
+
+def by_plane(w: Tensor, planes: int) -> Tensor:
+    """w: [L, P*I, K] or [L, P, I, K] -> [L, P, I, K], a view."""
+    return w if w.dim() == 4 else w.unflatten(1, (planes, w.shape[1] // planes))
+
+
+def rows_of(w: Tensor) -> Tensor:
+    """w: [P*I, K] or [P, I, K] of one expert -> [P*I, K]; a copy where the planes are not behind each other."""
+    return w.flatten(0, -2)
+
+
+def check_strides(name: str, w: Tensor) -> None:
+    """Raise ArgumentError unless rows are contiguous and every other stride is one of a tensor map."""
+    size = w.element_size()
+    ok = w.shape[-1] <= 1 or w.stride(-1) == 1
+    for extent, stride in zip(w.shape[:-1], w.stride()[:-1], strict=True):
+        ok &= extent <= 1 or _is_legal(stride * size)
+    if not ok:
+        expected = (
+            f"1 in the last dimension, positive multiples of {STRIDE_BYTES // size} before it"
+        )
+        raise ArgumentError(f"{name}.stride()", w.stride(), expected)
+
+
+def check_kind(name: str, t: Tensor) -> None:
+    """Raise ArgumentError for a tensor that does not lie in memory as numbers with strides."""
+    if t.is_nested or t.layout != torch.strided:
+        kind = "nested" if t.is_nested else t.layout
+        raise ArgumentError(f"{name}.layout", kind, "torch.strided: a dense tensor")
+
+
+def check_memory(name: str, t: Tensor) -> None:
+    """Raise ArgumentError for a tensor whose storage was freed, as FSDP and offloading do by resize_(0)."""
+    if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
+        return
+    try:
+        held = t.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
+        return
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    if held < (t.storage_offset() + last + 1) * t.element_size():
+        raise ArgumentError(
+            f"{name}.untyped_storage()", f"of {held} bytes", "the memory of its elements"
+        )
+
+
+def map_strides(w: Tensor) -> tuple[int, ...]:
+    """w: [L, P, I, K] that check_strides lets pass -> bytes between rows, planes and experts."""
+    row = w.shape[-1] * w.element_size()
+    found = [stride * w.element_size() for stride in w.stride()[-2::-1]]
+    return tuple(s if _is_legal(s) else row for s in found)  # else one element: any will do
+
+
+def plane_strides(w: Tensor, planes: int) -> tuple[int, ...]:
+    """Do what map_strides(by_plane(w, planes)) does, without a view: a call pays for it."""
+    if w.dim() == 4:
+        return map_strides(w)
+    size, (_, rows, width), (expert, row, _) = w.element_size(), w.shape, w.stride()
+    found = (row * size, row * (rows // planes) * size, expert * size)
+    return tuple(s if _is_legal(s) else width * size for s in found)
+
+
+def _is_legal(stride_bytes: int) -> bool:
+    return 0 < stride_bytes < MAX_STRIDE_BYTES and stride_bytes % STRIDE_BYTES == 0

@@ -1,1 +1,0 @@
-"""What users call: the function, the operators with gradients, the module."""

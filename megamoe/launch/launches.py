@@ -1,0 +1,120 @@
+"""What a launch of ours needs on the host besides its arguments: the order of launches on a device, and quick ways
+to look at tensors and make them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.core.errors import MegaMoEError
+
+
+class _LaunchOrder:
+    """Our launches on one device, one after the other in host order, whichever streams they are on.
+
+    Two persistent kernels of different windows must not share a device: neither would be resident as a whole.
+    Inside a graph capture the order is kept among the launches of that capture. Between a graph's replay and other
+    launches the user orders the streams, as for any graph.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        # of the last launch: its stream, with the handle (-1: there was none), and the capture (0: none)
+        self.stream: Any = None
+        self._handle, self._capture = -1, 0
+
+    def before_launch(self) -> int:
+        """Return the handle of the current stream, once it waits for our last launch if that was on another one."""
+        handle = current_stream_handle(self._ordinal)
+        capture = _capture_id(handle) if handle else 0  # nobody captures the default stream
+        if handle == self._handle and capture == self._capture:
+            return handle
+        stream = torch.cuda.current_stream(self._ordinal)
+        if self.stream is not None and capture == self._capture:
+            # Recorded now and not at the launch: the common case, one stream, costs nothing.
+            event = torch.cuda.Event()
+            event.record(self.stream)
+            stream.wait_event(event)
+        self._handle, self._capture, self.stream = handle, capture, stream
+        return handle
+
+
+# ordinal -> handle of its current stream; a tenth of what torch.cuda.current_stream() costs
+current_stream_handle: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def allocator(on_gpu: bool) -> Callable[..., Tensor]:
+    """Return (shape, strides, dtype) -> uninitialized tensor on the current device.
+
+    By what inductor's code calls, past the dispatcher: half of torch.empty_like's time.
+    """
+    name = "cuda" if on_gpu else "cpu"
+    fast = getattr(getattr(torch._C._dynamo, "guards", None), f"_empty_strided_{name}", None)
+    return fast or (
+        lambda s, stride, dtype: torch.empty_strided(s, stride, dtype=dtype, device=name)
+    )
+
+
+def _capture_id(stream: int) -> int:
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    from cuda.bindings import driver
+
+    from megamoe.jit.driver import check
+
+    return int(check(driver.cuStreamGetCaptureInfo(driver.CUstream(stream)))[1])
+
+
+_orders: dict[int, _LaunchOrder] = {}
+launch_lock = threading.RLock()
+
+
+def launch_order(device: int) -> _LaunchOrder:
+    """Return the order of launches on a device. Use it under launch_lock, until the launch is made."""
+    order = _orders.get(device)
+    if order is None:
+        order = _orders[device] = _LaunchOrder(device)
+    return order
+
+
+def on_device(device: torch.device) -> Any:
+    """Return a context in which `device` is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def refuse_capture(instead: str) -> None:
+    """Raise MegaMoEError, which says what to do instead, where a CUDA graph is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise MegaMoEError(instead)
+
+
+def alike(*tensors: Tensor) -> Callable[..., bool]:
+    """Return a function that says whether other tensors have the shapes, strides, types and devices of these.
+
+    By what dynamo's guards call, in a third of the time that Python takes to look at them. It may also say no for
+    a reason that does not matter here, such as another mode of autograd.
+    """
+    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+    if guards is None:
+        facts = _facts(tensors)
+        return lambda *others: _facts(others) == facts
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = found.check
+    return check
+
+
+def never(*_: Any) -> bool:
+    """Say that nothing is like what was seen before."""
+    return False
+
+
+def _facts(tensors: tuple[Tensor, ...]) -> list[Any]:
+    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]

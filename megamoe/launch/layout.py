@@ -1,0 +1,355 @@
+"""Where bytes lie: the regions of window, workspace and a call's state. The only place that computes an offset.
+
+The window is symmetric memory, the workspace ordinary memory that outlives no launch, the state what a call leaves
+behind that the workspace's tables can be made from again. A call that trains leaves a larger one, which backward
+reads beside a workspace of its own.
+
+Names are those of the fields of Args and Training (csrc/megamoe/layout/args.h), which also says what each region
+means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.core.config import CHUNK_TOKENS, Problem
+from megamoe.core.errors import ConfigError, WorkspaceTooSmall
+from megamoe.jit import abi
+from megamoe.jit.source import TILE
+from megamoe.launch import panels
+from megamoe.launch.panels import TILE_COLUMNS
+
+ALIGNMENT = 256
+BLOCK_ROWS = abi.TILES[TILE].rows
+GROUP_ROWS = abi.GROUP_ROWS  # a launch that trains fills an expert's rows up to a multiple
+SLACK = 1.25  # of the default pool over an even load
+
+_Spec = tuple[str, tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of bytes, seen as a row-major array. Unsigned cells appear as int32, which torch can index."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding behind it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Offset behind the last byte."""
+        return self.offset + self.bytes
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """memory: [bytes] uint8 that holds all regions -> this one, as a view."""
+        return memory[self.offset : self.end].view(self.dtype).view(self.shape)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _place(specs: Iterator[_Spec]) -> dict[str, Region]:
+    regions, offset = {}, 0
+    for name, shape, dtype in specs:
+        regions[name] = Region(name, offset, shape, dtype)
+        offset = _round_up(regions[name].end, ALIGNMENT)
+    return regions
+
+
+def total_bytes(regions: dict[str, Region]) -> int:
+    """Return the bytes that hold all regions."""
+    return _round_up(max((region.end for region in regions.values()), default=0), ALIGNMENT)
+
+
+# --- the window: symmetric memory, the same offsets on every rank ---
+
+# A partial of few tokens goes in slices, each with a flag of its own: sum_slices_of in csrc/megamoe/schedule/order.h.
+LEAST_READY_CELLS = 8192
+
+# Flags that carry an epoch; a reset zeroes them on all ranks.
+WINDOW_CONTROL = ("window_abort", "window_routes", "window_staged", "window_ready")
+
+
+def check_window(problem: Problem) -> None:
+    """Raise ConfigError for more ranks or tokens than a window has room for."""
+    if (reason := problem.why_no_window()) is not None:
+        raise ConfigError(reason)
+
+
+def window_regions(problem: Problem) -> dict[str, Region]:
+    """Return the regions of one rank's window. They depend on nothing that differs between ranks.
+
+    A backward launch stages dy where others stage x, once no rank reads what the launch before it staged.
+    """
+    check_window(problem)
+    return _place(_window(problem))
+
+
+def _window(p: Problem) -> Iterator[_Spec]:
+    ranks, tokens, top_k, hidden = p.ep_size, p.max_tokens, p.top_k, p.hidden
+    yield "window_abort", (1,), torch.int32
+    yield "window_routes", (2, ranks, 4), torch.int32  # RouteCell is four words
+    yield "window_staged", (ranks,), torch.int32
+    yield "window_ready", (ranks, max(tokens, LEAST_READY_CELLS)), torch.int32
+    yield "window_ids", (2, tokens, top_k), torch.int32
+    yield "window_weights", (2, tokens, top_k), torch.float32
+    yield "window_d_weights", (tokens, top_k), torch.float32
+    x = p.formats.x
+    yield "window_x", (tokens, x.width(hidden)), x.dtype
+    if x.scaled:
+        yield "window_x_scale", x.scale_shape(tokens, hidden), torch.float32
+    yield "window_partials", (ranks, tokens, hidden), torch.bfloat16
+
+
+# --- the workspace: ordinary memory of one rank ---
+
+# So that a block's number, shifted by 8, fits int32: csrc/megamoe/roles/plan.cuh
+MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
+
+# Cells that must be zero when no launch is in flight; a reset zeroes them.
+WORKSPACE_CONTROL = (
+    "epoch",
+    "ids_ticket",
+    "x_ticket",
+    "exit_ticket",
+    "fault_ticket",
+    "arrivals",
+    "generation",
+    "joined",
+    "members",
+)
+
+
+def max_chunks(problem: Problem) -> int:
+    """Return C, the chunks of all home ranks together."""
+    return problem.ep_size * -(-problem.max_tokens // CHUNK_TOKENS)
+
+
+def workspace_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions of this rank's workspace for a pool of M = pool_rows rows."""
+    _check_pool(problem, pool_rows)
+    return _place(_workspace(problem, pool_rows))
+
+
+def _check_pool(problem: Problem, pool_rows: int) -> None:
+    least = min_pool_rows(problem)
+    if not isinstance(pool_rows, int):
+        raise ConfigError("pool_rows", repr(pool_rows), "an int or None")
+    if pool_rows < least or pool_rows % BLOCK_ROWS:
+        raise WorkspaceTooSmall(
+            f"pool_rows is {pool_rows}, expected a multiple of {BLOCK_ROWS} and at least {least}: "
+            f"one chunk of {CHUNK_TOKENS} tokens, each local expert padded to whole blocks"
+        )
+    if pool_rows > MAX_POOL_ROWS:
+        raise ConfigError("pool_rows", pool_rows, f"at most {MAX_POOL_ROWS}")
+
+
+def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
+    blocks, x, h = rows // BLOCK_ROWS, p.formats.x, p.formats.h
+    for cell in WORKSPACE_CONTROL:
+        yield cell, (1,), torch.int32
+    yield "route_rows", (max_chunks(p) * CHUNK_TOKENS, p.top_k), torch.int32
+    yield "pool_routes", (rows,), torch.int32
+    yield "block_table", (blocks, 2), torch.int32
+    yield "rows_ready", (blocks,), torch.int32
+    yield "gemm1_done", (blocks,), torch.int32
+    yield "gemm2_done", (blocks,), torch.int32
+    yield "x_pool", (rows, x.width(p.hidden)), x.dtype
+    if x.scaled:
+        yield "x_pool_scale", x.scale_shape(rows, p.hidden)[::-1], torch.float32
+    yield "h", (rows, h.width(p.intermediate)), h.dtype
+    if h.scaled:
+        yield "h_scale", h.scale_shape(rows, p.intermediate)[::-1], torch.float32
+    yield "y_rows", (rows, p.hidden), torch.bfloat16
+    if p.formats.panels:
+        yield "panel_ready", panels.ready_shape(p), torch.int32
+        if panels.rooms(p, rows):
+            yield "panels", panels.shape(p, rows), x.dtype
+
+
+# Cells of backward's part that must be zero when no launch is in flight; a reset zeroes them.
+BACKWARD_CONTROL = ("grads_ready",)
+
+
+def backward_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions that a backward launch needs beside the workspace, in memory of its own.
+
+    dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
+    workspace's h, which has the same format.
+    """
+    _check_pool(problem, pool_rows)
+    return _place(_backward(problem, pool_rows))
+
+
+def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
+    planes = p.activation.planes
+    for cell in BACKWARD_CONTROL:
+        yield cell, (1,), torch.int32
+    yield "dealt", (3,), torch.int32
+    yield "expert_rows", (p.num_local_experts(p.rank), 2), torch.int32
+    yield "row_weight", (rows,), torch.float32
+    yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32
+    yield "dgu", (rows, planes, p.intermediate), torch.bfloat16
+    yield "x_rows", (rows, p.hidden), torch.bfloat16
+    if p.formats.x.scaled:
+        x, (_, groups) = p.formats.x, p.formats.x.scale_shape(rows, p.intermediate)
+        yield "dy_rows", (rows, p.hidden), torch.bfloat16
+        yield "dgu_rows", (rows, planes, p.intermediate), x.dtype
+        yield "dgu_scale", (planes * groups, rows), torch.float32
+    if p.formats.h.scaled:
+        yield "hs", (rows, p.intermediate), torch.bfloat16
+
+
+# --- the state: of one call on one rank ---
+
+
+def state_regions(problem: Problem) -> dict[str, Region]:
+    """Return the regions of a call's state: its routes, from which every pass can be planned again.
+
+    Written before it is read in each launch, so its memory may be anything.
+    """
+    return _place(_state(problem))
+
+
+def _state(p: Problem) -> Iterator[_Spec]:
+    chunks = max_chunks(p)
+    yield "route_ids", (chunks * CHUNK_TOKENS, p.top_k), torch.int32
+    yield "route_weights", (chunks * CHUNK_TOKENS, p.top_k), torch.float32
+    yield "chunk_prefix", (p.num_local_experts(p.rank), chunks + 1), torch.int32
+
+
+def train_state_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions of the state of a call that trains: what backward needs besides x, weights and routes.
+
+    Forward writes all that backward reads of it, so its memory may be anything.
+    """
+    _check_pool(problem, pool_rows)
+    return _place(_train_state(problem, pool_rows))
+
+
+def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
+    x = p.formats.x
+    yield "header", (ctypes.sizeof(abi.StateHeader) // 4,), torch.int32
+    yield from _state(p)
+    yield "gu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
+    # Without scales own tokens are not saved: backward reads them from x.
+    slots = p.ep_size if x.scaled else p.ep_size - 1
+    yield "tokens", (slots, p.max_tokens, p.hidden), x.dtype
+    if x.scaled:
+        yield "tokens_scale", (slots, *x.scale_shape(p.max_tokens, p.hidden)), torch.float32
+
+
+def train_state_used(problem: Problem, pool_rows: int) -> int:
+    """Return the bytes that a full batch writes of the state when every choice of distinct experts is as likely."""
+    p, regions = problem, train_state_regions(problem, pool_rows)
+    local, experts = p.num_local_experts(p.rank), p.num_experts
+    rows_of_expert = _round_up(-(-p.ep_size * p.max_tokens * p.top_k // experts), GROUP_ROWS)
+    filled = min(local * rows_of_expert / pool_rows, 1.0)
+    k = min(p.top_k, experts)
+    named = 1 - math.comb(experts - local, k) / math.comb(
+        experts, k
+    )  # one of our experts, by a token
+    share = {"gu": filled, "tokens": named, "tokens_scale": named}
+    return round(sum(region.bytes * share.get(name, 1.0) for name, region in regions.items()))
+
+
+def min_pool_rows(problem: Problem) -> int:
+    """Return the least pool: the rows of one chunk, and a partial block for each local expert.
+
+    A token may name one expert in several of its K places, so a chunk can have 32 * K rows whatever
+    L is.
+    """
+    padding = BLOCK_ROWS * max(problem.num_local_experts(problem.rank), 1)
+    return _round_up(problem.top_k * CHUNK_TOKENS, BLOCK_ROWS) + padding
+
+
+def worst_pool_rows(problem: Problem) -> int:
+    """Return the pool that holds every launch in one pass (when a token's experts are distinct)."""
+    local = problem.num_local_experts(problem.rank)
+    rows = problem.ep_size * problem.max_tokens * min(problem.top_k, local)
+    return max(_round_up(rows + BLOCK_ROWS * local, BLOCK_ROWS), min_pool_rows(problem))
+
+
+def default_pool_rows(problem: Problem) -> int:
+    """Return a pool for an even load and a quarter more. Less even launches take several passes."""
+    local = problem.num_local_experts(problem.rank)
+    routes = problem.ep_size * problem.max_tokens * problem.top_k
+    expected = math.ceil(routes * SLACK * local / problem.num_experts)
+    rows = _round_up(expected + BLOCK_ROWS * local, BLOCK_ROWS)
+    return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), min_pool_rows(problem))
+
+
+def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, Any]:
+    """Return the bytes of one rank's buffers; "text" holds the same as a table, "line" the sums.
+
+    A window may be shared by many layers, a workspace belongs to one. Weights are not counted.
+    """
+    rows = default_pool_rows(problem) if pool_rows is None else pool_rows
+    worst = worst_pool_rows(problem)
+    window, workspace = window_regions(problem), workspace_regions(problem, rows)
+    state, trains = state_regions(problem), problem.formats.trains
+    train_state = train_state_regions(problem, rows) if trains else {}
+    largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
+    backward = backward_regions(problem, rows) if trains else {}
+    report: dict[str, Any] = {
+        "window_bytes": total_bytes(window),
+        "workspace_bytes": total_bytes(workspace),
+        "state_bytes": total_bytes(state),
+        "backward_bytes": total_bytes(backward),
+        "train_state_bytes": total_bytes(train_state),
+        "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
+        "train_state_worst_bytes": total_bytes(largest_state),
+        "pool_rows": rows,
+        "worst_pool_rows": worst,
+        "regions": _sizes({**window, **workspace, **state}),
+        "training_regions": _sizes({**train_state, **backward}),
+    }
+    mib = {name: f"{size / 2**20:.1f} MiB" for name, size in report.items() if "bytes" in name}
+    used, largest = mib["train_state_used_bytes"], mib["train_state_worst_bytes"]
+    of_call = f"used at even load {used}, in one pass at worst {largest}"
+    lines = [
+        f"window (symmetric)  {mib['window_bytes']:>14}",
+        f"workspace           {mib['workspace_bytes']:>14}, {rows} pool rows (worst case {worst})",
+        f"state of a call     {mib['state_bytes']:>14}",
+        *_largest(report["regions"]),
+    ]
+    training = [
+        "training adds",
+        f"backward's workspace{mib['backward_bytes']:>14}",
+        f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
+        *_largest(report["training_regions"]),
+    ]
+    report["text"] = "\n".join(lines + (training if trains else []))
+    report["line"] = (
+        f"memory of rank {problem.rank}: window {mib['window_bytes']}, workspace {mib['workspace_bytes']}, "
+        f"{rows} pool rows (worst case {worst}), state of a call {mib['state_bytes']}"
+    )
+    if trains:
+        report["line"] += (
+            f"; training: backward's workspace {mib['backward_bytes']}, "
+            f"state of a call {mib['train_state_bytes']} ({of_call})"
+        )
+    return report
+
+
+def _sizes(regions: dict[str, Region]) -> dict[str, int]:
+    return {name: region.bytes for name, region in regions.items()}
+
+
+def _largest(sizes: dict[str, int]) -> list[str]:
+    """Return a line for each region of a MiB or more."""
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    return [f"  {name:17} {size / 2**20:10.1f} MiB" for name, size in largest if size >= 2**20]

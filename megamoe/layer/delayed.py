@@ -1,0 +1,169 @@
+"""Weight gradients that wait for backward_dw(): what a layer's backward passes leave behind with delay_wgrad=True."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.uncompiled import uncompiled
+from megamoe.formats.weights import ExpertWeights
+from megamoe.layer import main_grad
+from megamoe.layer.backward import gradients
+from megamoe.layer.runtime import Runtime
+
+NAMES = ("w13", "w2", "b13", "b2")
+_CHANGED = "unchanged from its backward pass until backward_dw()"
+
+
+@dataclass
+class _Pending:
+    """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone."""
+
+    weights: ExpertWeights
+    dy: Tensor | None
+    inputs: Sequence[Any]
+    state: Tensor | None
+    versions: list[int]
+
+    @property
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        names = ("dy", "x", "topk_ids", "topk_weights", *NAMES, "w13_scale", "w2_scale")
+        given = zip(
+            (*names, "num_tokens_device", "state"), (self.dy, *self.inputs, self.state), strict=True
+        )
+        return [(name, t) for name, t in given if t is not None]
+
+    def check(self) -> None:
+        """Raise ArgumentError where a tensor is not what it was."""
+        for (name, t), version in zip(self.tensors, self.versions, strict=True):
+            if not t.untyped_storage().nbytes() and t.numel():
+                freed = "memory that was freed, as FSDP2 does behind a backward pass"
+                raise ArgumentError(
+                    name, freed, _CHANGED + "; delay_wgrad=False under fully_shard()"
+                )
+            if _version(t) != version:
+                raise ArgumentError(name, "changed in place", _CHANGED)
+
+    def leaves(self) -> set[int]:
+        """Return the ids of the parameters whose gradients are to come."""
+        found, nodes = set(), []
+        for name in NAMES:
+            w = getattr(self.weights, name)
+            if w is not None and w.requires_grad:
+                nodes.append(w.grad_fn) if w.grad_fn is not None else found.add(id(w))
+        while nodes:
+            node = nodes.pop()
+            if hasattr(node, "variable"):
+                found.add(id(node.variable))
+            nodes += [n for n, _ in node.next_functions if n is not None]
+        return found
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+class Delayed:
+    """The backward passes of one layer whose weight gradients are still to be made, oldest first."""
+
+    def __init__(self, adding: bool) -> None:
+        """adding: gradients of w13 and w2 are added to their main_grad."""
+        self._adding = adding
+        self._queue: deque[_Pending] = deque()
+        # An input of every call, so that autograd comes by even where only weights need a gradient.
+        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
+        _watch_optimizers()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(
+        self, weights: ExpertWeights, dy: Tensor | None, inputs: Sequence[Any], state: Tensor | None
+    ) -> None:
+        """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
+        pending = _Pending(weights, None if dy is None else dy.detach(), inputs, state, [])
+        pending.versions = [_version(t) for _, t in pending.tensors]
+        self._queue.append(pending)
+        _waiting.add(self)
+
+    def check(self) -> None:
+        """Raise ArgumentError where the oldest pass has lost what its gradients are made of."""
+        if self._queue:
+            self._queue[0].check()
+
+    def make(self, runtime: Runtime) -> None:
+        """Make the weight gradients of the oldest pass. Collective."""
+        into: dict[str, Tensor] = {}
+        try:
+            if not self._queue:
+                raise ArgumentError(
+                    "backward_dw()",
+                    "called without a backward pass that waits for it",
+                    "one for each",
+                )
+            pending = self._queue[0]
+            pending.check()
+            given = [getattr(pending.weights, name) for name in NAMES]
+            wanted = [w is not None and w.requires_grad for w in given]
+            if self._adding:
+                into = main_grad.targets(pending.weights, wanted[:2])
+        except ArgumentError:
+            runtime.refuse()
+            raise
+        self.forget(1)
+        if not any(wanted):
+            return
+        with torch.no_grad():
+            needs = [False, False, *wanted]
+            passed = pending.dy, pending.inputs, pending.state
+            found = gradients(runtime, *passed, needs, into, only_weights=True)[2:]
+        for name in into:
+            w: Any = getattr(pending.weights, name)
+            joint = getattr(w, "joint_main_grad", None)
+            made = main_grad.added(w) if joint is None else joint.nothing(w)
+            found[NAMES.index(name)] = made
+        pairs = [(w, g) for w, g in zip(given, found, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+    def forget(self, count: int) -> None:
+        """Drop the oldest `count` passes."""
+        for _ in range(count):
+            self._queue.popleft()
+        if not self._queue:
+            _waiting.discard(self)
+
+    def owns(self, parameters: set[int]) -> bool:
+        """Whether gradients of one of these, by id, are still to come."""
+        return any(parameters & pending.leaves() for pending in self._queue)
+
+
+_waiting: WeakSet[Delayed] = WeakSet()
+_watched: list[Any] = []
+
+
+@uncompiled("which passes wait is not seen by torch.compile")
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise MegaMoEError where an optimizer would step without gradients that are still to be made."""
+    if not _waiting:
+        return
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for delayed in list(_waiting):
+        if delayed.owns(parameters):
+            raise MegaMoEError(
+                f"optimizer.step() while {len(delayed)} backward passes of a layer with delay_wgrad=True wait for "
+                "backward_dw(): call it once for each of them first"
+            )
+
+
+def _watch_optimizers() -> None:
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(_before_step))

@@ -1,0 +1,394 @@
+"""Layer: the layer over weights that the caller owns, differentiable."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
+from megamoe.core.uncompiled import uncompiled
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.group.agreement import ALONE, check_equal, process_group, tell
+from megamoe.group.order import announce, number_layer
+from megamoe.layer import main_grad
+from megamoe.layer.autograd import apply, apply_quantized, refuse_tangents, watched
+from megamoe.layer.delayed import Delayed
+from megamoe.layer.functional import (
+    agree,
+    check_call,
+    check_options,
+    check_overlap,
+    open_backend,
+)
+from megamoe.layer.known import KnownCalls, records, tensors_of, unsaved
+from megamoe.layer.moves import Placed
+from megamoe.layer.placement import ExpertPlacement
+from megamoe.layer.replicas import Replicas
+from megamoe.layer.rows import Weighting, rows_of, scales_of
+from megamoe.layer.runtime import Opened, Runtime, flat
+
+log = logging.getLogger("megamoe")
+
+_AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _constant(value: Any) -> Any:
+    """Return what an error is about as what torch.compile traces now, where it keeps sizes open."""
+    if isinstance(value, (list, tuple)):
+        return [_constant(part) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return len(range(value)) if value > 0 else value
+    return value
+
+
+def _outliving(make: Callable[..., None]) -> Callable[..., None]:
+    """Have a method make tensors that serve calls that train, too: not in inference_mode(), else in the same mode.
+
+    Backends ask whether they are on: launches beside others share the device then.
+    """
+
+    @wraps(make)
+    def outside(*given: Any) -> None:
+        gradients = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            make(*given)
+
+    return outside
+
+
+class Layer(Opened, Placed):
+    """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
+
+    problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
+        process group (None: alone), called where the ranks agree, so that its error on one rank is raised on all.
+    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
+    backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
+    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
+    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
+        main_grad.py; not inside torch.compile.
+    delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
+        Not inside torch.compile.
+    placement: redundant experts. `problem` and topk_ids are of logical experts, `weights` of this rank's slots, whose
+        gradients are those of their experts; layer.problem counts slots as experts.
+    options: those of make_backend.
+
+    Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
+    set of weights: a layer that is called with several in turn quantizes at each change.
+    Calls from several threads take turns, once one has opened the layer; over R > 1 ranks only one thread calls, since
+    their order would differ between ranks.
+    """
+
+    def __init__(
+        self,
+        problem: Problem | Callable[[Any], Problem],
+        group: Any = None,
+        *,
+        backend: str = "auto",
+        routed_scaling_factor: float = 1.0,
+        apply_router_weight_on_input: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        placement: ExpertPlacement | None = None,
+        **options: Any,
+    ) -> None:
+        group = process_group(group)
+
+        def state() -> tuple[Problem, tuple[Any, ...]]:
+            made = problem(group) if callable(problem) else problem
+            check_options(made, group, options)
+            made = self._placed_problem(made, placement)
+            on_input = apply_router_weight_on_input
+            weighting = Weighting.checked(made, routed_scaling_factor, on_input)
+            of = None if placement is None else placement.expert_of
+            return made, (*weighting, bool(delay_wgrad), of)
+
+        self.problem, stated = agree(group, backend, state)
+        for i, name in enumerate(_AGREED):
+            check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
+        self.group, self.backend = group, backend
+        self._number = number_layer(group)
+        # checked by state()
+        self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
+        self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
+        self._delayed = Delayed(self.accumulate_into_main_grad) if delay_wgrad else None
+        # Gradients of weights go elsewhere than to their grad, or later.
+        self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
+        self._options = options
+        made = None if placement is None else Replicas(placement, self.problem, group)
+        self._replicas = made
+        self._runtime: Runtime | None = None
+        self._mean_over = 1
+        self._masters = replace(self.problem, precision="bf16")
+        self._known = KnownCalls()
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        *,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+        x_scale: Tensor | None = None,
+    ) -> Tensor:
+        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+
+        Differentiable in x, topk_weights and every tensor of `weights` but FP8 ones and their scales.
+        Under autocast fp32 and fp16 x are cast to bf16; topk_weights of any float type are used in fp32. An id
+        outside [0, E) is dropped.
+        weights: this rank's experts; bf16 masters, or what the precision stores, with scales. Precisions for inference
+            only refuse calls whose gradients are recorded.
+        num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
+            of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
+        out: like y, to write y into; not while gradients are recorded.
+        x_scale: [..., ceil(H/128)] fp32 of an x that was quantized before, in e4m3 and groups of 128 along H, where the
+            precision stores it so; not while gradients are recorded. Ranks need not agree on that.
+        Raises ArgumentError for tensors that do not fit the problem, on all ranks.
+        """
+        if self._replicas is not None:
+            topk_ids = self._replicas.slots(topk_ids)
+        runtime, rows = self._runtime, x if x_scale is None else QuantizedRows(x, x_scale)
+        if (
+            runtime is not None
+            and not torch.compiler.is_compiling()
+            and self._known.has(rows, topk_ids, topk_weights, weights, num_tokens_device, out)
+        ):
+            if not records(x, topk_weights, weights):
+                with runtime.lock:
+                    mine = runtime.weights(weights)
+                    call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
+                    return runtime.backend.forward(*call)
+            saved = x, topk_ids, topk_weights
+            trains = out is None and x_scale is None and self.problem.formats.trains
+            if trains and unsaved(saved, num_tokens_device, weights) is None:
+                call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
+                if self._elsewhere:
+                    return self._uncompiled(weights, (*call, runtime.state_bytes), True)
+                return apply(*call, runtime.state_bytes, True)
+        return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+
+    def _checked(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+        x_scale: Tensor | None,
+    ) -> Tensor:
+        given = [x, topk_ids, topk_weights, x_scale]
+        traced = torch.compiler.is_compiling() and self._runtime is not None
+        try:
+            x, topk_ids, topk_weights = rows_of(self.problem, *given[:3])
+            x_scale = scales_of(x, x_scale)
+            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
+            flat_out = None
+            if out is not None:
+                check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+                check_overlap(out, x)
+                flat_out = flat(out)
+            scale = None if x_scale is None else flat(x_scale)
+            check_call(self.problem, *rows, None, num_tokens_device, scale)
+            call = topk_ids, topk_weights, num_tokens_device
+            if x_scale is None:
+                x, topk_weights = self._weighting.apply(self.problem, x, *call)
+            else:
+                x_scale, topk_weights = self._weighting.apply(self.problem, x_scale, *call)
+            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
+            self._check_weights(weights, x.device)
+            tensors = (x, topk_weights, *tensors_of(weights))
+            recording = records(x, topk_weights, weights)
+            if x_scale is not None:  # topk_weights may be a factor of it
+                tensors = (x_scale, *tensors)
+                recording = recording or records(x_scale, topk_weights, weights)
+            here, traced = traced, False  # an error from a graph would leave a transform open
+            refuse_tangents(tensors)
+            traced = here
+            if recording and out is not None:
+                raise ArgumentError("out", "given", "None while gradients are recorded")
+            if recording and x_scale is not None:
+                expected = "torch.no_grad() or inference_mode(): a quantized x has no gradient"
+                raise ArgumentError("gradients", "recorded", expected)
+            if recording and not self.problem.formats.trains:
+                name = f"precision {self.problem.precision!r}"
+                expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
+                raise ArgumentError("gradients", "recorded", expected)
+            if recording and not torch.compiler.is_compiling():
+                name = unsaved((x, topk_ids, topk_weights), num_tokens_device, weights)
+                if name is not None:
+                    expected = "its clone() outside of torch.inference_mode(), where gradients are recorded"
+                    raise ArgumentError(name, "an inference tensor", expected)
+        except ArgumentError as error:
+            if traced:
+                assert self._runtime is not None
+                # Traced, the error is not raised here but by what the graph runs, which the other ranks meet.
+                there = isinstance(given[0], Tensor) and not given[0].is_meta
+                like = given[0] if there else self._runtime.handle
+                return torch.ops.megamoe.refuse(
+                    like, message(*[_constant(part) for part in error.args]), self._runtime.handle
+                )
+            if self.group is not None:
+                self.refuse(error)
+            raise
+        if self._runtime is None:
+            self._open(weights, "a first call")
+        runtime = self._runtime
+        assert runtime is not None
+        plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
+        direct = plain and not watched()
+        scale = None if x_scale is None else flat(x_scale)
+        first = rows[0] if scale is None else QuantizedRows(rows[0], scale)
+        if direct and all(a is b for a, b in zip((*rows, scale), given, strict=True)):
+            self._known.add(first, *rows[1:], weights, num_tokens_device, out)
+        if direct and not recording:
+            with runtime.lock:
+                mine = runtime.weights(weights)
+                y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
+            return y.view(x.shape) if out is None else out
+        state_bytes = runtime.state_bytes if recording else 0
+        work = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device, state_bytes
+        if recording and self._elsewhere:
+            return self._uncompiled(weights, work, direct)
+        y = apply(*work, direct) if x_scale is None else apply_quantized(x_scale, *work[:-1])
+        return y if out is None else out.copy_(y)
+
+    @uncompiled(
+        "a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
+        "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
+    )
+    def _uncompiled(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
+        """Call the layer; its gradients of weights are added to their main_grad, or wait."""
+        try:
+            if self.accumulate_into_main_grad:
+                main_grad.check(weights)
+            if self._delayed is not None:
+                self._delayed.check()
+        except ArgumentError as error:
+            self.refuse(error)
+            raise
+        return apply(*call, direct, self.accumulate_into_main_grad, self._delayed)
+
+    def divide_weight_gradients(self, num_ranks: int) -> None:
+        """Divide gradients of weights by num_ranks in every backward pass from now on, see average_expert_gradients."""
+        self._mean_over = num_ranks
+        if self._runtime is not None:
+            self._runtime.mean_over = num_ranks
+
+    @property
+    def num_delayed(self) -> int:
+        """How many backward passes wait for backward_dw()."""
+        return 0 if self._delayed is None else len(self._delayed)
+
+    @uncompiled("backward_dw() is not seen by torch.compile: call it outside of the graph")
+    def backward_dw(self) -> None:
+        """Make the weight gradients of the oldest backward pass that waits for them: the bits that it would have made.
+
+        They are added to grad, or main_grad, as if by that pass, hooks included. Collective: all ranks call it equally
+        often, in the same order among their calls and backward passes. Raises ConfigError without delay_wgrad=True,
+        ArgumentError where no pass waits, or a tensor that the pass was given has changed in place.
+        """
+        if self._delayed is None:
+            raise ConfigError("delay_wgrad", False, "True where backward_dw() is called")
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        self._delayed.make(self._runtime)
+
+    @uncompiled("what one rank refuses has to reach the others")
+    def refuse(self, error: Exception, call: str = "a first call") -> None:
+        """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
+        if self.group is None:
+            return
+        log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
+        if self._runtime is None:
+            tell(self.group, call, error)  # the others are about to prepare
+        else:
+            self._runtime.refuse()
+
+    def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
+        if not isinstance(weights, ExpertWeights):
+            raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
+        if not isinstance(weights.w13, Tensor):
+            raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
+        stated = getattr(weights.w13, "dtype", None)
+        masters = self.problem.formats.w.scaled and stated == torch.bfloat16
+        weights.validate(self._masters if masters else self.problem, device)
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Make the backend, compile, quantize: all that the first call would do. Collective.
+
+        Call it before torch.compile or graph capture.
+        """
+        self._open(weights, "prepare()")
+
+    @uncompiled(
+        "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
+        "and again after close()"
+    )
+    @_outliving
+    def _open(self, weights: ExpertWeights, call: str) -> None:
+        """Do so as part of `call`, of order.CALLS."""
+        try:
+            self._check_weights(weights, None)
+        except ArgumentError as error:
+            if self._runtime is None:
+                self.refuse(error, call)
+            raise
+        if self._runtime is None:
+            if self._replicas is not None:
+                self._replicas.check(weights.named(), call)
+            device = weights.w13.device
+            where = self.problem, self.group, device
+            backend = open_backend(self.backend, *where, self._options, call, self._number)
+            self._runtime = Runtime(self.problem, self.group, backend, self._replicas)
+            self._runtime.mean_over = self._mean_over
+        self._runtime.backend.prepare(self._runtime.weights(weights))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
+        if self._replicas is not None:
+            raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
+        given = (self.backend, *self._weighting, self.accumulate_into_main_grad)
+        names = ("backend", *_AGREED[:2], "accumulate_into_main_grad", "delay_wgrad")
+        arguments: dict[str, Any] = dict(
+            zip(names, (*given, self._delayed is not None), strict=True)
+        )
+        group = ALONE if self.group is None else self.group
+        return Layer(self.problem, group, **arguments, **self._options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a saved module keeps: not what is open. A number of this process is another layer's elsewhere."""
+        if self.group is not None:
+            raise MegaMoEError(
+                f"a layer over {self.problem.ep_size} ranks belongs to their process group and cannot be pickled: save "
+                "its state_dict(), and make a layer on every rank to load it"
+            )
+        delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
+        return self.__dict__ | {"_runtime": None, "_known": KnownCalls(), "_delayed": delayed}
+
+    def close(self) -> None:
+        """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
+        runtime = self._runtime
+        if runtime is None:
+            return
+        announce(self.group, "close()")  # a barrier that says who comes for something else
+        self._runtime = None
+        self._known.clear()
+        if self._delayed is not None and len(self._delayed):
+            waiting = len(self._delayed)
+            self._delayed.forget(waiting)
+            message = f"close() while {waiting} backward passes wait for backward_dw(): their weight gradients are lost"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        runtime.backend.close()

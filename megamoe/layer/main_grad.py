@@ -1,0 +1,158 @@
+"""Gradients of w13 and w2 that are added to their `main_grad`, by the convention of Megatron and Transformer Engine.
+
+Whoever owns the parameters gives them `main_grad`, fp32 or bf16; the backward pass adds to it. What autograd is given
+in place of a gradient depends on the parameter's `grad_added_to_main_grad`:
+
+- It has that attribute (Megatron's DDP makes it, False): it is set to True, and the gradient is a tensor of no meaning,
+  one for all parameters of a shape and type, so that no step allocates it. Not None, since the hook of
+  overlap_grad_reduce asserts that there is a gradient; it then sees the flag and drops it.
+- It has none: the gradient is None. p.grad stays what it is, and nobody takes noise for a gradient.
+
+`zero_out_wgrad` and `overwrite_main_grad` of a parameter mean what they mean there: zeros in place of noise, and a
+main_grad that is written, not added to. Gradients of biases and routers come in the ordinary way, as they do there.
+
+A weight that was joined of several parameters has no main_grad but a Joint, which brings the sums to theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.core.errors import ArgumentError
+from megamoe.formats.weights import ExpertWeights, check_tensor
+
+NAMES = ("w13", "w2")
+_DTYPES = (torch.float32, torch.bfloat16)
+_placeholders: dict[Any, Tensor] = {}
+
+
+class Joint:
+    """Where gradients of a tensor that was joined of parameters are added: where their main_grad lie as it does.
+
+    Where these lie otherwise, a backward pass adds to a tensor of fp32, which add() brings to them. What joined them
+    calls it, where autograd comes by behind all uses of the joined tensor.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        cut: Callable[[Tensor], Sequence[Tensor]],
+        as_one: Callable[[Sequence[Tensor]], Tensor | None],
+    ) -> None:
+        """cut: the parameters' parts of what was joined. as_one: tensors like these parts as a view, or None."""
+        self.parameters, self._cut, self._as_one = parameters, cut, as_one
+        self._between: Tensor | None = None
+        self._nothing: Tensor | None = None
+        self.used = False  # by a backward pass that adds, since add()
+
+    def give(self, whole: Any) -> None:
+        """Tell a layer of it."""
+        whole.joint_main_grad = self
+
+    def target(self, whole: Tensor) -> Tensor:
+        """Return what a backward pass is to add to."""
+        self.used = True
+        if self._between is not None:
+            return self._between
+        mains = [p.main_grad.detach() for p in self.parameters if _plain(p)]
+        if len(mains) == len(self.parameters):
+            parts = self._cut(whole.detach())
+            mains = [main.view(t.shape) for main, t in zip(mains, parts, strict=True)]
+            found = self._as_one(mains)
+            if found is not None:
+                return found
+        self._between = torch.zeros(whole.shape, dtype=torch.float32, device=whole.device)
+        return self._between
+
+    def nothing(self, whole: Tensor) -> Tensor:
+        """Return a gradient of the joined tensor that add() knows to be none, for where autograd wants one."""
+        if self._nothing is None:
+            self._nothing = torch.zeros((), dtype=whole.dtype, device=whole.device)
+        return self._nothing.expand(whole.shape)
+
+    def add(self, grad: Tensor | None) -> list[Tensor | None]:
+        """Bring on what was added; return what autograd is given for the parameters.
+
+        grad: of the joined tensor, by other ways than a layer that adds. It goes on to grad, or, where that is given a
+            tensor of no meaning, to main_grad.
+        """
+        found: list[Tensor | None] = [None] * len(self.parameters)
+        if grad is not None and self._nothing is not None:
+            same = grad.untyped_storage()._cdata == self._nothing.untyped_storage()._cdata
+            grad = None if same else grad
+        parts = None if self._between is None else self._cut(self._between)
+        others = None if grad is None else self._cut(grad)
+        self._between, self.used = None, False
+        for i, p in enumerate(self.parameters):
+            if not p.requires_grad:
+                continue
+            if parts is not None:
+                if getattr(p, "overwrite_main_grad", False):
+                    p.main_grad.zero_()
+                p.main_grad.add_(parts[i].view(p.shape))
+            found[i] = added(p)
+            if others is not None and found[i] is None:
+                found[i] = others[i]
+            elif others is not None:
+                p.main_grad.add_(others[i].reshape(p.shape))
+        return found
+
+
+def _plain(p: Any) -> bool:
+    return p.requires_grad and not getattr(p, "overwrite_main_grad", False)
+
+
+def check(weights: ExpertWeights) -> None:
+    """Raise ArgumentError unless all weights that need a gradient have a main_grad to add it to."""
+    for name in NAMES:
+        w: Any = getattr(weights, name)
+        joint = getattr(w, "joint_main_grad", None)
+        for p in (w,) if joint is None else joint.parameters:
+            if not p.requires_grad:
+                continue
+            argument, main = f"weights.{name}.main_grad", getattr(p, "main_grad", None)
+            if main is None:
+                expected = "a tensor like the weight, since accumulate_into_main_grad is True"
+                if joint is None and w.grad_fn is not None:
+                    expected += " (joined: SharedExperts.join(..., accumulate_into_main_grad=True))"
+                raise ArgumentError(argument, None, expected)
+            check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
+            if any(n > 1 and not stride for n, stride in zip(p.shape, main.stride(), strict=True)):
+                raise ArgumentError(
+                    f"{argument}.stride()", main.stride(), "a place for each element"
+                )
+
+
+def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
+    """Return name -> the main_grad that a backward pass is to add to. needs: flags of w13 and w2."""
+    check(weights)
+    found = {}
+    for name, need in zip(NAMES, needs, strict=True):
+        if need:
+            p: Any = getattr(weights, name)
+            joint = getattr(p, "joint_main_grad", None)
+            if joint is not None:
+                found[name] = joint.target(p)
+                continue
+            found[name] = p.main_grad.detach()
+            if getattr(p, "overwrite_main_grad", False):
+                found[name].zero_()
+    return found
+
+
+def added(p: Any) -> Tensor | None:
+    """Say that p's gradient is in its main_grad; return what autograd is given."""
+    # A joined tensor has no such flag: autograd comes by without a gradient, too.
+    if not hasattr(p, "grad_added_to_main_grad"):
+        return None
+    p.grad_added_to_main_grad = True
+    key = p.shape, p.stride(), p.dtype, p.device
+    if key not in _placeholders:
+        _placeholders[key] = torch.empty_like(p, requires_grad=False)
+    if getattr(p, "zero_out_wgrad", False):
+        _placeholders[key].zero_()
+    return _placeholders[key].detach()

@@ -1,0 +1,348 @@
+"""MegaMoE: the layer as an nn.Module, which owns the parameters; a Layer does the rest."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megamoe.core.config import Activation, Problem, activation_by_name
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.table import E4M3_BLOCKS, MXFP4, NVFP4, Format
+from megamoe.formats.quantized import keeping
+from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.layer.experts import is_fsdp
+from megamoe.layer.functional import check_device
+from megamoe.layer.initial import draw
+from megamoe.layer.layer import Layer
+from megamoe.layer.optimizers import watch
+from megamoe.layer.placed_module import PlacedModule
+from megamoe.layer.placement import ExpertPlacement
+from megamoe.layer.quantized import QUANTIZED, check_kind, check_state, check_taken
+from megamoe.layer.shards import Place, check_different, distributed, read, write
+
+_NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
+
+
+class MegaMoE(PlacedModule):
+    """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
+
+    hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
+    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
+    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
+        or NVFP4 weights beside e4m3 or bf16 rows). bf16 masters are quantized once per version.
+    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
+    max_tokens: the most tokens one call may bring, equal on all ranks.
+    backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by prepare().
+    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
+    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
+    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
+    delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(), one call for each backward pass.
+    placement: redundant experts: parameters are this rank's slots, num_experts and topk_ids logical.
+        See move_experts().
+    reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
+    init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
+        the seed from torch's generator (the same on all ranks only if they were seeded alike).
+
+    Raises ConfigError for what cannot run, and RankMismatch where ranks differ, before memory is taken.
+    Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
+    I], and with bias=True b13 [L, P*I], b2 [L, H] in fp32. Making the layer, calls, prepare() and
+    close() are collective over the group.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        group: Any = None,
+        *,
+        precision: str = "bf16",
+        activation: str | Activation = "swiglu",
+        max_tokens: int = 8192,
+        bias: bool = False,
+        backend: str = "auto",
+        routed_scaling_factor: float = 1.0,
+        apply_router_weight_on_input: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+        reserve_sms: int | None = None,
+        window: Any = None,
+        init_seed: int | None = None,
+        placement: ExpertPlacement | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+
+        def problem(ranks: Any) -> Problem:
+            if dtype != torch.bfloat16:
+                raise ConfigError("dtype", dtype, "torch.bfloat16")
+            if not (init_seed is None or (isinstance(init_seed, int) and 0 <= init_seed < 1 << 62)):
+                raise ConfigError("init_seed", repr(init_seed), "an int from 0 to 2**62, or None")
+            made = Problem(
+                hidden=hidden,
+                intermediate=intermediate,
+                num_experts=num_experts,
+                top_k=top_k,
+                ep_size=1 if ranks is None else dist.get_world_size(ranks),
+                rank=0 if ranks is None else dist.get_rank(ranks),
+                max_tokens=max_tokens,
+                precision=precision,
+                activation=activation_by_name(activation),
+                bias=bias,
+            )
+            check_device(backend, made, ranks, device)
+            return made
+
+        self._layer = Layer(
+            problem,
+            group,
+            backend=backend,
+            routed_scaling_factor=routed_scaling_factor,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad=delay_wgrad,
+            placement=placement,
+            reserve_sms=reserve_sms,
+            window=window,
+        )
+        self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
+        self._init_seed, self._delays = init_seed, delay_wgrad
+        self.place = Place(self.problem, self.group)
+        self._checked: set[Any] = set()  # surroundings in which no two ranks held the same experts
+        self._loaded = False
+        self.averaged: type | None = None  # what average_expert_gradients() took
+        self._known: ExpertWeights | None = None  # of the last call
+        masters = expected_weights(replace(self.problem, precision="bf16"))
+        shape = {name: entry[0] for name, entry in masters.items()}
+        self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
+        self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
+        for name in ("b13", "b2"):
+            empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
+            self.register_buffer(name, None)
+        if self.problem.ep_size > 1:
+            watch(self)
+        self._make_slots(device)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
+        of = self.placement
+        experts = None if of is None else of.expert_of
+        draw(self.place, self._init_seed, self.w13, self.w2, experts)
+        for bias in (self.b13, self.b2):
+            if bias is not None:
+                bias.zero_()
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        num_tokens_device: Tensor | None = None,
+        out: Tensor | None = None,
+        x_scale: Tensor | None = None,
+    ) -> Tensor:
+        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+
+        As Layer.__call__, with the parameters as weights.
+        """
+        if self.problem.ep_size > 1 and not torch.compiler.is_compiling():
+            around = self._surroundings()
+            if around not in self._checked and self._check_experts("a first call"):
+                self._checked.add(around)
+        if self._delays and is_fsdp(self):
+            expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
+            raise ConfigError("delay_wgrad", True, expected)
+        self._refuse_shards(is_fsdp(self))
+        call = x, topk_ids, topk_weights, self._experts()
+        return self._layer(*call, num_tokens_device=num_tokens_device, out=out, x_scale=x_scale)
+
+    def expert_weights(self) -> ExpertWeights:
+        """Return the parameters as they are: bf16 masters, or what a load_..._weights() was given."""
+        b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
+        b2 = None if self.b2 is None else self.b2.float()
+        given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
+        whole = (self.place.whole(name, value) for name, value in given.items())
+        return ExpertWeights(*whole, self.w13_scale, self.w2_scale)
+
+    def _experts(self) -> ExpertWeights:
+        """Do the same without nn.Module's look-up, which costs a microsecond an attribute."""
+        if self.place.distributed:
+            return self.expert_weights()
+        found, buffers = self._parameters, self._buffers
+        try:
+            w13, w2, b13, b2 = found["w13"], found["w2"], found["b13"], found["b2"]
+            s13, s2 = buffers["w13_scale"], buffers["w2_scale"]
+        except KeyError:  # parametrized, or replaced by something else
+            return self.expert_weights()
+        if type(w13) is not nn.Parameter or type(w2) is not nn.Parameter:  # a shard, perhaps
+            return self.expert_weights()
+        if b13 is not None and b2 is not None:
+            b13, b2 = b13.float(), b2.float()
+        if torch.compiler.is_compiling():
+            return ExpertWeights(w13, w2, b13, b2, s13, s2)
+        known = self._known
+        if (
+            known is None
+            or not (known.w13 is w13 and known.w2 is w2 and known.b13 is b13 and known.b2 is b2)
+            or not (known.w13_scale is s13 and known.w2_scale is s2)
+        ):
+            known = self._known = ExpertWeights(w13, w2, b13, b2, s13, s2)
+        return known
+
+    def prepare(self) -> None:
+        """Make the backend, compile, quantize: all that the first forward would do. Collective.
+
+        Call it before torch.compile or graph capture.
+        """
+        self._layer.prepare(self.expert_weights())
+        if self.problem.ep_size > 1 and not self._checked:
+            # and once more in the first call: DDP may come in between
+            self._check_experts("prepare()")
+
+    def _check_experts(self, call: str) -> bool:
+        """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
+        if self.averaged not in (None, type(self)):
+            called = "called before fully_shard(), which divides by other ranks"
+            raise ArgumentError("average_expert_gradients", called, "called after it")
+        w13 = self.expert_weights().w13
+        if w13.is_meta or torch._C._len_torch_dispatch_stack():
+            return False
+        if w13.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._may_differ(call):
+            check_different(self.problem, self.group, w13, self._loaded, call)
+        return True
+
+    @torch.no_grad()
+    def load_fp8_weights(
+        self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
+    ) -> None:
+        """Take FP8 weights in place of bf16 masters: e4m3 with an fp32 scale per 128x128 block.
+
+        Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
+        its input, its routing weights and its biases only. The tensors are kept, not copied.
+        """
+        self._take(E4M3_BLOCKS, dict(zip(QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
+
+    @torch.no_grad()
+    def load_mxfp4_weights(self, weights: ExpertWeights) -> None:
+        """Take MXFP4 weights, see ExpertWeights.from_mxfp4, as load_fp8_weights does; biases are copied."""
+        self._take_fp4(MXFP4, weights)
+
+    @torch.no_grad()
+    def load_nvfp4_weights(self, weights: ExpertWeights) -> None:
+        """Take NVFP4 weights, see ExpertWeights.from_nvfp4, likewise."""
+        self._take_fp4(NVFP4, weights)
+
+    def _take_fp4(self, stored: Format, weights: ExpertWeights) -> None:
+        check_kind(weights)
+        weights.validate(self.problem, weights.w13.device)
+        given = weights.named() | {"w13": weights.w13.flatten(1, -2)}
+        self._take(stored, {name: given[name].contiguous() for name in QUANTIZED})
+        for name in given.keys() & {"b13", "b2"}:
+            own = getattr(self, name)
+            own.copy_(given[name].reshape(own.shape))
+
+    def _take(self, stored: Format, given: dict[str, Tensor]) -> None:
+        """Take weights of the layer's format in place of bf16 masters."""
+        check_taken(self.problem, stored, given)
+        for name, tensor in given.items():
+            setattr(self, name, tensor if "scale" in name else nn.Parameter(tensor, False))
+        self.invalidate()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
+        """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
+        loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
+        return super()._apply(keeping(loaded, fn), recurse)
+
+    @torch.no_grad()
+    def distribute(self, mesh: DeviceMesh) -> MegaMoE:
+        """Make the parameters DTensors, Shard(0) over `mesh`, whose ranks are those of the group. Returns self.
+
+        For loops in which everything is a DTensor; before the optimizer and fully_shard(). Raises ArgumentError where
+        the ranks do not divide num_experts.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise ArgumentError("mesh", type(mesh).__name__, "a DeviceMesh")
+        self._refuse_shards(True)
+        parameters = {
+            name: distributed(self.problem, self.group, mesh, p.data)
+            for name, p in self.named_parameters()
+        }
+        for name, value in parameters.items():
+            wanted = getattr(self, name).requires_grad
+            self.register_parameter(name, nn.Parameter(value, requires_grad=wanted))
+        self.place = Place(self.problem, self.group, distributed=True)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
+        check_state(self.problem, state_dict, prefix, self.w13.dtype)
+        self._check_slots(state_dict, prefix)
+        parameters = {name: getattr(self, name) for name in _NAMES}
+        self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
+        given = {name: state_dict.get(prefix + name) for name in QUANTIZED}
+        stored, device = self.problem.formats.w, self.w13.device
+        complete = stored.scaled and all(g is not None for g in given.values())
+        if complete and given["w13"].dtype == stored.dtype != self.w13.dtype:
+            wide = {n: g.float() if g.dtype == torch.bfloat16 else g for n, g in given.items()}
+            self._take(stored, {name: g.to(device) for name, g in wide.items()})  # scales, exactly
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+        self.invalidate()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Say which experts the tensors are, and expect writes to them: dcp.load() does, into FSDP2's shards."""
+        self._write_slots()
+        super()._save_to_state_dict(destination, prefix, *args)
+        write(self.place, destination, prefix, _NAMES)
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        self._known = None
+        self._layer.invalidate()
+
+    def close(self) -> None:
+        """Free the backend and what it shares with other ranks, after a barrier of the group."""
+        self._layer.close()
+
+    def __del__(self) -> None:
+        layer = self.__dict__.get("_layer")
+        if layer is not None and layer.needs_close:
+            message = "a MegaMoE layer was deleted without close(): its window stays allocated"
+            warnings.warn(message, ResourceWarning, stacklevel=2)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MegaMoE:
+        """Return a layer of its own, not opened yet, with the same parameters; over one rank only."""
+        if self.problem.ep_size > 1:
+            raise MegaMoEError(
+                f"a MegaMoE layer over {self.problem.ep_size} ranks shares memory with them and cannot be copied; "
+                "make a new one on every rank and load the state_dict"
+            )
+        new = memo[id(self)] = type(self).__new__(type(self))
+        shared = ("problem", "group", "place")
+        for name, value in self.__dict__.items():
+            new.__dict__[name] = value if name in shared else copy.deepcopy(value, memo)
+        return new
+
+    def extra_repr(self) -> str:
+        """Return what print(layer) shows."""
+        names = ["hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "precision"]
+        sizes = ", ".join(f"{name}={getattr(self.problem, name)}" for name in names)
+        return f"{sizes}, activation={self.problem.activation.kind}, backend={self.backend}"

@@ -1,0 +1,138 @@
+"""Redundant experts: several slots of a layer hold one popular expert, and its tokens take turns.
+
+Serving systems call this EPLB; logical experts are the router's, physical ones are slots. A layer is made with a
+placement, and everything about it is the layer's own (replicas.py): ids become slots on the way in, on the way back
+the gradients of an expert's slots are summed, and move_experts() moves experts with all that belongs to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.group.agreement import begins, process_group
+
+
+class ExpertPlacement:
+    """Which of E logical experts each of P physical slots holds.
+
+    physical_to_logical: [P] int, the expert of each slot, every expert 0..E-1 at least once. Equal on all ranks.
+    Attributes: num_logical, E; num_physical, P; expert_of, the expert of each slot; slots_of, the slots of each expert.
+
+    Raises ConfigError for a list that leaves an expert out.
+    """
+
+    def __init__(self, physical_to_logical: Sequence[int] | Tensor) -> None:
+        slots = _as_tensor("physical_to_logical", physical_to_logical, "[P] integers, P > 0")
+        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not len(slots):
+            what = f"{list(slots.shape)} {slots.dtype}"
+            raise ConfigError("physical_to_logical", what, "[P] integers, P > 0")
+        self.expert_of: list[int] = slots.tolist()
+        self.num_physical, self.num_logical = len(slots), int(slots.max()) + 1
+        # P slots that leave none of the first P experts out hold no others: numbers may be of any size.
+        first = range(min(self.num_logical, self.num_physical))
+        missing = sorted(set(first) - set(self.expert_of))
+        if missing or int(slots.min()) < 0:
+            what = f"without {missing}" if missing else f"with {int(slots.min())}"
+            expected = f"every expert of 0..{self.num_logical - 1} at least once"
+            raise ConfigError("physical_to_logical", what, expected)
+        self.slots_of: list[list[int]] = [[] for _ in range(self.num_logical)]
+        for slot, expert in enumerate(self.expert_of):
+            self.slots_of[expert].append(slot)
+
+    @classmethod
+    def balanced(
+        cls, load: Sequence[float] | Tensor, num_physical: int, num_ranks: int
+    ) -> ExpertPlacement:
+        """Return a placement under which slots and ranks have nearly equal loads.
+
+        load: [E], tokens of each expert, from counters(). num_physical: P >= E, a multiple of num_ranks, which hold
+        P / num_ranks slots each, in order. Each further slot goes to the expert with the most tokens a slot; then the
+        fullest slots are dealt first, each to the emptiest rank that has room. Deterministic.
+
+        Raises ConfigError for other loads and numbers.
+        """
+        expected = "[E] finite numbers that are not negative"
+        loads = _as_tensor("load", load, expected, torch.float64)
+        fine = (loads >= 0) & loads.isfinite()
+        if loads.dim() != 1 or not len(loads) or not bool(fine.all()):
+            raise ConfigError("load", loads.tolist(), expected)
+        for name, value in (("num_physical", num_physical), ("num_ranks", num_ranks)):
+            if not isinstance(value, int):
+                raise ConfigError(name, repr(value), "an int")
+        if num_physical < len(loads) or num_ranks < 1 or num_physical % num_ranks:
+            expected = f"at least {len(loads)} and a multiple of num_ranks"
+            raise ConfigError("num_physical, num_ranks", (num_physical, num_ranks), expected)
+        replicas = [1] * len(loads)
+        for _ in range(num_physical - len(loads)):
+            fullest = max(range(len(loads)), key=lambda e: (loads[e].item() / replicas[e], -e))
+            replicas[fullest] += 1
+        share = [loads[e].item() / replicas[e] for e in range(len(loads))]
+        slots = [e for e, n in enumerate(replicas) for _ in range(n)]
+        room, of_rank = num_physical // num_ranks, [0.0] * num_ranks
+        held: list[list[int]] = [[] for _ in range(num_ranks)]
+        for expert in sorted(slots, key=lambda e: (-share[e], e)):
+            free = [r for r in range(num_ranks) if len(held[r]) < room]
+            rank = min(free, key=lambda r: (held[r].count(expert), of_rank[r], r))
+            held[rank].append(expert)
+            of_rank[rank] += share[expert]
+        return cls([expert for experts in held for expert in experts])
+
+    def fill_(self, weights: Any, source: ExpertPlacement, group: Any = None) -> None:
+        """Refuse: a layer that does not know its slots trains them apart. Collective; always raises ConfigError."""
+        with begins("move_experts()", process_group(group)):
+            expected = "move_experts() of a layer that was given placement="
+            raise ConfigError("fill_()", "called", expected)
+
+    def counters(self, statistics: Statistics, group: Any = None) -> Tensor:
+        """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.
+
+        statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
+        Raises ArgumentError for statistics of another number of slots.
+        """
+        group = process_group(group)
+        with begins("ExpertPlacement.counters()", group):
+            if not isinstance(statistics, Statistics):
+                raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
+            counts, ranks = (
+                statistics.tokens_per_expert.long(),
+                1 if group is None else group.size(),
+            )
+            if len(counts) * ranks != self.num_physical:
+                what = f"of {len(counts) * ranks} slots"
+                raise ArgumentError("statistics", what, f"{self.num_physical}")
+        if group is not None:
+            every = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(every, counts, group=group)
+            counts = torch.cat(every)
+        experts = torch.tensor(self.expert_of, device=counts.device)
+        return counts.new_zeros(self.num_logical).index_add_(0, experts, counts)
+
+    def problem(self, problem: Problem) -> Problem:
+        """Return a logical layer's problem with this placement's slots as its experts.
+
+        Raises ConfigError for a problem of another number of experts.
+        """
+        if not isinstance(problem, Problem):
+            raise ConfigError("problem", type(problem).__name__, "a Problem")
+        if problem.num_experts != self.num_logical:
+            raise ConfigError("problem.num_experts", problem.num_experts, f"{self.num_logical}")
+        if self.num_physical % problem.ep_size:
+            expected = f"a multiple of {problem.ep_size} ranks"
+            raise ConfigError("num_physical", self.num_physical, expected)
+        return replace(problem, num_experts=self.num_physical)
+
+
+def _as_tensor(name: str, values: Any, expected: str, dtype: torch.dtype | None = None) -> Tensor:
+    try:
+        return torch.as_tensor(values, dtype=dtype, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(name, repr(values), expected) from error

@@ -1,0 +1,113 @@
+"""What a call brings, as the operators take it: cast, weighted, contiguous."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.planes import check_kind, check_memory
+
+
+def finite_factor(factor: Any) -> float:
+    """Return routed_scaling_factor as a float. Raises ConfigError for what is no finite number."""
+    if not (isinstance(factor, (int, float)) and isfinite(factor)):
+        raise ConfigError("routed_scaling_factor", factor, "a finite number")
+    return float(factor)
+
+
+class Weighting(NamedTuple):
+    """Where routing weights come in.
+
+    factor: y is multiplied by it, by way of topk_weights, in fp32. on_input: y = factor * expert(x * topk_weights),
+    the product rounded to bf16, instead of factor * topk_weights * expert(x); for top_k 1.
+    """
+
+    factor: float = 1.0
+    on_input: bool = False
+
+    @classmethod
+    def checked(cls, problem: Problem, factor: Any, on_input: Any) -> Weighting:
+        """Return it; raises ConfigError for what is no finite number, no bool, or needs another top_k."""
+        factor = finite_factor(factor)
+        if not isinstance(on_input, bool):
+            raise ConfigError("apply_router_weight_on_input", repr(on_input), "a bool")
+        if on_input and problem.top_k != 1:
+            expected = (
+                f"False with top_k {problem.top_k}: x is fetched once a rank, for all experts there"
+            )
+            raise ConfigError("apply_router_weight_on_input", True, expected)
+        return cls(factor, on_input)
+
+    def apply(
+        self,
+        problem: Problem,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_tokens_device: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: [..., H], topk_weights: [..., K] fp32, checked -> those that the layer computes with; differentiable.
+
+        Of a quantized x its scales are given in its place.
+        """
+        if self.on_input:
+            if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
+                # Of a token that is not computed the gradient is zero; times a NaN it would not be.
+                used = _computed(problem, topk_ids, num_tokens_device)
+                x, topk_weights = x.where(used, 0), topk_weights.where(used, 0)
+            x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
+        if self.factor != 1.0:
+            topk_weights = topk_weights * self.factor
+        return x, topk_weights
+
+
+def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | None) -> Tensor:
+    used = (topk_ids >= 0) & (topk_ids < problem.num_experts)
+    if num_tokens_device is None:
+        return used
+    tokens = torch.arange(topk_ids.numel(), device=topk_ids.device).view(topk_ids.shape)
+    return used & (tokens < num_tokens_device)
+
+
+def scales_of(x: Tensor, x_scale: Tensor | None) -> Tensor | None:
+    """Return x_scale contiguous. Raises ArgumentError unless its leading sizes are those of x."""
+    if x_scale is None:
+        return None
+    if not isinstance(x_scale, Tensor):
+        raise ArgumentError("x_scale", type(x_scale).__name__, "a tensor")
+    check_kind("x_scale", x_scale)
+    check_memory("x_scale", x_scale)
+    if x_scale.shape[:-1] != x.shape[:-1] or not x_scale.dim():
+        expected = f"{list(x.shape[:-1])} + [ceil(H/128)], the leading sizes of x"
+        raise ArgumentError("x_scale.shape", list(x_scale.shape), expected)
+    return x_scale.contiguous()
+
+
+def rows_of(
+    problem: Problem, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three as the operators take them. Raises ArgumentError where their leading sizes differ."""
+    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(name, type(tensor).__name__, "a tensor")
+        check_kind(name, tensor)
+        check_memory(name, tensor)  # before it is cast
+        if tensor.dim() < 2:
+            raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
+    if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.bfloat16)
+    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if tensor.shape[:-1] != x.shape[:-1]:
+            expected = f"{list(x.shape[:-1])} + [{problem.top_k}], the leading sizes of x"
+            raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
+    if not topk_weights.is_floating_point():
+        raise ArgumentError("topk_weights.dtype", topk_weights.dtype, "a float type")
+    topk_weights = topk_weights.float()
+    if not torch.compiler.is_compiling():
+        x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
+    return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()

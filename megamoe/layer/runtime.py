@@ -1,0 +1,138 @@
+"""What stands behind a layer's handle: its backend, and its copies of the weights in other formats."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError, MegaMoEError
+from megamoe.formats.cache import QuantizedCache
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.group.order import Mark, announce
+from megamoe.layer.functional import Backend
+from megamoe.layer.replicas import Replicas
+
+
+@dataclass(eq=False)
+class Runtime:
+    """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
+
+    problem: Problem
+    group: Any
+    backend: Backend
+    replicas: Replicas | None = None  # whose gradients are summed
+    cache: QuantizedCache = field(default_factory=QuantizedCache)
+    mark: Mark = field(init=False)  # of its backward calls
+    handle: Tensor = field(init=False)  # [] int64 on the CPU
+    # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
+    lock: Any = field(default_factory=threading.RLock)
+    state_bytes: int = field(init=False)  # that a training forward saves; 0: backward recomputes
+    mean_over: int = 1  # ranks that gradients of weights are divided by
+
+    def __post_init__(self) -> None:
+        number = next(_numbers)
+        self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+        self.mark = getattr(self.backend, "mark", None) or Mark.make(self.problem, self.group)
+        self.state_bytes = getattr(self.backend, "state_bytes", 0)
+        _runtimes[number] = self
+
+    def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
+        """Return what the forward pass takes: fp8 masters quantized once per version.
+
+        trains: the backend's backward pass follows, which takes turned().
+        """
+        if self.problem.formats.w.scaled and given.w13_scale is None:
+            return self.cache.weights(self.problem, given, trains)
+        return given
+
+    def turned(self, given: ExpertWeights) -> TurnedWeights | None:
+        """Return what the backward pass multiplies where it is not the weights themselves."""
+        if self.problem.formats.w.scaled:
+            return self.cache.turned(self.problem, given)
+        return None
+
+    def refuse(self) -> None:
+        """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
+        getattr(self.backend, "refuse", nothing)()
+
+
+class Opened:
+    """What a Layer says of its runtime, while it has one."""
+
+    _runtime: Runtime | None
+    _options: Mapping[str, Any]
+    group: Any
+
+    @property
+    def handle(self) -> Tensor:
+        """What stands for this layer in the operators; raises before prepare() and after close()."""
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        return self._runtime.handle
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        if self._runtime is not None:
+            self._runtime.cache.invalidate()
+
+    def check(self) -> None:
+        """Wait for the device; raise the fault of a launch, if there is one."""
+        pending = getattr(self._runtime and self._runtime.backend, "check", None)
+        if pending is not None:
+            pending()
+
+    def statistics(self) -> Statistics:
+        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
+
+        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
+        """
+        return Statistics.of_last(self._runtime and self._runtime.backend.statistics())
+
+    @property
+    def pool_rows(self) -> int | None:
+        """M of the backend if it has a pool, or as the options have it; None: the default."""
+        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
+        return self._options.get("pool_rows") if plan is None else plan.pool_rows
+
+    def reset(self) -> None:
+        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
+
+        It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
+        """
+        announce(self.group, "reset()")
+        getattr(self._runtime and self._runtime.backend, "reset", nothing)()
+
+    @property
+    def needs_close(self) -> bool:
+        """Whether close() has something to free together with other ranks."""
+        return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
+
+
+_numbers = itertools.count(1)
+_runtimes: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+
+
+def runtime_of(handle: Tensor) -> Runtime:
+    """Return the runtime of a handle."""
+    runtime = _runtimes.get(int(handle))
+    if runtime is None:
+        raise MegaMoEError(f"the layer of handle {int(handle)} is closed or was deleted")
+    return runtime
+
+
+def nothing() -> None:
+    """What a backend does that bounds its own waits."""
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[..., N] -> [T, N]."""
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])

@@ -1,0 +1,278 @@
+"""Shared experts in the layer's own launch: a shared expert of n * I is n experts of I that every token takes.
+
+The activation works on each column by itself and the down-projection is a sum, so that the parts add up to the whole.
+Every rank holds all parts behind its routed experts, and its tokens take its own: no row of them crosses ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import MAX_TOP_K, Activation, Problem, activation_by_name
+from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.table import SCALE_GROUP
+from megamoe.formats.versions import made_of
+from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.layer import main_grad
+from megamoe.layer.rows import finite_factor
+
+
+class SharedExperts:
+    """The slots of a shared expert in a layer whose routed experts are those of `problem`.
+
+    intermediate: of the shared expert, or of several together: n * I.
+    activation: of the shared expert, by name or as an Activation; None: that of the routed ones, which it has to be.
+    routed_scaling_factor: topk_weights are multiplied by it, the shared expert is not. (The layer's own argument of
+        this name multiplies both.)
+    device: where topk_ids are.
+    Attributes: count, n; problem, which the layer is made of: E + n R experts, n of them in the last places of each
+    rank, K + n of them a token.
+
+    Raises ConfigError for a shared expert that is not made of such parts, or of too many.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        intermediate: int,
+        *,
+        activation: str | Activation | None = None,
+        routed_scaling_factor: float = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not isinstance(problem, Problem):
+            raise ConfigError("problem", type(problem).__name__, "megamoe.Problem")
+        width = problem.intermediate
+        if not isinstance(intermediate, int) or intermediate < 1 or intermediate % width:
+            raise ConfigError("intermediate", intermediate, f"a multiple of {width}, the experts'")
+        if activation is not None and activation_by_name(activation) != problem.activation:
+            raise ConfigError("activation", activation, f"{problem.activation}, the experts'")
+        self.count, self.routed_problem = intermediate // width, problem
+        self.routed_scaling_factor = finite_factor(routed_scaling_factor)
+        top_k = problem.top_k + self.count
+        if top_k > MAX_TOP_K:
+            found = f"{intermediate}, {self.count} times {width}"
+            expected = f"at most {MAX_TOP_K - problem.top_k} times: each is one more expert a token"
+            raise ConfigError("intermediate", found, expected)
+        experts = problem.num_experts + self.count * problem.ep_size
+        self.problem = replace(problem, num_experts=experts, top_k=top_k)
+        slots = [e + self.count * problem.rank_of_expert(e) for e in range(problem.num_experts)]
+        self._slots = torch.tensor(slots, device=device)  # [E]
+        end = self.problem.expert_begin(problem.rank + 1)
+        self._own = torch.arange(end - self.count, end, device=device)  # [n]
+
+    def routes(
+        self, topk_ids: Tensor, topk_weights: Tensor, shared_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the ids and weights that the layer takes: [..., K + n], the latter fp32.
+
+        topk_ids: [..., K] int32 or int64 in [0, E), others are dropped; topk_weights: [..., K] of any float type.
+        shared_weights: [..., 1] of any float type, of each token's shared expert; None: 1.
+        Differentiable in both weights. Waits for nothing; may be captured. Raises ArgumentError for other shapes and
+        types, on this rank only.
+        """
+        if not isinstance(topk_ids, Tensor):
+            raise ArgumentError("topk_ids", type(topk_ids).__name__, "a tensor")
+        experts, lead = self.routed_problem.num_experts, tuple(topk_ids.shape[:-1])
+        shape, device = (*lead, self.routed_problem.top_k), self._slots.device
+        floats = torch.float32, torch.bfloat16, torch.float16, torch.float64
+        options: dict[str, Any] = {"device": device, "contiguous": False}
+        check_tensor("topk_ids", topk_ids, shape, (torch.int32, torch.int64), **options)
+        check_tensor("topk_weights", topk_weights, shape, floats, **options)
+        if shared_weights is None:
+            shared_weights = torch.ones((*lead, 1), dtype=torch.float32, device=device)
+        check_tensor("shared_weights", shared_weights, (*lead, 1), floats, **options)
+        valid = (topk_ids >= 0) & (topk_ids < experts)
+        routed = self._slots[topk_ids.long().where(valid, 0)].where(valid, -1)
+        ids = torch.cat([routed, self._own.expand(*lead, -1)], -1)
+        scores = topk_weights.float()
+        if self.routed_scaling_factor != 1.0:
+            scores = scores * self.routed_scaling_factor
+        every = torch.cat([scores, shared_weights.float().expand(*lead, self.count)], -1)
+        return ids.to(topk_ids.dtype), every
+
+    def parts(self, whole: ExpertWeights) -> ExpertWeights:
+        """Cut a shared expert into n experts; differentiable.
+
+        whole: the shared expert without a first dimension: w13 [P*n*I, H] or [P, n*I, H], all gate rows, then all up
+            rows, w2 [H, n*I], b13 [P*n*I], b2 [H], scales as for one expert of n * I. In the format of the routed
+            experts, or bf16 masters. Layers with biases take one without: its are zero.
+        Raises ArgumentError for other shapes and types, and for parts whose scales no block of 128 separates.
+        """
+        _check_kind(shared=whole)
+        n, planes = self.count, self.problem.activation.planes
+        if whole.w13.dim() == 3 and len(whole.w13) == planes:  # as checkpoints are read
+            whole = replace(whole, w13=whole.w13.flatten(0, 1))
+        expected, device = self._whole_shapes(whole), whole.w13.device
+        for name, (shape, dtype) in expected.items():
+            value = getattr(whole, name)
+            check_tensor(f"shared.{name}", value, shape, dtype, device, contiguous=False)
+        for name in whole.named().keys() - expected.keys():
+            raise ArgumentError(f"shared.{name}", "given", "None, as the routed experts have it")
+        made = {}
+        for name, value in whole.named().items():
+            if name in ("w13", "w13_scale", "b13"):
+                made[name] = value.unflatten(0, (planes, n, -1)).transpose(0, 1).flatten(1, 2)
+            elif name in ("w2", "w2_scale"):
+                made[name] = value.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
+        if self.problem.bias:
+            rows, hidden = planes * self.problem.intermediate, self.problem.hidden
+            fp32 = {"dtype": torch.float32, "device": device}
+            made.setdefault("b13", torch.zeros(n, rows, **fp32))
+            rest = torch.zeros(n, hidden, **fp32)
+            b2 = [] if whole.b2 is None else [whole.b2[None]]  # added once
+            made["b2"] = torch.cat([*b2, rest])[:n]
+        return ExpertWeights(**made)
+
+    def _whole_shapes(self, whole: ExpertWeights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return name -> (shape, dtype) of what parts() is given."""
+        n, width = self.count, self.problem.intermediate
+        of_part = replace(self._stored(whole), ep_size=1, rank=0, num_experts=1)
+        if of_part.formats.w.scaled and n > 1 and width % SCALE_GROUP:
+            found = f"of parts of {width}, which end within a block of scales"
+            raise ArgumentError("shared.w13", found, "bf16 masters")
+        expected = {}
+        for name, ((_, rows, *rest), dtype) in expected_weights(of_part).items():
+            if name in ("w13", "w13_scale", "b13"):
+                shape = (n * rows, *rest)
+            else:
+                shape = (rows, *(n * columns for columns in rest[:1]), *rest[1:])
+            if getattr(whole, name) is not None or not name.startswith("b"):
+                expected[name] = shape, dtype
+        return expected
+
+    def empty(self, device: torch.device | str = "cpu", masters: bool = True) -> ExpertWeights:
+        """Return memory for the weights of the layer, L routed experts and behind them n parts; see split().
+
+        masters: bf16; otherwise what the precision stores.
+        """
+        of = replace(self.problem, precision="bf16") if masters else self.problem
+        wanted = expected_weights(of).items()
+        return ExpertWeights(**{n: torch.empty(s, dtype=d, device=device) for n, (s, d) in wanted})
+
+    def split(self, weights: ExpertWeights) -> tuple[ExpertWeights, ExpertWeights]:
+        """Return the routed experts' part of the layer's weights and the shared expert's, as views."""
+        num = self.routed_problem.num_local_experts()
+        named = weights.named().items()
+        routed, shared = {n: t[:num] for n, t in named}, {n: t[num:] for n, t in named}
+        return ExpertWeights(**routed), ExpertWeights(**shared)
+
+    def join(
+        self,
+        routed: ExpertWeights,
+        shared: ExpertWeights,
+        *,
+        accumulate_into_main_grad: bool = False,
+    ) -> ExpertWeights:
+        """Return the weights that the layer takes, [L + n, ...]; the gradient goes back to both.
+
+        routed: L experts. shared: n experts, as parts() returns them. Without a copy where they are views that split()
+        has returned, or parameters over these; otherwise both are copied, and so in every call under torch.compile.
+        accumulate_into_main_grad: for a layer with it: gradients of w13 and w2 go to `main_grad` of those given here,
+            by the kernel itself where these lie behind each other, too, else by way of a tensor of fp32.
+        Raises ArgumentError for tensors that do not belong together.
+        """
+        _check_kind(routed=routed, shared=shared)
+        problem, device = self._stored(routed), routed.w13.device
+        routed.validate(replace(problem, num_experts=self.routed_problem.num_experts), device)
+        made = {}
+        for name, mine in routed.named().items():
+            given = theirs = getattr(shared, name)
+            shape = self.count, *mine.shape[1:]
+            flat = (self.count, *mine.flatten(1, 2).shape[1:]) if mine.dim() > 3 else shape
+            if isinstance(theirs, Tensor) and tuple(theirs.shape) == flat:
+                theirs = theirs.view(shape)  # planes apart
+            elif _apart(name, theirs, mine, self.problem.activation.planes):
+                theirs = theirs.flatten(1, 2)
+            check_tensor(f"shared.{name}", theirs, shape, mine.dtype, device, contiguous=False)
+            adds = accumulate_into_main_grad and name in main_grad.NAMES
+            whole = _joined(mine, theirs, (mine, given) if adds else None)
+            wanted = mine.requires_grad or theirs.requires_grad
+            made[name] = made_of(whole, (mine, theirs), trains=wanted)
+        for name in shared.named().keys() - made.keys():
+            raise ArgumentError(f"shared.{name}", "given", "None, as the routed experts have it")
+        return ExpertWeights(**made)
+
+    def routed(self, statistics: Statistics) -> Statistics:
+        """Return a layer's statistics without the shared slots."""
+        num = self.routed_problem.num_local_experts()
+        return replace(statistics, tokens_per_expert=statistics.tokens_per_expert[:num])
+
+    def _stored(self, weights: ExpertWeights) -> Problem:
+        """Return the problem in the format of these weights: its own, or that of bf16 masters."""
+        masters = getattr(weights.w13, "dtype", None) == torch.bfloat16
+        return replace(self.problem, precision="bf16") if masters else self.problem
+
+
+def _check_kind(**given: Any) -> None:
+    for name, weights in given.items():
+        if not isinstance(weights, ExpertWeights) or not isinstance(weights.w13, Tensor):
+            raise ArgumentError(name, type(weights).__name__, "ExpertWeights")
+
+
+def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
+    """Whether a tensor has planes apart where another has them behind each other."""
+    if name not in ("w13", "b13") or not isinstance(theirs, Tensor):
+        return False
+    return theirs.dim() == mine.dim() + 1 and theirs.shape[1] == planes
+
+
+def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> Tensor:
+    """adds_to: whose main_grad gradients are added to."""
+    joint = None
+    if adds_to is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sizes = len(routed), len(shared)
+        joint = main_grad.Joint(adds_to, lambda whole: whole.split(sizes), _as_one)
+    whole: Tensor = _Joined.apply(joint, routed, shared)
+    if joint is not None and whole.requires_grad:
+        joint.give(whole)
+    return whole
+
+
+def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return rows of one tensor and those of another as a view, where they lie so."""
+    routed, shared = parts
+    if not _lies_behind(routed, shared):
+        return None
+    shape = len(routed) + len(shared), *routed.shape[1:]
+    return routed.detach().as_strided(shape, routed.stride())
+
+
+class _Joined(torch.autograd.Function):
+    """Rows of one tensor, then those of another, as one; a view where they lie so."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: main_grad.Joint | None, routed: Tensor, shared: Tensor) -> Tensor:
+        ctx.num, ctx.joint = len(routed), joint
+        ctx.set_materialize_grads(False)
+        whole = None if torch.compiler.is_compiling() else _as_one((routed, shared))
+        if whole is not None:
+            ctx.save_for_backward(routed, shared)  # the view counts writes to the former only
+            return whole
+        # As integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16.
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[routed.element_size()]
+        return torch.cat([t.view(bits) for t in (routed, shared)]).view(routed.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises where one was written to
+        if ctx.joint is not None and ctx.joint.used:
+            return None, *ctx.joint.add(grad)
+        if grad is None:
+            return None, None, None
+        return None, grad[: ctx.num], grad[ctx.num :]
+
+
+def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
+    if routed.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr():
+        return False
+    if not len(routed) or routed.stride() != shared.stride():
+        return False
+    end = routed.storage_offset() + len(routed) * routed.stride(0)
+    return shared.storage_offset() == end and routed.is_inference() == shared.is_inference()

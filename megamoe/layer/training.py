@@ -1,0 +1,279 @@
+"""What a training loop needs beside a model with experts of its own on every rank.
+
+Parameters of a layer over R > 1 ranks differ between ranks, everything else ("dense") is the same: norms, averages and
+optimizer states that assume equal ranks are wrong for them. docs/training.md has the recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megamoe.core.errors import ArgumentError
+from megamoe.group.agreement import begins
+from megamoe.layer.experts import is_dtensor, is_fsdp
+from megamoe.layer.module import MegaMoE
+from megamoe.layer.optimizers import check_not_sharded
+from megamoe.layer.placed_module import first_slots
+from megamoe.layer.shards import span
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, MegaMoE]]:
+    """Yield (name, layer) of the layers that are spread over several ranks."""
+    for name, module in model.named_modules():
+        if isinstance(module, MegaMoE) and module.problem.ep_size > 1:
+            yield name, module
+
+
+def _refuse_main_grad(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise ArgumentError for experts whose gradients are elsewhere than in `grad`."""
+    for name, module in modules:
+        if isinstance(module, MegaMoE) and module.accumulate_into_main_grad:
+            expected = (
+                "False: gradients in main_grad are averaged, scaled and clipped by their owner"
+            )
+            raise ArgumentError(f"{name or 'model'}.accumulate_into_main_grad", True, expected)
+
+
+def _power(grads: list[Tensor], norm_type: float) -> Tensor:
+    """Return sum |g| ** norm_type (largest |g| for inf) over all elements; DTensors over their meshes."""
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        key = (grad.device_mesh, grad.placements) if is_dtensor(grad) else None
+        by_mesh.setdefault(key, []).append(grad)
+    total = torch.zeros((), dtype=torch.float32, device=grads[0].device if grads else None)
+    for same in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(same, norm_type)
+        if is_dtensor(norm):
+            norm = norm.full_tensor()
+        norm = norm.float()
+        if norm_type == torch.inf:
+            total = torch.maximum(total, norm)
+        else:
+            total = total + norm**norm_type
+    return total
+
+
+def _order(norm_type: Any) -> float:
+    if not isinstance(norm_type, (int, float)) or not norm_type > 0:
+        raise ArgumentError("norm_type", repr(norm_type), "a number above 0, or float('inf')")
+    return float(norm_type)
+
+
+def _model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        expected = "a torch.nn.Module with parameters: they alone do not say who holds others"
+        raise ArgumentError("model", type(model).__name__, expected)
+    return model
+
+
+@torch.no_grad()
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients, the same on every rank; fp32 []. Collective.
+
+        (sum_dense |g| ** p + sum over the ranks of each expert group of sum_experts |g| ** p) ** (1 / p)
+
+    Dense gradients must be equal on the ranks (averaged, as by DDP) or DTensors (FSDP2).
+    Experts may be plain or DTensors.
+    norm_type: p > 0, or inf.
+
+    Raises ArgumentError for something else than a module, another norm_type and sparse gradients.
+    """
+    return _grad_norm(model, norm_type)
+
+
+def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.0) -> Tensor:
+    groups = dict.fromkeys(layer.group for _, layer in _layers(_model(model)))
+    with begins("grad_norm() or clip_grad_norm_()", *groups):
+        if (
+            isinstance(max_norm, str)
+            or not isinstance(max_norm, (int, float, Tensor))
+            or not max_norm >= 0
+        ):
+            raise ArgumentError("max_norm", repr(max_norm), "a number from 0 on")
+        norm_type = _order(norm_type)
+        _refuse_main_grad(model.named_modules())
+        for name, module in model.named_modules():
+            if isinstance(module, MegaMoE) and module.num_delayed:
+                waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
+                raise ArgumentError(name or "model", waiting, "none when gradients are read")
+        for name, p in model.named_parameters():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
+    own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
+    for _, layer in _layers(model):
+        for p in layer.parameters():
+            own[id(p)] = None if layer.place.distributed else layer.group
+    of_layers = {
+        id(p): layer
+        for layer in model.modules()
+        if isinstance(layer, MegaMoE)
+        for p in layer.parameters()
+    }
+    dense: list[Tensor] = []
+    experts: dict[Any, list[Tensor]] = {}
+    for group in own.values():
+        if group is not None:
+            experts[group] = []
+    device = next(model.parameters()).device
+    for p in model.parameters():
+        if p.grad is not None:
+            group = own.get(id(p))
+            counted = [p.grad]
+            if id(p) in of_layers:
+                counted = first_slots(of_layers[id(p)], p.grad)
+            (dense if group is None else experts[group]).extend(counted)
+    total = _power(dense, norm_type).to(device)
+    largest = norm_type == torch.inf
+    for group, grads in experts.items():
+        part = _power(grads, norm_type).to(device)
+        dist.all_reduce(part, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, part) if largest else total + part
+    return total if largest else total ** (1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (grad_norm(model) + 1e-6)); return that norm. Collective.
+
+    Raises ArgumentError as grad_norm() does, and for a max_norm that is no number from 0 on.
+    """
+    total = _grad_norm(model, norm_type, max_norm)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is {float(total)}")
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    local = [g.to_local() if is_dtensor(g) else g for g in grads]
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in local:
+        grad.mul_(scale.to(grad.device))
+    return total
+
+
+def ignore_experts_in_ddp(model: nn.Module) -> list[str]:
+    """Make DDP leave the experts of `model` alone; call it on what is wrapped, before wrapping. Returns their names.
+
+    DDP would overwrite every rank's experts with rank 0's and average their gradients.
+    """
+    names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    for prefix, layer in _layers(model):
+        names += [f"{prefix}.{n}" if prefix else n for n in layer.state_dict()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return names
+
+
+def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
+    """Divide experts' gradients by num_ranks as they arrive, so that they are means over ranks as DDP's and FSDP's are.
+
+    Every rank differentiates its own loss L_r. DDP and FSDP2 give a dense parameter sum_r dL_r / R; the backward pass
+    of a layer gives an expert sum_r dL_r over the ranks of its group. R = num_ranks: the ranks that dense gradients are
+    averaged over. Where those are more than the group has, add up the experts' gradients over the copies as well
+    (FSDP2 on a mesh of the copies does). Call it once, after fully_shard() if that is used on the layer: ArgumentError
+    otherwise.
+    """
+    _refuse_main_grad(_layers(model))
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ArgumentError("num_ranks", repr(num_ranks), "a number of ranks")
+    for name, layer in _layers(model):
+        if layer.averaged is not None:
+            raise ArgumentError(name or "model", "averaged already", "one call")
+        if not is_fsdp(layer):
+            check_not_sharded(layer)
+    for _, layer in _layers(model):
+        layer.divide_gradients(num_ranks)
+
+
+def _by_fqn(model: nn.Module) -> dict[str, tuple[MegaMoE, str]]:
+    """Return (layer, parameter's name) by the names that torch's checkpoints use: without wrappers."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    found = {}
+    for prefix, layer in _layers(model):
+        for name, _ in layer.named_parameters():
+            full = f"{prefix}.{name}" if prefix else name
+            for fqn in _get_fqns(model, full):
+                found[fqn] = layer, name
+    return found
+
+
+def _converted(model: nn.Module, state: dict[str, Any], shard: bool) -> dict[str, Any]:
+    """Return a new optimizer state dict, flattened or not, with the experts' entries as Experts or as they are used."""
+    layers = _by_fqn(model)
+
+    def convert(fqn: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        layer, name = layers[fqn]
+        parameter = getattr(layer, name)
+        if not shard:
+            value = layer.place.take(fqn, value, parameter, span(layer.problem))
+        if value.shape[:1] != parameter.shape[:1]:
+            given, of = (
+                f"{list(value.shape)}",
+                f"[{parameter.shape[0]}, ...], as the parameter has it",
+            )
+            raise ArgumentError(f"the optimizer's state of {fqn}", given, of)
+        return layer.place.mark(value) if shard else value
+
+    new = dict(state)
+    for key, value in state.items():
+        fqn = key.removeprefix("state.").rpartition(".")[0]  # flattened: state.<fqn>.<entry>
+        if key.startswith("state.") and fqn in layers:
+            new[key] = convert(fqn, value)
+    if isinstance(state.get("state"), dict):
+        new["state"] = {
+            fqn: {k: convert(fqn, v) for k, v in entries.items()} if fqn in layers else entries
+            for fqn, entries in state["state"].items()
+        }
+    return new
+
+
+def _refuse_options(model: nn.Module, options: dict[str, Any], *names: str) -> None:
+    """Raise ArgumentError for options that make one rank's experts stand for all."""
+    for name in names:
+        if getattr(options.get("options"), name, False) and any(True for _ in _layers(model)):
+            expected = "False where experts differ between ranks: save with dcp.save()"
+            raise ArgumentError(f"options.{name}", True, expected)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, **options: Any
+) -> dict[str, Any]:
+    """As torch.distributed.checkpoint.state_dict's, with experts' entries that say which experts they are.
+
+    Give it to dcp.save(), or to dcp.load() and then to set_optimizer_state_dict(). torch's own would save rank 0's.
+
+    Raises ArgumentError for StateDictOptions(full_state_dict=True), and for states whose first size is not that of
+    their parameter, as 8-bit optimizers have them: no part of those is an expert's.
+    """
+    _refuse_options(model, options, "full_state_dict", "broadcast_from_rank0")
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
+    state: Any = dcp_state_dict.get_optimizer_state_dict(model, optimizers, **options)
+    return _converted(model, state, shard=True)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, state: dict[str, Any], **options: Any
+) -> None:
+    """Set what get_optimizer_state_dict() returned and dcp.load() filled.
+
+    Raises ArgumentError for other experts, also those of another rank's file, for states whose first size is not that
+    of their parameter, and for StateDictOptions(broadcast_from_rank0=True).
+    """
+    _refuse_options(model, options, "broadcast_from_rank0")
+    from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
+    state = _converted(model, state, shard=False)
+    dcp_state_dict.set_optimizer_state_dict(model, optimizers, state, **options)

@@ -1,1 +1,0 @@
-"""Where bytes live: region tables, launch arguments, the window that ranks share."""

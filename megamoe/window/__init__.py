@@ -1,0 +1,1 @@
+"""Symmetric memory: the window of a group of ranks, and who allocates it."""

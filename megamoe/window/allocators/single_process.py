@@ -1,0 +1,44 @@
+"""All ranks in one process: plain tensors. For a group of one, and for threads that are ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from megamoe.core.errors import ConfigError, UnreachablePeer
+from megamoe.group.group import Group
+from megamoe.window.allocators import Allocation, checked_peers
+
+
+class SingleProcessTransport:
+    """torch.empty, and peer access between the GPUs of one process."""
+
+    def allocate(self, nbytes: int, device: torch.device, group: Group) -> Allocation:
+        """Collective over the threads of the process."""
+        if not group.in_process:
+            raise ConfigError(
+                "transport", '"single_process"', "ranks that are threads of one process"
+            )
+        # cudaMalloc aligns to 512 bytes, torch's CPU allocator only to 64.
+        raw = torch.empty(nbytes + 256, dtype=torch.uint8, device=device)
+        start = -raw.data_ptr() % 256
+        memory = raw[start : start + nbytes]
+        self._open(device, group)
+        peers = checked_peers(group.all_gather(memory.data_ptr()), group)
+        held = [raw]
+        return Allocation(memory, peers, held.clear)
+
+    @staticmethod
+    def _open(device: torch.device, group: Group) -> None:
+        devices = group.all_gather(device)
+        if device.type != "cuda":
+            return
+        from megamoe.jit.driver import enable_peer_access
+
+        for rank, peer in enumerate(devices):
+            if peer.index == device.index:
+                continue
+            if not torch.cuda.can_device_access_peer(device.index, peer.index):
+                raise UnreachablePeer(
+                    f"rank {group.rank} ({device}) cannot reach rank {rank} ({peer})"
+                )
+            enable_peer_access(device.index, peer.index)

@@ -1,0 +1,287 @@
+"""The window: symmetric memory of a group, and all that belongs to it rather than to a layer.
+
+One window serves any number of layers that agree on everything but sizes that only bound it (see `admits`): launches of
+a window follow each other, so its regions, its epoch and its workspaces are theirs in turn. Every rank must call
+the layers of a window in the same order; a different order is a named error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.core import env
+from megamoe.core.config import Problem
+from megamoe.core.errors import (
+    ConfigError,
+    MegaMoEError,
+    PeerFault,
+    RankMismatch,
+    UnreachablePeer,
+    WindowBroken,
+    fault_to_error,
+)
+from megamoe.group.group import Group, all_or_none, as_group, host_name, spans_hosts
+from megamoe.jit import abi, cache
+from megamoe.launch import layout
+from megamoe.launch.arguments import Plan
+from megamoe.launch.launches import on_device
+from megamoe.window.allocators import Transport, choose
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """What fixes the window's layout; equal on all ranks."""
+
+    hidden: int
+    top_k: int
+    ep_size: int
+    max_tokens: int
+    precision: str
+
+    @classmethod
+    def of(cls, problem: Problem) -> WindowSpec:
+        """Return the spec that one problem needs."""
+        return cls(**{field.name: getattr(problem, field.name) for field in fields(cls)})
+
+    def mismatch(self, problem: Problem) -> str | None:
+        """Return why a layer of `problem` cannot use this window, or None.
+
+        Layouts must coincide, because launch n + 1 may write while a peer still reads what launch n left. So
+        hidden, top_k, ep_size and precision are equal, and a smaller max_tokens uses the larger strides.
+        """
+        other = WindowSpec.of(problem)
+        for name in ("hidden", "top_k", "ep_size", "precision"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                return f"{name} is {theirs} in the layer, {ours} in its window"
+        if other.max_tokens > self.max_tokens:
+            return f"max_tokens is {other.max_tokens} in the layer, {self.max_tokens} in its window"
+        return None
+
+
+class Window:
+    """Symmetric memory of one group on one device. Creating, resetting and closing it is collective."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        transport: str | Transport | None = None,
+    ) -> None:
+        self.group: Group = as_group(group)
+        self.device = _device(device)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError(
+                "a window cannot be made during CUDA graph capture: call the layer's prepare() before"
+            )
+        self.spec = WindowSpec.of(problem)
+        self.closed = False
+        self.timeout_ns = 0  # of the layers' launches; for messages
+        self.broken: MegaMoEError | None = None
+        self._workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._backward_workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._layers = 0
+        self.last_launch: tuple[int, str] | None = None  # layer and kernel
+        self.agree(problem)
+        self.regions = layout.window_regions(problem)
+        self.closed = True  # until all have theirs; nobody launches before all are zero
+        made = transport or env.transport()
+        all_or_none(self.group, lambda: self._allocate(made), "make its window")
+        self.closed = False
+
+    def _allocate(self, transport: str | Transport) -> None:
+        chosen = choose(transport, self.group) if isinstance(transport, str) else transport
+        with on_device(self.device):
+            self._allocation = chosen.allocate(
+                layout.total_bytes(self.regions), self.device, self.group
+            )
+            self.memory, self.bases = self._allocation.memory, self._allocation.peers
+            self.memory.zero_()
+            self._epoch = torch.zeros(64, dtype=torch.int32, device=self.device)
+            self._fault_memory = _pinned(ctypes.sizeof(abi.FaultRecord), self.device)
+            self.fault = abi.FaultRecord.from_address(self._fault_memory.data_ptr())
+            self._synchronize()
+
+    @property
+    def epoch_address(self) -> int:
+        """Device address of the count of completed launches."""
+        return int(self._epoch.data_ptr())
+
+    @property
+    def epoch_cell(self) -> Tensor:
+        """The count of completed launches, [1] int32 on the device."""
+        return self._epoch[:1]
+
+    def epoch(self) -> int:
+        """Return the count of completed launches. Waits for the device."""
+        return int(self._epoch[0])
+
+    @property
+    def fault_address(self) -> int:
+        """Address of the FaultRecord."""
+        return int(self._fault_memory.data_ptr())
+
+    def agree(self, problem: Problem) -> None:
+        """Refuse ranks that were configured differently, naming rank and field. Collective."""
+        skip = ("rank", "activation")
+        mine = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in skip}
+        mine.update((f"activation.{k}", v) for k, v in asdict(problem.activation).items())
+        mine["version of the sources"] = cache.content_key("")
+        everyone = self.group.all_gather((problem.rank, mine))
+        apart = spans_hosts(self.group.all_gather(host_name()))
+        if apart is not None:
+            raise UnreachablePeer(f'{apart}; use backend="staged"')
+        if len(everyone) != problem.ep_size:
+            raise ConfigError("ep_size", problem.ep_size, f"{len(everyone)}, the group's size")
+        for rank, (stated, theirs) in enumerate(everyone):
+            if stated != rank:
+                raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
+            differing = [
+                f"{name} is {theirs.get(name)} on rank {rank}, {value} on rank 0"
+                for name, value in everyone[0][1].items()
+                if theirs.get(name) != value
+            ]
+            if differing:
+                raise RankMismatch("the ranks of this group differ: " + "; ".join(differing))
+
+    def admit(self, problem: Problem) -> None:
+        """Raise ConfigError when a layer of `problem` cannot use this window."""
+        self._check_open()
+        reason = self.spec.mismatch(problem)
+        if reason:
+            raise ConfigError(f"this window cannot serve this layer: {reason}")
+
+    def add_layer(self) -> int:
+        """Return the number of a new layer; equal on all ranks, since making layers is collective."""
+        self._layers += 1
+        return self._layers - 1
+
+    def workspace(self, plan: Plan) -> Tensor:
+        """Return the workspace of a layer, zeroed when new, a state behind it. Layers of equal layout share one."""
+        return self._memory_for(self._workspaces, plan, plan.workspace_bytes)
+
+    def backward_workspace(self, plan: Plan) -> Tensor:
+        """Return what backward needs besides, zeroed when new: made when a layer of this layout first trains."""
+        return self._memory_for(self._backward_workspaces, plan, plan.backward_bytes)
+
+    def _memory_for(
+        self, made: dict[tuple[Problem, int], Tensor], plan: Plan, nbytes: int
+    ) -> Tensor:
+        key = (plan.strided, plan.pool_rows)
+        if key not in made:
+            with on_device(self.device):
+                raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
+                start = -raw.data_ptr() % layout.ALIGNMENT
+                made[key] = raw[start : start + nbytes]
+                self._synchronize()  # launches may come on any stream
+        return made[key]
+
+    # --- faults ---
+
+    def poll(self) -> None:
+        """Raise if a launch has failed so far as the host can see without waiting. Nanoseconds."""
+        if self.fault.edge and self.broken is None:
+            record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
+            record.update(abi.fault_fields(self.fault))
+            self.broken = fault_to_error(record, self.group.rank)
+            raise self.broken
+        if self.broken is not None:
+            raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
+        if self.closed:
+            self._check_open()
+
+    def check(self) -> None:
+        """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
+        self._synchronize()
+        self.poll()
+        if int(self.regions["window_abort"].view(self.memory)[0]):
+            self.broken = PeerFault(
+                f"another rank gave up on a launch of this window, so rank "
+                f"{self.group.rank} left it too: see that rank's error"
+            )
+            raise self.broken
+
+    def reset(self) -> None:
+        """Make a broken window usable again. Collective; results of launches in flight are lost.
+
+        No epoch comes again: states that training forwards left before and after must not be taken for one launch's.
+        """
+        self._check_open()
+        self._synchronize()
+        last = max(self.group.all_gather(self.epoch()))  # here no rank's kernel runs
+        with on_device(self.device):
+            for name in layout.WINDOW_CONTROL:
+                self.regions[name].view(self.memory).zero_()
+            for made, regions, cells in (
+                (self._workspaces, layout.workspace_regions, layout.WORKSPACE_CONTROL),
+                (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
+            ):
+                for (problem, rows), memory in made.items():
+                    table = regions(problem, rows)
+                    for name in cells:
+                        table[name].view(memory).zero_()
+            self._epoch.fill_(last + 1)
+            self._fault_memory.zero_()
+            self._synchronize()
+        self.broken = None
+        self.group.barrier()
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Free the memory once no rank uses it. Collective; a second call does nothing."""
+        if self.closed:
+            return
+        self._synchronize()
+        self.group.barrier()
+        self.closed = True
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._allocation.memory = self.memory
+        self._workspaces.clear()
+        self._backward_workspaces.clear()
+        self._allocation.free()
+        self.group.barrier()
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True) and self.group.size > 1:
+            # Freeing is collective; a destructor runs when it likes. The memory stays.
+            _leaked.append(getattr(self, "_allocation", None))
+            warnings.warn(
+                "a megamoe window was deleted without close(): its memory stays allocated",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WindowBroken("this window is closed")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+_leaked: list[Any] = []
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda"
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def _pinned(nbytes: int, device: torch.device) -> Tensor:
+    """Return zeroed host memory that the device can write at the same address."""
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    return memory.pin_memory() if device.type == "cuda" else memory

@@ -1,0 +1,121 @@
+"""What the transformers adapter reads in an experts module: its activation, its weights."""
+
+import pytest
+
+from megamoe.core.config import Activation
+from megamoe.core.errors import ConfigError
+from megamoe.testing.copies import watched
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+import torch  # noqa: E402
+from hf_models import experts_of, model_of, token_ids  # noqa: E402
+
+from megamoe.adapters import transformers as adapter  # noqa: E402
+from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
+
+
+@pytest.mark.parametrize("up_to", [7.0, 1000.0])
+def test_activations_are_told_apart(up_to):
+    module = experts_of(model_of("GptOss", "eager"))[0]
+    module.limit, module.alpha = up_to, 1.5
+    expected = Activation("clamped_swiglu", alpha=1.5, limit=up_to, up_offset=1.0)
+    assert activation_of(module) == expected
+    del module.limit  # the gate knows a limit that the module does not name
+    module._apply_gate = lambda x: expected(x.unflatten(-1, (-1, 2)).transpose(1, 2).flatten(1))
+    with pytest.raises(
+        ConfigError, match="expected one of swiglu, geglu, geglu_tanh, clamped_swiglu$"
+    ):
+        activation_of(module)
+
+
+def test_activations_are_found_by_what_they_give():
+    kinds = {
+        "gelu": "geglu",
+        "gelu_new": "geglu_tanh",
+        "gelu_pytorch_tanh": "geglu_tanh",
+        "silu": "swiglu",
+    }
+    module = experts_of(model_of("Mixtral", "eager"))[0]
+    for name, kind in kinds.items():
+        module.act_fn = transformers.activations.ACT2FN[name]
+        assert activation_of(module).kind == kind
+    module = experts_of(model_of("NemotronH", "eager"))[0]
+    module.act_fn = torch.nn.SiLU()
+    with pytest.raises(ConfigError, match="NemotronHExperts, expected one of relu2"):
+        activation_of(module)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "NemotronH"])
+def test_weights_are_views_where_they_can_be(name):
+    module = experts_of(model_of(name, "eager"))[0]
+    weights = weights_of(module)
+    assert weights.w13.data_ptr() == next(module.parameters()).data_ptr()
+    assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+
+
+def step(model):
+    """Train a step; return the logits before it."""
+    ids = token_ids(2, 12)
+    out = model(ids, labels=ids)
+    out.loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
+    return out.logits.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_experts_are_quantized_once_a_step(name, dtype):
+    """In place, transposed, cast: FP8 copies are of the parameters, not of what is copied in every call."""
+    own = adapter.register("megamoe_quantized", backend="staged", precision="fp8")
+    model = model_of(name, "megamoe_quantized").to(dtype)
+    layers = len(experts_of(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    ids = token_ids(2, 12)
+    with watched() as seen:
+        for _ in range(2):
+            for _ in range(2):
+                model(ids, labels=ids).loss.backward()
+            optimizer.step()
+        model.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            model(ids)
+            for p in experts_of(model)[0].parameters():
+                p.mul_(-1)
+            model(ids)
+    assert seen == {"stale": 0, "q": 2 * (3 * layers + 1)}
+    own.close()
+
+
+@pytest.mark.parametrize("name", ["GptOss", "AriaText"])
+def test_transposed_experts_are_moved_once(name, tmp_path):
+    own = adapter.register("megamoe_moved", backend="staged")
+    model, plain = (model_of(name, "megamoe_moved") for _ in range(2))
+    assert adapter.relayout(model) == 2 * len(experts_of(model)) > 0
+    assert adapter.relayout(model) == 0
+    for module, other in zip(experts_of(model), experts_of(plain), strict=True):
+        for moved, matrix in zip(
+            (module.gate_up_proj, module.down_proj),
+            (other.gate_up_proj, other.down_proj),
+            strict=True,
+        ):
+            assert moved.shape == matrix.shape
+            assert torch.equal(moved, matrix)
+        weights = weights_of(module)
+        assert weights.w13.data_ptr() == module.gate_up_proj.data_ptr()
+        assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+    assert torch.equal(step(model), step(plain))
+    for (key, moved), parameter in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if moved.grad is not None:
+            assert torch.equal(moved.grad, parameter.grad), key
+            assert moved.grad.stride() == moved.stride(), key
+        assert torch.equal(moved, parameter), key
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for key, parameter in again.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(key)), key
+        assert parameter.is_contiguous(), key
+    own.close()
+
+
+def test_experts_that_are_not_transposed_are_left():
+    assert adapter.relayout(model_of("Qwen3Moe", "eager")) == 0

@@ -1,0 +1,113 @@
+"""Which SMs a launch takes beside other kernels: the default, what is stated, and how the launch is made."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megamoe.backends.reserve import JOIN_NS, PEERS_NS, Share, agree_on, share_of
+from megamoe.core.errors import RankMismatch
+from megamoe.group.group import Alone, ThreadGroup
+
+
+class Ranks:
+    rank, size, in_process = 0, 2, False
+
+
+def test_a_launch_that_trains_beside_others_takes_what_is_free(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
+    assert share_of(Ranks(), None) == Share(0, JOIN_NS, PEERS_NS)
+    assert share_of(Alone(), None) == Share(0, 0, 0)  # it waits for no other rank
+    with torch.no_grad():
+        assert share_of(Ranks(), None) == Share(0, 0, 0)
+        assert share_of(Ranks(), None, trains=True) == Share(0, JOIN_NS, PEERS_NS)
+
+
+def test_a_number_is_kept_and_then_a_launch_has_all_of_its_ctas(monkeypatch):
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "12")
+    assert share_of(Ranks(), None) == Share(12, 0, 0)
+    assert share_of(Ranks(), 0) == Share(0, 0, 0)
+
+
+def test_ranks_of_which_some_share_are_refused(monkeypatch):
+    monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
+    groups = ThreadGroup.create(2)
+    shares = [share_of(Ranks(), stated) for stated in (8, None)]
+    with ThreadPoolExecutor(2) as pool:
+        for pair in (shares, shares[::-1]):
+            found = list(pool.map(refusal, groups, pair))
+            assert "take the SMs that are free" in found[0]
+            assert found[0] == found[1]
+        numbers = [share_of(Ranks(), stated) for stated in (8, 16)]
+        assert list(pool.map(refusal, groups, numbers)) == [None, None]
+
+
+def refusal(group, share):
+    try:
+        agree_on(group, share)
+    except RankMismatch as error:
+        return str(error)
+    return None
+
+
+# Of a program: a rank that may have others in other processes.
+REMOTE = """
+class Ranks:
+    rank, size, in_process = 0, 1, False
+    def all_gather(self, value): return [value]
+    def barrier(self): pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
+def test_a_layer_that_is_first_called_without_gradients_trains_as_others_do(run, mode):
+    """Its launches that train take what is free; else they could wait for a collective that waits for them."""
+    seen = run(f"""
+import megamoe
+from unittest import mock
+{REMOTE}def patience():
+    return config()["ids"], argument().join_ns, argument().peers_ns
+def opened(*given):
+    return mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
+with on_cpu(), mock.patch("megamoe.layer.layer.open_backend", opened):
+    layer = megamoe.Layer(problem, backend="staged")
+    x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
+    with torch.{mode}():
+        x.requires_grad_(torch.is_grad_enabled())
+        y = layer(x, ids, scores, weights)
+    found = [patience()]
+    layer(x.detach().clone().requires_grad_(), ids, scores, weights)
+    found.append(patience())
+print(json.dumps(found))
+""")
+    waits, all_at_once = [[], JOIN_NS, PEERS_NS], [[2], 0, 0]
+    assert seen == [waits if mode == "enable_grad" else all_at_once, waits]
+
+
+@pytest.mark.parametrize("reserve_sms", [None, 20])
+def test_only_a_launch_with_all_of_its_ctas_is_cooperative(run, reserve_sms):
+    seen = run(f"""
+{REMOTE}def patience():
+    return argument().join_ns, argument().peers_ns
+with on_cpu():
+    found, share = [], {reserve_sms!r}
+    layer = mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"), reserve_sms=share)
+    call(layer)
+    found.append([config()["grid"][0], config()["ids"], *patience(), layer.num_ctas()])
+    layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
+    found.append(layer.num_ctas())
+    x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
+    y, state = layer.forward_train(x, ids, scores, weights)
+    found.append([config()["ids"], *patience()])
+    masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
+    turned = TurnedWeights.of(problem, weights)
+    layer.backward(x, x, ids, masters, state, [True] * 4 + [False] * 2, turned=turned)
+    found.append([config()["ids"], *patience()])
+print(json.dumps(found))
+""")
+    waits = [JOIN_NS, PEERS_NS] if reserve_sms is None else [0, 0]
+    cooperative, grid = ([], 132) if reserve_sms is None else ([2], 112)
+    first, taken, train, backward = seen
+    assert first[:4] == [grid, cooperative, *waits]
+    assert taken == (108 if waits[0] else grid)
+    assert train == backward == [cooperative, *waits]

@@ -1,0 +1,544 @@
+"""Converters of experts between checkpoints' layouts: nothing but moved, all or nothing, or refused by name."""
+
+import json
+import re
+import shutil
+import sys
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from pages import programs
+
+from megamoe.core.errors import ArgumentError
+from megamoe.formats.weights import ExpertWeights
+
+safetensors = pytest.importorskip("safetensors")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+import megamoe  # noqa: E402
+from megamoe.checkpoints import convert, files  # noqa: E402
+from megamoe.checkpoints.__main__ import main  # noqa: E402
+from megamoe.checkpoints.layouts import LAYOUTS  # noqa: E402
+
+H, INNER, E = 160, 96, 3  # ragged last blocks of 128 rows and columns
+PAIRS = {
+    "plain": ["hf-fused", "hf-per-expert", "mixtral", "megatron", "megatron-sequential", "megamoe"],
+    "no gate": ["hf-fused", "hf-per-expert", "megatron", "megatron-sequential", "megamoe"],
+    "biases": ["gpt-oss", "megatron", "megatron-sequential", "megamoe"],
+    "scales": ["deepseek-fp8", "megamoe"],
+    "scales, no gate": ["deepseek-fp8", "megamoe"],
+    "mxfp4, biases": ["gpt-oss-mxfp4", "megamoe"],
+}
+LAYERS = ("model.layers.0.mlp.", "model.layers.11.mlp.")
+OTHERS = {
+    "model.embed_tokens.weight": torch.arange(24.0).view(4, 6),
+    "model.layers.0.mlp.gate.weight": torch.arange(6.0).view(2, 3).bfloat16(),
+    "model.layers.0.mlp.shared_experts.gate_proj.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(3),
+    "flag": torch.tensor([True, False, True]),
+    "empty": torch.zeros(0, 4, dtype=torch.float16),
+    "other.w2": torch.ones(3),
+}
+
+
+def noise(*shape, dtype=torch.bfloat16):
+    """Any bits, NaN, Inf and subnormals among them."""
+    numbers = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8)
+    return numbers.view(dtype)
+
+
+def parts_of(content, dtypes=(torch.bfloat16,) * 2):
+    """Return one expert: by kind, gate, up and down; `dtypes` of the first two and of down."""
+    sizes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+    if "no gate" in content:
+        del sizes["gate"]
+    dtype = {part: dtypes[part == "down"] for part in sizes}
+    if "scales" in content:
+        dtype = dict.fromkeys(sizes, torch.float8_e4m3fn)
+    found = {"weight": {p: noise(*size, dtype=dtype[p]) for p, size in sizes.items()}}
+    if "mxfp4" in content:
+        shape = {p: (n, k // 32) for p, (n, k) in sizes.items()}
+        found = {"codes": {p: noise(n, k // 2, dtype=torch.uint8) for p, (n, k) in sizes.items()}}
+        found["powers"] = {p: noise(*n, dtype=torch.uint8) % 253 for p, n in shape.items()}
+    if "biases" in content:
+        found["bias"] = {p: noise(size[0], dtype=dtype[p]) for p, size in sizes.items()}
+    if "scales" in content:
+        shape = {p: [-(-n // 128) for n in size] for p, size in sizes.items()}
+        found["scale"] = {p: noise(*n, dtype=torch.float32) for p, n in shape.items()}
+    return found
+
+
+def joined(kind, *parts):
+    return torch.cat([kind[p] for p in parts if p in kind])
+
+
+def alternating(kind):
+    return torch.stack((kind["gate"], kind["up"]), 1).flatten(0, 1)
+
+
+def hand_made(layout, experts):
+    """What each layout is, written down once more, for one layer: name behind `experts.` -> tensor."""
+    found, stack = {}, {}
+    for n, expert in enumerate(experts):
+        w, b, s = (expert.get(kind, {}) for kind in ("weight", "bias", "scale"))
+        codes, powers = (expert.get(kind, {}) for kind in ("codes", "powers"))
+        if layout in ("hf-per-expert", "deepseek-fp8"):
+            found |= {f"{n}.{p}_proj.weight": t for p, t in w.items()}
+            found |= {f"{n}.{p}_proj.weight_scale_inv": t for p, t in s.items()}
+        elif layout == "mixtral":
+            name = {"gate": "w1", "up": "w3", "down": "w2"}
+            found |= {f"{n}.{name[p]}.weight": t for p, t in w.items()}
+        elif layout.startswith("megatron"):
+            for kind, of in (("weight", w), ("bias", b)):
+                for linear, parts in (("1", ("gate", "up")), ("2", ("down",))):
+                    grouped = f"linear_fc{linear}.{kind}{n}"
+                    alone = f"local_experts.{n}.linear_fc{linear}.{kind}"
+                    if of:
+                        found[grouped if layout == "megatron" else alone] = joined(of, *parts)
+        elif layout == "gpt-oss-mxfp4":
+            for end, of in (("blocks", codes), ("scales", powers), ("bias", b)):
+                whole = alternating(of), of["down"]
+                if end == "blocks":
+                    whole = (t.unflatten(-1, (-1, 16)) for t in whole)
+                for side, tensor in zip(("gate_up", "down"), whole, strict=True):
+                    stack.setdefault(f"{side}_proj_{end}", []).append(tensor)
+        elif layout == "gpt-oss":
+            stack.setdefault("gate_up_proj", []).append(alternating(w).T)
+            stack.setdefault("gate_up_proj_bias", []).append(alternating(b))
+            stack.setdefault("down_proj", []).append(w["down"].T)
+            stack.setdefault("down_proj_bias", []).append(b["down"])
+        elif layout == "hf-fused":
+            first = "gate_up_proj" if "gate" in w else "up_proj"
+            stack.setdefault(first, []).append(joined(w, "gate", "up"))
+            stack.setdefault("down_proj", []).append(w["down"])
+        else:
+            for letter, end, of in (("w", "", w or codes), ("b", "", b), ("w", "_scale", s)):
+                if of:
+                    up = joined(of, "gate", "up")
+                    stack.setdefault(f"{letter}13{end}", []).append(up)
+                    stack.setdefault(f"{letter}2{end}", []).append(of["down"])
+            if codes:  # in the order that the layer's own reader gives them
+                rows = [(joined(of, "gate", "up"), of["down"]) for of in (codes, powers)]
+                read = ExpertWeights.from_mxfp4(*(t[None] for pair in rows for t in pair))
+                stack.setdefault("w13_scale", []).append(read.w13_scale[0])
+                stack.setdefault("w2_scale", []).append(read.w2_scale[0])
+    return found | {name: torch.stack(each) for name, each in stack.items()}
+
+
+def checkpoint(folder, layout, content="plain", *, shards=1, dtypes=(torch.bfloat16,) * 2, num=E):
+    """Write a checkpoint of two layers, tensor by tensor in turn into `shards` files; return its tensors."""
+    torch.manual_seed(0)
+    tensors = dict(OTHERS)
+    for layer in LAYERS:
+        experts = [parts_of(content, dtypes) for _ in range(num)]
+        of_layer = hand_made(layout, experts)
+        tensors |= {f"{layer}experts.{n}": t.contiguous() for n, t in of_layer.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    save(folder, tensors, shards)
+    return tensors
+
+
+def save(folder, tensors, shards=1):
+    for shard in range(shards):
+        names = list(tensors)[shard::shards]
+        save_file({n: tensors[n].clone() for n in names}, folder / f"part{shard}.safetensors")
+
+
+def load(folder):
+    """Read a folder through its index, with the library."""
+    index = json.loads((folder / files.INDEX).read_text())["weight_map"]
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert {n for n, f in index.items() if f == path.name} == set(file.keys())
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert found.keys() == index.keys()
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (other, tensor))
+        assert torch.equal(a, b), name
+
+
+CASES = [(c, *pair) for c, names in PAIRS.items() for pair in permutations(names, 2)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return a function that gives the folder and the tensors of a checkpoint in two files."""
+    root, known = tmp_path_factory.mktemp("made"), {}
+
+    def get(layout, content):
+        folder = root / f"{layout} {content}"
+        if folder not in known:
+            known[folder] = checkpoint(folder, layout, content, shards=2)
+        return folder, known[folder]
+
+    return get
+
+
+@pytest.mark.parametrize(("content", "here", "there"), CASES)
+def test_every_pair(tmp_path, made, content, here, there):
+    """Both directions of a pair are here, so that there and back gives the same bits."""
+    convert(made(here, content)[0], tmp_path / "b", there, shard_bytes=80_000)
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
+    assert_same(load(tmp_path / "b"), made(there, content)[1])
+    assert (tmp_path / "b" / "config.json").read_bytes() == b'{"model_type": "gpt_oss"}'
+
+
+@pytest.mark.parametrize("there", ["hf-fused", "megatron", "megamoe"])
+def test_types_stay(tmp_path, there):
+    dtypes = torch.float32, torch.float16
+    before = checkpoint(tmp_path / "a", "hf-per-expert", dtypes=dtypes)
+    convert(tmp_path / "a", tmp_path / "b", there)
+    assert {t.dtype for n, t in load(tmp_path / "b").items() if "experts." in n} >= set(dtypes)
+    convert(tmp_path / "b", tmp_path / "c", "hf-per-expert")
+    assert_same(load(tmp_path / "c"), before)
+
+
+def test_one_expert_a_shard_and_one_expert_in_memory(tmp_path, monkeypatch):
+    before = checkpoint(tmp_path / "a", "megamoe", shards=4)
+    convert(tmp_path / "a", tmp_path / "b", "megatron-sequential", shard_bytes=1)
+    shards = len(before) - 4 + 2 * 2 * E
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) == shards
+    pieces, as_bytes = [], files._bytes
+    monkeypatch.setattr(files, "_bytes", lambda t: pieces.append(t.nbytes) or as_bytes(t))
+    convert(tmp_path / "b", tmp_path / "c", "hf-fused")
+    convert(tmp_path / "c", tmp_path / "d", "megamoe")
+    assert_same(load(tmp_path / "d"), before)
+    assert max(pieces) == 2 * INNER * H * 2
+
+
+def test_a_layer_is_converted(tmp_path):
+    """Under whatever name its module has."""
+    layer = megamoe.MegaMoE(H, INNER, E, 2, backend="staged", init_seed=1)
+    tensors = {f"net.moe.{name}": p.detach() for name, p in layer.named_parameters()}
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a", tensors)
+    convert(tmp_path / "a", tmp_path / "b", "hf-per-expert")
+    found = load(tmp_path / "b")["net.moe.experts.2.gate_proj.weight"]
+    assert torch.equal(found, layer.w13[2, :INNER])
+
+
+def test_scales_in_bf16(tmp_path):
+    """As some FP8 checkpoints have them: kept, and widened by the layer that loads them."""
+    tensors = checkpoint(tmp_path / "a", "deepseek-fp8", "scales")
+    tensors = {n: t.bfloat16() if n.endswith("_inv") else t for n, t in tensors.items()}
+    save(tmp_path / "a", tensors)
+    convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    found = load(tmp_path / "b")
+    prefix = f"{LAYERS[0]}experts."
+    state = {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+    assert state["w13_scale"].dtype == torch.bfloat16
+    layer = megamoe.MegaMoE(H, INNER, E, 2, precision="fp8", backend="staged")
+    for _ in range(2):  # in place of masters, then into what it holds
+        layer.load_state_dict(state)
+        expected = {"s": state["w13_scale"].float()}
+        assert_same({"s": layer.w13_scale}, expected)
+    convert(tmp_path / "b", tmp_path / "c", "deepseek-fp8")
+    assert_same(load(tmp_path / "c"), tensors)
+
+
+def refuse(source, to, message, tmp_path, **options):
+    """The conversion is refused and nothing is left."""
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ArgumentError, match=message):
+        convert(source, tmp_path / "target", to, **options)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+REFUSED = [  # content, source, target
+    ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
+    ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, megamoe"),
+    ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: gpt-oss, gpt-oss-mxfp4, megatron"),
+    ("biases", "megatron", "mixtral", "biases"),
+    ("plain", "hf-fused", "gpt-oss", "to is gpt-oss, expected one without biases"),
+    ("plain", "hf-fused", "deepseek-fp8", "to is deepseek-fp8, expected one without scales"),
+    ("no gate", "hf-fused", "mixtral", "experts without gates"),
+    ("mxfp4, biases", "gpt-oss-mxfp4", "gpt-oss", "MXFP4 numbers of .*: gpt-oss-mxfp4, megamoe"),
+    ("mxfp4, biases", "megamoe", "megatron", "MXFP4 numbers"),
+    ("biases", "gpt-oss", "gpt-oss-mxfp4", "weights of model.layers.0.mlp.experts"),
+    ("plain", "hf-fused", "fused", "to is 'fused', expected one of hf-fused, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "here", "there", "message"), REFUSED)
+def test_no_place_in_the_target(tmp_path, made, content, here, there, message):
+    refuse(made(here, content)[0], there, message, tmp_path)
+
+
+def first(name):
+    return f"{LAYERS[0]}experts.{name}"
+
+
+def without(*names):
+    return lambda tensors: [tensors.pop(first(name)) for name in names]
+
+
+def changed(name, change):
+    def apply(tensors):
+        tensors[first(name)] = change(tensors[first(name)]).contiguous()
+
+    return apply
+
+
+def renamed(old, new):
+    def apply(tensors):
+        tensors[first(new)] = tensors.pop(first(old))
+
+    return apply
+
+
+def both_transposed(tensors):
+    for name in ("gate_up_proj", "down_proj"):
+        changed(name, lambda t: t.mT)(tensors)
+
+
+def no_experts(tensors):
+    for name in ("gate_up_proj", "down_proj"):
+        changed(name, lambda t: t[:0])(tensors)
+
+
+def added(name, tensor):
+    return lambda tensors: tensors.update({LAYERS[0] + name: tensor})
+
+
+BF16, FP8 = "hf-per-expert plain", "deepseek-fp8 scales"
+EXPERT_1 = [f"1.{part}_proj.weight" for part in ("gate", "up", "down")]
+BROKEN = [  # layout and content, what becomes of the tensors, what the error says
+    (BF16, without(*EXPERT_1), "'model.layers.0.mlp.experts.1.gate_proj.weight' is missing"),
+    (BF16, without("1.gate_proj.weight"), "1.gate_proj.weight' is missing, .* expert 1 of 3"),
+    (BF16, without(*(f"{n}.gate_proj.weight" for n in (0, 2))), "0.gate_proj.weight' is missing"),
+    ("hf-fused plain", without("down_proj"), "layout of model.layers.0.mlp.experts is .* BF16"),
+    (FP8, without("2.up_proj.weight_scale_inv"), "2.up_proj.weight_scale_inv' is missing"),
+    ("megamoe scales", without("w13_scale", "w2_scale"), "is F8_E4M3, expected BF16 or"),
+    ("megamoe scales", without("w2_scale"), "experts.w2_scale' is missing, expected the scale in"),
+    ("megatron biases", without("linear_fc2.bias0"), "linear_fc2.bias0' is missing"),
+    ("mixtral plain", changed("2.w3.weight", lambda t: t[:-1]), r"2.w3.weight.shape is \[95, 160"),
+    ("hf-fused plain", changed("gate_up_proj", lambda t: t.mT), r"shape is \[3, 160, 192\]"),
+    ("hf-fused plain", both_transposed, r"gate_up_proj.shape is \[3, 160, 192\]"),
+    ("gpt-oss biases", changed("down_proj", lambda t: t.mT), r"\[3, 160\], expected \[3, 96\]"),
+    ("megamoe plain", changed("w13", lambda t: t.flatten(0, 1)), "w13.shape is"),
+    ("megamoe plain", changed("w2", lambda t: t[0, 0, 0]), r"w2.shape is \[\]"),
+    ("hf-fused plain", no_experts, "above 0"),
+    (BF16, changed("1.up_proj.weight", torch.Tensor.float), "expected F32, as other experts"),
+    (FP8, changed("0.up_proj.weight_scale_inv", torch.Tensor.double), "F64, expected F32"),
+    (FP8, changed("0.up_proj.weight", torch.Tensor.bfloat16), "BF16, expected F8_E4M3"),
+    (BF16, renamed("0.up_proj.weight", "0.up_proj.bias"), r"layout is .*experts.\*.up_proj.bias"),
+    ("hf-fused plain", added("experts.gate_up_proj_bias", torch.ones(E, 192)), "is missing"),
+    ("mixtral plain", renamed("0.w1.weight", "expert_0.fc1.weight"), r"expert_\*.fc1.weight BF16"),
+    ("hf-fused plain", added("experts.w13", torch.ones(E, 192, H)), "layout of .*w13 F32"),
+    ("megamoe plain", changed("w13", lambda t: t.view(torch.uint8)), "w13 U8 .*w2 BF16"),
+    ("gpt-oss-mxfp4 mxfp4, biases", without("down_proj_scales"), "down_proj_scales' is missing"),
+    ("gpt-oss-mxfp4 mxfp4, biases", without("down_proj_bias"), "down_proj_bias' is missing"),
+    ("gpt-oss-mxfp4 mxfp4, biases", changed("down_proj_blocks", lambda t: t[..., :8]), "shape is"),
+    ("megamoe mxfp4, biases", changed("w2", lambda t: t[..., :40]), r"w2.shape is \[3, 160, 40\]"),
+    ("megamoe mxfp4, biases", changed("w13_scale", lambda t: t[:, :1]), "w13_scale.shape is"),
+    ("megamoe plain", added("w13", torch.ones(E, 192, H)), "there beside"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(BROKEN)))
+def test_broken_sources(tmp_path, made, case):
+    kind, change, message = BROKEN[case]
+    tensors = dict(made(*kind.split(" ", 1))[1])
+    change(tensors)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text('{"model_type": "gpt_oss"}')
+    save(tmp_path / "a", tensors)
+    refuse(tmp_path / "a", "megamoe", message, tmp_path)
+
+
+def test_no_experts_at_all(tmp_path):
+    (tmp_path / "a").mkdir()
+    refuse(tmp_path / "a", "megamoe", r"expected a folder of \*.safetensors", tmp_path)
+    refuse(tmp_path / "b", "megamoe", "expected a folder", tmp_path)
+    save(tmp_path / "a", OTHERS)
+    refuse(tmp_path / "a", "megamoe", "embed_tokens.weight F32 .*, expected tensors of", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", [{"num_experts": 4}, {"text_config": {"n_routed_experts": 4}, "num_experts": None}]
+)
+def test_the_last_experts_are_missed(tmp_path, made, config):
+    shutil.copytree(made("hf-per-expert", "plain")[0], tmp_path / "a")
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    message = "number of experts of model.layers.0.mlp.experts .* is 3, expected 4, n"
+    refuse(tmp_path / "a", "megamoe", message, tmp_path)
+
+
+def test_gpt_oss_has_to_be_said(tmp_path):
+    """The same names and shapes, rows of gate and up not alternating, are other models'."""
+    before = checkpoint(tmp_path / "a", "gpt-oss", "biases")
+    for text in ('{"model_type": "openai_privacy_filter"}', "{}"):
+        (tmp_path / "a" / "config.json").write_text(text)
+        refuse(tmp_path / "a", "megamoe", "expected model_type 'gpt_oss' in config.json", tmp_path)
+    (tmp_path / "a" / "config.json").unlink()
+    refuse(tmp_path / "a", "megamoe", "expected model_type 'gpt_oss'", tmp_path)
+    convert(tmp_path / "a", tmp_path / "b", "megamoe", source_layout="gpt-oss")
+    convert(tmp_path / "b", tmp_path / "c", "gpt-oss")
+    assert_same(load(tmp_path / "c"), before)
+    options = {"source_layout": "hf-fused"}
+    refuse(tmp_path / "a", "megamoe", "layout of .* expected hf-fused", tmp_path, **options)
+    (tmp_path / "a" / "config.json").write_text("[]")
+    refuse(tmp_path / "a", "megamoe", "config.json is a list, expected a JSON object", tmp_path)
+
+
+def indexed(folder, change=lambda files_of: files_of):
+    files_of = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            files_of |= dict.fromkeys(file.keys(), path.name)
+    (folder / files.INDEX).write_text(json.dumps({"weight_map": change(files_of)}))
+
+
+def test_a_folder_of_links_and_what_is_beside(tmp_path, made):
+    """As the hub's cache has it: files are links to others elsewhere."""
+    folder, _ = made("hf-per-expert", "plain")
+    a = tmp_path / "a"
+    a.mkdir()
+    for path in folder.iterdir():
+        (a / path.name).symlink_to(path)
+    indexed(a)
+    for name in ("tokenizer.model", "pytorch_model.bin.index.json", "other.bin", "chat.jinja"):
+        (a / name).write_text(name)
+    (a / "folder.json").mkdir()
+    convert(a, tmp_path / "b", "hf-fused")
+    assert_same(load(tmp_path / "b"), made("hf-fused", "plain")[1])
+    beside = {p.name for p in (tmp_path / "b").iterdir() if p.suffix != ".safetensors"}
+    assert beside == {"chat.jinja", "config.json", "tokenizer.model", files.INDEX}
+    assert not any(p.is_symlink() for p in (tmp_path / "b").iterdir())
+
+
+HOSTILE = {
+    "../a/part0.safetensors": r"weight_map\['flag'\] is '../a/part0.safetensors', expected the bare name",
+    "/etc/x.safetensors": "expected the bare name",
+    "..\\x.safetensors": "expected the bare name",
+    "config.json": "expected the bare name",
+    "gone.safetensors": "gone.safetensors is unreadable",
+}
+
+
+@pytest.mark.parametrize("file", HOSTILE)
+def test_an_index_names_files_of_its_folder(tmp_path, file):
+    checkpoint(tmp_path / "a", "hf-fused", shards=2)
+    indexed(tmp_path / "a", lambda files_of: files_of | {"flag": file})
+    refuse(tmp_path / "a", "megamoe", HOSTILE[file], tmp_path)
+
+
+def test_index_and_files_agree(tmp_path):
+    a = tmp_path / "a"
+    checkpoint(a, "hf-fused", shards=2)
+    indexed(a, lambda files_of: {n: f for n, f in files_of.items() if n != "flag"})
+    refuse(a, "megamoe", "'flag' is in a file of the index, not named by it", tmp_path)
+    indexed(a, lambda files_of: files_of | {"more": "part0.safetensors"})
+    refuse(a, "megamoe", "'more' is named by the index, in none", tmp_path)
+    for text in ("{", "[]", '{"weight_map": 3}'):
+        (a / files.INDEX).write_text(text)
+        refuse(a, "megamoe", "index.json is unreadable", tmp_path)
+    (a / files.INDEX).unlink()
+    shutil.copyfile(a / "part0.safetensors", a / "model-00002-of-00003.safetensors")
+    refuse(a, "megamoe", "model-00001-of-00003.safetensors is missing", tmp_path)
+    (a / "model-00002-of-00003.safetensors").unlink()
+    shutil.copyfile(a / "part0.safetensors", a / "again.safetensors")
+    refuse(a, "megamoe", "in two files", tmp_path)
+    indexed(
+        a, lambda files_of: files_of
+    )  # names one of them: the other is no part of the checkpoint
+    index = json.loads((a / files.INDEX).read_text())["weight_map"]
+    index = {n: f.replace("again", "part0") for n, f in index.items()}
+    (a / files.INDEX).write_text(json.dumps({"weight_map": index}))
+    convert(a, tmp_path / "b", "megamoe")
+    whole = (a / "part1.safetensors").read_bytes()
+    (a / "part1.safetensors").write_bytes(whole[:-1])
+    refuse(a, "megamoe", "part1.safetensors is unreadable", tmp_path)
+
+
+def test_a_target_is_whole_or_not_there(tmp_path, monkeypatch):
+    a, target = tmp_path / "a", tmp_path / "target"
+    checkpoint(a, "hf-fused")
+    target.mkdir()
+    with pytest.raises(ArgumentError, match="target, expected a folder that does not exist yet"):
+        convert(a, target, "megamoe")
+    target.rmdir()
+    refuse(a, "megamoe", "shard_bytes is 0", tmp_path, shard_bytes=0)
+    as_bytes, left = files._bytes, []
+
+    def failing(piece):
+        left.append([p.name for p in tmp_path.iterdir()])
+        if len(left) == 4:
+            raise KeyboardInterrupt
+        return as_bytes(piece)
+
+    monkeypatch.setattr(files, "_bytes", failing)
+    with pytest.raises(KeyboardInterrupt):
+        convert(a, target, "megamoe")
+    assert all(any("unfinished" in name for name in names) for names in left)
+    assert not any("target" in names for names in left)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
+    refuse(a, "megamoe", "where 9 bytes are free", tmp_path)
+
+
+def test_names_that_would_meet(tmp_path):
+    tensors = checkpoint(tmp_path / "a", "hf-fused")
+    tensors["x.w13"], tensors["x.w2"] = tensors[first("gate_up_proj")], tensors[first("down_proj")]
+    tensors["x.experts.w13"] = tensors["x.w13"]
+    save(tmp_path / "a", tensors)
+    refuse(tmp_path / "a", "megatron", "there beside", tmp_path)
+
+
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_command(tmp_path, capsys, monkeypatch, tqdm):
+    if not tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    checkpoint(tmp_path / "a", "hf-per-expert")
+    arguments = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "megamoe"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "model.layers.11.mlp.experts (hf-per-expert): 3 experts, hidden 160" in said
+    assert main(arguments) == 1
+    assert "megamoe.checkpoints: target is" in capsys.readouterr().err
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """Its table names all layouts, its command runs, and its program loads what that wrote, in FP8, too."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "adapters.md").read_text()
+    page = page[page.index("## Checkpoints in other layouts") :]
+    assert re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE) == list(LAYOUTS)
+    (command,) = re.findall(r"^python -m megamoe\.checkpoints (.*)$", page, re.MULTILINE)
+    (program,) = programs("docs/adapters.md", "checkpoints")
+    source, target, *options = command.split()
+    sizes = {"hidden": H, "intermediate": INNER, "num_experts": E, "top_k": 2}
+    for content, layout, precision in (
+        ("plain", "hf-per-expert", "bf16"),
+        ("scales", "deepseek-fp8", "fp8"),
+        ("mxfp4, biases", "gpt-oss-mxfp4", "bf16xmxfp4"),
+    ):
+        (tmp_path / content).mkdir()
+        monkeypatch.chdir(tmp_path / content)
+        experts = checkpoint(Path(source), layout, content)
+        assert main([source, target, *options]) == 0
+        kind = {"precision": precision, "bias": "biases" in content}
+        kind |= sizes | {"backend": "staged"}
+        names = {}
+        assert "(2048, 768, 128, 8, " in program
+        small = program.replace("(2048, 768, 128, 8, ", f"(**{kind}, group=")
+        exec(compile(small, "adapters.md", "exec"), names)
+        layer = names["layer"]
+        for n in range(E):
+            if "mxfp4" in content:
+                up = experts[f"{LAYERS[0]}experts.gate_up_proj_blocks"][n, 1::2].flatten(1)
+            else:
+                up = experts[f"{LAYERS[0]}experts.{n}.up_proj.weight"]
+            assert_same({"up": layer.w13[n, INNER:].detach()}, {"up": up})

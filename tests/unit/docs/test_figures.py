@@ -1,0 +1,330 @@
+"""Figures of README and the guides are recomputed from the files, or the formulas, that they come from.
+
+`CLAIMS` has, for a passage of a document, the figures that it should state. A figure of time, memory or speed that no
+passage covers is found: a guide states none that nothing backs. Tolerances are not figures in this sense.
+"""
+
+import csv
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe.core.config import Problem
+from megamoe.layer.report import memory_report
+from megamoe.testing.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDES = (
+    *("adapters", "architecture", "backward", "fp4", "numerics", "ops", "protocol", "testing"),
+    "training",
+)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
+NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
+UNITS = r"(?:us|ms|GHz|GB|TFLOPS|nats|tokens/s|%|times the)"
+MEASURED = re.compile(rf"(?<![\w.])\d[\d.,]*(?: (?:to|and) \d[\d.,]*)? ?{UNITS}(?![\w/])")
+# figures that a reader can work out, and waits that the code has as constants
+STATED = {
+    "docs/ops.md": ("8 %",),  # 64 * 128 / 98304
+    "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
+}
+EP4 = "2026-11-22-7ea8cae-sweep-ep4.csv"
+EP2, STEPS, FP4, OPS = (
+    f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
+)
+FORWARD = "2026-11-23-8d5c926-shapes.csv"
+BACKWARD = "2026-11-23-e841b3a-backward-shapes.csv"
+FOUR = ("dsv3", "flash", "qwen3-235b", "qwen3-30b")
+TOKENS = ("8", "64", "512", "1024", "8192")
+
+
+# --- files of docs/measurements ---
+
+
+@cache
+def rows(name):
+    """Return the rows of a CSV, whose comments and further headers are left out."""
+    lines = (ROOT / "docs" / "measurements" / name).read_text().splitlines()
+    header, found = None, []
+    for cells in csv.reader(line for line in lines if not line.startswith("#")):
+        if header is None or cells == header:
+            header = cells
+        else:
+            found.append(dict(zip(header, cells, strict=True)))
+    return found
+
+
+def us(name, **wanted):
+    """Return the mean time of the rows that have these values; microseconds."""
+    found = [float(r["us"]) for r in rows(name) if all(r[k] == v for k, v in wanted.items())]
+    assert found, (name, wanted)
+    return statistics.mean(found)
+
+
+def ends(name, column, **wanted):
+    """Return the least and the largest value of a column in the rows that have these values."""
+    chosen = [r for r in rows(name) if all(r[k] == v for k, v in wanted.items())]
+    found = [float(r[column]) for r in chosen if r[column]]
+    assert found, (name, column, wanted)
+    return min(found), max(found)
+
+
+# --- what the pages should say ---
+
+
+def tokens_per_s(name):
+    """Return by run the tokens a second of the median step behind the first three."""
+    runs = {}
+    for row in rows(name):
+        runs.setdefault(row["backend"], []).append(float(row["tokens"]) / float(row["seconds"]))
+    return {run: statistics.median(steps[3:]) for run, steps in runs.items()}
+
+
+def latency(name, shape):
+    """Return a row of README's table: FP8 by tokens, then BF16 at 8192."""
+    more = {"shape": shape, "backend": "mega", "mode": "cool"}
+    return [
+        *(us(name, precision="fp8", tokens=tokens, **more) for tokens in TOKENS),
+        us(name, precision="bf16", tokens="8192", **more),
+    ]
+
+
+def tokens_beside_transformers():
+    speed = tokens_per_s("2026-11-24-1f8a3ec-hf.csv")
+    return [speed["megamoe"] / speed["grouped_mm"]]
+
+
+def beside_staged(shape):
+    """Return a row of README's table of two ranks: as latency(), then staged in BF16."""
+    last = {"precision": "bf16", "tokens": "8192", "mode": "cool"}
+    return [*latency(EP2, shape), us(EP2, shape=shape, backend="staged", **last)]
+
+
+def steps():
+    """Return milliseconds of a step: BF16, FP8, staged."""
+    more = {"direction": "step", "reserve_sms": ""}
+    runs = ("mega", "bf16"), ("mega", "fp8"), ("staged", "bf16")
+    return [us(STEPS, backend=b, precision=p, **more) / 1e3 for b, p in runs]
+
+
+def with_fp4():
+    names = ("fp8", "fp8xmxfp4", "bf16", "bf16xmxfp4", "bf16xnvfp4")
+    return [
+        us(FP4, shape=shape, tokens=tokens, precision=name)
+        for shape in ("dsv3/ep4", "flash/ep4")
+        for tokens in ("8", "64", "8192")
+        for name in names
+    ]
+
+
+def operators():
+    """Return the rows of the operators' table: ours, torch, and their ratios cool and hot."""
+    of = ("swiglu", "dswiglu", "geglu", "dgeglu", "srelu", "dsrelu", "wgrad")
+
+    def row(contender, mode):
+        return [us(OPS, case=case, contender=contender, mode=mode) for case in of]
+
+    def ratio(mode):
+        return [t / o for o, t in zip(row("megamoe", mode), row("torch", mode), strict=True)]
+
+    return [*row("megamoe", "cool"), *row("torch", "cool"), *ratio("cool"), *ratio("hot")]
+
+
+def gpt_oss():
+    def both(case):
+        found = [us(OPS, case=case, contender=c, mode="cool") for c in ("megamoe", "torch")]
+        return [found[0] / 1e3, found[1] / 1e3, found[1] / found[0]]
+
+    return flat((both("gpt-oss forward"), both("gpt-oss step")))
+
+
+def across_hosts():
+    """GB that cross hosts, of README's table: DSv3, two hosts of eight ranks, 8192 tokens, bf16."""
+    s, hosts = SHAPES["dsv3"], 2
+    share = (hosts - 1) / hosts
+    experts = s.num_experts / 8 * 3 * s.hidden * s.intermediate * 2
+    gathered = 6 * s.top_k * share * 2 * s.hidden * 8192
+    return [x / 1e9 for x in (2 * share * experts, 3 * share * experts, gathered)]
+
+
+def gelu(x, form):
+    return torch.nn.functional.gelu(torch.tensor(x, dtype=torch.float64), approximate=form).item()
+
+
+def state_gb(shape, tokens):
+    s = SHAPES[shape]
+    problem = Problem(
+        s.hidden, s.intermediate, s.num_experts, s.top_k, ep_size=4, max_tokens=tokens
+    )
+    return memory_report(problem)["train_state_bytes"] / 1e9
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The figures of a page from one text to another, in their order; of tables those behind the first column."""
+
+    page: str
+    begin: str
+    end: str
+    expected: Callable[[], Iterable[float]]
+    beside: str = r"$^"  # of these matches numbers are sizes, dates or commits
+
+    def passage(self, text: str) -> tuple[int, int]:
+        assert text.count(self.begin) == 1, (self.page, text.count(self.begin), self.begin)
+        start = text.index(self.begin) + len(self.begin)
+        return start, (text + "\n\n").index(self.end, start)
+
+    def wrong(self, text: str) -> list[str]:
+        """Return what is wrong with the figures of the page's text."""
+        stated, expected = figures(text[slice(*self.passage(text))], self.beside), self.expected()
+        expected = list(expected)
+        if len(stated) != len(expected):
+            return [f"{len(stated)} figures, expected {len(expected)}: {stated}"]
+        pairs = zip(stated, expected, strict=True)
+        return [f"{figure} is {value:.6g}" for figure, value in pairs if not agrees(figure, value)]
+
+
+def figures(passage: str, beside: str) -> list[str]:
+    lines = passage.splitlines()
+    kept = "\n".join(line.split("|", 2)[2] if line.startswith("|") else line for line in lines)
+    return [number.replace(",", "") for number in NUMBER.findall(re.sub(beside, " ", kept))]
+
+
+def agrees(figure: str, value: float) -> bool:
+    """Whether a figure is the value, rounded to the figure's own digits."""
+    mantissa, _, power = figure.partition("e")
+    step = 10.0 ** (int(power or 0) - len(mantissa.partition(".")[2]))
+    return abs(float(figure) - value) <= 0.5 * step * (1 + 1e-9)
+
+
+def flat(lists: Iterable[Iterable[float]]) -> list[float]:
+    return [x for one in lists for x in one]
+
+
+CLAIMS = {
+    "EP4": Claim(
+        "README.md",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 |\n",
+        "\n\n",
+        lambda: flat(latency(EP4, shape) for shape in FOUR),
+    ),
+    "hosts": Claim(
+        "README.md",
+        "DeepSeek-V3, 2 hosts of 8, 8192 tokens |\n",
+        "\n\n",
+        across_hosts,
+        beside=r"`[^`]*`|1/N of the memory|2H",
+    ),
+    "rounding of y": Claim(
+        "docs/numerics.md",
+        "| | one rank | two |\n",
+        "\n\n",
+        lambda: flat(
+            ends(FORWARD, "y_fp32", ranks=r, precision=p) for p in ("bf16", "fp8") for r in "12"
+        ),
+    ),
+    "rounding of gradients": Claim(
+        "docs/numerics.md",
+        "| gradient | BF16, one rank | two | FP8, one rank | two |\n",
+        "\n\n",
+        lambda: flat(
+            ends(BACKWARD, f"{of}_fp32", ranks=r, precision=p)
+            for of in ("dx", "d_topk_weights", "dw13", "dw2")
+            for p in ("bf16", "fp8")
+            for r in "12"
+        ),
+    ),
+    "two forms of gelu": Claim(
+        "docs/numerics.md",
+        "at gate = -4, where the two forms of gelu ",
+        "`tests",
+        lambda: [100 * (1 - gelu(-4.0, "tanh") / gelu(-4.0, "none"))],
+    ),
+    "operators": Claim(
+        "docs/ops.md",
+        "| | swiglu | dswiglu | geglu | dgeglu | srelu | dsrelu | wgrad |\n",
+        "\n\n",
+        operators,
+    ),
+    "transformers": Claim(
+        "README.md",
+        "(`tools/train_hf.py`; ",
+        "2026-11-24",
+        tokens_beside_transformers,
+        beside="100 steps",
+    ),
+    "EP2": Claim(
+        "README.md",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 |\n",
+        "\n\n",
+        lambda: flat(map(beside_staged, FOUR)),
+    ),
+    "step": Claim(
+        "README.md",
+        "A step (forward and backward) of Qwen3-30B there, ",
+        "\n\n",
+        steps,
+        beside="8192 tokens",
+    ),
+    "FP4": Claim(
+        "docs/fp4.md",
+        "| | `fp8` | `fp8xmxfp4` | `bf16` | `bf16xmxfp4` | `bf16xnvfp4` |\n",
+        "\n\n",
+        with_fp4,
+    ),
+    "GPT-OSS": Claim(
+        "docs/ops.md",
+        "GPT-OSS-120B's MLP of experts ",
+        "\n\n",
+        gpt_oss,
+        beside=r"\(128, H = I = 2880, biases\), 24,576 tokens x 4",
+    ),
+    "state": Claim(
+        "docs/training.md",
+        "`megamoe.memory_report(layer)` has it: ",
+        " FP8 layers",
+        lambda: [state_gb("dsv3", 4096), state_gb("qwen3-30b", 8192)],
+        beside=r"DeepSeek-V3|4096 tokens|Qwen3-30B|8192 \(EP4, BF16\)",
+    ),
+}
+
+
+def uncovered(page: str, text: str, claims: Iterable[Claim]) -> list[str]:
+    """Return the figures of a page that no claim covers."""
+    spans = [claim.passage(text) for claim in claims if claim.page == page]
+    found = [m for m in MEASURED.finditer(text) if not any(a <= m.start() < b for a, b in spans)]
+    return [m[0] for m in found if m[0] not in STATED.get(page, ())]
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_figures_are_what_their_file_says(name):
+    claim = CLAIMS[name]
+    assert not claim.wrong((ROOT / claim.page).read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_has_figures_of_unknown_origin(page):
+    assert not uncovered(page, (ROOT / page).read_text(), CLAIMS.values())
+
+
+def test_every_guide_is_looked_at():
+    logs = {
+        "api",
+        "decisions",
+        "measurements",
+        "tuning",
+    }  # a reference, and records with dates and commits
+    assert {p.stem for p in (ROOT / "docs").glob("*.md")} - logs == {*GUIDES}
+
+
+def test_a_wrong_figure_is_seen():
+    claim, text = CLAIMS["EP4"], (ROOT / "README.md").read_text()
+    assert claim.wrong(text.replace("| 584 |", "| 585 |")) == ["585 is 584.224"]
+    assert "23 figures, expected 24" in claim.wrong(text.replace("| 584 |", "| |"))[0]
+    text = "It takes 1.3 ms, or 20 to 30 % less, 1.2 times the rate."
+    assert uncovered("README.md", text, []) == ["1.3 ms", "20 to 30 %", "1.2 times the"]

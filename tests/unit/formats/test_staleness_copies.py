@@ -1,0 +1,239 @@
+"""Weights that adapters compute from parameters in every call are quantized once a step, and never stale."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import megamoe
+from megamoe.adapters.host_parameters import joined, tie
+from megamoe.core.config import Problem
+from megamoe.formats import cache as cache_module
+from megamoe.formats.versions import made_of
+from megamoe.formats.weights import ExpertWeights
+from megamoe.testing.copies import watched
+
+PROBLEM = Problem(
+    hidden=32, intermediate=16, num_experts=4, top_k=2, max_tokens=32, precision="fp8"
+)
+STEPS = 3
+DUE = 2 * (1 + STEPS)
+
+
+class Host(torch.nn.Module):
+    """A host's experts: w1 and w3 [L, I, H] apart, w2 [L, H, I]; a layer over what is made of them in each call."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        shapes = {"w1": (4, 16, 32), "w3": (4, 16, 32), "w2": (4, 32, 16)}
+        for name, shape in shapes.items():
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape).to(dtype)))
+        if kind == "tied":
+            tie((self.w1, self.w3))
+        self.layer = megamoe.Layer(PROBLEM, backend="staged")
+
+    def weights(self):
+        w13 = joined((self.w1, self.w3)).transpose(0, 1).bfloat16()
+        wanted = self.w1.requires_grad or self.w3.requires_grad
+        made_of(w13, (self.w1, self.w3), trains=wanted)
+        w2 = made_of(self.w2.bfloat16(), (self.w2,), trains=self.w2.requires_grad)
+        return ExpertWeights(w13, w2)
+
+    def forward(self, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(12, 32, generator=generator).bfloat16()
+        weights, ids = torch.randn(12, 4, generator=generator).softmax(-1).topk(2)
+        return self.layer(x, ids, weights, self.weights())
+
+
+KINDS = ("tied", "apart", "fp32")
+
+
+@pytest.fixture(params=KINDS)
+def host(request):
+    return Host(request.param)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_once_a_step(host, fused):
+    optimizer = torch.optim.AdamW(host.parameters(), lr=1e-2, fused=fused)
+    with watched() as seen:
+        for _ in range(STEPS):
+            for micro in range(3):
+                host(micro).float().square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            host()
+            host()
+    assert seen == {"stale": 0, "q": DUE}
+
+
+def test_copies_of_parameters_are_not_kept():
+    host = Host("apart")
+    with torch.no_grad():
+        host()
+    kept = host.layer._runtime.cache._entries["w13"].kept
+    assert [t.data_ptr() for t in kept] == [host.w1.data_ptr(), host.w3.data_ptr()]
+
+
+def copied(host, name):
+    with torch.no_grad():
+        p = getattr(host, name)
+        p.copy_(torch.randn_like(p))
+
+
+def replaced(host, name):
+    p = getattr(host, name)
+    p.data = torch.randn_like(p)
+
+
+def loaded(host, name):
+    state = host.state_dict()
+    state[name] = torch.randn_like(state[name])
+    host.load_state_dict(state)
+
+
+def hidden(host, name):
+    p = getattr(host, name)
+    p.data.copy_(torch.randn_like(p))
+    megamoe.invalidate()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("write", [copied, replaced, loaded, hidden])
+@pytest.mark.parametrize("name", ["w1", "w3", "w2"])
+def test_writes_to_one_parameter(host, write, name, grad):
+    with watched() as seen, torch.set_grad_enabled(grad):
+        host()
+        write(host, name)
+        host()
+        host()
+    assert seen["stale"] == 0
+    assert seen["q"] <= 4
+
+
+def test_weights_that_are_kept():
+    """Views follow a write that came after them; copies are of the values that they were made of."""
+    with watched() as seen, torch.no_grad():
+        for kind in KINDS:
+            host = Host(kind)
+            old = host.weights()
+            host.weights = lambda old=old: old
+            for name in ("w1", "w3", "w2"):
+                host()
+                copied(host, name)
+                host()
+            old.w13.mul_(2)  # a copy, too, may be written to
+            host()
+    assert seen["stale"] == 0
+
+
+def trained_by(optimizer):
+    def write(w):
+        for t in (w.w13, w.w2):
+            t.grad = torch.ones_like(t)
+        optimizer([w.w13, w.w2], lr=0.1, fused=True).step()
+
+    return write
+
+
+def pointed_into(w):
+    w.w13.data.mul_(2)
+    megamoe.invalidate()
+
+
+def written_in_place(w):
+    w.w13.mul_(2)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("write", [trained_by(torch.optim.AdamW), pointed_into, written_in_place])
+def test_copies_that_are_kept_are_weights_of_their_own(write, inference):
+    host = Host("apart")
+    with torch.inference_mode(inference), watched() as seen:
+        kept = ExpertWeights(*(t.detach().clone() for t in host.weights().named().values()))
+        for name in ("w13", "w2"):  # as join() marks what it has copied
+            made_of(getattr(kept, name), (host.w1, host.w3))
+        host.weights = lambda: kept
+        for _ in range(3):
+            host()
+            write(kept)
+            host()
+    assert seen["stale"] == 0
+
+
+@pytest.mark.parametrize("kind", ["tied", "apart"])
+def test_saved_and_copied_tensors_are_made_of_nothing(kind):
+    host, file = Host(kind).requires_grad_(False), io.BytesIO()
+    torch.save(host.weights().named(), file)
+    file.seek(0)
+    loaded = ExpertWeights(**torch.load(file))
+    copied = copy.deepcopy(host.weights())
+    with watched() as seen, torch.no_grad():
+        for w in (host.weights(), loaded, copied, loaded, copied):
+            w.w13.mul_(2)
+            host.weights = lambda w=w: w
+            host()
+    assert seen["stale"] == 0
+
+
+def test_a_backward_pass_behind_a_write():
+    """The copies of the old values, which backward needs once more, are not those of the next call."""
+    host = Host("apart")
+    with watched() as seen:
+        y = host()
+        copied(host, "w1")
+        runtime, old = host.layer._runtime, host.weights()
+        copied(host, "w3")
+        runtime.turned(old)
+        y.float().sum().backward()
+        host()
+    assert seen["stale"] == 0
+
+
+def test_inference_mode():
+    with torch.inference_mode():
+        made = Host("apart").requires_grad_(False)
+    for host, due in (
+        (Host("apart"), 3),  # the first call's copy of w1 and w3 is used twice, by prepare(), too
+        (made, 6),  # torch counts no writes: at every use
+    ):
+        with watched() as seen, torch.inference_mode():
+            host()
+            host()
+        assert seen == {"stale": 0, "q": due}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_captured_graphs_quantize(host, monkeypatch, grad):
+    with watched() as seen, torch.set_grad_enabled(grad):
+        host()
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_module, "_capturing", lambda w: True)
+            host()
+        assert seen["q"] == 4
+        for p in host.parameters():  # what a replay does
+            p.data.mul_(2)
+        host()
+    assert seen == {"stale": 0, "q": 6}
+
+
+def test_a_wrong_origin_is_seen():
+    """The planted fault: what is said to be made of one tensor is made of two."""
+    host = Host("apart")
+    right = host.weights
+
+    def wrong():
+        w = right()
+        made_of(w.w13, (host.w1,))
+        return w
+
+    host.weights = wrong
+    with watched() as seen, torch.no_grad():
+        host()
+        copied(host, "w3")
+        host()
+    assert seen == {"stale": 1, "q": 2}

@@ -1,0 +1,119 @@
+"""tools/timeline.py: what it makes of a launch's timestamps, emulated ones and recorded ones."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def timeline(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import timeline
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["timeline.py", *map(str, arguments)])
+        return timeline.main()
+
+    run.module = timeline
+    return run
+
+
+def spans(path):
+    """Return (process, thread) -> [(name, begin, end)] of a Chrome trace."""
+    names, found = {}, {}
+    events = json.loads(path.read_text())["traceEvents"]
+    for e in events:
+        if e["ph"] == "M" and e["name"] == "process_name":
+            names[e["pid"]] = e["args"]["name"]
+        if e["ph"] == "M" and e["name"] == "thread_name":
+            names[e["pid"], e["tid"]] = e["args"]["name"]
+    for e in events:
+        if e["ph"] == "X":
+            key = names[e["pid"]], names[e["pid"], e["tid"]]
+            found.setdefault(key, []).append((e["name"], e["ts"], e["ts"] + e["dur"]))
+    return found
+
+
+@pytest.mark.parametrize("direction", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
+    small = ("--backend", "emulate", "--shape", "tiny", "--tokens", 40, "--ranks", 2, "--cta", 1)
+    assert timeline(*small, "--direction", direction, "--out", tmp_path, "--name", "a") == 0
+    printed = capsys.readouterr().out
+    found = spans(tmp_path / "a.json")
+    weights = ["tiles of weight gradients"] * (direction == "backward")
+    for rank in range(2):
+        for cta in range(2):
+            phases = found[f"rank {rank}: CTAs", f"CTA {cta}"]
+            wanted = ["route", "plan", "first rows", "tiles", *weights, "tail", "exit"]
+            assert [name for name, *_ in phases] == wanted
+            ends = [end for *_, end in phases]
+            assert [begin for _, begin, _ in phases[1:]] == pytest.approx(ends[:-1])
+            assert ends == sorted(ends)
+            assert 0 < ends[0] < ends[-1] < 1e3  # us; the machine's clock counts nanoseconds
+        roles = {
+            role: names for (process, role), names in found.items() if "roles of CTA 1" in process
+        }
+        assert list(roles) == ["crew 0", "crew 1", "transport", "math"]
+        assert [n for n, *_ in roles["transport"]] == ["plan", "dispatch", "reduce, combine"]
+        assert [n for n, *_ in roles["math"]] == [
+            "wait for a slot",
+            "tiles",
+            *weights,
+            "reduce, combine",
+        ]
+    assert "first_slot" in printed
+    assert (direction == "backward") == ("data_done" in printed)
+    assert (
+        timeline("--marks", tmp_path / "a.csv", "--cta", 1, "--out", tmp_path, "--name", "b") == 0
+    )
+    assert (tmp_path / "b.json").read_text() == (tmp_path / "a.json").read_text()
+
+
+def recorded(timeline, path, *ctas):
+    names = timeline.module.mark_names()
+    with path.open("w", newline="") as file:
+        file.write("# recorded\n")
+        writer = csv.writer(file)
+        writer.writerow(["rank", "cta", *names])
+        for index, marks in enumerate(ctas):
+            writer.writerow([0, index, *(marks.get(name, 0) for name in names)])
+
+
+WHOLE = {
+    **{"clock_start": 0, "clock_end": 16_000, "start": 1_000, "staged": 1_500, "routed": 2_000},
+    **{"planned": 3_000, "first_slot": 4_000, "dispatched": 6_000, "math_done": 8_000},
+    **{"combined": 8_500, "end": 9_000, "rows_wait": 2_000, "slot_wait": 4_000},
+}
+
+
+def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, capsys):
+    later = {n: t + 500 for n, t in WHOLE.items()}
+    absent = WHOLE | {"start": 8_800, "end": 8_900}  # its other marks are of the launch before
+    recorded(timeline, tmp_path / "marks.csv", WHOLE, later, absent)
+    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
+    found = spans(tmp_path / "timeline.json")
+    assert found["rank 0: roles of CTA 0", "math"][1] == ("tiles", 3.0, 7.0)
+    assert found["rank 0: CTAs", "CTA 1"][0] == ("route", 0.5, 1.5)
+    assert ("rank 0: CTAs", "CTA 2") not in found
+    lines = {
+        line.split()[1]: line.split()[2:] for line in capsys.readouterr().out.splitlines()[2:-1]
+    }
+    assert lines["first_slot"] == ["2", "3.00", "3.50"]
+    assert lines["rows_wait"][:2] == ["2", "1.00"]  # 2000 cycles at 2 GHz
+    assert (tmp_path / "timeline.png").stat().st_size > 1_000
+
+
+def test_what_cannot_be_shown_is_named(timeline, tmp_path):
+    recorded(timeline, tmp_path / "marks.csv", WHOLE)
+    show = ("--marks", tmp_path / "marks.csv", "--out", tmp_path)
+    with pytest.raises(SystemExit, match="--cta 3: not one of the 1 CTAs"):
+        timeline(*show, "--cta", 3)
+    text = (tmp_path / "marks.csv").read_text().splitlines()
+    (tmp_path / "marks.csv").write_text("\n".join([*text[:-1], text[-1] + ",7"]) + "\n")
+    with pytest.raises(SystemExit, match="17 marks of a CTA, expected 16: clock_start"):
+        timeline(*show)

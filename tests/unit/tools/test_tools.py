@@ -1,0 +1,431 @@
+"""The command-line tools on two CPU ranks: they run, they pass on good code, they fail on bad code."""
+
+import csv
+import itertools
+import math
+import sys
+from argparse import Namespace
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import ROOT, run, run_code, tool
+
+from megamoe import jit
+from megamoe.backends.reference.quant import quantize_rows
+from megamoe.core.config import Problem
+from megamoe.jit.compiler import parse_log
+from megamoe.testing.shapes import Shape
+from megamoe.testing.stages import StageChecker
+
+PLANTED = """
+import megamoe.backends.staged as staged
+good = staged.StagedBackend.forward
+def bad(self, *args, **kwargs):
+    y = good(self, *args, **kwargs)
+    y[3, 7] += 1
+    return y
+staged.StagedBackend.forward = bad
+"""
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Let a test import from tools/: a process of its own costs seconds."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    comment, *table = path.read_text().splitlines()
+    assert comment.startswith("# ")
+    return list(csv.DictReader(table))
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference"])
+def test_rank_check_passes(backend):
+    done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--tokens", 17, "--precision", "bf16",
+               "--routing", "uniform", "dropped", "--repeat", 2)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 configurations are right" in done.stdout
+
+
+@pytest.mark.parametrize(("backend", "count"), [("staged", 5), ("emulate", 3)])
+def test_rank_check_random_configurations(backend, count, tmp_path):
+    done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--random", count,
+               "--csv", tmp_path / "cases.csv")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{count} of {count} configurations are right" in done.stdout
+    rows = csv_rows(tmp_path / "cases.csv")
+    assert [(r["backend"], r["ranks"], r["verdict"]) for r in rows] == [
+        (backend, "2", "ok")
+    ] * count
+    for precision in {r["precision"] for r in rows}:
+        y, fp32 = (
+            max(float(r[name]) for r in rows if r["precision"] == precision)
+            for name in ("y", "y_fp32")
+        )
+        if (
+            backend == "emulate"
+        ):  # which rounds where the first oracle does; staged sums no partials
+            assert y < fp32
+        assert f"{precision}: worst relative error of y {y:.2e}, against fp32" in done.stdout
+
+
+def test_rank_check_finds_one_wrong_element(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, "--tokens", 17, "--precision", "bf16",
+               path=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL on ranks [0, 1]" in done.stdout
+    assert "first at [3, 7]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("direction", "cases", "good"),
+    [
+        ("backward", ["--random", 10], 10),
+        ("step", ["--bias", "--tokens", 40, "--routing", "one_expert", "dropped"], 4),
+    ],
+)
+def test_rank_check_of_gradients(direction, cases, good, tmp_path):
+    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, *cases, "--repeat", 2,
+               "--direction", direction, "--csv", tmp_path / "cases.csv")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{good} of {good} configurations are right" in done.stdout
+    rows = csv_rows(tmp_path / "cases.csv")
+    assert [r["direction"] for r in rows] == [direction] * good
+    names = ["dx", "d_topk_weights", "dw13", "dw2"] + ["db13", "db2"] * (direction == "step")
+    for name in names:
+        assert max(float(r[f"{name}_fp32"] or 0) for r in rows) > 0, name
+    assert ("y" in rows[0]) == (direction == "step")
+
+
+def test_rank_check_of_passes_on_one_rank():
+    """One rank has several, the other one: what both do together must not depend on it."""
+    done = run("rank_check.py", "--backend", "emulate", "--ranks", 2, "--tokens", 180, "--precision", "bf16",
+               "--direction", "step", "--least-pool", "--routing", "one_rank", "uniform", "--top-k", 3,
+               "--verbose")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 configurations are right" in done.stdout
+    one_rank, uniform = done.stdout.split("\nok: ")[1:]
+    assert "dgu" not in one_rank  # stages of the last pass are those of no pass before
+    assert "dx_fp32" in one_rank
+    assert "least pool" in uniform
+
+
+def test_rank_check_finds_a_wrong_scale_of_gradients(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SCALED)
+    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, "--tokens", 40, "--precision", "bf16",
+               "--direction", "backward", path=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    for name in ("dx", "dw13", "dw2"):
+        assert f"FAIL {name}_fp32" in done.stdout
+
+
+def stages(precision: str) -> dict[str, torch.Tensor]:
+    """Return h (and h_scale) and y of 64 rows as a right result might be."""
+    torch.manual_seed(0)
+    h, y = torch.randn(64, 512) * torch.randn(64, 512), torch.randn(64, 256).bfloat16()
+    if precision == "bf16":
+        return {"h": h.bfloat16(), "y": y}
+    q, scale = quantize_rows(h)
+    return {"h": q, "h_scale": scale, "y": y}
+
+
+def is_good(name: str, got: dict[str, torch.Tensor], precision: str) -> bool:
+    checker = StageChecker(Problem(256, 512, 8, 2, precision=precision))
+    checker.compare_stage(name, got, stages(precision), rows=64)
+    return checker.good
+
+
+def move(h: torch.Tensor, steps: int) -> None:
+    """Move the largest elements of three rows towards zero, by steps of their format."""
+    bits = h.view(torch.uint8 if h.dtype == torch.float8_e4m3fn else torch.int16)
+    columns = h[:3].float().abs().argmax(1)
+    bits[torch.arange(3), columns] -= steps
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_one_rounding_step_is_right_and_two_are_wrong(precision):
+    for steps in (0, 1, 2):
+        got = stages(precision)
+        move(got["h"], steps)
+        assert is_good("h", got, precision) == (steps < 2)
+    got = stages(precision)
+    got["y"][5, 7] *= 1 + 2**-7
+    assert is_good("y", got, precision)
+    got["y"][5, 7] += 3
+    assert not is_good("y", got, precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["h", "y"])
+def test_a_wrong_row_or_nan_is_wrong(precision, name):
+    got = stages(precision)
+    got[name].view(torch.uint8)[9] = got[name].view(torch.uint8)[8]
+    assert not is_good(name, got, precision)
+    got = stages(precision)
+    got[name].view(torch.uint8)[9] = 0xFF
+    assert not is_good(name, got, precision)
+
+
+def test_a_step_in_the_scale_is_noise_and_a_wrong_scale_is_not():
+    for factor, good in ((1.0005, True), (1.05, False)):
+        got = stages("fp8")
+        got["h_scale"][4, 1] *= factor
+        assert is_good("h_scale", got, "fp8") == good
+        assert is_good("h", got, "fp8")  # 5 % of one group are less than a step
+    got["h_scale"][4, 1] *= 2
+    assert not is_good("h", got, "fp8")
+
+
+def test_copies_are_compared_bit_by_bit():
+    x = torch.randn(4, 256).bfloat16()
+    checker = StageChecker(Problem(256, 512, 8, 2))
+    checker.compare_stage("x_pool", {"x_pool": x.clone()}, {"x_pool": x}, rows=4)
+    assert checker.good
+    changed = x.clone()
+    changed.view(torch.int16)[3, 3] += 1
+    checker.compare_stage("x_pool", {"x_pool": changed}, {"x_pool": x}, rows=4)
+    assert not checker.good
+
+
+def test_latency_sweep_writes_a_table(tmp_path):
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8, 16,
+               "--mode", "both", "--samples", 3, "--out", tmp_path, "--precision", "fp8",
+               "--quantized-x")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = csv_rows(tmp_path / "latency.csv")
+    assert [(r["tokens"], r["mode"], r["direction"]) for r in rows] == [
+        (tokens, mode, direction)
+        for tokens in ("8", "16")
+        for mode in ("cool", "hot")
+        for direction in ("forward", "e4m3 x")
+    ]
+    assert all(float(r["us"]) > 0 for r in rows)
+    again = run_code(f"""
+from dataclasses import astuple
+from pathlib import Path
+from sweep_plot import read
+for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), sep=",")
+""")
+    values = [tuple(v or "None" for v in row.values()) for row in rows]
+    assert [tuple(line.split(",")) for line in again.splitlines()] == values
+    picture = tmp_path / "again.png"
+    drawn = run("sweep_plot.py", tmp_path / "latency.csv", "--out", picture)
+    assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
+
+
+# Time stands still but for calls, which take what is planted: ranks' medians are 30 and 60 us, means and minima others.
+PLANTED_TIMES = """
+import itertools, time, sweep_contenders
+import torch.distributed as dist
+now, samples = [0.0], [itertools.cycle(us) for us in ((10, 90, 20, 80, 30), (50, 990, 40, 400, 60))]
+class Call(sweep_contenders.Call):
+    def __getattribute__(self, name):
+        found = super().__getattribute__(name)
+        if name != "timed":
+            return found
+        def timed(before):
+            now[0] += next(samples[dist.get_rank()]) * 1e-6
+            return found(before)
+        return timed
+sweep_contenders.Call = Call
+time.perf_counter = lambda: now[0]
+"""
+
+
+def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(PLANTED_TIMES)
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8,
+               "--mode", "both", "--samples", 5, "--out", tmp_path, path=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f", tree {tool('tree_hash').tree_hash(ROOT)}: " in done.stdout.splitlines()[0]
+    assert (tmp_path / "latency.csv").read_text().startswith(done.stdout.splitlines()[0] + "\n")
+    rows = csv_rows(tmp_path / "latency.csv")
+    assert [r["mode"] for r in rows] == ["cool", "hot"]
+    assert [float(r["us"]) for r in rows] == pytest.approx([60.0, 60.0], abs=1e-6)
+    flops = 2 * 8 * 2 * 3 * 64 * 48  # tokens, top_k, matrices, H, I
+    assert [float(r["tflops"]) for r in rows] == pytest.approx([flops / 60e-6 / 1e12] * 2)
+    line = done.stdout.splitlines()[-2].split()
+    assert "60.0" in line
+
+
+@pytest.mark.parametrize("direction", [pytest.param("backward", marks=pytest.mark.slow), "step"])
+def test_latency_sweep_of_training(direction, tmp_path):
+    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
+               "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
+               "default", "--baseline", "staged", "autograd", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = csv_rows(tmp_path / "latency.csv")
+    own = [("reference", "fp8", g, r) for g in ("bf16", "main_grad") for r in ("0", "")]
+    quantizes = [("reference", "fp8", "", "")] * (direction == "step")
+    baselines = [(name, "bf16", "bf16", "") for name in ("staged", "autograd")]
+    columns = ("backend", "precision", "gradients", "reserve_sms")
+    assert [tuple(r[c] for c in columns) for r in rows] == own + quantizes + baselines
+    assert {r["shape"] for r in rows} == {"tiny/ep3"}
+    assert {r["direction"] for r in rows} == {direction, *["quantize"] * (direction == "step")}
+    assert all(float(r["us"]) > 0 for r in rows)
+    flops = {r["direction"]: float(r["tflops"]) * float(r["us"]) for r in rows}
+    rows_of_gemms = 8 * 2 * 3 * 64 * 48  # tokens, top_k, planes, H, I
+    times = {"backward": 2, "step": 3}[direction]
+    assert flops[direction] == pytest.approx(times * 2 * rows_of_gemms / 1e6)
+
+
+@pytest.mark.parametrize(("ranks", "top_k"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 4)])
+def test_floors_count_what_crosses_links(tools, ranks, top_k):
+    """Against all choices of distinct experts, one by one."""
+    from sweep_contenders import Load
+
+    experts = 8
+    choices = list(itertools.combinations(range(experts), top_k))
+    others = [len({e * ranks // experts for e in c} - {0}) for c in choices]
+    load = Load(Shape("small", 64, 32, experts, top_k), 100, ranks)
+    assert load.crossings == pytest.approx(100 * sum(others) / len(choices))
+    assert load.forward("bf16")[2] == pytest.approx(load.crossings * 64 * (2 + 2))
+    assert load.forward("fp8")[2] == pytest.approx(load.crossings * 64 * (1 + 2))
+    assert load.weights == experts / ranks * 3 * 64 * 32
+    assert 0 < load.hit_weights <= load.weights
+
+
+def test_a_sweep_of_before_training_is_read(tools, tmp_path):
+    from sweep_plot import read
+
+    table = tmp_path / "old.csv"
+    names = "shape,precision,ranks,tokens,mode,backend,us,tflops,clock_ghz,utilisation"
+    floors = "gemm_floor_us,hbm_floor_us,nvlink_floor_us"
+    table.write_text(f"# title\n{names},{floors}\ndsv3,fp8,4,8,cool,mega,10.5,1.5,,,1,2,3\n")
+    title, (found,) = read(table)
+    assert (title, found.us, found.direction, found.ctas) == ("# title", 10.5, "forward", None)
+    assert found.contender == "mega"
+
+
+def test_train_step_equals_one_rank():
+    done = run("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
+               "--target", 6)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASS") == 8
+    assert "PASS: backward by staged; peak memory" in done.stdout
+
+
+# Faults of a layer whose experts are spread over ranks. Loss curves hide both for long; AdamW hides the second.
+STALE = """
+import megamoe.backends.staged as staged
+from megamoe import ExpertWeights
+good = staged.StagedBackend.forward
+def bad(self, x, ids, scores, weights, *rest, **more):
+    if self.problem.ep_size > 1:
+        if not hasattr(self, "first"):
+            self.first = ExpertWeights(**{n: t.detach().clone() for n, t in weights.named().items()})
+        weights = self.first
+    return good(self, x, ids, scores, weights, *rest, **more)
+staged.StagedBackend.forward = bad
+"""
+SCALED = """
+import torch.distributed as dist
+import megamoe.backends.staged as staged
+good = staged._AllToAll.backward
+def bad(ctx, grad):
+    return good(ctx, grad * 1.1 if dist.get_world_size(ctx.group) > 1 else grad)
+staged._AllToAll.backward = staticmethod(bad)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"), [(STALE, "losses of steps"), (SCALED, "experts' gradients there")]
+)
+def test_train_step_finds_planted_faults(fault, found, tmp_path):
+    """The checks from equal parameters do, which are those that count on GPUs."""
+    (tmp_path / "sitecustomize.py").write_text(fault)
+    done = run("train_step.py", "--ranks", 2, "--steps", 8, "--batch", 4, "--target", 1,
+               "--compare-steps", 1, path=tmp_path)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAIL: loss fell" in done.stdout  # and the target is missed
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
+    assert any(line.startswith(f"FAIL: {found}") for line in failed), done.stdout
+
+
+@pytest.mark.parametrize(("loss", "good"), [(5.501, True), (5.6, False)])
+def test_runs_that_part_are_compared_where_they_are_equal(tools, loss, good):
+    """On GPUs runs part after the first step, by chance; a wrong first step is seen."""
+    from demo_checks import FREE_STEPS, checks_of_curves
+    from demo_training import Curves
+
+    args = Namespace(loss_tolerance=5e-3, norm_tolerance=0.05)
+    mine, other = Curves([5.5, 4.0], [[1.0, 1.0], [2.0, 2.0]]), Curves([loss], [[1.0, 1.02]])
+    found = [apart <= limit for _, apart, limit, _ in checks_of_curves(mine, other, args)]
+    assert found == [good, True, True]
+    assert FREE_STEPS["cuda"] == 1
+
+
+def compiled(log):
+    return jit.CompileResult(cubin=b"123", log=log, seconds=0, **parse_log(log))
+
+
+def test_compile_report_refuses_a_log_without_figures(tools):
+    """As it is when a compiler takes the cubin from a cache of its own: 0 registers are no measurement."""
+    from compile_report import check
+
+    variant, used = jit.Variant("bf16", "swiglu"), "ptxas info : Used 128 registers"
+    (fault,) = check(variant, compiled(""), None)
+    assert fault.startswith("no figures")
+    assert check(variant, compiled(used), None) == []
+    assert check(variant, compiled(used + "\n 8 bytes spill stores"), None) == ["8 bytes spilled"]
+
+
+def test_compile_report_shows_what_moved(tools, tmp_path, capsys, monkeypatch):
+    import compile_report
+
+    result = compiled("Used 128 registers")
+    old, new = (compile_report.figures(result, Counter(HGMMA=n, MOV=5, NOP=9)) for n in (24, 23))
+    compile_report.show_changes({"a": old, "b": old, "gone": old}, {"a": new, "b": old, "new": new})
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert lines == [
+        ["a", "instr 29 -> 28, HGMMA 24 -> 23"],
+        ["b", "equal"],
+        ["gone", "only before"],
+        ["new", "only after"],
+    ]
+    monkeypatch.setattr(sys, "argv", ["compile_report.py", "--against", str(tmp_path / "nothing")])
+    with pytest.raises(SystemExit) as left:
+        compile_report.main()
+    assert left.value.code == 2
+    assert "made by --sass" in capsys.readouterr().err
+
+
+def test_a_nan_is_the_largest_difference(tools):
+    from demo_checks import largest
+
+    assert math.isnan(largest((0.0, float("nan"), 1.0)))
+    assert largest((1.0, 3.0, 2.0)) == 3
+
+
+def test_replay_sees_other_arithmetic(tools):
+    """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
+    from demo_checks import Replay
+    from demo_model import ModelConfig
+    from demo_training import Recipe, Setup, train
+
+    recipe = Recipe(ModelConfig(), batch=2, steps=2)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        here = (recipe, text, torch.device("cpu"), dist.group.WORLD)
+        run, fp8 = (Setup(*here, {"backend": "staged", "precision": p}) for p in ("bf16", "fp8"))
+        same, other = Replay(run, recipe.steps), Replay(fp8, recipe.steps)
+
+        def inspect(*step):
+            same.inspect(*step)
+            other.inspect(*step)
+
+        train(run, "bf16", inspect=inspect)
+    finally:
+        dist.destroy_process_group()
+    assert same.apart["loss"] < 5e-3
+    assert max(same.apart["dense"], same.apart["experts"]) < 1e-5
+    assert other.apart["loss"] < 5e-3
+    assert 0.02 < other.apart["experts"] < 0.5
+    assert other.apart["dense"] > 1e-3

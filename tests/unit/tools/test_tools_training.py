@@ -1,0 +1,299 @@
+"""The tools that train, without a GPU: the reference backend stands for the kernel; faults are planted."""
+
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamoe.backends.reference import ReferenceBackend
+from megamoe.core.config import Problem
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+
+
+class Faulty(ReferenceBackend):
+    """Does something to the gradients of one of its calls."""
+
+    calls, wrong_call = 0, 5
+
+    def spoil(self, gradients):
+        """Plant a fault."""
+
+    def backward(self, *args, **kwargs):
+        gradients = super().backward(*args, **kwargs)
+        self.calls += 1
+        if self.calls == self.wrong_call:
+            self.spoil(gradients)
+        return gradients
+
+
+class OtherBits(Faulty):
+    wrong_call = 30  # of the repeat
+
+    def spoil(self, gradients):
+        gradients[0].view(torch.int16).flatten()[7] ^= 1 << 10
+
+
+class NotFinite(Faulty):
+    def spoil(self, gradients):
+        gradients[1].flatten()[3] = float("nan")
+
+
+class NoGradient(ReferenceBackend):
+    def backward(self, *args, into=None, **kwargs):
+        return [g if g is None else torch.zeros_like(g) for g in super().backward(*args, **kwargs)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        (ReferenceBackend, []),
+        (OtherBits, ["a repeat has other bits", "a repeat ends with other weights"]),
+        (NotFinite, ["values of gradients are not finite", "a repeat has other bits"]),
+        (NoGradient, ["no weight has moved"]),
+    ],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_soak_train_says_what_differs_in_a_repeat(backend, found, precision):
+    from common import Rank
+    from soak_layer import Outcome
+    from soak_train import Trainer, verdict
+
+    problem = Problem(64, 48, 6, 2, max_tokens=40, precision=precision)
+    layers = [ReferenceBackend(problem), backend(problem)]
+    if backend is NoGradient:
+        layers = [backend(problem), backend(problem)]
+    trainer, out = Trainer(Rank(0, 1, torch.device("cpu")), layers, steps=12), Outcome("")
+    runs = [trainer.run(12, lambda: None) for _ in range(2)]
+    verdict(out, trainer, runs)
+    assert bool(out.failures) == bool(found)
+    for text in found:
+        assert any(text in failure for failure in out.failures), out.failures
+
+
+def test_soak_train_draws_every_routing_and_odd_numbers_of_tokens():
+    from common import Rank
+    from soak_train import ROUTES, Trainer
+
+    problem = Problem(64, 48, 6, 2, max_tokens=40)
+    trainer = Trainer(Rank(0, 1, torch.device("cpu")), [ReferenceBackend(problem)] * 2, steps=1)
+    drawn = [batch for n in range(40) for batch in trainer.draw(n)]
+    tokens = {inputs.x.shape[0] for inputs, _ in drawn}
+    assert {0, 1, 40} < tokens
+    assert any(count is not None and int(count) < inputs.x.shape[0] for inputs, count in drawn)
+    assert {inputs.topk_ids.dtype for inputs, _ in drawn} == {torch.int32, torch.int64}
+    full = [inputs for inputs, _ in drawn if inputs.x.shape[0] == 40]
+    assert any((inputs.topk_ids == 3).all() for inputs in full)  # an overloaded expert
+    assert any((inputs.topk_ids == -1).all() for inputs in full)
+    assert len(ROUTES) == 7
+
+
+def swapped_planes(found):
+    found["dw13"].copy_(torch.cat(found["dw13"].chunk(2, dim=1)[::-1], dim=1))
+
+
+def other_expert(found):
+    found["dw2"].copy_(found["dw2"].roll(1, 0))
+
+
+def weight_twice(found):
+    """In a third of the routes, as one wrong block would have it."""
+    found["d_topk_weights"][::3] *= 0.5
+
+
+def one_element(found):
+    found["dx"][20, 5] += 1
+
+
+def one_row_is_missing(found):
+    found["dx"][3] = 0
+
+
+def not_empty(found):
+    found["dw13"][EMPTY] = 1e-3
+
+
+def two_steps(found, steps=2):
+    found["dgu"].view(torch.int16)[7, found["dgu"][7].flatten().abs().argmax()] += steps
+
+
+def half_a_binade(found):
+    two_steps(found, 64)
+
+
+def a_row_is_not_zero(found):
+    found["x_rows"][63] = 1.0
+
+
+def an_expert_is_added_twice(into):
+    into["w2"][4] += into["w2"][4] - 0.5
+
+
+def a_tile_of_an_unsampled_expert(found):
+    found["dw2"][4, 16:32] = found["dw2"][4, 32:48]
+
+
+def a_row_of_gemm2(found):
+    found["dx_rows"][258] = found["dx_rows"][259]
+
+
+def of_another_grid(found):
+    found["dw13"].view(torch.int16)[2, 3, 4] ^= 1
+
+
+def of_weights_alone(found):
+    found["dw2"].view(torch.int16)[2, 3, 4] ^= 1
+
+
+def lost_partial(found):
+    found["partials"][0, 9] = 0
+
+
+EMPTY = 1  # no route goes to this expert
+OF_RESULTS = {
+    swapped_planes: "FAIL dw13 ", other_expert: "FAIL dw2 ", weight_twice: "FAIL d_topk_weights ",
+    one_element: "FAIL dx ", one_row_is_missing: "FAIL dx ", not_empty: "dw13 is not zero where nothing was",
+    a_tile_of_an_unsampled_expert: "dw2 of local expert 4, by products",
+}  # fmt: skip
+OF_STAGES = {
+    a_row_of_gemm2: "dx_rows of local expert", two_steps: "FAIL dgu ",
+    a_row_is_not_zero: "x_rows: a row behind", lost_partial: "FAIL partials ",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
+    """The emulated kernel is right; then its results, or what it leaves behind, are spoilt."""
+    import rank_backward
+    import rank_gradients
+    from common import Rank
+    from rank_cases import Case
+
+    from megamoe.testing.shapes import shape
+
+    monkeypatch.setattr(rank_gradients, "CHECKED_ELEMENTS", 1)  # two experts, by the oracle
+    case = Case(shape("tiny"), precision, (40,))
+    inputs = Case.inputs
+
+    def without_one_expert(self, rank, device):
+        drawn = inputs(self, rank, device)
+        drawn.topk_ids.masked_fill_(drawn.topk_ids == EMPTY, -1)
+        return drawn
+
+    monkeypatch.setattr(Case, "inputs", without_one_expert)
+    through, stages = rank_backward.through_backend, rank_backward.backward_stages
+    args = Namespace(backend="emulate", verbose=False, repeat=2, fewer_sms=40)
+
+    faults = {None: "", **OF_RESULTS, **OF_STAGES, an_expert_is_added_twice: "FAIL dw2_added"}
+    if precision == "fp8":  # sums of e4m3 products tip by more than bf16's steps
+        faults.pop(two_steps)
+        faults[half_a_binade] = "FAIL dgu "
+    faults |= {of_another_grid: "another grid: other bits of dw13"}
+    faults |= {of_weights_alone: "weight gradients alone: other bits of dw2"}
+    for fault, text in faults.items():
+
+        def spoilt(*given, fault=fault, **options):
+            y, found, state = through(*given, **options)
+            whole = all(found[name] is not None for name in ("dx", "dw13"))
+            if fault in OF_RESULTS and whole:
+                fault(found)
+            if fault is of_weights_alone and found["dx"] is None:
+                fault(found)
+            if (
+                fault is of_another_grid
+                and given[0]._options["num_ctas"] == rank_backward.OTHER_CTAS
+            ):
+                fault(found)
+            if fault is an_expert_is_added_twice and given[2:]:
+                fault(given[2])
+            return y, found, state
+
+        def left(*given, fault=fault):
+            found = stages(*given)
+            if fault in OF_STAGES or fault is half_a_binade:
+                fault(found)
+            return found
+
+        monkeypatch.setattr(rank_backward, "through_backend", spoilt)
+        monkeypatch.setattr(rank_backward, "backward_stages", left)
+        checker = rank_backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
+        assert checker.good == (fault is None), (fault, checker.lines)
+        assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
+    from demo_curves import compare_curves, read, runs, summarize
+    from demo_model import ModelConfig
+    from demo_training import Recipe, Setup, train
+
+    model = ModelConfig(hidden=32, intermediate=32, num_heads=2, context=16)
+    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
+    here = (Recipe(model, batch=2, steps=4), text, torch.device("cpu"), alone)
+    this = Setup(*here, {"backend": "reference", "precision": "bf16"})
+    picture = tmp_path / "curves.png"
+    good, found = compare_curves(this, [1, 2], picture, print)
+    assert list(found) == runs("reference", [1, 2])
+    assert [len(losses) for losses in found.values()] == [4] * 6
+    assert picture.exists() == (find_spec("matplotlib") is not None)
+    title, again = read(tmp_path / "curves.csv")
+    assert again == found
+    said = capsys.readouterr().out
+    assert good
+    assert "PASS: reference fp8" in said
+    assert said.count("backward by reference") == 4
+    one, other = (found["reference", "bf16", seed] for seed in (1, 2))
+    assert one != other
+    assert one[0] == pytest.approx(found["reference", "fp8", 1][0], rel=1e-2)
+    assert train(this, "again").backward == "reference"
+    staged = Setup(*here, {"backend": "staged", "precision": "bf16"})
+    assert train(staged, "staged", stop_after=1).backward == "staged"
+
+    apart = {key: [1.006 * loss for loss in losses] if key[1] == "fp8" else losses
+             for key, losses in found.items()}  # fmt: skip
+    assert not summarize(apart, print)
+    assert "FAIL: reference fp8" in capsys.readouterr().out
+    apart["reference", "fp8", 1] = [float("nan")]
+    assert not summarize(apart, print)
+
+
+def test_gradients_of_y_are_not_the_inputs():
+    """As they were where two seeds had 32 bits in common."""
+    from rank_cases import Case
+
+    from megamoe.testing.shapes import shape
+
+    case, cpu = Case(shape("tiny"), "bf16", (40, 40)), torch.device("cpu")
+    drawn = [case.inputs(0, cpu).x, case.inputs(1, cpu).x, case.dy(0, cpu), case.dy(1, cpu)]
+    for i, a in enumerate(drawn):
+        assert not any(torch.equal(a[0], b[0]) for b in drawn[i + 1 :])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_added_to_fp32_are_those_stored(passes):
+    """What two passes round may cancel: an element's own size says nothing then. A wrong scale is found in both."""
+    from megamoe.testing.gradients import GradientChecker
+
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(3, 40, 24, generator=generator) for _ in range(passes)]
+    stored = torch.zeros(3, 40, 24, dtype=torch.bfloat16)
+    for part in parts:
+        stored = (stored.float() + part).bfloat16()
+    for scale, good in ((1.0, True), (1.02, False)):
+        checker = GradientChecker(Problem(32, 48, 3, 1))
+        checker.compare_added("dw13", scale * sum(parts), stored.float(), passes)
+        assert checker.good == good, checker.lines

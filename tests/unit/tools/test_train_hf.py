@@ -1,0 +1,166 @@
+"""tools/train_hf.py, tiny and in this process: two runs that agree, faults that it sees, text step by step."""
+
+import argparse
+import csv
+import importlib
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+from megamoe.adapters import transformers as adapter  # noqa: E402
+from megamoe.testing import launch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
+    common = importlib.import_module("common")
+    hf_model = importlib.import_module("hf_model")
+    hf_generate = importlib.import_module("hf_generate")
+    train_hf = importlib.import_module("train_hf")
+    for name in ("hf_training", "sweep_plot"):  # imported by those, later
+        importlib.import_module(name)
+
+SIZES = hf_model.Sizes(32, 32, 4, 2, layers=2, heads=2, context=16, batch=2)
+TEXT = torch.arange(2048).mul(7).to(torch.uint8)
+RUN = {"backend": "staged", "compare": None, "steps": 4, "seed": 1, "curves": None, "generate": 0}
+RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Return a function that trains and compares: arguments -> exit code, what was printed."""
+    monkeypatch.setattr(hf_model, "CPU_SIZES", SIZES)
+    monkeypatch.setattr(train_hf, "shared_corpus", lambda: TEXT)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def call(**changed):
+        me = common.Rank(0, 1, torch.device("cpu"))
+        code = train_hf.worker(me, argparse.Namespace(**RUN | changed))
+        return code, capsys.readouterr().out
+
+    yield call
+    dist.destroy_process_group()
+
+
+def test_both_runs_agree(run, tmp_path):
+    code, said = run(curves=tmp_path / "curves.png", generate=20)
+    assert code == 0, said
+    assert "FAIL" not in said
+    assert said.count("PASS") == 6
+    assert "megamoe: " in said
+    assert "eager: " in said
+    assert "tokens/s, peak memory" in said
+    assert "20 bytes by eager steps" in said
+    title, *lines = (tmp_path / "curves.csv").read_text().splitlines()
+    rows = list(csv.DictReader(lines))
+    assert [r["backend"] for r in rows] == ["megamoe"] * RUN["steps"] + ["eager"] * RUN["steps"]
+    assert title.startswith("# ")
+    stated = re.findall(r"(?:megamoe|eager): ([\d,]+) tokens/s", said)
+    for speed, steps in zip(stated, (rows[: RUN["steps"]], rows[RUN["steps"] :]), strict=True):
+        late = statistics.median(float(r["tokens"]) / float(r["seconds"]) for r in steps[3:])
+        assert f"{late:,.0f}" == speed
+
+
+def scaled_gradient(experts):
+    """The right y, whose gradients are a tenth too large."""
+
+    def call(self, *arguments):
+        y = experts(self, *arguments)
+        return y.detach() + 1.1 * (y - y.detach())
+
+    return call
+
+
+def scaled_output(experts):
+    return lambda self, *arguments: 1.5 * experts(self, *arguments)
+
+
+def scaled_weights(experts):
+    """The right y, whose routers learn too slowly."""
+
+    def call(self, module, x, ids, weights):
+        return experts(self, module, x, ids, 0.8 * weights + 0.2 * weights.detach())
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"),
+    [(scaled_gradient, "experts'"), (scaled_output, "experts'"), (scaled_weights, "routers'")],
+)
+def test_planted_faults_are_seen(fault, part, run, monkeypatch):
+    monkeypatch.setattr(adapter.Experts, "__call__", fault(adapter.Experts.__call__))
+    code, said = run()
+    assert code == 1
+    assert f"FAIL: {part} gradients" in said
+
+
+def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
+    """Otherwise transformers' own experts would be compared with themselves."""
+    monkeypatch.setattr(hf_model, "OURS", "eager")
+    monkeypatch.setattr(sys.modules["hf_training"], "OURS", "eager")
+    code, said = run(compare="grouped_mm")
+    assert code == 1
+    assert "FAIL: 0 of 2 layers by megamoe" in said
+
+
+def load_both_ways(rank, folder):
+    """Return the largest difference between the parameters that two ranks gather and those of one."""
+    adapter.register(backend="staged")
+    me = common.Rank(rank, 2, torch.device("cpu"))
+    gathered = hf_model.whole(hf_model.load(folder, "megamoe", me))
+    alone = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    expected = dict(alone.named_parameters())
+    assert gathered.keys() == expected.keys()
+    return max((gathered[n] - p.detach()).abs().max().item() for n, p in expected.items())
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path):
+    pytest.importorskip("transformers", minversion="5.23")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(SIZES.config(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert launch(load_both_ways, 2, tmp_path) == [0.0, 0.0]
+    tool = [sys.executable, ROOT / "tools" / "train_hf.py", "--cpu", "--ranks", "2"]
+    done = subprocess.run(
+        [*tool, "--steps", "5", "--generate", "5"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("PASS") == 6
+    assert "5 bytes by eager steps" in done.stdout
+
+
+class Replays:
+    """What the decoder asks of a graph: a replay makes its step with the tensors it holds. Captures are for GPUs."""
+
+    def __init__(self, decoder):
+        self.decoder, self.count = decoder, 0
+
+    def replay(self):
+        self.count += 1
+        self.decoder._step()
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(SIZES.config(), dtype=torch.float32)
+    prompt = torch.randint(256, (5,))
+    decoder = hf_generate.Decoder(model, 25, temperature=0)
+    decoder.captures = captures
+    monkeypatch.setattr(decoder, "_capture", lambda: setattr(decoder, "graph", Replays(decoder)))
+    text, speed = decoder.text(prompt, 20)
+    expected = model.generate(prompt[None], max_new_tokens=20, do_sample=False)
+    assert text.tolist() == expected[0, 5:].tolist()
+    assert len(set(text.tolist())) > 3
+    assert speed > 0
+    if captures:
+        assert decoder.graph.count == 19 - hf_generate.WARM
