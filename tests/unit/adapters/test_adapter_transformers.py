@@ -335,7 +335,7 @@ with on_cpu(), mock.patch.object(functional, "why_not_mega", lambda *_: None), t
 
 def test_layers_of_one_size_share_a_window(run):
     """Where the kernel runs, a window and a workspace for each layer would take hundreds of MB for each."""
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).parents[1])
     layers, windows, workspaces, all_windows, closed = run(SHARING.format(folder=folder))
     assert (layers, windows, workspaces) == (2, 1, 1)
     assert all_windows == 2  # of models with other sizes

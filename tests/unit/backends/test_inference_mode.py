@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_training import gradients, leaves, made, same, train
+from trained import gradients, leaves, made, same, train
 
 import megamoe
 

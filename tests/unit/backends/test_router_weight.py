@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from test_rank_mismatch import outcome
+from outcomes import outcome
 
 from megamoe import ExpertWeights, Layer, MegaMoE, Problem
 from megamoe.core.config import ACTIVATIONS

@@ -9,8 +9,8 @@ import torch
 from pages import programs
 
 pytest.importorskip("safetensors")
+from nvfp4_cases import PROBLEM, checkpoint, plainly  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
-from test_nvfp4 import PROBLEM, checkpoint, plainly  # noqa: E402
 
 from megamoe import ExpertWeights  # noqa: E402
 from megamoe.checkpoints import read_nvfp4  # noqa: E402

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megamoe import ExpertPlacement, Layer, MegaMoE, Problem, clip_grad_norm_, grad_norm
@@ -16,18 +17,6 @@ from megamoe.testing import launch, make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, ep_size=2, max_tokens=32)
 SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
-
-
-def outcome(function):
-    """Return what happened, picklable: (name of the exception or None, its text).
-
-    A rank that waits in vain gets the group's time-out, an error of torch.distributed, and no RankMismatch.
-    """
-    try:
-        function()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return None, ""
 
 
 def in_order(rank, name, count):

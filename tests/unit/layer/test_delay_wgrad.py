@@ -6,12 +6,12 @@ import pytest
 import saving  # noqa: F401, registers the backend
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 from saving import Saving
-from test_rank_mismatch import outcome
-from test_training import gradients, leaves, made, same, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
+from trained import gradients, leaves, made, same, train
 
 import megamoe
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError

@@ -3,9 +3,9 @@
 import pytest
 import saving  # noqa: F401, registers the backend
 import torch
-from test_training import leaves, made, same, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from trained import leaves, made, same, train
 
 import megamoe
 from megamoe.core.errors import ArgumentError

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from test_rank_mismatch import outcome
+from outcomes import outcome
 
 from megamoe import Layer, MegaMoE, Problem
 from megamoe.backends.emulation import Emulation

@@ -12,56 +12,13 @@ from saving import Saving
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from trained import TOKENS, gradients, leaves, made, no_calls, same, train  # noqa: F401
 
-import megamoe
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.layer import backward
 from megamoe.testing import make_inputs
 
 OPS = torch.ops.megamoe
-SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
-TOKENS = 16
-
-
-@pytest.fixture(autouse=True)
-def no_calls():
-    Saving.calls.clear()
-
-
-def made(backend="saving", seed=1, **options):
-    layer = megamoe.MegaMoE(**SHAPE, backend=backend, init_seed=seed, bias=True, **options)
-    with torch.no_grad():
-        layer.b13.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
-        layer.b2.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed + 1))
-    return layer
-
-
-def leaves(layer, seed=0):
-    inputs = make_inputs(layer.problem, TOKENS, seed=seed)
-    x, scores = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
-    return x, inputs.topk_ids, scores
-
-
-def gradients(layer, call):
-    found = {"x": call[0].grad, "topk_weights": call[2].grad}
-    found |= {name: p.grad for name, p in layer.named_parameters()}
-    return {name: g if g is None else g.clone() for name, g in found.items()}
-
-
-def train(layer, run=None, seed=0, **options):
-    """Return y and the gradients of one call. run: (function, *arguments) -> y."""
-    call = leaves(layer, seed)
-    layer.zero_grad()
-    y = (run or (lambda f, *a: f(*a)))(lambda *a: layer(*a, **options), *call)
-    y.float().square().sum().backward()
-    return {"y": y.detach(), **gradients(layer, call)}
-
-
-def same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.abs().max() > 0, name
-        assert torch.equal(found[name], value), name
 
 
 @pytest.fixture(scope="module")

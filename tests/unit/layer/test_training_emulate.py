@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_training import gradients, leaves, made, train
 from torch.utils.checkpoint import checkpoint
+from trained import gradients, leaves, made, train
 
 from megamoe.backends import emulate
 from megamoe.testing import assert_close

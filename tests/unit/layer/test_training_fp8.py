@@ -3,7 +3,7 @@
 import pytest
 import torch
 from saving import Saving
-from test_training import gradients, leaves, made, no_calls, train  # noqa: F401
+from trained import gradients, leaves, made, no_calls, train  # noqa: F401
 
 import megamoe
 from megamoe.core.errors import MegaMoEError

@@ -8,7 +8,7 @@ import pytest
 import saving  # noqa: F401, registers the backend
 import torch
 import torch.distributed as dist
-from test_rank_mismatch import outcome
+from outcomes import outcome
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,0 +1,52 @@
+"""A small layer, a step of its training, and its gradients."""
+
+import pytest
+import torch
+from saving import Saving
+
+import megamoe
+from megamoe.testing import make_inputs
+
+SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
+TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    Saving.calls.clear()
+
+
+def made(backend="saving", seed=1, **options):
+    layer = megamoe.MegaMoE(**SHAPE, backend=backend, init_seed=seed, bias=True, **options)
+    with torch.no_grad():
+        layer.b13.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
+        layer.b2.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed + 1))
+    return layer
+
+
+def leaves(layer, seed=0):
+    inputs = make_inputs(layer.problem, TOKENS, seed=seed)
+    x, scores = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
+    return x, inputs.topk_ids, scores
+
+
+def gradients(layer, call):
+    found = {"x": call[0].grad, "topk_weights": call[2].grad}
+    found |= {name: p.grad for name, p in layer.named_parameters()}
+    return {name: g if g is None else g.clone() for name, g in found.items()}
+
+
+def train(layer, run=None, seed=0, **options):
+    """Return y and the gradients of one call. run: (function, *arguments) -> y."""
+    call = leaves(layer, seed)
+    layer.zero_grad()
+    y = (run or (lambda f, *a: f(*a)))(lambda *a: layer(*a, **options), *call)
+    y.float().square().sum().backward()
+    return {"y": y.detach(), **gradients(layer, call)}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.abs().max() > 0, name
+        assert torch.equal(found[name], value), name
