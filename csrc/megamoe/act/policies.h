@@ -1,6 +1,6 @@
 // Activation policies, fp32, element by element: h = apply(gate, up) for gated ones, h = apply(up) otherwise.
-// Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/core/config.py::Activation is the torch
-// twin.
+// Run-time parameters (alpha, limit, up_offset) come from Args. megamoe/core/config.py::Activation is the
+// torch twin.
 //
 // gradient(gate, up, dh) makes dgate = dh * dh/dgate, dup = dh * dh/dup and h again; ungated: gradient(up,
 // unused, dh) makes dup in the place of dgate and leaves the other alone. A clamp passes the gradient at
