@@ -1,7 +1,8 @@
-"""Figures of README and the guides are recomputed from the files, or the formulas, that they come from.
+"""Figures of README, the guides and the measurements are recomputed from the files, or formulas, that they come from.
 
 `CLAIMS` has, for a passage of a document, the figures that it should state. A figure of time, memory or speed that no
-passage covers is found: a guide states none that nothing backs. Tolerances are not figures in this sense.
+passage covers is found: a page states none that nothing backs. Tolerances are not figures in this sense. Every file of
+docs/measurements/ is one that a claim reads, or a picture.
 """
 
 import csv
@@ -20,20 +21,28 @@ from megamoe.layer.report import memory_report
 from megamoe.testing.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
+MEASUREMENTS = ROOT / "docs" / "measurements"
 GUIDES = (
-    *("adapters", "architecture", "backward", "fp4", "numerics", "ops", "protocol", "testing"),
-    "training",
+    *("adapters", "architecture", "backward", "fp4", "measurements", "numerics", "ops", "protocol"),
+    *("serving", "testing", "training"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
 UNITS = r"(?:us|ms|GHz|GB|TFLOPS|nats|tokens/s|%|times the)"
 MEASURED = re.compile(rf"(?<![\w.])\d[\d.,]*(?: (?:to|and) \d[\d.,]*)? ?{UNITS}(?![\w/])")
+# sections whose figures tools print and write to no file, or that say how is measured
+PRINTED = {
+    "docs/measurements.md": ("## Method\n", "## Host\n", "## Training quality\n"),
+}
 # figures that a reader can work out, and waits that the code has as constants
 STATED = {
+    "docs/measurements.md": ("80 GB",),  # the device's memory
     "docs/ops.md": ("8 %",),  # 64 * 128 / 98304
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
-EP4 = "2026-11-22-7ea8cae-sweep-ep4.csv"
+EP1, EP4 = "2026-11-23-e841b3a-sweep-ep1.csv", "2026-11-22-7ea8cae-sweep-ep4.csv"
+TRAINED = "2026-11-23-backward-ep1.csv"
+HF, H100 = "2026-11-24-1f8a3ec-hf.csv", "2026-11-24-471ecdf-h100-shapes.csv"
 EP2, STEPS, FP4, OPS = (
     f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
 )
@@ -46,10 +55,13 @@ TOKENS = ("8", "64", "512", "1024", "8192")
 # --- files of docs/measurements ---
 
 
+READ: set[str] = set()  # files that a claim has asked for
+
+
 @cache
-def rows(name):
+def parsed(name):
     """Return the rows of a CSV, whose comments and further headers are left out."""
-    lines = (ROOT / "docs" / "measurements" / name).read_text().splitlines()
+    lines = (MEASUREMENTS / name).read_text().splitlines()
     header, found = None, []
     for cells in csv.reader(line for line in lines if not line.startswith("#")):
         if header is None or cells == header:
@@ -57,6 +69,11 @@ def rows(name):
         else:
             found.append(dict(zip(header, cells, strict=True)))
     return found
+
+
+def rows(name):
+    READ.add(name)
+    return parsed(name)
 
 
 def us(name, **wanted):
@@ -85,24 +102,48 @@ def tokens_per_s(name):
     return {run: statistics.median(steps[3:]) for run, steps in runs.items()}
 
 
+def by_tokens(name, shape, precision, tokens=TOKENS):
+    """Return the kernel's times of a shape, by tokens a rank."""
+    more = {"shape": shape, "backend": "mega", "mode": "cool", "precision": precision}
+    return [us(name, tokens=t, **more) for t in tokens]
+
+
 def latency(name, shape):
-    """Return a row of README's table: FP8 by tokens, then BF16 at 8192."""
-    more = {"shape": shape, "backend": "mega", "mode": "cool"}
+    """Return FP8 by tokens, then BF16 at 8192."""
+    return [*by_tokens(name, shape, "fp8"), *by_tokens(name, shape, "bf16", ("8192",))]
+
+
+def on_one_gpu(shape):
+    """Return a row of the table of one GPU: FP8, BF16, and percent of the FP8 time that memory needs alone."""
+    shape, few = f"{shape}/ep4", ("8", "64")
+    floors = [ends(EP1, "hbm_floor_us", shape=shape, precision="fp8", tokens=t)[0] for t in few]
+    taken = by_tokens(EP1, shape, "fp8", few)
     return [
-        *(us(name, precision="fp8", tokens=tokens, **more) for tokens in TOKENS),
-        us(name, precision="bf16", tokens="8192", **more),
+        *by_tokens(EP1, shape, "fp8"),
+        *by_tokens(EP1, shape, "bf16", ("8", "512", "8192")),
+        *(100 * floor / time for floor, time in zip(floors, taken, strict=True)),
     ]
 
 
-def tokens_beside_transformers():
-    speed = tokens_per_s("2026-11-24-1f8a3ec-hf.csv")
-    return [speed["megamoe"] / speed["grouped_mm"]]
+def staged_bf16(shape):
+    return us(EP2, shape=shape, backend="staged", precision="bf16", tokens="8192", mode="cool")
 
 
 def beside_staged(shape):
     """Return a row of README's table of two ranks: as latency(), then staged in BF16."""
-    last = {"precision": "bf16", "tokens": "8192", "mode": "cool"}
-    return [*latency(EP2, shape), us(EP2, shape=shape, backend="staged", **last)]
+    return [*latency(EP2, shape), staged_bf16(shape)]
+
+
+def gains():
+    """Return how many times as fast as staged: forward in BF16 and FP8, least and most; a step."""
+    found = []
+    for precision in ("bf16", "fp8"):
+        times = [
+            staged_bf16(shape) / by_tokens(EP2, shape, precision, ("8192",))[0] for shape in FOUR
+        ]
+        found += [min(times), max(times)]
+    bf16, _, staged = steps()
+    return [*found, staged / bf16]
 
 
 def steps():
@@ -110,6 +151,46 @@ def steps():
     more = {"direction": "step", "reserve_sms": ""}
     runs = ("mega", "bf16"), ("mega", "fp8"), ("staged", "bf16")
     return [us(STEPS, backend=b, precision=p, **more) / 1e3 for b, p in runs]
+
+
+def steps_and_transformers():
+    speed = tokens_per_s(HF)
+    return [*steps(), speed["megamoe"] / speed["grouped_mm"]]
+
+
+def steps_in_full():
+    """Return the table of steps: as a layer that trains has SMs, all of them, quantizing, staged beside it."""
+
+    def row(precision, quantizes):
+        step = {"precision": precision, "direction": "step", "backend": "mega"}
+        first = [us(STEPS, reserve_sms=s, **step) for s in ("", "0")]
+        if quantizes:
+            first.append(us(STEPS, precision=precision, direction="quantize"))
+        return first
+
+    beside = [float(r["us"]) for r in rows(STEPS) if r["backend"] == "staged"]
+    assert len(beside) == 2  # in the runs of BF16 and FP8, in this order
+    return [*row("bf16", False), beside[0], *row("fp8", True), beside[1]]
+
+
+def backward_passes():
+    """Return tokens, time and the GEMMs' floor, in the order of the table."""
+    of = [
+        *((f"{s}/ep4", p, "bf16") for s in ("qwen3-30b", "flash") for p in ("bf16", "fp8")),
+        *((f"{s}/ep4", "bf16", "bf16") for s in ("qwen3-235b", "mixtral", "dsv3")),
+        ("dsv3/ep4", "bf16", "main_grad"),
+        ("gpt-oss-120b", "bf16", "bf16"),
+    ]
+    found = []
+    for shape, precision, gradients in of:
+        which = {"shape": shape, "precision": precision, "gradients": gradients}
+        ((tokens, _), (floor, _)) = (ends(TRAINED, c, **which) for c in ("tokens", "gemm_floor_us"))
+        found += [tokens, us(TRAINED, **which), floor]
+    return found
+
+
+def on_an_h100():
+    return [ends(H100, "y_fp32", precision=p)[1] for p in ("bf16", "fp8")]
 
 
 def with_fp4():
@@ -181,8 +262,10 @@ class Claim:
 
     def wrong(self, text: str) -> list[str]:
         """Return what is wrong with the figures of the page's text."""
-        stated, expected = figures(text[slice(*self.passage(text))], self.beside), self.expected()
-        expected = list(expected)
+        return self.wrong_of(figures(text[slice(*self.passage(text))], self.beside))
+
+    def wrong_of(self, stated: list[str]) -> list[str]:
+        expected = list(self.expected())
         if len(stated) != len(expected):
             return [f"{len(stated)} figures, expected {len(expected)}: {stated}"]
         pairs = zip(stated, expected, strict=True)
@@ -207,11 +290,36 @@ def flat(lists: Iterable[Iterable[float]]) -> list[float]:
 
 
 CLAIMS = {
-    "EP4": Claim(
-        "README.md",
-        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 |\n",
+    "gains": Claim(
+        "README.md", "**What it gains.** ", "The grey lines", gains, beside="8192|Qwen3-30B"
+    ),
+    "EP1": Claim(
+        "docs/measurements.md",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8 | 512 | 8192 | memory: 8 | 64 |\n",
         "\n\n",
-        lambda: flat(latency(EP4, shape) for shape in FOUR),
+        lambda: flat(map(on_one_gpu, FOUR)),
+    ),
+    "EP4": Claim(
+        "docs/measurements.md",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8 | 64 | 512 | 1024 | 8192 |\n",
+        "\n\n",
+        lambda: flat(by_tokens(EP4, shape, p) for shape in FOUR for p in ("fp8", "bf16")),
+    ),
+    "backward": Claim(
+        "docs/measurements.md",
+        "| | tokens | us | GEMMs | commit |\n",
+        "\n\n",
+        backward_passes,
+        beside=r"\| \w{7} \|$|\| \w{7} \|\n",
+    ),
+    "steps": Claim(
+        "docs/measurements.md",
+        "| | as a layer that trains | all SMs | quantizing | staged, BF16 |\n",
+        "\n\n",
+        steps_in_full,
+    ),
+    "H100": Claim(
+        "docs/measurements.md", "y differs from fp32 by at most ", "The steps", on_an_h100
     ),
     "hosts": Claim(
         "README.md",
@@ -251,13 +359,6 @@ CLAIMS = {
         "\n\n",
         operators,
     ),
-    "transformers": Claim(
-        "README.md",
-        "(`tools/train_hf.py`; ",
-        "2026-11-24",
-        tokens_beside_transformers,
-        beside="100 steps",
-    ),
     "EP2": Claim(
         "README.md",
         "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 |\n",
@@ -267,9 +368,9 @@ CLAIMS = {
     "step": Claim(
         "README.md",
         "A step (forward and backward) of Qwen3-30B there, ",
-        "\n\n",
-        steps,
-        beside="8192 tokens",
+        "One and four GPUs",
+        steps_and_transformers,
+        beside="8192 tokens|107 M|100 steps|H200|1f8a3ec",
     ),
     "FP4": Claim(
         "docs/fp4.md",
@@ -297,6 +398,10 @@ CLAIMS = {
 def uncovered(page: str, text: str, claims: Iterable[Claim]) -> list[str]:
     """Return the figures of a page that no claim covers."""
     spans = [claim.passage(text) for claim in claims if claim.page == page]
+    for heading in PRINTED.get(page, ()):
+        assert heading in text, (page, heading)
+        begin = text.index(heading)
+        spans.append((begin, (text + "\n## ").index("\n## ", begin)))
     found = [m for m in MEASURED.finditer(text) if not any(a <= m.start() < b for a, b in spans)]
     return [m[0] for m in found if m[0] not in STATED.get(page, ())]
 
@@ -313,18 +418,54 @@ def test_no_page_has_figures_of_unknown_origin(page):
 
 
 def test_every_guide_is_looked_at():
-    logs = {
-        "api",
-        "decisions",
-        "measurements",
-        "tuning",
-    }  # a reference, and records with dates and commits
+    logs = {"api", "decisions", "tuning"}  # a reference, and records with dates and commits
     assert {p.stem for p in (ROOT / "docs").glob("*.md")} - logs == {*GUIDES}
 
 
-def test_a_wrong_figure_is_seen():
-    claim, text = CLAIMS["EP4"], (ROOT / "README.md").read_text()
-    assert claim.wrong(text.replace("| 584 |", "| 585 |")) == ["585 is 584.224"]
-    assert "23 figures, expected 24" in claim.wrong(text.replace("| 584 |", "| |"))[0]
+def test_every_file_is_behind_a_figure():
+    """What no claim reads is a log: it belongs under a tag. Few files, and small ones."""
+    for claim in CLAIMS.values():
+        list(claim.expected())
+    files = {p.name: p.stat().st_size for p in MEASUREMENTS.iterdir()}
+    assert {name for name in files if not name.endswith(".png")} == READ
+    assert len(files) <= 12
+    assert sum(files.values()) <= 300_000
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    assert not [name for name in files if name not in pages]
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_wrong_figure_is_seen(name):
+    """Of every claim, whichever of its figures is off by one in its last digit."""
+    claim = CLAIMS[name]
+    text = (ROOT / claim.page).read_text()
+    begin, end = claim.passage(text)
+    stated, expected = figures(text[begin:end], claim.beside), list(claim.expected())
+    assert stated
+    for i, (figure, value) in enumerate(zip(stated, expected, strict=True)):
+        wrong = list(stated)
+        wrong[i] = further(figure, value)
+        assert claim.wrong_of(wrong) == [f"{wrong[i]} is {value:.6g}"]
+    assert "figures, expected" in claim.wrong_of(stated[1:])[0]
+
+
+def further(figure, value):
+    """Return a figure that is one of its last digits further from the value."""
+    mantissa, e, power = figure.partition("e")
+    digits = len(mantissa.partition(".")[2])
+    step = 10.0**-digits if float(figure) >= value else -(10.0**-digits)
+    return f"{float(mantissa) + step:.{digits}f}{e}{power}"
+
+
+def test_figures_of_unknown_origin_are_seen():
     text = "It takes 1.3 ms, or 20 to 30 % less, 1.2 times the rate."
     assert uncovered("README.md", text, []) == ["1.3 ms", "20 to 30 %", "1.2 times the"]
+    page = "docs/measurements.md"
+    text = (ROOT / page).read_text().replace("## Host\n", "Now 7.5 us.\n\n## Host\n")
+    assert uncovered(page, text, CLAIMS.values()) == ["7.5 us"]
+
+
+def test_a_changed_text_is_seen():
+    claim, text = CLAIMS["EP4"], (ROOT / "docs" / "measurements.md").read_text()
+    assert claim.wrong(text.replace("| 584 |", "| 585 |")) == ["585 is 584.224"]
+    assert "39 figures, expected 40" in claim.wrong(text.replace("| 584 |", "| |"))[0]

@@ -7,6 +7,7 @@ word, the test that ELSEWHERE names. A block, or a page with programs, that no t
 import re
 import shlex
 import socket
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,6 +40,15 @@ RUN = {
         assert y.shape == (300, 64)
         assert all((found - once).norm() < 0.1 * once.norm() for found in (y, e4m3))
         assert all(t.grad.any() for t in (x, w13, w2))
+    """),
+    "docs/serving.md": (2, """
+        assert y.shape == (32, 64) and y.isfinite().all() and not y[5:].any()
+        with torch.no_grad():
+            unrounded = trained(x, ids, weights)[:5]
+        assert (y[:5] - unrounded).norm() < 0.1 * unrounded.norm()
+        assert again.isfinite().all() and not torch.equal(again[:5], y[:5])
+        assert layer.problem.ep_size == 2
+        dist.destroy_process_group()
     """),
     "docs/training.md": (2, """
         begin, held = net.moe.problem.expert_begin(), net.moe.problem.num_local_experts()
@@ -84,7 +94,7 @@ def under_torchrun(code, folder, ranks):
 
 
 def outline(text):
-    return "\n".join(line.strip() for line in text.strip().splitlines())
+    return textwrap.dedent(text).strip()
 
 
 @pytest.mark.parametrize("page", PAGES)
