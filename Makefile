@@ -17,7 +17,7 @@ XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --maxproces
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SHELLCHECK = $(firstword $(wildcard .venv/bin/shellcheck) shellcheck)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
-PYTHON_SOURCES := setup.py megamoe jit tests tools
+PYTHON_SOURCES := setup.py megamoe jit bench tests tools
 export SLOW ?= 0
 
 .PHONY: help setup accept demo test lint fmt model flaws compile gpu hosts dist clean
@@ -27,7 +27,7 @@ help:
 
 ## setup    .venv with torch, megamoe (editable) and the developers' tools
 setup: $(READY)
-$(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh tools/missing.py
+$(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh bench/requirements.py
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tools/setup_env.sh
 	@touch $@
 

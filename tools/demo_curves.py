@@ -4,185 +4,18 @@
 python tools/demo_curves.py curves.csv        to curves.png
 """
 
-import argparse
-import contextlib
-import csv
-import io
-import re
-import resource
-import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from common import header
-from demo_training import WINDOW, Setup, train
+from command import parser_of
 
-from megamoe.core.config import PRECISIONS
-
-FP8_TOLERANCE = 5e-3  # of BF16's final loss
-Key = tuple[str, str, int]  # backend, precision, seed
-Losses = dict[Key, list[float]]
-
-
-def runs(backend: str, seeds: list[int]) -> list[Key]:
-    """Return what is compared: the backend in both precisions, and staged in BF16 beside them."""
-    kinds = [(backend, "bf16"), (backend, "fp8")]
-    kinds += [("staged", "bf16")] * (backend != "staged")
-    return [(*kind, seed) for seed in seeds for kind in kinds]
-
-
-def compare_curves(
-    this: Setup, seeds: list[int], path: Path, say: Callable[..., None]
-) -> tuple[bool, Losses]:
-    """Train every run from equal weights on equal data; write the losses, draw them. Collective.
-
-    Returns whether FP8 ends within the tolerance of BF16, and every backend made its own gradients; the losses by run.
-    """
-    found: Losses = {}
-    own = True
-    for key in runs(this.options["backend"], seeds):
-        backend, precision, seed = key
-        options = this.options | {"backend": backend, "precision": precision}
-        setup = replace(this, options=options, recipe=replace(this.recipe, seed=seed))
-        curves = train(setup, f"{backend} {precision}, seed {seed}")
-        found[key] = curves.losses
-        own &= curves.backward == backend
-        said = (
-            f"{final_loss(curves.losses):.4f}, backward by {curves.backward}, {memory(this.device)}"
-        )
-        say(f"{backend} {precision}, seed {seed}: {said}")
-    title = header()
-    if this.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(found, title, path.with_suffix(".csv"))
-        drawn = draw(found, title, path)
-        say(
-            f"wrote {path.with_suffix('.csv')}"
-            + (f" and {path}" if drawn else "; no picture without matplotlib")
-        )
-    return summarize(found, say) and own, found
-
-
-def summarize(found: Losses, say: Callable[..., None]) -> bool:
-    """Print the final losses and how far they are from the first kind's, over all seeds."""
-    kinds = list(dict.fromkeys(key[:2] for key in found))
-    means = {
-        kind: statistics.mean(
-            final_loss(losses) for key, losses in found.items() if key[:2] == kind
-        )
-        for kind in kinds
-    }
-    seeds = len(found) // len(kinds)
-    say(f"final losses, mean of the last {WINDOW} steps and of {seeds} seeds, nats per byte:")
-    good, base = True, means[kinds[0]]
-    for kind, mean in means.items():
-        apart = mean / base - 1
-        text = f"{' '.join(kind)}: {mean:.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
-        if PRECISIONS[kind[1]].w.scaled:
-            close = abs(apart) <= FP8_TOLERANCE  # NaN is not
-            good &= close
-            text = f"{'PASS' if close else 'FAIL'}: {text}, tolerance {FP8_TOLERANCE:.1%}"
-        say(f"  {text}")
-    return good
-
-
-def final_loss(losses: list[float]) -> float:
-    last = losses[-WINDOW:]
-    return sum(last) / len(last)
-
-
-def memory(device: torch.device) -> str:
-    """Return the most memory that torch, or on a CPU the process, has held since this was asked last."""
-    if device.type != "cuda":
-        stated = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        kib = int(stated[1]) if stated else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        with contextlib.suppress(OSError):  # where it is forbidden, peaks are those since the start
-            Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: the peak is what it is now
-        return f"peak memory of the process {kib / 2**10:.0f} MiB"
-    peak = torch.cuda.max_memory_allocated(device) / 2**20
-    torch.cuda.reset_peak_memory_stats(device)
-    return f"peak memory {peak:.0f} MiB, the window's aside"
-
-
-def write(
-    found: Losses, title: str, path: Path, more: Mapping[str, Mapping[Key, Sequence[float]]] = {}
-) -> None:
-    """Write a row for each step of each run. more: further columns by name, for each run a figure a step."""
-    with path.open("w", newline="") as file:
-        file.write(title + "\n")
-        writer = csv.writer(file)
-        writer.writerow(["backend", "precision", "seed", "step", "loss", *more])
-        for key, losses in found.items():
-            columns = losses, *(column[key] for column in more.values())
-            for step, figures in enumerate(zip(*columns, strict=True), start=1):
-                writer.writerow([*key, step, *figures])
-
-
-def read(path: Path) -> tuple[str, Losses]:
-    """Return a CSV's title and its losses."""
-    found: Losses = {}
-    with path.open(newline="") as file:
-        title = file.readline().strip()
-        for row in csv.DictReader(file):
-            key = row["backend"], row["precision"], int(row["seed"])
-            found.setdefault(key, []).append(float(row["loss"]))
-    return title, found
-
-
-def draw(found: Losses, title: str, path: Path) -> bool:
-    """Draw all curves, and how far each is from the first kind's; return whether matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-    from sweep_plot import shorter
-
-    kinds = list(dict.fromkeys(key[:2] for key in found))
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(8, 8), sharex=True, layout="constrained"
-    )
-    for (backend, precision, seed), losses in found.items():
-        kind = backend, precision
-        style: dict[str, Any] = {"color": f"C{kinds.index(kind)}", "alpha": 0.8, "linewidth": 1}
-        steps = range(1, len(losses) + 1)
-        first = seed == next(iter(found))[2]
-        above.plot(steps, losses, label=f"{backend} {precision}" if first else None, **style)
-        base = found[(*kinds[0], seed)]
-        apart = [averaged(losses, i) / averaged(base, i) - 1 for i in range(len(losses))]
-        below.plot(steps, [100 * a for a in apart], **style)
-    above.set(ylabel="loss, nats per byte")
-    below.set(ylabel=f"% from {' '.join(kinds[0])}, mean of {WINDOW} steps", xlabel="step")
-    above.legend(fontsize="small")
-    for axis in (above, below):
-        axis.grid(alpha=0.3)
-    figure.suptitle(shorter(title, 110), fontsize="x-small")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    pyplot.close(figure)
-    Image.open(buffer).convert("RGB").quantize(64).save(path, format="png", optimize=True)
-    return True
-
-
-def averaged(losses: list[float], step: int) -> float:
-    return statistics.mean(losses[max(0, step + 1 - WINDOW) : step + 1])
+from bench.demo.curves import draw_again
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("csv", type=Path)
-    args = parser.parse_args()
-    title, found = read(args.csv)
-    summarize(found, print)
-    return 0 if draw(found, title, args.csv.with_suffix(".png")) else 1
+    return draw_again(parser.parse_args())
 
 
 if __name__ == "__main__":

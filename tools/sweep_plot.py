@@ -1,151 +1,19 @@
 #!/usr/bin/env python3
 """Draw what tools/latency_sweep.py measured; on its own, from its CSVs: python tools/sweep_plot.py --out x.png *.csv"""
 
-import argparse
-import csv
-import io
-import re
 import sys
-import textwrap
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
-FLOORS = {"gemm": ("GEMM floor", "--"), "hbm": ("HBM floor", ":"), "nvlink": ("NVLink floor", "-.")}
-MARKERS = {"cool": "o", "hot": "^"}
+from command import parser_of
 
-
-@dataclass
-class Measurement:
-    """One line of the result."""
-
-    shape: str
-    precision: str
-    ranks: int
-    tokens: int
-    mode: str
-    backend: str
-    us: float
-    tflops: float
-    clock_ghz: float | None
-    utilisation: float | None
-    gemm_floor_us: float
-    hbm_floor_us: float
-    nvlink_floor_us: float
-    direction: str = "forward"
-    gradients: str | None = None  # of weights: bf16, or main_grad, added to fp32
-    reserve_sms: int | None = None  # None: the default
-    ctas: int | None = None  # that took part in the last call, on the rank with the fewest
-
-    @property
-    def contender(self) -> str:
-        """What took turns with others."""
-        parts = [self.backend, "quantizes" if self.direction == "quantize" else ""]
-        parts += ["+main_grad" if self.gradients == "main_grad" else ""]
-        parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
-        return " ".join(filter(None, parts))
-
-
-def read(path: Path) -> tuple[str, list[Measurement]]:
-    """Return a CSV's title and its measurements."""
-    hints = get_type_hints(Measurement)
-
-    def value(name: str, text: str) -> Any:
-        kind, *_ = get_args(hints[name]) or (hints[name],)
-        return kind(text) if text else None
-
-    with path.open(newline="") as file:
-        title = file.readline().strip()
-        rows = list(csv.DictReader(file))
-    # a CSV of before 2026-11-22 has fewer columns
-    names = [field.name for field in fields(Measurement) if field.name in (rows or [{}])[0]]
-    return title, [Measurement(**{name: value(name, row[name]) for name in names}) for row in rows]
-
-
-def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
-    """Draw one shape in one precision: a line for each backend and mode, and the floors of `main`."""
-    colours = {backend: f"C{i}" for i, backend in enumerate(sorted({m.contender for m in here}))}
-    for backend, mode in sorted({(m.contender, m.mode) for m in here}):
-        points = sorted(
-            {m.tokens: m for m in here if (m.contender, m.mode) == (backend, mode)}.items()
-        )
-        axis.plot(
-            [tokens for tokens, _ in points],
-            [m.us for _, m in points],
-            color=colours[backend],
-            marker=MARKERS[mode],
-            linestyle="-" if mode == "cool" else (0, (6, 2)),
-            label=f"{backend} {points[0][1].precision}, {mode}",
-        )
-    own = sorted({m.tokens: m for m in here if m.contender == main}.items())
-    for name, (label, style) in FLOORS.items():
-        values = [getattr(m, f"{name}_floor_us") for _, m in own]
-        if not any(values):
-            continue
-        if len(own) == 1:  # a line needs two points
-            axis.axhline(values[0], linestyle=style, color="gray", label=label)
-        else:
-            axis.plot([tokens for tokens, _ in own], values, style, color="gray", label=label)
-    axis.set(xlabel="tokens per rank", ylabel="us", yscale="log")
-    axis.set_xscale("log", base=2)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="x-small")
-
-
-def shorter(title: str, columns: int) -> str:
-    """Return the title in lines of at most `columns`, without where the output went."""
-    lines = (re.sub(r" --(out|name) \S+", "", line.lstrip("# ")) for line in title.splitlines())
-    return "\n".join(textwrap.fill(line, columns) for line in lines)
-
-
-def plot(found: list[Measurement], title: str, path: Path) -> bool:
-    """Draw a panel for each shape and direction of the first contender; return whether matplotlib is there."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-
-    found = [m for m in found if m.direction != "quantize"]
-    main, backend = found[0].contender, found[0].backend
-    of_main = [m for m in found if m.contender == main]
-    panels = list(dict.fromkeys((m.shape, m.direction, m.precision) for m in of_main))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(5 * columns, 4 * rows), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (shape, direction, precision) in zip(axes.flat, panels, strict=False):
-        here = [
-            m
-            for m in found
-            if (m.shape, m.direction) == (shape, direction)
-            and (m.precision == precision or m.backend != backend)
-        ]
-        draw_panel(axis, here, main)
-        what = "" if direction == "forward" else f" {direction},"
-        axis.set_title(f"{shape},{what} {precision}, EP{here[0].ranks}")
-    figure.suptitle(shorter(title, 75 * columns), fontsize="x-small")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    pyplot.close(figure)
-    # a palette: a third of the size, in a repository that keeps every picture
-    Image.open(buffer).convert("RGB").quantize(64).save(path, format="png", optimize=True)
-    return True
+from bench.plot import draw_again
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
-    args = parser.parse_args()
-    tables = [read(path) for path in args.csv]
-    found = [m for _, measurements in tables for m in measurements]
-    return 0 if plot(found, "\n".join(title for title, _ in tables), args.out) else 1
+    return draw_again(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -77,13 +77,13 @@ def run(tool: str | Path, *arguments: object, path: Path = ROOT) -> subprocess.C
 
 
 def run_code(code: str, **variables: str) -> str:
-    """Run Python text that may import from tools/; return what it printed."""
+    """Run Python text that may import commands of tools/; return what it printed."""
     done = start(["-c"], code, [ROOT / "tools", ROOT], **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def tool(name: str) -> ModuleType:
-    """Import a module of tools/ into this process."""
+    """Import a command of tools/ into this process, where starting one would take seconds."""
     with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
         return importlib.import_module(name)

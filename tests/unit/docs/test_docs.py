@@ -1,7 +1,6 @@
 """The documents: generated tables are fresh, links and file names exist, lines are short."""
 
 import contextlib
-import importlib
 import inspect
 import io
 import re
@@ -11,13 +10,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from programs import ROOT
+from programs import ROOT, tool
 
 import megamoe
+from bench import api_reference as reference
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
-PLACES = ("csrc", "docs", "jit", "megamoe", "tests", "tools")
+PLACES = ("bench", "csrc", "docs", "jit", "megamoe", "tests", "tools")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.md")])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -59,9 +59,9 @@ def long_lines(text):
 
 def gen_docs(*arguments):
     """Return the exit code and what was printed. In this process: starting one costs seconds."""
-    said, tools = io.StringIO(), str(ROOT / "tools")
-    with mock.patch.object(sys, "path", [tools, *sys.path]), contextlib.redirect_stdout(said):
-        code = importlib.import_module("gen_docs").main([str(a) for a in arguments])
+    said, argv = io.StringIO(), ["gen_docs.py", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", argv), contextlib.redirect_stdout(said):
+        code = tool("gen_docs").main()
     return code, said.getvalue()
 
 
@@ -119,8 +119,6 @@ def test_a_stale_part_is_seen(document, part, fresh, changed, tmp_path):
 
 def test_the_reference_has_what_python_sees():
     """It is made from sources alone; names and arguments are those of the imported package."""
-    with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
-        reference = importlib.import_module("api_reference")
     found = reference.exported()
     assert {*found, "__version__"} == set(megamoe.__all__)
     for name, node in found.items():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from bench import compile_report, floors, sweep
+from bench.soak import layer as soak
 from megamoe.backends import reference
 from megamoe.backends.staged import StagedBackend
 from megamoe.core import table
@@ -25,7 +24,9 @@ from megamoe.launch import layout
 from megamoe.testing import gradients, make_inputs, make_weights, stages
 
 ROOT = Path(__file__).resolve().parents[3]
-SOURCES = sorted(p for folder in ("megamoe", "jit", "tools") for p in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(
+    p for folder in ("megamoe", "jit", "bench", "tools") for p in (ROOT / folder).rglob("*.py")
+)
 
 
 def comparisons(text: str) -> list[int]:
@@ -55,24 +56,10 @@ def test_the_checker_sees_every_way_to_compare() -> None:
     assert comparisons('LIMIT = {"bf16": 1, "fp8": 2}\np == "fp16"') == []
 
 
-def tool(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    spec = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_tables_by_precision_have_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep, soak = tool("latency_sweep", monkeypatch), tool("soak_layer", monkeypatch)
-    report = tool("compile_report", monkeypatch)
-    contenders = tool("sweep_contenders", monkeypatch)
-    tables = [stages.LIMIT, stages.SUM_NOISE, soak.LIMIT, report.REQUIRED]
+def test_tables_by_precision_have_every_row() -> None:
+    tables = [stages.LIMIT, stages.SUM_NOISE, soak.LIMIT, compile_report.REQUIRED]
     assert set(gradients.FP32_LIMIT) == set(table.TRAINED)
-    for found in (*tables, contenders.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
+    for found in (*tables, floors.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
         assert set(found) == set(table.PRECISIONS)
 
 

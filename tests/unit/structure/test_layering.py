@@ -133,6 +133,42 @@ def test_nothing_that_the_oracle_judges_computes_by_it():
     assert found - {("backends", "reference")} == {("backends", "emulate")}
 
 
+def of_the_checkout(path, text):
+    """Return what a file must not import: nothing imports a command or a test, and bench only bench and megamoe."""
+    commands = {p.stem for p in (ROOT / "tools").glob("*.py")}
+    foreign = {"tools", "tests", *commands} - ({"command"} if path.parts[0] == "tools" else set())
+    if path.parts[0] in ("megamoe", "jit"):
+        foreign |= {"bench"}
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found += [f"line {node.lineno}: {n}" for n in names if n.split(".")[0] in foreign]
+    return found
+
+
+@pytest.mark.parametrize("place", ["megamoe", "jit", "bench", "tools"])
+def test_nothing_imports_commands_or_tests_and_no_product_imports_bench(place):
+    for path in (ROOT / place).rglob("*.py"):
+        assert not of_the_checkout(path.relative_to(ROOT), path.read_text()), path
+
+
+def test_the_checker_of_the_checkout_sees_a_violation():
+    text = "import tests.pages\nfrom bench import ops\ndef f():\n    from soak import main\nimport command"
+
+    def wrong(place):
+        return of_the_checkout(Path(place) / "x.py", text)
+
+    assert wrong("tools") == ["line 1: tests.pages", "line 4: soak"]
+    assert wrong("bench") == ["line 1: tests.pages", "line 5: command", "line 4: soak"]
+    assert wrong("jit") == [
+        "line 1: tests.pages",
+        "line 2: bench",
+        "line 5: command",
+        "line 4: soak",
+    ]
+
+
 def test_the_checker_sees_a_violation():
     text = "def f():\n    from megamoe.layer.module import MegaMoE\nimport megamoe.core.env"
     found = sorted(imports(ast.parse(text)))

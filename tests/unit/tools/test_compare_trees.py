@@ -4,9 +4,9 @@ import csv
 import shutil
 import textwrap
 
-from programs import ROOT, run, tool
+from programs import ROOT, run
 
-tree_hash = tool("tree_hash").tree_hash
+from bench.tree import tree_hash
 
 FAKE = """
     import pathlib, sys
@@ -27,8 +27,9 @@ def tree(folder, us):
 
 def test_medians_of_the_rounds_are_compared(tmp_path):
     base, here = tree(tmp_path / "base", [1.0, 9.0, 2.0]), tree(tmp_path / "here", [1.0, 1.0, 5.0])
-    for name in ("compare_trees.py", "tree_hash.py"):
+    for name in ("compare_trees.py", "command.py"):
         shutil.copy(ROOT / "tools" / name, here / "tools")
+    shutil.copytree(ROOT / "bench", here / "bench", ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--base", base, "--rounds", 3, "--out", tmp_path / "out", "--", "--shape", "dsv3")
     done = run(here / "tools" / "compare_trees.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr

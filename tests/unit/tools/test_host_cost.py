@@ -18,7 +18,9 @@ def test_table():
 def test_figures_are_of_a_clock_that_calls_move():
     """The module takes 9, 5, 1 and 7 us a call: least of the repeats' means 1, median 6; the limit is the least's."""
     code = """
-import itertools, sys, time, host_cost
+import itertools, sys, time
+from bench import host_cost
+from bench.timing import Timer
 now, calls = [0.0], itertools.count()
 def forward(self, x, *args, **options):
     run = (next(calls) - host_cost.WARM_UP) // host_cost.CALLS % 4
@@ -26,15 +28,15 @@ def forward(self, x, *args, **options):
     return x
 host_cost.Nothing.forward = forward
 time.perf_counter = lambda: now[0]
-sys.modules["host_cost"] = host_cost
-real = host_cost.time_calls
-def time_calls(*arguments):
+real = Timer.host
+def host(*arguments):
     global calls
     calls = itertools.count()
     return real(*arguments)
-host_cost.time_calls = time_calls
+Timer.host = host
 sys.argv = ["host_cost.py", "--precision", "bf16", "--repeats", "4", "--backend", "nothing"]
-print(host_cost.main())
+import host_cost as command
+print(command.main())
 """
     rows = re.findall(r"bf16, nothing: (\w+) +(\S+) / (\S+)", run_code(code))
     assert {way: (least, median) for way, least, median in rows} == {
@@ -45,15 +47,16 @@ print(host_cost.main())
 
 def test_a_slow_backend_is_over_the_limit():
     code = """
-import sys, time, host_cost
+import sys, time
+from bench import host_cost
 forward = host_cost.Nothing.forward
 def slow(self, *args, **options):
     time.sleep(1e-4)
     return forward(self, *args, **options)
 host_cost.Nothing.forward = slow
-sys.modules["host_cost"] = host_cost
 sys.argv = ["host_cost.py", "--precision", "bf16", "--repeats", "2", "--check", "--backend", "nothing"]
-print("exit code", host_cost.main())
+import host_cost as command
+print("exit code", command.main())
 """
     out = run_code(code)
     assert "exit code 1" in out

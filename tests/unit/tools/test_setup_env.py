@@ -52,8 +52,12 @@ class Machine:
     def __init__(self, folder: Path, torch: str) -> None:
         self.root = folder / "checkout"
         (self.root / "tools").mkdir(parents=True)
-        for name in ("setup_env.sh", "pip_install.sh", "missing.py"):
-            shutil.copy(ROOT / "tools" / name, self.root / "tools")
+        (self.root / "bench").mkdir()
+        for name in (
+            *("tools/setup_env.sh", "tools/pip_install.sh", "tools/missing.py", "tools/command.py"),
+            *("bench/__init__.py", "bench/requirements.py", "bench/tree.py"),
+        ):
+            shutil.copy(ROOT / name, self.root / name)
         (self.root / "setup.py").write_text(SETUP)
         (self.root / "constraints.txt").write_text("")
         python = folder / "image"
@@ -153,15 +157,15 @@ def test_nothing_is_installed_where_nothing_is_missing(machine):
     ],
 )  # fmt: skip
 def test_versions_count(requirement, installed):
-    code = f"from missing import is_installed; print(is_installed({requirement!r}))"
+    code = f"from bench.requirements import is_installed; print(is_installed({requirement!r}))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(installed)
 
 
 def test_the_lists_of_setup_py_are_read():
-    code = "from missing import requirements as r; print(r()['install_requires'], sorted(r()))"
+    code = "from bench.requirements import requirements as r; print(r()['install_requires'], sorted(r()))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT / "tools", capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for words in ("torch>=2.11", "nvidia-cutlass==", "'CU13'", "'DEV'", "'HF'", "'PLOT'", "'TEST'"):
         assert words in done.stdout

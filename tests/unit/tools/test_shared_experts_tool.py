@@ -8,15 +8,16 @@ TINY = ("--shape", "tiny", "--tokens", "24", "3", "--samples", "1", "--backend",
 def test_inside_and_beside_agree_and_a_fault_is_told():
     out = run_code(f"""
 import sys, shared_experts
+from megamoe import SharedExperts
 def main(*more):
     sys.argv = ["shared_experts.py", *{TINY!r}, *more]
     print("exit code", shared_experts.main(), flush=True)
 main("--ranks", "2", "--shared", "96")
-routes = shared_experts.SharedExperts.routes
+routes = SharedExperts.routes
 def louder(self, ids, scores):
     ids, weights = routes(self, ids, scores)
     return ids, weights * 1.3
-shared_experts.SharedExperts.routes = louder
+SharedExperts.routes = louder
 main("--ranks", "1", "--precision", "fp8")
 """)
     good, bad = out.split("exit code 0")

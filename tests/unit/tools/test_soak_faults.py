@@ -11,8 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from programs import tool
 
+from bench.ranks import Rank
+from bench.soak import faults
+from bench.soak import layer as layers
+from bench.soak.run import report
 from megamoe import Problem
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
@@ -50,8 +53,7 @@ class Window:
 @pytest.fixture
 def stage(monkeypatch):
     """Return (scenario, plan) -> its Outcome."""
-    faults, layers = tool("soak_faults"), tool("soak_layer")
-    common, windows = tool("common"), []
+    windows = []
 
     class Backend(StagedBackend):
         def __init__(self, problem, group, device=None, window=None, **options):
@@ -89,7 +91,7 @@ def stage(monkeypatch):
 
     def run(name, **plan):
         windows.append(Window({"title": name, **plan}))
-        me = common.Rank(0, 1, torch.device("cpu"))
+        me = Rank(0, 1, torch.device("cpu"))
         return getattr(faults, name)(me, argparse.Namespace())
 
     return run
@@ -134,13 +136,12 @@ def test_a_layer_that_fails_as_it_should_passes(stage, name):
 def test_each_way_to_fail_is_a_verdict(stage, name, plan, found):
     out = stage(name, **GOOD[name] | plan)
     assert any(found in text for text in out.failures), out.failures
-    assert tool("soak").report(name, 1, [out]) == 1
+    assert report(name, 1, [out]) == 1
 
 
 def test_results_beyond_the_oracles_limit_are_a_verdict(stage):
-    layers = tool("soak_layer")
     stage("late", **GOOD["late"])
-    layer = layers.Layer(tool("common").Rank(0, 1, torch.device("cpu")), SMALL, count=2).start()
+    layer = layers.Layer(Rank(0, 1, torch.device("cpu")), SMALL, count=2).start()
     out = layers.Outcome("")
     layer.judge(0, layer.first[0])
     layer.verdict(out, 0)
@@ -179,8 +180,6 @@ KILLS = [
 
 @pytest.mark.parametrize(("survivor", "victim", "found"), KILLS)
 def test_kill_judges_survivors_and_the_victim(monkeypatch, survivor, victim, found):
-    faults = tool("soak_faults")
-
     class Process:
         def __init__(self, command, **options):
             self.rank = int(command[-1])

@@ -3,23 +3,19 @@
 import csv
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from programs import tool
 
-ROOT = Path(__file__).resolve().parents[3]
+from bench.timeline import mark_names
 
 
 @pytest.fixture
 def timeline(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import timeline
-
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["timeline.py", *map(str, arguments)])
-        return timeline.main()
+        return tool("timeline").main()
 
-    run.module = timeline
     return run
 
 
@@ -74,8 +70,8 @@ def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
     assert (tmp_path / "b.json").read_text() == (tmp_path / "a.json").read_text()
 
 
-def recorded(timeline, path, *ctas):
-    names = timeline.module.mark_names()
+def recorded(path, *ctas):
+    names = mark_names()
     with path.open("w", newline="") as file:
         file.write("# recorded\n")
         writer = csv.writer(file)
@@ -94,7 +90,7 @@ WHOLE = {
 def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, capsys):
     later = {n: t + 500 for n, t in WHOLE.items()}
     absent = WHOLE | {"start": 8_800, "end": 8_900}  # its other marks are of the launch before
-    recorded(timeline, tmp_path / "marks.csv", WHOLE, later, absent)
+    recorded(tmp_path / "marks.csv", WHOLE, later, absent)
     assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
     found = spans(tmp_path / "timeline.json")
     assert found["rank 0: roles of CTA 0", "math"][1] == ("tiles", 3.0, 7.0)
@@ -109,7 +105,7 @@ def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, cap
 
 
 def test_what_cannot_be_shown_is_named(timeline, tmp_path):
-    recorded(timeline, tmp_path / "marks.csv", WHOLE)
+    recorded(tmp_path / "marks.csv", WHOLE)
     show = ("--marks", tmp_path / "marks.csv", "--out", tmp_path)
     with pytest.raises(SystemExit, match="--cta 3: not one of the 1 CTAs"):
         timeline(*show, "--cta", 3)

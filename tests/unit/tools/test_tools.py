@@ -14,6 +14,13 @@ import torch
 import torch.distributed as dist
 from programs import ROOT, run, run_code, tool
 
+from bench import compile_report
+from bench.demo.checks import FREE_STEPS, Replay, checks_of_curves, largest
+from bench.demo.model import ModelConfig
+from bench.demo.training import Curves, Recipe, Setup, train
+from bench.floors import Load
+from bench.plot import read
+from bench.tree import tree_hash
 from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
 from megamoe.core.config import Problem
@@ -30,12 +37,6 @@ def bad(self, *args, **kwargs):
     return y
 staged.StagedBackend.forward = bad
 """
-
-
-@pytest.fixture
-def tools(monkeypatch):
-    """Let a test import from tools/: a process of its own costs seconds."""
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
@@ -209,7 +210,7 @@ def test_latency_sweep_writes_a_table(tmp_path):
     again = run_code(f"""
 from dataclasses import astuple
 from pathlib import Path
-from sweep_plot import read
+from bench.plot import read
 for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), sep=",")
 """)
     values = [tuple(v or "None" for v in row.values()) for row in rows]
@@ -221,10 +222,11 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
 
 # Time stands still but for calls, which take what is planted: ranks' medians are 30 and 60 us, means and minima others.
 PLANTED_TIMES = """
-import itertools, time, sweep_contenders
+import itertools, time
+import bench.layers as layers
 import torch.distributed as dist
 now, samples = [0.0], [itertools.cycle(us) for us in ((10, 90, 20, 80, 30), (50, 990, 40, 400, 60))]
-class Call(sweep_contenders.Call):
+class Contender(layers.Contender):
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
         if name != "timed":
@@ -233,7 +235,7 @@ class Call(sweep_contenders.Call):
             now[0] += next(samples[dist.get_rank()]) * 1e-6
             return found(before)
         return timed
-sweep_contenders.Call = Call
+layers.Contender = Contender
 time.perf_counter = lambda: now[0]
 """
 
@@ -243,7 +245,7 @@ def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path)
     done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8,
                "--mode", "both", "--samples", 5, "--out", tmp_path, path=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f", tree {tool('tree_hash').tree_hash(ROOT)}: " in done.stdout.splitlines()[0]
+    assert f", tree {tree_hash(ROOT)}: " in done.stdout.splitlines()[0]
     assert (tmp_path / "latency.csv").read_text().startswith(done.stdout.splitlines()[0] + "\n")
     rows = csv_rows(tmp_path / "latency.csv")
     assert [r["mode"] for r in rows] == ["cool", "hot"]
@@ -276,10 +278,8 @@ def test_latency_sweep_of_training(direction, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "top_k"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 4)])
-def test_floors_count_what_crosses_links(tools, ranks, top_k):
+def test_floors_count_what_crosses_links(ranks, top_k):
     """Against all choices of distinct experts, one by one."""
-    from sweep_contenders import Load
-
     experts = 8
     choices = list(itertools.combinations(range(experts), top_k))
     others = [len({e * ranks // experts for e in c} - {0}) for c in choices]
@@ -291,9 +291,7 @@ def test_floors_count_what_crosses_links(tools, ranks, top_k):
     assert 0 < load.hit_weights <= load.weights
 
 
-def test_a_sweep_of_before_training_is_read(tools, tmp_path):
-    from sweep_plot import read
-
+def test_a_sweep_of_before_training_is_read(tmp_path):
     table = tmp_path / "old.csv"
     names = "shape,precision,ranks,tokens,mode,backend,us,tflops,clock_ghz,utilisation"
     floors = "gemm_floor_us,hbm_floor_us,nvlink_floor_us"
@@ -349,11 +347,8 @@ def test_train_step_finds_planted_faults(fault, found, tmp_path):
 
 
 @pytest.mark.parametrize(("loss", "good"), [(5.501, True), (5.6, False)])
-def test_runs_that_part_are_compared_where_they_are_equal(tools, loss, good):
+def test_runs_that_part_are_compared_where_they_are_equal(loss, good):
     """On GPUs runs part after the first step, by chance; a wrong first step is seen."""
-    from demo_checks import FREE_STEPS, checks_of_curves
-    from demo_training import Curves
-
     args = Namespace(loss_tolerance=5e-3, norm_tolerance=0.05)
     mine, other = Curves([5.5, 4.0], [[1.0, 1.0], [2.0, 2.0]]), Curves([loss], [[1.0, 1.02]])
     found = [apart <= limit for _, apart, limit, _ in checks_of_curves(mine, other, args)]
@@ -365,20 +360,18 @@ def compiled(log):
     return jit.CompileResult(cubin=b"123", log=log, seconds=0, **parse_log(log))
 
 
-def test_compile_report_refuses_a_log_without_figures(tools):
+def test_compile_report_refuses_a_log_without_figures():
     """As it is when a compiler takes the cubin from a cache of its own: 0 registers are no measurement."""
-    from compile_report import check
-
     variant, used = jit.Variant("bf16", "swiglu"), "ptxas info : Used 128 registers"
-    (fault,) = check(variant, compiled(""), None)
+    (fault,) = compile_report.check(variant, compiled(""), None)
     assert fault.startswith("no figures")
-    assert check(variant, compiled(used), None) == []
-    assert check(variant, compiled(used + "\n 8 bytes spill stores"), None) == ["8 bytes spilled"]
+    assert compile_report.check(variant, compiled(used), None) == []
+    assert compile_report.check(variant, compiled(used + "\n 8 bytes spill stores"), None) == [
+        "8 bytes spilled"
+    ]
 
 
-def test_compile_report_shows_what_moved(tools, tmp_path, capsys, monkeypatch):
-    import compile_report
-
+def test_compile_report_shows_what_moved(tmp_path, capsys, monkeypatch):
     result = compiled("Used 128 registers")
     old, new = (compile_report.figures(result, Counter(HGMMA=n, MOV=5, NOP=9)) for n in (24, 23))
     compile_report.show_changes({"a": old, "b": old, "gone": old}, {"a": new, "b": old, "new": new})
@@ -391,24 +384,18 @@ def test_compile_report_shows_what_moved(tools, tmp_path, capsys, monkeypatch):
     ]
     monkeypatch.setattr(sys, "argv", ["compile_report.py", "--against", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit) as left:
-        compile_report.main()
+        tool("compile_report").main()
     assert left.value.code == 2
     assert "made by --sass" in capsys.readouterr().err
 
 
-def test_a_nan_is_the_largest_difference(tools):
-    from demo_checks import largest
-
+def test_a_nan_is_the_largest_difference():
     assert math.isnan(largest((0.0, float("nan"), 1.0)))
     assert largest((1.0, 3.0, 2.0)) == 3
 
 
-def test_replay_sees_other_arithmetic(tools):
+def test_replay_sees_other_arithmetic():
     """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
-    from demo_checks import Replay
-    from demo_model import ModelConfig
-    from demo_training import Recipe, Setup, train
-
     recipe = Recipe(ModelConfig(), batch=2, steps=2)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

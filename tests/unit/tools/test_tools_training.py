@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.check import backward, oracle
+from bench.check.cases import Case
+from bench.demo.curves import compare_curves, read, runs, summarize
+from bench.demo.model import ModelConfig
+from bench.demo.training import Recipe, Setup, train
+from bench.ranks import Rank
+from bench.soak.layer import Outcome
+from bench.soak.training import ROUTES, Trainer, verdict
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.core.config import Problem
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(autouse=True)
-def tools(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+from megamoe.testing.gradients import GradientChecker
+from megamoe.testing.shapes import shape
 
 
 class Faulty(ReferenceBackend):
@@ -63,10 +66,6 @@ class NoGradient(ReferenceBackend):
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_soak_train_says_what_differs_in_a_repeat(backend, found, precision):
-    from common import Rank
-    from soak_layer import Outcome
-    from soak_train import Trainer, verdict
-
     problem = Problem(64, 48, 6, 2, max_tokens=40, precision=precision)
     layers = [ReferenceBackend(problem), backend(problem)]
     if backend is NoGradient:
@@ -80,9 +79,6 @@ def test_soak_train_says_what_differs_in_a_repeat(backend, found, precision):
 
 
 def test_soak_train_draws_every_routing_and_odd_numbers_of_tokens():
-    from common import Rank
-    from soak_train import ROUTES, Trainer
-
     problem = Problem(64, 48, 6, 2, max_tokens=40)
     trainer = Trainer(Rank(0, 1, torch.device("cpu")), [ReferenceBackend(problem)] * 2, steps=1)
     drawn = [batch for n in range(40) for batch in trainer.draw(n)]
@@ -172,14 +168,7 @@ OF_STAGES = {
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
     """The emulated kernel is right; then its results, or what it leaves behind, are spoilt."""
-    import rank_backward
-    import rank_gradients
-    from common import Rank
-    from rank_cases import Case
-
-    from megamoe.testing.shapes import shape
-
-    monkeypatch.setattr(rank_gradients, "CHECKED_ELEMENTS", 1)  # two experts, by the oracle
+    monkeypatch.setattr(oracle, "CHECKED_ELEMENTS", 1)  # two experts, by the oracle
     case = Case(shape("tiny"), precision, (40,))
     inputs = Case.inputs
 
@@ -189,7 +178,7 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
         return drawn
 
     monkeypatch.setattr(Case, "inputs", without_one_expert)
-    through, stages = rank_backward.through_backend, rank_backward.backward_stages
+    through, stages = backward.through_backend, backward.backward_stages
     args = Namespace(backend="emulate", verbose=False, repeat=2, fewer_sms=40)
 
     faults = {None: "", **OF_RESULTS, **OF_STAGES, an_expert_is_added_twice: "FAIL dw2_added"}
@@ -207,10 +196,7 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
                 fault(found)
             if fault is of_weights_alone and found["dx"] is None:
                 fault(found)
-            if (
-                fault is of_another_grid
-                and given[0]._options["num_ctas"] == rank_backward.OTHER_CTAS
-            ):
+            if fault is of_another_grid and given[0]._options["num_ctas"] == backward.OTHER_CTAS:
                 fault(found)
             if fault is an_expert_is_added_twice and given[2:]:
                 fault(given[2])
@@ -222,9 +208,9 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
                 fault(found)
             return found
 
-        monkeypatch.setattr(rank_backward, "through_backend", spoilt)
-        monkeypatch.setattr(rank_backward, "backward_stages", left)
-        checker = rank_backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
+        monkeypatch.setattr(backward, "through_backend", spoilt)
+        monkeypatch.setattr(backward, "backward_stages", left)
+        checker = backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
         assert checker.good == (fault is None), (fault, checker.lines)
         assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
 
@@ -237,10 +223,6 @@ def alone():
 
 
 def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
-    from demo_curves import compare_curves, read, runs, summarize
-    from demo_model import ModelConfig
-    from demo_training import Recipe, Setup, train
-
     model = ModelConfig(hidden=32, intermediate=32, num_heads=2, context=16)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
     here = (Recipe(model, batch=2, steps=4), text, torch.device("cpu"), alone)
@@ -273,10 +255,6 @@ def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
 
 def test_gradients_of_y_are_not_the_inputs():
     """As they were where two seeds had 32 bits in common."""
-    from rank_cases import Case
-
-    from megamoe.testing.shapes import shape
-
     case, cpu = Case(shape("tiny"), "bf16", (40, 40)), torch.device("cpu")
     drawn = [case.inputs(0, cpu).x, case.inputs(1, cpu).x, case.dy(0, cpu), case.dy(1, cpu)]
     for i, a in enumerate(drawn):
@@ -286,8 +264,6 @@ def test_gradients_of_y_are_not_the_inputs():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_gradients_added_to_fp32_are_those_stored(passes):
     """What two passes round may cancel: an element's own size says nothing then. A wrong scale is found in both."""
-    from megamoe.testing.gradients import GradientChecker
-
     generator = torch.Generator().manual_seed(1)
     parts = [torch.randn(3, 40, 24, generator=generator) for _ in range(passes)]
     stored = torch.zeros(3, 40, 24, dtype=torch.bfloat16)

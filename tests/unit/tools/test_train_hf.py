@@ -2,30 +2,24 @@
 
 import argparse
 import csv
-import importlib
 import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
+from programs import ROOT  # noqa: E402
+
+from bench.hf import generate, training  # noqa: E402
+from bench.hf import model as hf_model  # noqa: E402
+from bench.hf import run as train_hf  # noqa: E402
+from bench.ranks import Rank  # noqa: E402
 from megamoe.adapters import transformers as adapter  # noqa: E402
 from megamoe.testing import launch  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[3]
-with mock.patch.object(sys, "path", [str(ROOT / "tools"), *sys.path]):
-    common = importlib.import_module("common")
-    hf_model = importlib.import_module("hf_model")
-    hf_generate = importlib.import_module("hf_generate")
-    train_hf = importlib.import_module("train_hf")
-    for name in ("hf_training", "sweep_plot"):  # imported by those, later
-        importlib.import_module(name)
 
 SIZES = hf_model.Sizes(32, 32, 4, 2, layers=2, heads=2, context=16, batch=2)
 TEXT = torch.arange(2048).mul(7).to(torch.uint8)
@@ -41,7 +35,7 @@ def run(monkeypatch, capsys):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def call(**changed):
-        me = common.Rank(0, 1, torch.device("cpu"))
+        me = Rank(0, 1, torch.device("cpu"))
         code = train_hf.worker(me, argparse.Namespace(**RUN | changed))
         return code, capsys.readouterr().out
 
@@ -105,7 +99,7 @@ def test_planted_faults_are_seen(fault, part, run, monkeypatch):
 def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     """Otherwise transformers' own experts would be compared with themselves."""
     monkeypatch.setattr(hf_model, "OURS", "eager")
-    monkeypatch.setattr(sys.modules["hf_training"], "OURS", "eager")
+    monkeypatch.setattr(training, "OURS", "eager")
     code, said = run(compare="grouped_mm")
     assert code == 1
     assert "FAIL: 0 of 2 layers by megamoe" in said
@@ -114,7 +108,7 @@ def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
 def load_both_ways(rank, folder):
     """Return the largest difference between the parameters that two ranks gather and those of one."""
     adapter.register(backend="staged")
-    me = common.Rank(rank, 2, torch.device("cpu"))
+    me = Rank(rank, 2, torch.device("cpu"))
     gathered = hf_model.whole(hf_model.load(folder, "megamoe", me))
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     expected = dict(alone.named_parameters())
@@ -154,7 +148,7 @@ def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(SIZES.config(), dtype=torch.float32)
     prompt = torch.randint(256, (5,))
-    decoder = hf_generate.Decoder(model, 25, temperature=0)
+    decoder = generate.Decoder(model, 25, temperature=0)
     decoder.captures = captures
     monkeypatch.setattr(decoder, "_capture", lambda: setattr(decoder, "graph", Replays(decoder)))
     text, speed = decoder.text(prompt, 20)
@@ -163,4 +157,4 @@ def test_the_decoder_writes_what_generate_writes(captures, monkeypatch):
     assert len(set(text.tolist())) > 3
     assert speed > 0
     if captures:
-        assert decoder.graph.count == 19 - hf_generate.WARM
+        assert decoder.graph.count == 19 - generate.WARM

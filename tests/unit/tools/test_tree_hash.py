@@ -1,15 +1,16 @@
-"""tools/tree_hash.py: every CSV names the tree that ran, not the commit that it came from."""
+"""bench/tree.py: every CSV names the tree that ran, not the commit that it came from."""
 
 import shutil
 
-from programs import ROOT, start, tool
+from programs import ROOT, start
 
-tree_hash = tool("tree_hash").tree_hash
+from bench.tree import FOLDERS, tree_hash
 
 
 def copy_of(folder, change=None):
     """Return a tree of a file in each folder, some with names or bytes of their own."""
     files = {
+        "bench/e.py": "e",
         "csrc/megamoe/a.cuh": "a",
         "jit/b.py": "b",
         "megamoe/formats/c.py": "c",
@@ -28,7 +29,9 @@ def test_the_hash_is_of_names_and_bytes_of_all_sources(tmp_path):
     assert int(first, 16)
     same = {"docs/x.md": "text", "tools/__pycache__/d.pyc": "?", "out/y.csv": "1", ".git/HEAD": ""}
     assert tree_hash(copy_of(tmp_path / "same", same)) == first
-    changes = [{name: "other"} for name in ("csrc/megamoe/a.cuh", "jit/b.py", "tools/d.py")]
+    changes = [
+        {name: "other"} for name in ("bench/e.py", "csrc/megamoe/a.cuh", "jit/b.py", "tools/d.py")
+    ]
     changes += [{"megamoe/formats/c.py": "other"}, {"megamoe/new.py": ""}, {"csrc/x/y.h": "z"}]
     changes += [{"jit/b.py": None, "jit/renamed.py": "b"}, {"tools/d.py": None, "jit/d.py": "d"}]
     changes += [{"csrc/megamoe/a.cuh": "b"}, {"jit/b.py": "", "megamoe/formats/c.py": "bc"}]
@@ -41,15 +44,15 @@ def test_a_table_names_changes_on_top_of_a_commit_and_a_copy_without_git(tmp_pat
     titles = []
     for name in ("copy", "changed"):
         here = tmp_path / name
-        for folder in ("csrc", "jit", "megamoe", "tools"):
+        for folder in FOLDERS:
             shutil.copytree(
                 ROOT / folder, here / folder, ignore=shutil.ignore_patterns("__pycache__")
             )
         if name == "changed":
             with (here / "csrc" / "megamoe" / "protocol" / "edges.h").open("a") as file:
                 file.write("// another line\n")
-        code = "import common; print(common.header())"
-        done = start(["-c"], code, [here / "tools", here])
+        code = "from bench.tables import header; print(header())"
+        done = start(["-c"], code, [here])
         assert done.returncode == 0, done.stderr
         titles.append(done.stdout)
         assert f"tree {tree_hash(here)}: " in titles[-1]

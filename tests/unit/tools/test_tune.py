@@ -5,12 +5,15 @@ import csv
 
 import torch
 import torch.distributed as dist
-from programs import run, run_code, tool
+from programs import run, run_code
+
+from bench import layers, timing, tune
+from bench.ranks import Rank
 
 
 def test_the_formula_is_held_against_the_best():
     out = run_code("""
-from tune import Choice, over_best
+from bench.tune import Choice, over_best
 of = lambda blocks, us: Choice("dsv3", "fp8", "forward", 1, 8, blocks, us)
 print(over_best([of(0, 110.0), of(16, 120.0), of(32, 100.0)]))
 print(over_best([of(0, 90.0), of(16, 120.0)]))
@@ -39,20 +42,19 @@ class Planted:
     def __init__(self, entry, *rest, **options):
         self.samples = iter(SAMPLES[entry.step_blocks])
 
-    def call(self, tokens):
+    def contender(self, tokens):
         def timed(before):
             Planted.now += next(self.samples) * 1e-6
 
-        return tool("sweep_contenders").Call(timed)
+        return timing.Contender("planted", timed)
 
     def close(self):
         pass
 
 
 def test_the_table_has_medians_and_names_the_best(tmp_path, monkeypatch, capsys):
-    tune, sweep, common = map(tool, ("tune", "latency_sweep", "common"))
-    monkeypatch.setattr(tune, "Contender", Planted)
-    monkeypatch.setattr(sweep.time, "perf_counter", lambda: Planted.now)
+    monkeypatch.setattr(layers, "TimedLayer", Planted)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: Planted.now)
     sizes = dict.fromkeys(("hidden", "intermediate", "num_experts", "top_k", "activation", "bias"))
     args = argparse.Namespace(
         **sizes, shape=["tiny"], local_experts_of=None, direction="forward", tokens=[8],
@@ -60,7 +62,7 @@ def test_the_table_has_medians_and_names_the_best(tmp_path, monkeypatch, capsys)
     )  # fmt: skip
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert tune.worker(common.Rank(0, 1, torch.device("cpu")), args) == 0
+        assert tune.worker(Rank(0, 1, torch.device("cpu")), args) == 0
     finally:
         dist.destroy_process_group()
     title, *rows = (tmp_path / "tune.csv").read_text().splitlines()

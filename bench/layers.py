@@ -1,43 +1,28 @@
-"""What tools/latency_sweep.py times: a layer's forward, backward or step, by a backend or through autograd."""
+"""A layer as a contender: its forward, backward or step, by a backend or through autograd."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank
 from torch import Tensor
 
 import megamoe
-from megamoe.core.config import PRECISIONS
+from bench.floors import HBM_BYTES_PER_US, NVLINK_BYTES_PER_US, Load
+from bench.ranks import Rank
+from bench.shapes import problem_of
+from bench.timing import Contender
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.testing import Inputs, make_inputs
+from megamoe.testing import Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
-# Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
-GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0} | dict.fromkeys(
-    ("bf16xmxfp4", "bf16xnvfp4"), 745.0
-)
-HBM_BYTES_PER_US = 4.3e6
-NVLINK_BYTES_PER_US = 340e3
 DIRECTIONS = ("forward", "backward", "step")
 E4M3_FORWARD = "e4m3 x"  # forward of an x that comes quantized
-BF16_BYTES = 2
-
-
 Halves = tuple[Callable[[bool], Any], Callable[[Any], object]]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What is timed, and what is made before it each time, outside of the timed region. Both collective."""
-
-    timed: Callable[[Any], object]
-    before: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -47,9 +32,7 @@ class Entry:
     backend: str
     precision: str
     direction: str = "forward"  # or E4M3_FORWARD, or "quantize": of the weights, once a step
-    gradients: str | None = (
-        None  # where those of the weights go: "bf16", or "main_grad", added to fp32
-    )
+    gradients: str | None = None  # of the weights: "bf16", or "main_grad", added to fp32
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
     step_blocks: int | None = None  # None: the default
@@ -70,64 +53,7 @@ class Entry:
         return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
 
 
-class Load:
-    """GEMM time in us, bytes of memory and bytes of links of one rank."""
-
-    def __init__(self, shape: Shape, tokens: int, ranks: int) -> None:
-        self.shape, self.tokens, self.rows = shape, tokens, tokens * shape.top_k
-        h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
-        self.planes = 1 if shape.activation == "relu2" else 2
-        local = e / ranks
-        hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
-        self.hit_weights = hit * (self.planes + 1) * h * i
-        self.weights = local * (self.planes + 1) * h * i
-        # A token crosses once for each other rank that holds one of its experts, and its partial comes back.
-        misses = math.prod((e - local - n) / (e - n) for n in range(k)) if e - local >= k else 0.0
-        self.crossings = tokens * (ranks - 1) * (1 - misses)
-
-    def forward(self, precision: str) -> tuple[float, float, float]:
-        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
-        gemm = self.shape.flops(self.tokens) / (GEMM_TFLOPS[precision] * 1e6)
-        # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
-        row = h * stored.x.bytes + i * stored.h.bytes + h * BF16_BYTES
-        memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
-        return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
-
-    def backward(self, precision: str, gradients: str | None) -> tuple[float, float, float]:
-        """Weight gradients are BF16 whatever the precision."""
-        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
-        rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
-        gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
-        # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
-        row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
-        if stored.x.scaled:
-            row += (h + self.planes * i) * stored.x.bytes
-        memory = self.hit_weights * stored.w.bytes + self.rows * (
-            2 * row + self.planes * i * BF16_BYTES
-        )
-        memory += self.weights * (8 if gradients == "main_grad" else BF16_BYTES)  # fp32: and read
-        return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
-
-    def quantize(self) -> tuple[float, float, float]:
-        return 0.0, self.weights * (BF16_BYTES + PRECISIONS["fp8"].w.bytes), 0.0
-
-
-def problem_of(shape: Shape, most: int, me: Rank) -> megamoe.Problem:
-    """Return the layer of a shape over all ranks, in BF16."""
-    return megamoe.Problem(
-        hidden=shape.hidden,
-        intermediate=shape.intermediate,
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        ep_size=me.size,
-        rank=me.rank,
-        max_tokens=most,
-        activation=megamoe.activation_by_name(shape.activation),
-        bias=shape.bias,
-    )
-
-
-class Contender:
+class TimedLayer:
     """A backend under test with its own weights.
 
     Backward and step are the backend's launches where it trains by itself; otherwise, and with `entry.through_layer`,
@@ -140,7 +66,6 @@ class Contender:
         self.entry, self.device = entry, me.device
         self.problem = replace(problem, precision=entry.precision)
         self.masters = masters  # shared with the others
-        group = dist.group.WORLD if me.size > 1 else None
         options = {"profile": True} if profile else {}
         if entry.reserve_sms is not None:
             options["reserve_sms"] = entry.reserve_sms
@@ -154,7 +79,7 @@ class Contender:
             self.backend = megamoe.make_backend(
                 "staged" if plain else entry.backend,
                 self.problem,
-                group,
+                me.group,
                 device=me.device,
                 **options,
             )
@@ -162,7 +87,9 @@ class Contender:
             if entry.direction in ("backward", "step") and not (trains or plain):
                 self.backend.close()
                 name = entry.backend
-                self.layer = megamoe.Layer(self.problem, group or "alone", backend=name, **options)
+                self.layer = megamoe.Layer(
+                    self.problem, me.group or "alone", backend=name, **options
+                )
                 self.layer.prepare(self.masters)
             else:
                 self.backend.prepare(self.weights())
@@ -188,27 +115,28 @@ class Contender:
         self.cache.invalidate()
         return self.weights()
 
-    def call(self, tokens: int) -> Call:
-        """Return the call to time, after one that pays for first-call work."""
+    def contender(self, tokens: int) -> Contender:
+        """Return what is timed, after a call that pays for first-call work."""
         drawn = make_inputs(self.problem, tokens, device=self.device, ids_dtype=torch.int32)
+        name = self.entry.backend
         if self.infers:
             quantized = self.entry.direction == E4M3_FORWARD
             x = QuantizedRows(*quantize_rows(drawn.x)) if quantized else drawn.x
             arguments = (x, drawn.topk_ids, drawn.topk_weights, self.weights())
-            call = Call(lambda _: self.backend.forward(*arguments))
+            found = Contender(name, lambda _: self.backend.forward(*arguments))
         elif self.entry.direction == "quantize":
-            call = Call(lambda _: self.quantized_again())
+            found = Contender(name, lambda _: self.quantized_again())
         else:
             halves = self._launches(drawn) if self.layer is None else self._autograd(drawn)
             if self.entry.backend == "autograd":
                 halves = self._autograd(drawn)
             forward, backward = halves
             if self.entry.direction == "backward":
-                call = Call(backward, lambda: forward(False))
+                found = Contender(name, backward, lambda: forward(False))
             else:
-                call = Call(lambda _: backward(forward(True)))
-        call.timed(call.before())
-        return call
+                found = Contender(name, lambda _: backward(forward(True)))
+        found.timed(found.before())
+        return found
 
     def _launches(self, drawn: Inputs) -> Halves:
         """Of the backend; forward quantizes the weights if it is told that they are new."""
@@ -263,3 +191,20 @@ class Contender:
     def close(self) -> None:
         """Free what is shared with other ranks. Collective."""
         (self.backend if self.layer is None else self.layer).close()
+
+
+@contextmanager
+def layers_of(
+    shape: Shape, entries: list[Entry], most: int, me: Rank, profile: bool = False
+) -> Iterator[dict[Entry, TimedLayer]]:
+    """Give the contenders of one shape, for at most so many tokens of a rank, with the same weights. Collective.
+
+    profile: with the kernel's timestamps.
+    """
+    problem = problem_of(shape, most, me)
+    masters = make_weights(problem, device=me.device, quantize=False)
+    layers = {entry: TimedLayer(entry, problem, masters, me, profile) for entry in entries}
+    del masters
+    yield layers
+    for layer in layers.values():
+        layer.close()

@@ -3,7 +3,8 @@
 import hashlib
 from pathlib import Path
 
-FOLDERS = ("csrc", "jit", "megamoe", "tools")
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("bench", "csrc", "jit", "megamoe", "tools")
 
 
 def tree_hash(root: Path) -> str:

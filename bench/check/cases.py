@@ -1,4 +1,4 @@
-"""The configurations of tools/rank_check.py, listed or random, and what each rank draws for one."""
+"""Configurations to check, listed or random, and what each rank draws for one."""
 
 import argparse
 import gc
@@ -7,10 +7,11 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
-from common import shapes_from
 from torch import Tensor
 
 import megamoe
+from bench.ranks import Rank
+from bench.shapes import problem_of, shapes_from
 from megamoe.core.config import ACTIVATIONS
 from megamoe.core.table import PRECISIONS
 from megamoe.launch.layout import min_pool_rows
@@ -18,9 +19,8 @@ from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weig
 from megamoe.testing.shapes import Shape
 
 MAX_CHECKED_TOKENS = 512  # of a rank
-GRADIENT_SEEDS = (
-    3 << 29
-)  # not those of inputs and weights; below 2^32, see megamoe/testing/inputs.py
+# not those of inputs and weights; below 2^32, see megamoe/testing/inputs.py
+GRADIENT_SEEDS = 3 << 29
 CLAMP = 1.0  # reached by a third of the values; GPT-OSS's 7 by none of those drawn here
 
 
@@ -53,22 +53,11 @@ class Case:
         )
 
     def problem(self, rank: int) -> megamoe.Problem:
-        s = self.shape
-        activation = megamoe.activation_by_name(s.activation)
-        if self.clamp is not None:
-            activation = replace(activation, limit=self.clamp)
-        return megamoe.Problem(
-            hidden=s.hidden,
-            intermediate=s.intermediate,
-            num_experts=s.num_experts,
-            top_k=s.top_k,
-            ep_size=len(self.tokens),
-            rank=rank,
-            max_tokens=max(1, *self.tokens),
-            precision=self.precision,
-            activation=activation,
-            bias=s.bias,
-        )
+        me = Rank(rank, len(self.tokens), torch.device("cpu"))
+        problem = problem_of(self.shape, max(1, *self.tokens), me, self.precision)
+        if self.clamp is None:
+            return problem
+        return replace(problem, activation=replace(problem.activation, limit=self.clamp))
 
     def options(self) -> dict[str, int]:
         """Return those of the backend, equal on all ranks: the emulator has one pool size for them."""

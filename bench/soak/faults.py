@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
-from common import Rank
-from soak_layer import Layer, Outcome, device_of, gather, group_of, problem_of
 
 import megamoe
+from bench.ranks import Rank
+from bench.soak.layer import Layer, Outcome, device_of, gather, problem_of
+from bench.tree import ROOT
 from megamoe.backends.mega import MegaBackend
 from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.window.window import Window
@@ -26,7 +26,7 @@ TIMEOUT_S = 3.0
 # when the last rank dies -> where the others notice
 KILLS = {"between": "routes_ready", "during": "partials_ready"}
 KILLS |= {f"{when} backward": edge for when, edge in KILLS.items()}
-SOAK = str(Path(__file__).with_name("soak.py"))
+SOAK = str(ROOT / "tools" / "soak.py")
 
 
 def error_of(function: Callable[[], object]) -> MegaMoEError | None:
@@ -89,10 +89,10 @@ def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
         problem = problem_of(me, **({name: value} if me.rank == last else {}))
 
         def build(problem: megamoe.Problem = problem) -> None:
-            MegaBackend(problem, group_of(me), device=me.device)
+            MegaBackend(problem, me.group, device=me.device)
 
         faults(me, out, f"other {name}", build, (RankMismatch,), [name, f"on rank {last}"])
-    window = Window(problem_of(me), group_of(me), device=me.device)
+    window = Window(problem_of(me), me.group, device=me.device)
     options = {"count": 2, "window": window, "timeout_s": TIMEOUT_S}
     layers = [Layer(me, problem_of(me, intermediate=i), **options).start() for i in (512, 768)]
 

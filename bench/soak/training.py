@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from common import Rank
-from soak_layer import Outcome, gather, group_of, problem_of
 from torch import Tensor
 
 import megamoe
+from bench.ranks import Rank
+from bench.soak.layer import Outcome, problem_of
 from megamoe.backends.mega import MegaBackend
 from megamoe.formats.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
@@ -215,13 +214,13 @@ def train(me: Rank, args: argparse.Namespace) -> Outcome:
 def shared_layers(me: Rank, precision: str, **options: Any) -> tuple[Window, list[MegaBackend]]:
     """Return two layers in one window, the second with the least pool: it takes several passes."""
     problem = problem_of(me, precision)
-    window = Window(problem, group_of(me), device=me.device)
+    window = Window(problem, me.group, device=me.device)
     options = {"window": window, "timeout_s": 20.0, "reserve_sms": 0, **options}
     if options["reserve_sms"] is None:
         del options["reserve_sms"]
     pools = ({}, {"pool_rows": min_pool_rows(problem)})
     return window, [
-        MegaBackend(problem, group_of(me), device=me.device, **options, **pool) for pool in pools
+        MegaBackend(problem, me.group, device=me.device, **options, **pool) for pool in pools
     ]
 
 
@@ -274,84 +273,4 @@ def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
     out.text = (
         f"{steps} steps eager, {steps} replays a precision in {seconds:.1f} s: {'; '.join(texts)}"
     )
-    return out
-
-
-def hold_host(me: Rank, n: int) -> bool:
-    """In a few of the steps let the host wait for all that is on the device, by name or as an allocator does."""
-    if n % 20 == 5:
-        torch.cuda.synchronize(me.device)
-    elif n % 20 == 15:
-        torch.empty((1 << 25) + (n << 21), dtype=torch.uint8, device=me.device)
-        torch.cuda.empty_cache()
-    return n % 10 == 5
-
-
-def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
-    """Training beside all-gathers on a second stream, before it on half of the ranks and behind it on the others.
-
-    In a few steps the former's hosts wait for their device in between: so for an all-gather that comes behind launches
-    which need theirs.
-    """
-    out, steps, start = Outcome(""), args.calls or 300, time.monotonic()
-    with torch.enable_grad():  # so that launches take the SMs that are free
-        window, layers = shared_layers(me, "bf16", reserve_sms=None)
-    trainer = Trainer(me, layers, steps)
-    side, bad = torch.cuda.Stream(me.device), []
-    piece = torch.zeros(1 << 20, device=me.device)
-    gathered = torch.zeros(me.size, 1 << 20, device=me.device)
-    ranks = torch.arange(me.size, device=me.device, dtype=torch.float32)[:, None]
-    early = me.rank < me.size // 2
-
-    def exchange(n: int) -> None:
-        with torch.cuda.stream(side):
-            piece.fill_(n + me.rank)
-            dist.all_gather_into_tensor(gathered.view(-1), piece)
-            bad.append((gathered - ranks != n).any())
-
-    torch.cuda.synchronize()
-    exchange(0)  # makes the communicator
-    torch.cuda.synchronize()
-    for batch in trainer.draw(
-        0
-    ):  # the first step is collective, and all ranks' hosts wait for each other in it
-        trainer.backward(*batch, trainer.forward(*batch), add=False)
-    torch.cuda.synchronize()
-    gather(me, None)
-    runs, held = [], 0
-    for _ in range(2):
-        trainer.reset()
-        for n in range(steps):
-            batches = trainer.draw(n)
-            for forwards in (
-                True,
-                False,
-            ):  # an all-gather beside the forwards and one beside the backwards
-                if early:
-                    exchange(2 * n + forwards)
-                    held += hold_host(me, n)
-                if forwards:
-                    passed = [trainer.forward(*batch) for batch in batches]
-                else:
-                    for batch, saved in zip(batches, passed, strict=True):
-                        total = trainer.backward(*batch, saved, add=True)
-                    trainer.update(total, clear=True)
-                if not early:
-                    exchange(2 * n + forwards)
-            if n % LOOK == LOOK - 1:
-                window.check()
-        window.check()
-        weights = [t.detach().clone() for w in trainer.masters for t in (w.w13, w.w2)]
-        runs.append((trainer.record.clone(), weights))
-    torch.cuda.synchronize()
-    broken = int(torch.stack(bad).sum())
-    out.require(broken == 0, f"{broken} all-gathers gave a wrong result")
-    text = verdict(out, trainer, runs)
-    out.require(layers[0].share.join_ns > 0, "a launch waits for all SMs beside NCCL")
-    seconds = time.monotonic() - start
-    out.require(held > 0 or not early, "no host waited for an all-gather")
-    last = f"the last launch with {layers[0].num_ctas()} CTAs"
-    beside = f"{len(bad)} all-gathers, {held} of which the host waited for, {last}"
-    out.text = f"2 x {steps} steps beside {beside}, in {seconds:.1f} s: {text}"
-    window.close()
     return out

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from common import Rank
-from demo_model import VOCABULARY
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from bench.demo.model import VOCABULARY
+from bench.ranks import Rank
 
 OURS = "megamoe"
 

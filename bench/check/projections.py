@@ -7,9 +7,9 @@ dW v = sum_r a_r (b_r . v) and dx_r . v = dgu_r . (W13 v), so that a wrong tile 
 from collections.abc import Iterator
 
 import torch
-from rank_gradients import Drawn
 from torch import Tensor
 
+from bench.check.oracle import Drawn
 from megamoe.backends.reference.quant import dequantize_block, dequantize_rows, quantize_rows
 from megamoe.core.full_fp32 import full_fp32
 from megamoe.testing import compare
@@ -32,7 +32,7 @@ def check_everywhere(
 ) -> None:
     """Check all gradients of weights, all dx_rows and all hs of this rank. Not collective.
 
-    found: gradients by name. stages: as rank_backward.backward_stages has them. saved: gate_up [M, P*I] by pool row.
+    found: gradients by name. stages: as backward_stages() has them. saved: gate_up [M, P*I] by pool row.
     """
     worst: dict[str, float] = {}
     with full_fp32(d.me.device):

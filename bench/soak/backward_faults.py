@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Rank
-from soak_faults import TIMEOUT_S, error_of, faults
-from soak_layer import Outcome, gather
-from soak_train import Trainer, shared_layers
 from torch import Tensor
 
+from bench.ranks import Rank
+from bench.soak.faults import TIMEOUT_S, error_of, faults
+from bench.soak.layer import Outcome, gather
+from bench.soak.training import Trainer, shared_layers
 from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
 
 Saved = list[

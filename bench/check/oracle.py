@@ -1,4 +1,4 @@
-"""What rank_check.py's backward is compared with: inputs of every rank, and their gradients by the oracle."""
+"""What a rank's results are compared with: the inputs of every rank, their layer and their gradients by the oracle."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank
-from rank_cases import Case, release_memory
 from torch import Tensor
 
-from megamoe import ExpertWeights
+from bench.check.cases import Case, release_memory
+from bench.ranks import Rank
+from megamoe import ExpertWeights, Problem
 from megamoe.backends import reference
 from megamoe.backends.reference.route import Rows, route
 from megamoe.backends.staged import without_rows_behind
@@ -29,7 +29,6 @@ class Drawn:
         inputs = [case.inputs(rank, me.device) for rank in ranks]
         self.x, self.scores = [i.x for i in inputs], [i.topk_weights for i in inputs]
         self.ids = [i.topk_ids for i in inputs]
-        self.dy = [case.dy(rank, me.device) for rank in ranks]
         self.masters = [case.masters(rank, me.device) for rank in ranks]
         self.live: Tensor | None = None
         self.valid_ids = self.ids  # as the oracle takes them
@@ -38,7 +37,16 @@ class Drawn:
             self.live = counts[me.rank]
             pairs = zip(self.ids, counts, strict=True)
             self.valid_ids = [without_rows_behind(ids, count) for ids, count in pairs]
-        self.rows: list[Rows] = [route(self.problem, rank, self.valid_ids) for rank in ranks]
+
+    @cached_property
+    def dy(self) -> list[Tensor]:
+        """All ranks' gradients of y."""
+        return [self.case.dy(rank, self.me.device) for rank in range(self.me.size)]
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        """Every rank's rows of the live tokens."""
+        return [route(self.problem, rank, self.valid_ids) for rank in range(self.me.size)]
 
     @cached_property
     def weights(self) -> ExpertWeights:
@@ -65,21 +73,25 @@ class Drawn:
         return {"turned": TurnedWeights.of(self.problem, self.weights)}
 
     @property
-    def own(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dy, x, ids and weights of this rank's tokens."""
-        columns = self.dy, self.x, self.ids, self.scores
-        return tuple(column[self.me.rank] for column in columns)  # type: ignore[return-value]
+    def own(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, ids and weights of this rank's tokens."""
+        mine = self.me.rank
+        return self.x[mine], self.ids[mine], self.scores[mine]
 
 
 class Oracle:
-    """What the gradients should be: of sampled tokens, and of sampled experts over all their rows."""
+    """What a layer and its gradients should be: of sampled tokens, and of sampled experts over all their rows.
+
+    rounding: "kernel" rounds where the kernel does; "none" is fp32 throughout on the bf16 weights, for the own rank's
+    tokens alone.
+    """
 
     def __init__(self, d: Drawn) -> None:
         self.d, self.rank = d, d.me.rank
         self.kept = d.case.checked_tokens(d.me.device)
-        self.experts = self._sampled_experts()
 
-    def _sampled_experts(self) -> Tensor:
+    @cached_property
+    def experts(self) -> Tensor:
         """Return local experts of this rank, ascending: all, or the busiest and an even sample."""
         p = self.d.problem
         of_one = (p.activation.planes + 1) * p.hidden * p.intermediate
@@ -90,17 +102,37 @@ class Oracle:
         even = torch.linspace(0, local - 1, most - 1, device=self.d.me.device).long()
         return torch.cat([even, busiest]).unique()
 
+    def _given(self, rounding: str) -> tuple[Problem, list[ExpertWeights], list[Tensor]]:
+        """Return the problem, all ranks' weights, and the tokens of each home rank to compute."""
+        if rounding != "none":
+            return self.d.problem, self.d.everyones, self.kept
+        own = [t if rank == self.rank else t[:0] for rank, t in enumerate(self.kept)]
+        return replace(self.d.problem, precision="bf16"), self.d.masters, own
+
+    def forward(self, rounding: str, ids: list[Tensor]) -> dict[str, list[Any]]:
+        """Return y and all intermediates of the kept tokens. ids: of every rank, all or the live ones."""
+        problem, weights, kept = self._given(rounding)
+        call = self.d.x, ids, self.d.scores, weights
+        return reference.forward(problem, *call, rounding=rounding, check_tokens=kept)
+
     def of_tokens(self, rounding: str, gate_up: list[Tensor] | None = None) -> dict[str, list[Any]]:
-        """Return the oracle's values of the kept tokens; those of its own rank's only without rounding."""
-        d, kept, problem, weights = self.d, self.kept, self.d.problem, self.d.everyones
-        if rounding == "none":
-            weights = d.masters
-            problem = replace(problem, precision="bf16")
-            kept = [t if rank == self.rank else t[:0] for rank, t in enumerate(kept)]
+        """Return gradients, and the stages of backward, of the kept tokens."""
+        d, (problem, weights, kept) = self.d, self._given(rounding)
         call = d.dy, d.x, d.valid_ids, d.scores, weights
         return reference.backward(
             problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept
         )
+
+    def partials(self, found: Tensor, want: dict[str, list[Any]]) -> tuple[Tensor, Tensor]:
+        """Return the partials that this rank was sent for kept tokens: as found, and as they should be.
+
+        One exists for a token that has a row on the rank that sends. found: by that rank, and by token of this one.
+        """
+        first, home = sum(t.numel() for t in self.kept[: self.rank]), self.kept[self.rank]
+        owed = [rows.token[rows.home == self.rank].unique() for rows in want["rows"]]
+        got = [found[rank][home[tokens - first]] for rank, tokens in enumerate(owed)]
+        sent = [want["partials"][rank][tokens] for rank, tokens in enumerate(owed)]
+        return torch.cat(got), torch.cat(sent)
 
     def of_experts(self, rounding: str, saved: Tensor | None = None) -> dict[str, Tensor | None]:
         """Return dw13, dw2, db13 and db2 of the sampled experts of this rank.

@@ -1,4 +1,4 @@
-"""rank_check.py's other half: every gradient of a rank, and the backward pass's stages, against the oracle."""
+"""Backward of a case on one rank: every gradient, and the stages of the pass, against the oracle."""
 
 import argparse
 from collections.abc import Callable
@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Rank
-from rank_cases import Case
-from rank_gradients import Drawn, Oracle
-from rank_projections import check_everywhere
 from torch import Tensor
 
 import megamoe
-from megamoe.backends import reference
+from bench.check.cases import Case
+from bench.check.oracle import Drawn, Oracle
+from bench.check.projections import check_everywhere
+from bench.ranks import Rank
 from megamoe.backends.reference.route import Rows
 from megamoe.launch.arguments import Plan
 from megamoe.testing import same_bits
@@ -43,7 +42,7 @@ def through_backend(
 
     wanted: gradients; of the experts alone: by a launch that makes no others.
     """
-    dy, x, ids, scores = d.own
+    (x, ids, scores), dy = d.own, d.dy[d.me.rank]
     masters = d.masters[d.me.rank]
     biased = d.problem.bias
     needs = [name in wanted and (biased or not name.startswith("db")) for name in GRADIENTS]
@@ -56,13 +55,13 @@ def through_backend(
     return y, dict(zip(GRADIENTS, found, strict=True)), state
 
 
-def through_autograd(backend: str, group: Any, d: Drawn) -> tuple[Tensor, Gradients]:
+def through_autograd(backend: str, d: Drawn) -> tuple[Tensor, Gradients]:
     """Return y and the gradients that torch has of a layer over this backend. Collective."""
-    dy, x, ids, scores = d.own
+    (x, ids, scores), dy = d.own, d.dy[d.me.rank]
     given = d.masters[d.me.rank]
     masters = replace(given, **{n: t.clone().requires_grad_() for n, t in given.named().items()})
     x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
-    layer = megamoe.Layer(d.problem, d.me.size > 1 and group or "alone", backend=backend)
+    layer = megamoe.Layer(d.problem, d.me.group or "alone", backend=backend)
     try:
         with torch.enable_grad():
             y = layer(x, ids, scores, masters, num_tokens_device=d.live)
@@ -90,9 +89,9 @@ def saved_gate_up(backend: Any, problem: megamoe.Problem, state: Tensor | None, 
 
 def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientChecker:
     """Run forward and backward of one case on this rank, compare every gradient. Collective."""
-    problem, group = case.problem(me.rank), dist.group.WORLD if me.size > 1 else None
+    problem = case.problem(me.rank)
     options = case.options()
-    backend = megamoe.make_backend(args.backend, problem, group, device=me.device, **options)
+    backend = megamoe.make_backend(args.backend, problem, me.group, device=me.device, **options)
     own_backward = getattr(backend, "state_bytes", 0) > 0
     flips = case.clamp is not None and (own_backward or problem.formats.x.scaled)
     checker = GradientChecker(problem, args.verbose, flips)
@@ -118,11 +117,11 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
                 check_fewer_sms(checker, d, y, found, args)
         else:
             checker.require(args.backend != "mega", "mega has no backward pass of its own here")
-            y, found = through_autograd(args.backend, group, d)
+            y, found = through_autograd(args.backend, d)
             compare_all(checker, oracle, found, {}, None)
             for call in range(1, args.repeat):
                 same_gradients(
-                    checker, found, through_autograd(args.backend, group, d)[1], f"call {call + 1}"
+                    checker, found, through_autograd(args.backend, d)[1], f"call {call + 1}"
                 )
     finally:
         backend.close()
@@ -214,22 +213,13 @@ def compare_stages(
     """Compare what this rank computed as expert rank, in the rows of the kept tokens, and the partials it was sent."""
     d, rank = oracle.d, oracle.rank
     rows = want["rows"][rank]
-    forward = reference.forward(
-        d.problem, d.x, d.valid_ids, d.scores, d.everyones,
-        check_tokens=oracle.kept,
-    )  # fmt: skip
     expected = {name: want[name][rank] for name in BACKWARD_STAGES}
-    expected["gate_up"] = forward["gate_up"][rank].bfloat16()
+    expected["gate_up"] = oracle.forward("kernel", d.valid_ids)["gate_up"][rank].bfloat16()
     for name in BACKWARD_STAGES:
         if name in stages and name != "partials":
             checker.compare_kernel(name, stages[name][rows.pool_row], expected[name])
-    if "partials" in stages:  # a partial exists for a token that has a row on that rank
-        first = sum(t.numel() for t in oracle.kept[:rank])
-        owed = [r.token[r.home == rank].unique() for r in want["rows"]]
-        home = oracle.kept[rank]
-        got = [stages["partials"][r][home[t - first]] for r, t in enumerate(owed)]
-        sent = [want["partials"][r][t] for r, t in enumerate(owed)]
-        checker.compare_kernel("partials", torch.cat(got), torch.cat(sent))
+    if "partials" in stages:
+        checker.compare_kernel("partials", *oracle.partials(stages["partials"], want))
     for name in ("dy_rows", "x_rows"):
         if name in stages:
             behind = stages[name][rows_behind(d.rows[rank])]
@@ -255,7 +245,7 @@ def check_again(
 
     Collective.
     """
-    _, x, ids, scores = d.own
+    x, ids, scores = d.own
     masters = d.masters[d.me.rank]
     plain = backend.forward(x, ids, scores, d.weights, d.live)
     tokens = x.shape[0] if d.case.live is None else d.case.live[d.me.rank]
@@ -284,9 +274,8 @@ def check_fewer_sms(
     checker: GradientChecker, d: Drawn, y: Tensor, found: Gradients, args: argparse.Namespace
 ) -> None:
     """Compare bits with those of another grid. Collective."""
-    group = dist.group.WORLD if d.me.size > 1 else None
     grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options()}
-    other = megamoe.make_backend(args.backend, d.problem, group, device=d.me.device, **grid)
+    other = megamoe.make_backend(args.backend, d.problem, d.me.group, device=d.me.device, **grid)
     try:
         other.prepare(d.weights)
         again, gradients, _ = through_backend(other, d)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from demo_model import VOCABULARY, ByteLM, ModelConfig
 from torch import Tensor, nn
+
+from bench.demo.model import VOCABULARY, ByteLM, ModelConfig
 
 WINDOW = 20  # steps that a reported loss averages over
 

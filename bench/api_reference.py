@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from common import ROOT
+from bench.tree import ROOT
 
 WIDTH = 120
 # Public in Python's sense, but for other modules of ours.

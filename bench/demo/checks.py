@@ -6,9 +6,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 import torch.distributed as dist
-from demo_model import ByteLM
-from demo_training import Curves, Setup
 from torch import Tensor
+
+from bench.demo.model import ByteLM
+from bench.demo.training import Curves, Setup
 
 # Two runs of one recipe differ by the order of sums alone, which training then amplifies, in every run differently: a
 # check on whole curves fails by chance. What is compared:

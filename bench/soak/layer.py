@@ -5,15 +5,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from common import Rank
 
 import megamoe
+from bench.ranks import Rank
 from megamoe.backends import reference
 from megamoe.backends.mega import MegaBackend
 from megamoe.testing import ROUTINGS, compare, gpu_of, make_inputs, make_weights
 
 # relative error of y; docs/numerics.md
 LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "bf16xmxfp4": 5e-3, "fp8xmxfp4": 1e-2, "bf16xnvfp4": 5e-3}
+BLOCK = 500  # calls between two looks at the device
 FEW_TOKENS = 64  # below, one rounding step of h weighs more: four times the limit
 
 
@@ -34,10 +35,6 @@ def device_of(rank: int) -> torch.device:
     device = gpu_of(rank)
     torch.cuda.set_device(device)
     return device
-
-
-def group_of(me: Rank) -> object:
-    return dist.group.WORLD if me.size > 1 else None
 
 
 def gather(me: Rank, value: object) -> list:
@@ -102,7 +99,7 @@ class Layer:
             self.inputs.append(drawn[me.rank])
         del everyones
         torch.cuda.synchronize()
-        self.backend = MegaBackend(problem, group_of(me), device=me.device, **options)
+        self.backend = MegaBackend(problem, me.group, device=me.device, **options)
         self.backend.prepare(self.weights)
         self.first: list[torch.Tensor] = []
         self.flags: list[

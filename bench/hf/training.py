@@ -10,13 +10,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Rank
-from demo_checks import Check, largest
-from demo_curves import memory
-from demo_model import VOCABULARY
-from demo_training import MasterAdamW, Progress, Setup
-from hf_model import OURS, load, local, parts, restore, routes_given, routes_kept, snapshot, whole
 from torch import Tensor, nn
+
+from bench.demo.checks import Check, largest
+from bench.demo.curves import memory
+from bench.demo.model import VOCABULARY
+from bench.demo.training import MasterAdamW, Progress, Setup
+from bench.hf.model import (
+    OURS,
+    load,
+    local,
+    parts,
+    restore,
+    routes_given,
+    routes_kept,
+    snapshot,
+    whole,
+)
+from bench.ranks import Rank
 
 REPLAYS = 5  # steps that both models take from equal parameters
 WARM = 3  # steps at the start that no time is taken of

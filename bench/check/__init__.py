@@ -1,0 +1,1 @@
+"""tools/rank_check.py: the layer on every rank against the fp32 oracle."""

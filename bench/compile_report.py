@@ -1,0 +1,142 @@
+"""tools/compile_report.py: every kernel variant compiled, and what the compiler and the disassembler say of it."""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from megamoe import jit
+from megamoe.jit import paths
+
+OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
+REQUIRED = {
+    "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+    "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+    "bf16xmxfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
+    "bf16xnvfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
+    "fp8xmxfp4": ("QGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
+}
+FORBIDDEN = ("LDL", "STL")
+FIGURES = "figures.json"
+
+
+def disassemble(nvdisasm: Path, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [nvdisasm, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def count_opcodes(sass: str) -> Counter:
+    """Count instructions by their first word: `/*0a10*/ @P0 UTMALDG.2D ... ;`."""
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", sass, re.MULTILINE)
+    return Counter(opcodes)
+
+
+def figures(result: jit.CompileResult, counts: Counter | None) -> dict[str, int]:
+    """Return the columns of the table by their names; without a disassembler, those that the log has."""
+    found = {
+        "regs": result.registers,
+        "spill": result.spill_bytes,
+        "stack": result.stack_bytes,
+        "smem": result.shared_bytes,
+        "cubin": len(result.cubin),
+    }
+    if counts is not None:
+        found["instr"] = counts.total() - counts["NOP"]  # which fill up the end
+        found.update((name, counts[name]) for name in OPCODES)
+    return found
+
+
+def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> None:
+    """Print one line a variant: every figure that differs, as before -> after."""
+    print("\nbefore -> after")
+    for variant in sorted(before | after):
+        if variant not in before or variant not in after:
+            print(f"{variant:<32}only {'after' if variant in after else 'before'}")
+            continue
+        old, new = before[variant], after[variant]
+        moved = [f"{n} {old[n]} -> {new[n]}" for n in new if n in old and old[n] != new[n]]
+        print(f"{variant:<32}{', '.join(moved) or 'equal'}")
+
+
+def check(
+    variant: jit.Variant | jit.GroupedVariant, result: jit.CompileResult, counts: Counter | None
+) -> list[str]:
+    """Return what is wrong with a compiled variant."""
+    faults = []
+    if not result.registers:
+        faults.append(
+            "no figures: the log does not say `Used N registers`; was the cubin cached by the compiler?"
+        )
+    if result.spill_bytes:
+        faults.append(f"{result.spill_bytes} bytes spilled")
+    if result.stack_bytes:
+        faults.append(f"{result.stack_bytes} bytes of stack")
+    faults += result.warnings
+    if counts is not None:
+        faults += [f"no {name}" for name in REQUIRED[variant.precision] if not counts[name]]
+        faults += [f"{counts[name]} {name}" for name in FORBIDDEN if counts[name]]
+    return faults
+
+
+def read_figures(folder: Path) -> dict[str, dict[str, int]]:
+    """Return what --sass left in a folder: figures by variant. Raises OSError."""
+    found: dict[str, dict[str, int]] = json.loads((folder / FIGURES).read_text())
+    return found
+
+
+def report(args: argparse.Namespace, before: dict[str, dict[str, int]]) -> int:
+    """Compile, print a line for each variant and what is wrong with it; return 1 if something is.
+
+    before: figures to compare with, where args.against names their folder.
+    """
+    every = jit.variants(profile=args.profile) + ([] if args.profile else jit.grouped_variants())
+    variants = [v for v in every if args.only in str(v)]
+    nvdisasm = paths.find_tool("nvdisasm")
+    if nvdisasm is None:
+        print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")
+    columns = ("instr", *OPCODES) if nvdisasm else ()
+    names = "".join(f"{name:>8}" for name in columns)
+    print(
+        f"{'variant':<32}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
+    )
+    after = {}
+    failed = 0
+    for variant in variants:
+        try:
+            result = jit.compile_variant(variant)
+        except Exception as error:
+            failed += 1
+            print(f"{variant!s:<32} {error}")
+            continue
+        counts = None
+        if nvdisasm:
+            sass = disassemble(nvdisasm, result.cubin)
+            counts = count_opcodes(sass)
+            if args.sass:
+                args.sass.mkdir(parents=True, exist_ok=True)
+                (args.sass / f"{variant}.cubin").write_bytes(result.cubin)
+                (args.sass / f"{variant}.sass").write_text(sass)
+        after[str(variant)] = found = figures(result, counts)
+        numbers = "".join(f"{found[name]:>8}" for name in columns)
+        print(
+            f"{variant!s:<32}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
+            f"{result.shared_bytes:>8}{len(result.cubin):>8}{result.seconds:>6.1f}{numbers}",
+            flush=True,
+        )
+        faults = check(variant, result, counts)
+        failed += bool(faults)
+        for fault in faults:
+            print(f"    FAIL {fault}")
+    if args.sass:
+        args.sass.mkdir(parents=True, exist_ok=True)
+        (args.sass / FIGURES).write_text(json.dumps(after, indent=1))
+    if args.against:
+        show_changes({n: f for n, f in before.items() if args.only in n}, after)
+    print(f"{len(variants) - failed} of {len(variants)} variants are as they should be")
+    return int(failed > 0 or not variants)

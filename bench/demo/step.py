@@ -1,0 +1,101 @@
+"""tools/train_step.py: one training run over the ranks, held against another model."""
+
+import argparse
+import math
+from dataclasses import replace
+
+import torch.distributed as dist
+
+import megamoe
+from bench.demo.checks import (
+    FREE_STEPS,
+    REPLAYS,
+    Replay,
+    checks_of_curves,
+    checks_of_replay,
+    report,
+)
+from bench.demo.curves import compare_curves, memory
+from bench.demo.model import ModelConfig, shared_corpus
+from bench.demo.training import WINDOW, Recipe, Setup, train
+from bench.ranks import Rank
+from megamoe.core.config import Problem
+from megamoe.layer.functional import choose
+
+CPU_MODEL = ModelConfig()
+GPU_MODEL = ModelConfig(
+    hidden=512, intermediate=512, num_experts=32, top_k=4, num_blocks=4, num_heads=8, context=256
+)
+OTHERS = {"staged": ("staged", "backend staged's"), "one-rank": ("1 rank", "the one-rank run's")}
+
+
+def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
+    """Return where the model to compare with runs; None on a rank that has no part in it. Collective."""
+    if how == "staged":
+        return replace(this, options=this.options | {"backend": "staged"})
+    group = dist.new_group([0])
+    return replace(this, group=group) if me.is_first else None
+
+
+def problem_of(recipe: Recipe, me: Rank, precision: str) -> Problem:
+    m = recipe.model
+    sizes = (m.hidden, m.intermediate, m.num_experts, m.top_k, me.size, me.rank)
+    return Problem(*sizes, max_tokens=recipe.batch // me.size * m.context, precision=precision)
+
+
+def choose_backend(recipe: Recipe, me: Rank, precision: str) -> str:
+    """Ask once, not in every layer, what "auto" is; if it is not the kernel, a line says why. Collective."""
+    return choose("auto", problem_of(recipe, me, precision), dist.group.WORLD, me.device)
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    on_gpu = me.device.type == "cuda"
+    steps = args.steps or (400 if on_gpu else 300)
+    batch = args.batch or (16 * me.size if on_gpu else 32)
+    recipe = Recipe(GPU_MODEL if on_gpu else CPU_MODEL, batch=batch, steps=steps, seed=args.seed)
+    if batch % me.size:
+        raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
+    backend = args.backend
+    if backend == "auto":
+        backend = choose_backend(recipe, me, args.precision) if on_gpu else "staged"
+    text = shared_corpus()
+    m = recipe.model
+    me.print(megamoe.memory_report(problem_of(recipe, me, args.precision))["line"])
+    me.print(
+        f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
+        f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"
+    )
+    world = dist.group.WORLD
+    this = Setup(recipe, text, me.device, world, {"backend": backend, "precision": args.precision})
+    if args.curves is not None:
+        good, _ = compare_curves(this, args.seeds or [args.seed], args.curves, me.print)
+        return int(not good)
+    how = args.compare
+    if how == "auto":
+        how = "one-rank" if me.size > 1 else "staged"
+    other = None if how == "none" else other_setup(how, this, me)
+    replay = None if how == "none" else Replay(other, recipe.steps, REPLAYS[me.device.type])
+    curves = train(this, f"{me.size} ranks", inspect=replay and replay.inspect)
+    both = curves.backward == backend
+    me.print(f"{'PASS' if both else 'FAIL'}: backward by {curves.backward}; {memory(me.device)}")
+    last = curves.losses[-WINDOW:]
+    final = sum(last) / len(last)
+    code = int(not both)
+    good = final < args.target
+    me.print(
+        f"{'PASS' if good else 'FAIL'}: loss fell from {curves.losses[0]:.3f} (ln 256 = {math.log(256):.3f}) to "
+        f"{final:.3f} nats per byte; target {args.target:g}"
+    )
+    code |= not good
+
+    if replay is not None:
+        replay.close()
+        if other is not None:
+            label, name = OTHERS[how]
+            theirs = train(other, label, args.compare_steps or FREE_STEPS[me.device.type])
+            if me.is_first:
+                checks = checks_of_replay(replay, args)
+                checks += checks_of_curves(curves, theirs, args)
+                code |= not report(checks, name)
+        dist.barrier()
+    return int(code)

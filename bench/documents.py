@@ -1,0 +1,99 @@
+"""tools/gen_docs.py: what is generated in README.md and docs/api.md, and where it comes from."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.api_reference import reference
+from bench.tree import ROOT
+from megamoe.core import env
+from megamoe.layer.functional import BACKENDS, OPTIONS
+
+MEANINGS = {
+    "window": "a window to share with other layers; their own otherwise",
+    "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
+    "pool_rows": "rows held at a time; fewer cost passes, never results",
+    "timeout_s": "longest wait for a flag, in seconds",
+    "pdl": "programmatic dependent launch",
+    "profile": "the variant with timestamps",
+    "step_blocks": "blocks of a step of the tile order; 0: the kernel chooses",
+    "num_ctas": "emulated CTAs of each rank",
+    "rounding": '"kernel" rounds where the kernel does, "none" keeps fp32',
+}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---")
+
+
+def environment() -> str:
+    """Return one row a variable: name, default, meaning with the choices."""
+    rows = []
+    for v in env.TABLE.values():
+        choices = " (" + ", ".join(f"`{c}`" for c in v.choices) + ")" if v.choices else ""
+        rows.append(
+            (f"`{v.name}`", f"`{v.default}`" if v.default else "empty", v.meaning + choices)
+        )
+    return table(("variable", "default", "meaning"), rows)
+
+
+def options() -> str:
+    """Return one row an option: name, default, the backends that take it."""
+    if differing := set(OPTIONS) ^ set(MEANINGS):
+        raise SystemExit(f"{__file__}: MEANINGS and functional.OPTIONS differ: {differing}")
+    taken = {
+        name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
+        for name, (module, cls) in BACKENDS.items()
+    }
+    rows = []
+    for option in OPTIONS:
+        by = [name for name, parameters in taken.items() if option in parameters]
+        defaults = {name: str(taken[name][option].default) for name in by}
+        same = len(set(defaults.values())) == 1
+        default = defaults[by[0]] if same else ", ".join(f"{d} ({n})" for n, d in defaults.items())
+        rows.append(
+            (f"`{option}`", f"`{default}`", ", ".join(f"`{b}`" for b in by), MEANINGS[option])
+        )
+    return table(("option", "default", "taken by", "meaning"), rows)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"environment": environment, "options": options},
+    "api.md": {"api": reference},
+}
+FILES = [ROOT / "README.md", ROOT / "docs" / "api.md"]
+
+
+def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list[str]]:
+    """Return the document with fresh parts, and the names of those that were stale."""
+    stale = []
+    for name, make in parts.items():
+        pattern = re.compile(
+            rf"(<!-- {name}: begin[^\n]*-->\n\n)(.*?)(\n\n<!-- {name}: end -->)", re.DOTALL
+        )
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"the markers of {name!r} are missing or not unique")
+        fresh = make()
+        if pattern.search(text)[2] != fresh:
+            stale.append(name)
+        text = pattern.sub(lambda m, fresh=fresh: m[1] + fresh + m[3], text)
+    return text, stale
+
+
+def write(files: list[Path], check: bool) -> int:
+    """Rewrite what is generated in these documents, or with `check` return 1 where it is stale."""
+    code = 0
+    for file in files:
+        text, stale = generated(file.read_text(), PARTS[file.name])
+        if check:
+            code |= bool(stale)
+            for name in stale:
+                print(f"{file}: {name!r} is stale: run python tools/gen_docs.py")
+            continue
+        if stale:
+            file.write_text(text)
+        print(f"{file}: " + (f"rewrote {', '.join(stale)}" if stale else "up to date"))
+    return code

@@ -1,0 +1,56 @@
+"""The least that a layer can cost a rank under uniform routing: time of its GEMMs, bytes of memory and of links."""
+
+import math
+
+from megamoe.core.table import PRECISIONS
+from megamoe.testing.shapes import Shape
+
+# Limits of an H200 as measured (docs/measurements.md): what a perfect implementation could not beat.
+GEMM_TFLOPS = {"fp8": 1300.0, "bf16": 745.0, "fp8xmxfp4": 1300.0} | dict.fromkeys(
+    ("bf16xmxfp4", "bf16xnvfp4"), 745.0
+)
+HBM_BYTES_PER_US = 4.3e6
+NVLINK_BYTES_PER_US = 340e3
+BF16_BYTES = 2
+
+
+class Load:
+    """GEMM time in us, bytes of memory and bytes of links of one rank."""
+
+    def __init__(self, shape: Shape, tokens: int, ranks: int) -> None:
+        self.shape, self.tokens, self.rows = shape, tokens, tokens * shape.top_k
+        h, i, e, k = shape.hidden, shape.intermediate, shape.num_experts, shape.top_k
+        self.planes = 1 if shape.activation == "relu2" else 2
+        local = e / ranks
+        hit = local * (1 - (1 - 1 / e) ** (tokens * ranks * k))  # experts that get a row at all
+        self.hit_weights = hit * (self.planes + 1) * h * i
+        self.weights = local * (self.planes + 1) * h * i
+        # A token crosses once for each other rank that holds one of its experts, and its partial comes back.
+        misses = math.prod((e - local - n) / (e - n) for n in range(k)) if e - local >= k else 0.0
+        self.crossings = tokens * (ranks - 1) * (1 - misses)
+
+    def forward(self, precision: str) -> tuple[float, float, float]:
+        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
+        gemm = self.shape.flops(self.tokens) / (GEMM_TFLOPS[precision] * 1e6)
+        # Written and read once each: the row pool, h and the bf16 rows of the second GEMM.
+        row = h * stored.x.bytes + i * stored.h.bytes + h * BF16_BYTES
+        memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
+        return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
+
+    def backward(self, precision: str, gradients: str | None) -> tuple[float, float, float]:
+        """Weight gradients are BF16 whatever the precision."""
+        h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
+        rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
+        gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
+        # Written and read once each: rows of dy, x, dx, dgu and hs; read: gu. FP8: rows of dy and dgu besides.
+        row = (3 * h + (self.planes + 1) * i) * BF16_BYTES
+        if stored.x.scaled:
+            row += (h + self.planes * i) * stored.x.bytes
+        memory = self.hit_weights * stored.w.bytes + self.rows * (
+            2 * row + self.planes * i * BF16_BYTES
+        )
+        memory += self.weights * (8 if gradients == "main_grad" else BF16_BYTES)  # fp32: and read
+        return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
+
+    def quantize(self) -> tuple[float, float, float]:
+        return 0.0, self.weights * (BF16_BYTES + PRECISIONS["fp8"].w.bytes), 0.0

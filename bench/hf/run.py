@@ -1,0 +1,144 @@
+"""tools/train_hf.py: the same model trained with megamoe's experts and with transformers' own, step against step."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megamoe
+from bench.demo.checks import report
+from bench.demo.curves import draw, final_loss, write
+from bench.demo.model import ModelConfig, shared_corpus
+from bench.demo.training import Recipe, Setup
+from bench.ranks import Rank
+from bench.tables import header
+from megamoe.core.config import Problem
+from megamoe.layer.functional import choose
+
+if TYPE_CHECKING:
+    from bench.hf.model import Sizes
+
+PROMPT = b"A class is "
+
+
+def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, "Sizes"]:
+    """Return the recipe on these ranks, and the sizes of the model. Collective."""
+    from bench.hf.model import CPU_SIZES, GPU_SIZES
+
+    on_gpu = me.device.type == "cuda"
+    sizes = GPU_SIZES if on_gpu else CPU_SIZES
+    steps = args.steps or (300 if on_gpu else 60)
+    recipe = Recipe(
+        ModelConfig(context=sizes.context),
+        batch=sizes.batch * me.size,
+        steps=steps,
+        learning_rate=1e-3 if on_gpu else 3e-3,
+        seed=args.seed,
+    )
+    return Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), sizes
+
+
+def choose_backend(name: str, sizes: "Sizes", me: Rank) -> str:
+    """Ask once, not in every layer, what "auto" is; a line says why it is not the kernel. Collective."""
+    problem = Problem(
+        sizes.hidden,
+        sizes.intermediate,
+        sizes.experts,
+        sizes.top_k,
+        ep_size=me.size,
+        rank=me.rank,
+        max_tokens=sizes.batch * sizes.context,
+    )
+    chosen = choose(name, problem, dist.group.WORLD, me.device)
+    me.print(
+        f"{sizes.layers} layers of {sizes.experts} experts (top {sizes.top_k}) on {me.size} ranks, "
+        f"{sizes.batch * sizes.context} tokens each, {me.device.type}, backend {chosen}"
+    )
+    if chosen == "mega":
+        me.print(megamoe.memory_report(problem)["line"])
+    return chosen
+
+
+def own_experts(name: str | None, me: Rank) -> str:
+    """Return transformers' implementation that we compare with."""
+    return name or ("grouped_mm" if me.device.type == "cuda" else "eager")
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    import transformers
+
+    import megamoe.adapters.transformers as adapter
+    from bench.hf.model import OURS, saved_model
+    from bench.hf.training import compare, train
+
+    if me.size > 1 and adapter.EPImplementationInterface is None:
+        version = transformers.__version__
+        raise SystemExit(f"several ranks need transformers 5.23, this is {version}: --ranks 1")
+    transformers.utils.logging.disable_progress_bar()
+    setup, sizes = setup_of(args, me)
+    other = own_experts(args.compare, me)
+    backend = choose_backend(args.backend, sizes, me)
+    experts = adapter.register(backend=backend, max_tokens=sizes.batch * sizes.context)
+    with saved_model(sizes, args.seed, me) as folder:
+        runs = {}
+        for name in (OURS, other):
+            runs[name] = run = train(folder, name, setup, me, lambda: experts.num_layers)
+            me.print(
+                f"{name}: {run.tokens_per_s(setup):,.0f} tokens/s, {run.peak}, loss "
+                f"{run.losses[0]:.3f} -> {final_loss(run.losses):.3f} nats per byte"
+            )
+            experts.close()
+        good = [run.called for run in runs.values()] == [sizes.layers, 0]
+        me.print(
+            f"{'PASS' if good else 'FAIL'}: {runs[OURS].called} of {sizes.layers} layers by megamoe,"
+            f" {runs[other].called} in the other run"
+        )
+        tolerances = args.loss_tolerance, args.gradient_tolerance
+        checks = compare(folder, other, setup, runs[OURS], me, tolerances)
+        experts.close()
+    if me.is_first:
+        good &= report(checks, f"those with {other}")
+    if me.is_first and args.curves is not None:
+        curves(args.curves, {(name, "bf16", args.seed): run for name, run in runs.items()}, setup)
+    if me.is_first and args.generate:
+        generate(args.generate, sizes, runs[OURS].weights, me)
+        experts.close()
+    dist.barrier()
+    return int(not good)
+
+
+def curves(path: Path, runs: dict, setup: Setup) -> None:
+    """Draw the losses; write them as CSV, with each step's seconds and the tokens of all ranks in it."""
+    losses = {key: run.losses for key, run in runs.items()}
+    tokens = setup.recipe.batch * setup.recipe.model.context
+    more = {
+        "seconds": {key: run.seconds for key, run in runs.items()},
+        "tokens": {key: [tokens] * len(run.seconds) for key, run in runs.items()},
+    }
+    write(losses, header(), path.with_suffix(".csv"), more)
+    drawn = draw(losses, header(), path)
+    picture = f" and {path}" if drawn else "; no picture without matplotlib"
+    print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)
+
+
+def generate(num_bytes: int, sizes: "Sizes", weights: dict[str, Tensor], me: Rank) -> None:
+    """Print text of the trained model, all of it on this rank."""
+    import transformers
+
+    from bench.hf.generate import Decoder
+    from bench.hf.model import OURS
+
+    model = transformers.AutoModelForCausalLM.from_config(
+        sizes.config(), dtype=torch.bfloat16, experts_implementation=OURS
+    )
+    model.load_state_dict(weights)
+    prompt = torch.tensor(list(PROMPT))
+    torch.manual_seed(0)
+    decoder = Decoder(model.to(me.device), len(prompt) + num_bytes)
+    text, speed = decoder.text(prompt, num_bytes)
+    how = "replays of a captured step" if decoder.graph else "eager steps"
+    print(f"{num_bytes} bytes by {how}, {speed:,.0f} bytes/s:", flush=True)
+    print((PROMPT + bytes(text.tolist())).decode(errors="replace"), flush=True)

@@ -1,0 +1,169 @@
+"""tools/host_cost.py: what the host does in a call of the layer, and what lies between kernels of a captured loop."""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import megamoe
+from bench.ranks import Rank
+from bench.shapes import problem_of, shapes_from
+from bench.tables import header
+from bench.timing import Timer, stopwatch
+from megamoe.backends.kernels import kernel_span_ns
+from megamoe.backends.mega import MegaBackend
+from megamoe.layer import autograd, functional
+from megamoe.testing import make_inputs, make_weights
+
+CALLS = 50
+WARM_UP = 20
+MODES: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
+LIMITS = {"module": 25.0, "backend": 10.0}
+CHAIN, BETWEEN_LIMIT = 32, 3.0
+SPIN_CYCLES = 2_000_000  # 1 ms, in which the host queues a replay of the chain
+
+
+class Nothing:
+    """A backend that computes nothing, and saves as little for its backward pass."""
+
+    state_bytes = 64
+
+    def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
+        self.problem = problem
+
+    def forward_train(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.empty_like(x), x.new_empty(self.state_bytes, dtype=torch.uint8)
+
+    def forward(
+        self, x: torch.Tensor, *_: Any, out: torch.Tensor | None = None, **__: Any
+    ) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    def prepare(self, weights: megamoe.ExpertWeights) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def measure(
+    args: argparse.Namespace, precision: str, device: torch.device
+) -> dict[tuple[str, str], list[float]]:
+    """Return (way, mode) -> means in us."""
+    shape = shapes_from(args)[0]
+    layer = megamoe.MegaMoE(
+        *(shape.hidden, shape.intermediate, shape.num_experts, shape.top_k),
+        precision=precision,
+        max_tokens=max(args.tokens, 64),
+        backend=args.backend,
+        device=device,
+    )
+    timer = Timer(device, args.repeats)
+    inputs = make_inputs(layer.problem, args.tokens, device=device)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    layer.prepare()
+    inner = layer._layer
+    weights = layer.expert_weights()
+    backend = autograd.runtime_of(inner.handle).backend
+    given = autograd.runtime_of(inner.handle).weights(weights)
+    copy = torch.empty_like(inputs.x)
+    ways = {
+        "module": lambda: layer(*call),
+        "Layer": lambda: inner(*call, weights),
+        "operator": lambda: autograd.apply(*call, weights, inner.handle),
+        "backend": lambda: backend.forward(*call, given),
+        "torch": lambda: copy.copy_(inputs.x),
+    }
+    found = {}
+    for mode, context in MODES.items():
+        with context():
+            for way, function in ways.items():
+                if mode == "grad" and way == "backend":
+                    continue  # it records none
+                found[way, mode] = timer.host(function, CALLS, args.repeats, WARM_UP)
+    layer.check()
+    layer.close()
+    return found
+
+
+def captured(args: argparse.Namespace, precision: str, pdl: bool) -> tuple[float, float, float]:
+    """Return (us a launch, us of the last one's kernel, us before it) of a captured chain of launches."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    me = Rank(0, 1, device)
+    problem = problem_of(shapes_from(args)[0], max(args.tokens, 64), me, precision)
+    backends = [MegaBackend(problem, pdl=pdl, profile=True) for _ in range(2)]
+    inputs = make_inputs(problem, args.tokens, device=device, ids_dtype=torch.int32)
+    weights = make_weights(problem, device=device)
+    for backend in backends:
+        backend.prepare(weights)
+    graph, y = torch.cuda.CUDAGraph(), inputs.x
+    with torch.cuda.graph(graph):
+        for i in range(CHAIN):
+            y = backends[i % 2].forward(y, inputs.topk_ids, inputs.topk_weights, weights)
+    periods, kernels, between = [], [], []
+    profiles = [p for p in (backend.profile for backend in backends) if p is not None]
+    for _ in range(args.repeats):
+        torch.cuda._sleep(SPIN_CYCLES)
+        read = stopwatch(True, graph.replay)
+        torch.cuda.synchronize()
+        periods.append(read() / CHAIN)
+        (_, end_before), (begin, last_end) = map(kernel_span_ns, profiles)
+        kernels.append((last_end - begin) / 1e3)
+        between.append((begin - end_before) / 1e3)
+    for backend in backends:
+        backend.check()
+        backend.close()
+    return statistics.median(periods), statistics.median(kernels), statistics.median(between)
+
+
+def check_captured(args: argparse.Namespace) -> int:
+    """Print what is between captured launches; return 1 if --check finds more than BETWEEN_LIMIT."""
+    print(f"{'us a launch':26}{'period':>10}{'kernel':>10}{'between':>10}")
+    least = []
+    for precision in args.precision:
+        between = []
+        for pdl in (False, True):
+            period, kernel, gap = captured(args, precision, pdl)
+            between.append(gap)
+            name = f"{precision}, PDL {'on' if pdl else 'off'}"
+            print(f"{name:26}{period:10.1f}{kernel:10.1f}{gap:10.1f}")
+        least.append(min(between))
+    return 1 if args.check and max(least) > BETWEEN_LIMIT else 0
+
+
+def check_calls(args: argparse.Namespace) -> int:
+    """Print what calls cost in every way and mode; return 1 if --check finds a limit exceeded."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    print(f"{'us a call: least / median':26}" + "".join(f"{m:>18}" for m in MODES))
+    exceeded = []
+    for precision in args.precision:
+        found = measure(args, precision, device)
+        for way in ("module", "Layer", "operator", "backend", "torch"):
+            cells = []
+            for mode in MODES:
+                means = found.get((way, mode))
+                cells.append(f"{min(means):.1f} / {statistics.median(means):.1f}" if means else "-")
+                if means and mode != "grad" and min(means) > LIMITS.get(way, float("inf")):
+                    exceeded.append(f"{precision} {way} {mode}: {min(means):.1f} > {LIMITS[way]}")
+            print(
+                f"{precision + ', ' + args.backend + ': ' + way:26}"
+                + "".join(f"{c:>18}" for c in cells)
+            )
+    for line in exceeded if args.check else ():
+        print("over the limit: " + line)
+    return 1 if args.check and exceeded else 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table that was asked for; return 1 if --check finds a limit exceeded."""
+    functional.BACKENDS["nothing"] = (__name__, "Nothing")
+    torch.set_num_threads(1)
+    print(header())
+    return check_captured(args) if args.captured else check_calls(args)

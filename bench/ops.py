@@ -1,0 +1,218 @@
+"""tools/ops_bench.py: megamoe.ops in turns with the same made of torch's grouped_mm and elementwise operations."""
+
+import argparse
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.tables import header, write_table
+from bench.timing import Contender, Timer, modes_of
+from megamoe import ops
+from megamoe.core.config import ACTIVATIONS
+
+FAMILY = {"swiglu": "swiglu", "geglu": "geglu", "srelu": "relu2"}
+DEVICE = "cuda"
+aten = torch.ops.aten
+Call = Callable[[Any], object]  # as a contender has it, with nothing before it
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contenders of one problem, and its floating-point operations."""
+
+    name: str
+    flops: float
+    contenders: list[Contender]
+
+
+def contenders(ours: Call, theirs: Call) -> list[Contender]:
+    return [Contender("megamoe", ours), Contender("torch", theirs)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the CSV."""
+
+    case: str
+    contender: str
+    mode: str
+    us: float
+    tflops: float
+    speedup: float  # over torch
+    clock_mhz: int
+
+
+def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """x [M, K] times w [E, K, N] by torch."""
+    mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return mm(x, w, offs=offs)
+
+
+def apply(name: str, gu: Tensor) -> Tensor:
+    """gu [M, P*I] -> h, in bf16 operations."""
+    if name == "srelu":
+        return F.relu(gu).square()
+    gate, up = gu.chunk(2, 1)
+    return (F.silu(gate) if name == "swiglu" else F.gelu(gate)) * up
+
+
+def gradient(name: str, gu: Tensor, dh: Tensor) -> tuple[Tensor, Tensor]:
+    """-> dgu [M, P*I], h."""
+    if name == "srelu":
+        r = F.relu(gu)
+        return dh * 2 * r, r.square()
+    gate, up = gu.chunk(2, 1)
+    back, f = (aten.silu_backward, F.silu) if name == "swiglu" else (aten.gelu_backward, F.gelu)
+    value = f(gate)
+    return torch.cat((back(dh * up, gate), dh * value), 1), value * up
+
+
+def rand(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.empty(shape, device=DEVICE, dtype=torch.bfloat16).normal_(0, scale)
+
+
+def family(name: str, args: argparse.Namespace) -> list[Case]:
+    """Return forward and backward of an activation."""
+    num, rows, k = args.experts_of_family, args.rows, args.k
+    activation = FAMILY[name]
+    planes = ACTIVATIONS[activation].planes
+    width, total = args.n // planes, num * rows
+    offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
+    x, w, w2 = rand(total, k), rand(num, args.n, k, scale=k**-0.5), rand(num, k, width, scale=0.02)
+    act, act_gradient = apply, gradient
+    if args.compile:
+        act, act_gradient = torch.compile(apply), torch.compile(gradient)
+    options = {"activation": activation}
+    _, gu = ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options)
+    forward = contenders(
+        lambda _: ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options),
+        lambda _: act(name, grouped(x, w.transpose(1, 2), offs)),
+    )
+    backward = contenders(
+        lambda _: ops.grouped_mm_dswiglu(x, w2, gu, offs, **options),
+        lambda _: act_gradient(name, gu.flatten(1), grouped(x, w2, offs)),
+    )
+    flops = 2.0 * total * k
+    return [Case(name, flops * args.n, forward), Case(f"d{name}", flops * width, backward)]
+
+
+def wgrad(args: argparse.Namespace) -> list[Case]:
+    """Return the weight gradient of the family."""
+    num, rows = args.experts_of_family, args.rows
+    offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
+    a, b = rand(num * rows, args.n), rand(num * rows, args.k)
+    both = contenders(lambda _: ops.grouped_mm_wgrad(a, b, offs), lambda _: grouped(a.T, b, offs))
+    return [Case("wgrad", 2.0 * num * rows * args.n * args.k, both)]
+
+
+def gpt_oss(args: argparse.Namespace) -> list[Case]:
+    """Return forward, and forward + backward, of one MLP of experts."""
+    num, size, rows = args.experts, args.size, args.tokens * 4
+    ids = torch.randint(num, (rows,), device=DEVICE)
+    offs = torch.bincount(ids, minlength=num).cumsum(0).int()
+    experts = torch.repeat_interleave(
+        torch.arange(num, device=DEVICE), torch.bincount(ids, minlength=num)
+    )
+    tensors = [
+        rand(rows, size),
+        rand(num, 2 * size, size, scale=size**-0.5),
+        rand(num, size, size, scale=size**-0.5),
+        *(() if args.no_bias else (rand(num, 2 * size), rand(num, size))),
+    ]
+    dy, act = rand(rows, size), ACTIVATIONS["swiglu_oai"]
+    leaves = [t.requires_grad_() for t in tensors]
+
+    def clamped(gu: Tensor) -> Tensor:
+        gate, up = gu.chunk(2, 1)
+        gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+        return gate * torch.sigmoid(act.alpha * gate) * (up + act.up_offset)
+
+    middle = torch.compile(clamped) if args.compile else clamped
+
+    def ours(_: Any) -> Tensor:
+        x, w13, w2, *biases = leaves
+        return ops.grouped_mlp(x, w13, w2, offs, *biases, activation=act)
+
+    def theirs(_: Any) -> Tensor:
+        x, w13, w2, *biases = leaves
+        gu = grouped(x, w13.transpose(1, 2), offs)
+        h = middle(gu + biases[0][experts] if biases else gu)
+        y = grouped(h, w2.transpose(1, 2), offs)
+        return y + biases[1][experts] if biases else y
+
+    def step(call: Callable[[Any], Tensor]) -> Call:
+        return lambda _: torch.autograd.grad(call(_), leaves, dy)
+
+    flops, without_gradients = 2.0 * rows * 3 * size * size, torch.no_grad()
+    forward = contenders(without_gradients(ours), without_gradients(theirs))
+    return [
+        Case("gpt-oss forward", flops, forward),
+        Case("gpt-oss step", 3 * flops, contenders(step(ours), step(theirs))),
+    ]
+
+
+# names of cases that share tensors -> what makes them
+CASES: dict[tuple[str, ...], Callable[[argparse.Namespace], list[Case]]] = {
+    **{(n, f"d{n}"): partial(family, n) for n in FAMILY},
+    ("wgrad",): wgrad,
+    ("gpt-oss",): gpt_oss,
+}
+
+
+def clock() -> int:
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(query, capture_output=True, text=True).stdout.split()[0])
+
+
+def measure(case: Case, mode: str, timer: Timer, clocks: dict[str, int]) -> list[Row]:
+    """Time a case's contenders in turns. clocks: in MHz behind each, where the timer was told to look at them."""
+    for contender in case.contenders:
+        for _ in range(3):
+            contender.timed(None)
+    timer.synchronize()
+    medians = timer.medians(case.contenders, mode)
+    ours_and_torch = zip(case.contenders, medians, strict=True)
+    return [
+        Row(case.name, c.name, mode, round(us, 1), round(case.flops / us / 1e6, 1),
+            round(medians[1] / us, 3), clocks.get(c.name, 0))
+        for c, us in ours_and_torch
+    ]  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time the cases that were asked for; print a line each, write the CSV."""
+    title = header()
+    print(title)
+    print(
+        f"{'case':<18}{'contender':<11}{'mode':<6}{'us':>10}{'TFLOPS':>9}{'x torch':>9}{'MHz':>6}"
+    )
+    clocks: dict[str, int] = {}
+
+    def watch(contender: Contender) -> None:
+        if args.clock:
+            clocks[contender.name] = clock()
+
+    timer, found = Timer(torch.device(DEVICE), args.samples, watch), []
+    for names, make in CASES.items():
+        wanted = set(names) & set(args.only or names)
+        for case in make(args) if wanted else ():
+            if case.name.split()[0] not in wanted:
+                continue
+            for mode in modes_of(args.mode):
+                for row in measure(case, mode, timer, clocks):
+                    found.append(row)
+                    print(
+                        f"{row.case:<18}{row.contender:<11}{row.mode:<6}{row.us:>10.1f}{row.tflops:>9.1f}"
+                        f"{row.speedup:>9.2f}{row.clock_mhz or '-':>6}",
+                        flush=True,
+                    )
+        torch.cuda.empty_cache()
+    write_table(args.out / f"{args.name}.csv", title, found)
+    print(f"wrote {args.out / args.name}.csv")
+    return 0

@@ -1,0 +1,118 @@
+"""tools/latency_sweep.py: layers over shapes and token counts, in turns with baselines, beside the floors."""
+
+import argparse
+
+import torch
+
+import megamoe
+from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
+from bench.plot import Measurement, plot
+from bench.ranks import Rank
+from bench.shapes import local_shapes
+from bench.tables import header, write_table
+from bench.timing import Timer, modes_of
+from megamoe.core.config import PRECISIONS
+from megamoe.testing.shapes import Shape
+
+FLOPS_PER_SM_CLOCK = {
+    "fp8": 8192,
+    "bf16": 4096,
+    "fp8xmxfp4": 8192,
+    "bf16xmxfp4": 4096,
+    "bf16xnvfp4": 4096,
+}
+
+
+def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
+    """Return what takes turns: the backend in every way asked for, then the baselines."""
+    gradients, direction = [None], args.direction
+    if direction != "forward":
+        gradients = ["bf16", "main_grad"] if args.main_grad else ["bf16"]
+    reserves = [None if r == "default" else int(r) for r in args.reserve_sms]
+    found = [
+        Entry(args.backend, precision, direction, g, reserve, args.layer)
+        for g in gradients
+        for reserve in reserves
+    ]
+    if direction == "step" and PRECISIONS[precision].w.scaled:
+        found.append(Entry(args.backend, precision, "quantize"))
+    if args.quantized_x and direction == "forward" and PRECISIONS[precision].x.scaled:
+        found.append(Entry(args.backend, precision, E4M3_FORWARD))
+    of_baselines = gradients[0]
+    return found + [Entry(name, "bf16", direction, of_baselines) for name in args.baseline]
+
+
+def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> list[Measurement]:
+    """Measure one shape and precision over all token counts. Collective."""
+    found, timer = [], Timer(me.device, args.samples)
+    with layers_of(shape, entries(precision, args), max(args.tokens), me, args.clock) as layers:
+        me.print(megamoe.memory_report(next(iter(layers.values())).problem)["line"])
+        for tokens in args.tokens:
+            contenders = [layer.contender(tokens) for layer in layers.values()]
+            for mode in modes_of(args.mode):
+                medians = timer.medians(contenders, mode)
+                for layer, us in zip(layers.values(), medians, strict=True):
+                    found.append(measurement(layer, shape, tokens, mode, us))
+                    me.print(line(found[-1]))
+            del contenders
+    return found
+
+
+def measurement(layer: TimedLayer, shape: Shape, tokens: int, mode: str, us: float) -> Measurement:
+    """Return a line of the result, of the layer's last call. Collective."""
+    entry, ranks = layer.entry, layer.problem.ep_size
+    tflops = entry.flops(shape, tokens) / us / 1e6
+    clock, used = layer.clock_ghz(), None
+    if clock and layer.device.type == "cuda" and entry.direction == "forward":
+        sms = torch.cuda.get_device_properties(layer.device).multi_processor_count
+        used = tflops / (sms * FLOPS_PER_SM_CLOCK[entry.precision] * clock / 1e3)
+    return Measurement(
+        shape.name, entry.precision, ranks, tokens, mode, entry.backend, us,
+        tflops, clock, used, *entry.floors(shape, tokens, ranks),
+        entry.direction, entry.gradients, entry.reserve_sms, layer.ctas(),
+    )  # fmt: skip
+
+
+COLUMNS = (
+    f"{'shape':<16}{'prec':<11}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
+    f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}"
+)
+
+
+def line(m: Measurement) -> str:
+    floor = max(m.gemm_floor_us, m.hbm_floor_us, m.nvlink_floor_us)
+    clock = f"{m.clock_ghz:.2f}" if m.clock_ghz else "-"
+    used = f"{m.utilisation:.0%}" if m.utilisation else "-"
+    return (
+        f"{m.shape:<16}{m.precision:<11}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
+        f"{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
+        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}"
+    )
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    title = header()
+    me.print(title)
+    me.print(COLUMNS)
+    found: list[Measurement] = []
+    with torch.no_grad():
+        for shape in local_shapes(args):
+            for precision in args.precision:
+                found += sweep(shape, precision, me, args)
+                if me.device.type == "cuda":
+                    torch.cuda.empty_cache()
+    if me.is_first:
+        table = args.out / f"{args.name}.csv"
+        write_table(table, title, found)
+        picture = table.with_suffix(".png")
+        drawn = plot(found, title, picture)
+        print(
+            f"wrote {table}" + (f" and {picture}" if drawn else "; no picture without matplotlib")
+        )
+    return 0
+
+
+def reserve(text: str) -> str:
+    if text != "default" and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of SMs nor default")
+    return text

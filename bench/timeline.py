@@ -1,0 +1,262 @@
+"""tools/timeline.py: one launch as time, by the kernel's own timestamps: table, Chrome trace, picture."""
+
+import argparse
+import csv
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.layers import Entry, layers_of
+from bench.ranks import Rank
+from bench.shapes import problem_of, shapes_from
+from bench.tables import header, write_table
+from bench.timing import Timer
+from megamoe.backends.emulation import Emulation
+from megamoe.jit.paths import CSRC
+from megamoe.testing import make_inputs, make_weights
+
+WARM_UP = 5
+# role -> its spans: name, the mark where it begins, the one where it ends. A span whose mark is missing is left out.
+ROLES = {
+    "crew 0": [("route", "start", "routed")],
+    "crew 1": [("stage x", "start", "staged")],
+    "transport": [
+        ("plan", "routed", "planned"),
+        ("dispatch", "planned", "dispatched"),
+        ("reduce, combine", "dispatched", "combined"),
+    ],
+    "math": [
+        ("wait for a slot", "staged", "first_slot"),
+        ("tiles", "first_slot", "data_done|math_done"),
+        ("tiles of weight gradients", "data_done", "math_done"),
+        ("reduce, combine", "math_done", "combined"),
+    ],
+}
+# of a CTA, one after the other
+PHASES = [
+    ("route", "start", "routed"),
+    ("plan", "routed", "planned"),
+    ("first rows", "planned", "first_slot"),
+    ("tiles", "first_slot", "data_done|math_done"),
+    ("tiles of weight gradients", "data_done", "math_done"),
+    ("tail", "math_done", "combined"),
+    ("exit", "combined", "end"),
+]
+WAITS = {"rows_wait": "load_a, for rows", "h_wait": "load_a, for h", "slot_wait": "math, for slots"}
+
+
+def mark_names() -> list[str]:
+    """Return the names of a CTA's marks in order, as the kernel has them."""
+    text = (CSRC / "megamoe" / "cta" / "profile.h").read_text()
+    (body,) = re.findall(r"enum class Mark : int \{(.*?)\};", text, re.DOTALL)
+    return re.findall(r"\w+", re.sub(r"//.*", "", body))
+
+
+@dataclass(frozen=True)
+class Cta:
+    """The marks of one CTA that took part, by name, in us since the rank's first CTA began; waits in us."""
+
+    rank: int
+    index: int
+    at: dict[str, float]
+    waits: dict[str, float]
+
+    def spans(self, of: list[tuple[str, str, str]]) -> list[tuple[str, float, float]]:
+        """Return (name, begin, end) of those that this CTA has."""
+        found = []
+        for name, first, last in of:
+            end = next((self.at[mark] for mark in last.split("|") if mark in self.at), None)
+            if first in self.at and end is not None and end >= self.at[first]:
+                found.append((name, self.at[first], end))
+        return found
+
+
+def read_marks(rank: int, stamps: list[list[int]]) -> list[Cta]:
+    """stamps: a line for each CTA, in the order of mark_names(). Marks before a CTA's start are of older launches."""
+    names, found = mark_names(), []
+    for line in stamps:
+        if len(line) != len(names):
+            raise SystemExit(
+                f"{len(line)} marks of a CTA, expected {len(names)}: {', '.join(names)}"
+            )
+    first = min((line[names.index("start")] for line in stamps), default=0)
+    for index, line in enumerate(stamps):
+        named = dict(zip(names, line, strict=True))
+        start, end = named["start"], named["end"]
+        if named["routed"] < start or end <= start:
+            continue  # it came when the door was closed
+        cycles = named["clock_end"] - named["clock_start"]
+        us = (end - start) / 1e3 / max(cycles, 1)
+        instants = [n for n in names if n not in WAITS and not n.startswith("clock")]
+        at = {n: (named[n] - first) / 1e3 for n in instants if start <= named[n] <= end}
+        found.append(Cta(rank, index, at, {n: named[n] * us for n in WAITS}))
+    return found
+
+
+def trace(ctas: list[Cta], chosen: int, title: str) -> dict[str, Any]:
+    """Return a Chrome trace: of each rank a process with the roles of one CTA, and one with all CTAs' phases."""
+    events: list[dict[str, Any]] = []
+
+    def name(pid: int, tid: int | None, text: str) -> None:
+        kind = "process_name" if tid is None else "thread_name"
+        event = {"ph": "M", "name": kind, "pid": pid, "tid": tid or 0, "args": {"name": text}}
+        events.append(event)
+
+    def add(pid: int, tid: int, spans: list[tuple[str, float, float]], args: Any = None) -> None:
+        for text, begin, end in spans:
+            event = {"ph": "X", "name": text, "pid": pid, "tid": tid}
+            event |= {"ts": begin, "dur": end - begin}
+            events.append(event | ({"args": args} if args else {}))
+
+    for rank in sorted({cta.rank for cta in ctas}):
+        roles, all_ctas = 2 * rank, 2 * rank + 1
+        name(roles, None, f"rank {rank}: roles of CTA {chosen}")
+        name(all_ctas, None, f"rank {rank}: CTAs")
+        for cta in (c for c in ctas if c.rank == rank):
+            waits = {WAITS[n]: round(us, 3) for n, us in cta.waits.items()}
+            name(all_ctas, cta.index, f"CTA {cta.index}")
+            add(all_ctas, cta.index, cta.spans(PHASES), {"waits, us in the launch": waits})
+            if cta.index == chosen:
+                for tid, (role, spans) in enumerate(ROLES.items()):
+                    name(roles, tid, role)
+                    add(roles, tid, cta.spans(spans))
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"title": title}}
+
+
+def draw(ctas: list[Cta], chosen: int, title: str, path: Path) -> bool:
+    """Draw rank by rank one CTA's roles above all CTAs' phases; False without matplotlib."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        return False
+    ranks = sorted({cta.rank for cta in ctas})
+    names = [name for name, *_ in PHASES] + [name for spans in ROLES.values() for name, *_ in spans]
+    colours = {name: colormaps["tab20"](i) for i, name in enumerate(dict.fromkeys(names))}
+    figure = Figure(figsize=(8 * len(ranks), 9), layout="constrained")
+    axes = figure.subplots(2, len(ranks), squeeze=False, sharex="col", height_ratios=[1, 3])
+    for column, rank in enumerate(ranks):
+        mine, seen = [c for c in ctas if c.rank == rank], set()
+
+        def bars(
+            axis: Any, y: float, spans: list[tuple[str, float, float]], seen: set = seen
+        ) -> None:
+            for name, begin, end in spans:
+                label = None if name in seen else name
+                seen.add(name)
+                bar = [(begin, end - begin)]
+                axis.broken_barh(bar, (y - 0.4, 0.8), color=colours[name], label=label)
+
+        above, below = axes[0][column], axes[1][column]
+        for cta in mine:
+            bars(below, cta.index, cta.spans(PHASES))
+            if cta.index == chosen:
+                for y, spans in enumerate(ROLES.values()):
+                    bars(above, y, cta.spans(spans))
+        above.set_yticks(range(len(ROLES)), list(ROLES))
+        above.set_title(f"rank {rank}: roles of CTA {chosen}", fontsize=9)
+        below.set_ylabel("CTA")
+        below.yaxis.set_major_locator(MaxNLocator(integer=True))
+        below.set_xlabel("us since the first CTA began")
+        for axis in (above, below):
+            axis.invert_yaxis()
+        handles = [*above.get_legend_handles_labels()[0], *below.get_legend_handles_labels()[0]]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7)
+    figure.suptitle(title, fontsize=6, wrap=True)
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def summary(ctas: list[Cta]) -> list[str]:
+    """Return a line for each mark of each rank: median and latest over its CTAs; and the waits."""
+    lines = [f"{'rank':<6}{'mark':<12}{'CTAs':>5}{'median us':>11}{'latest us':>11}"]
+    for rank in sorted({cta.rank for cta in ctas}):
+        mine = [c for c in ctas if c.rank == rank]
+        rows = [(n, [c.at[n] for c in mine if n in c.at]) for n in mark_names()]
+        rows = sorted(
+            ((n, v) for n, v in rows if v), key=lambda row: sorted(row[1])[len(row[1]) // 2]
+        )
+        rows += [(n, [c.waits[n] for c in mine]) for n in WAITS]
+        for name, values in rows:
+            middle = float(torch.tensor(values).median())
+            lines.append(f"{rank:<6}{name:<12}{len(values):>5}{middle:>11.2f}{max(values):>11.2f}")
+    return lines
+
+
+def show_emulated(args: argparse.Namespace) -> int:
+    """Record a launch on CPU fibers and show it."""
+    (shape,), tokens = shapes_from(args), args.tokens
+    precision = "bf16" if args.direction == "backward" else args.precision
+    problem = problem_of(shape, tokens, Rank(0, args.ranks or 2, torch.device("cpu")), precision)
+    ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
+    inputs = [make_inputs(p, tokens, rank=p.rank) for p in ranks]
+    masters = [make_weights(p, quantize=False) for p in ranks]
+    emulation = Emulation(ranks[0], profile=True)
+    ids = [i.topk_ids for i in inputs]
+    call = [i.x for i in inputs], ids, [i.topk_weights for i in inputs]
+    weights = [m.quantized(p) for m, p in zip(masters, ranks, strict=True)]
+    if args.direction == "forward":
+        emulation.forward_all(*call, weights)
+    else:
+        _, states = emulation.train_all(*call, weights)
+        dys = [torch.randn_like(i.x) for i in inputs]
+        emulation.backward_all(dys, call[0], ids, masters, states)
+    return write(emulation.profiles, args)
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    (shape,), entry = shapes_from(args), Entry("mega", args.precision, args.direction)
+    timer = Timer(me.device, samples=1)
+    with torch.no_grad(), layers_of(shape, [entry], args.tokens, me, profile=True) as layers:
+        layer = layers[entry]
+        contender = layer.contender(args.tokens)
+        for _ in range(WARM_UP):
+            before = contender.before()
+            timer.flush()
+            timer.synchronize()
+            dist.barrier()
+            contender.timed(before)
+        marks = layer.backend.profile.cpu()
+        everyone: list[Any] = [None] * me.size
+        dist.all_gather_object(everyone, marks)
+    return write(everyone, args) if me.is_first else 0
+
+
+def write(marks: list[Tensor], args: argparse.Namespace) -> int:
+    """Write the CSV, and what is made of it."""
+    table = args.out / f"{args.name}.csv"
+    rows = [
+        [rank, cta, *line]
+        for rank, of_rank in enumerate(marks)
+        for cta, line in enumerate(of_rank.tolist())
+    ]
+    write_table(table, header(), rows, ["rank", "cta", *mark_names()])
+    return show(table, args)
+
+
+def show(table: Path, args: argparse.Namespace) -> int:
+    """Print the marks in a CSV, write trace and picture."""
+    with table.open(newline="") as file:
+        title = file.readline().strip()
+        rows = list(csv.reader(file))[1:]
+    by_rank: dict[int, list[list[int]]] = {}
+    for rank, _, *line in rows:
+        by_rank.setdefault(int(rank), []).append([int(mark) for mark in line])
+    ctas = [cta for rank, lines in by_rank.items() for cta in read_marks(rank, lines)]
+    if not any(cta.index == args.cta for cta in ctas):
+        raise SystemExit(f"--cta {args.cta}: not one of the {len(ctas)} CTAs that took part")
+    print(title, *summary(ctas), sep="\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{args.name}.json"
+    path.write_text(json.dumps(trace(ctas, args.cta, title)))
+    drawn = draw(ctas, args.cta, title, path.with_suffix(".png"))
+    picture = f" and {path.with_suffix('.png')}" if drawn else "; no picture without matplotlib"
+    print(f"wrote {table}, {path}{picture}")
+    return 0

@@ -1,0 +1,16 @@
+"""What every command of this folder begins with: a parser, and the checkout where Python finds `bench` and `megamoe`.
+
+`python tools/X.py` then runs from a checkout without an installation. Nothing but commands imports this.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+
+def parser_of(page: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose --help begins with the docstring of a command, line by line."""
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=page, formatter_class=form)
