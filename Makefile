@@ -27,7 +27,7 @@ help:
 
 ## setup    .venv with torch, megamoe (editable) and the developers' tools
 setup: $(READY)
-$(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh bench/requirements.py
+$(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" PIP_ARGS="$(PIP_ARGS)" tools/setup_env.sh
 	@touch $@
 
