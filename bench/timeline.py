@@ -53,7 +53,7 @@ WAITS = {"rows_wait": "load_a, for rows", "h_wait": "load_a, for h", "slot_wait"
 
 def mark_names() -> list[str]:
     """Return the names of a CTA's marks in order, as the kernel has them."""
-    text = (CSRC / "megamoe" / "cta" / "profile.h").read_text()
+    text = (CSRC / "megamoe" / "cta" / "profile.cuh").read_text()
     (body,) = re.findall(r"enum class Mark : int \{(.*?)\};", text, re.DOTALL)
     return re.findall(r"\w+", re.sub(r"//.*", "", body))
 

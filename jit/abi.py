@@ -144,7 +144,7 @@ MAX_RANKS = CONSTANTS["max_ranks"]
 # (name, first warp, warps) of each role
 ROLES = [(n, int(a), int(b)) for n, a, b in _ROLE.findall(read_text("cta/warps.h"))]
 TILES, _tile_constants = parse_tiles(read_text("schedule/tile_shape.h"))
-GROUP_ROWS, SLOT_K_BYTES = _tile_constants["group_rows"], _tile_constants["slot_k_bytes"]
+WARPGROUP_ROWS, SLOT_K_BYTES = _tile_constants["warpgroup_rows"], _tile_constants["slot_k_bytes"]
 SMALL_BOX_ROWS = _tile_constants["small_box_rows"]
 
 

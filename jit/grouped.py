@@ -9,7 +9,7 @@ from megamoe.jit.source import ACTIVATIONS, TILE
 
 _BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
 # -> its layer type; those with {} are of an activation
-STAGES = {
+PRODUCTS = {
     "product": f"GroupedProduct<{TILE}, {_BF16}>",
     "product-columns": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns>",
     "product-planes": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns, 2>",
@@ -26,32 +26,32 @@ STAGES = {
 
 @dataclass(frozen=True)
 class GroupedVariant:
-    """One compiled kernel: a stage of STAGES, with Activation.kind where it has one."""
+    """One compiled kernel: a row of PRODUCTS, with Activation.kind where it has one."""
 
-    stage: str
+    product: str
     activation: str | None = None
 
     kernel = "grouped"
     entry = "megamoe_grouped"
 
     def __post_init__(self) -> None:
-        if self.stage not in STAGES:
-            raise ConfigError("stage", repr(self.stage), "one of " + ", ".join(STAGES))
-        known = ACTIVATIONS if "{}" in STAGES[self.stage] else (None,)
+        if self.product not in PRODUCTS:
+            raise ConfigError("product", repr(self.product), "one of " + ", ".join(PRODUCTS))
+        known = ACTIVATIONS if "{}" in PRODUCTS[self.product] else (None,)
         if self.activation not in known:
             raise ConfigError("activation", repr(self.activation), f"one of {list(known)}")
 
     def __str__(self) -> str:
-        return f"grouped-{self.stage}" + (f"-{self.activation}" if self.activation else "")
+        return f"grouped-{self.product}" + (f"-{self.activation}" if self.activation else "")
 
     @property
     def precision(self) -> str:
         """Which of PRECISIONS has its main loop."""
-        return "fp8" if "e4m3" in self.stage else "bf16"
+        return "fp8" if "e4m3" in self.product else "bf16"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
-        layer = STAGES[self.stage].format(ACTIVATIONS.get(self.activation or ""))
+        layer = PRODUCTS[self.product].format(ACTIVATIONS.get(self.activation or ""))
         return f"""\
 #include "megamoe/kernels/grouped.cuh"
 
@@ -66,7 +66,7 @@ MEGAMOE_KERNEL({self.entry}, megamoe::grouped, megamoe::Traits)
 def grouped_variants() -> list[GroupedVariant]:
     """Return every kernel that megamoe.ops can ask for."""
     found = []
-    for stage, layer in STAGES.items():
+    for product, layer in PRODUCTS.items():
         kinds = ACTIVATIONS if "{}" in layer else (None,)
-        found += [GroupedVariant(stage, kind) for kind in kinds]
+        found += [GroupedVariant(product, kind) for kind in kinds]
     return found

@@ -71,7 +71,7 @@ class Variant:
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
-        tile = f"WithPanels<{TILE}>" if self.panels else TILE
+        tile = f"{TILE}, true" if self.panels else TILE
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 

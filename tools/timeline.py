@@ -6,7 +6,7 @@
     python tools/timeline.py --backend emulate --shape tiny --tokens 64 --ranks 2          anywhere; virtual time
     python tools/timeline.py --marks out/timeline.csv                                      again, from what was recorded
 
-Writes into --out: a CSV with the marks of every CTA of every rank in ns (csrc/megamoe/cta/profile.h), a Chrome trace
+Writes into --out: a CSV with the marks of every CTA of every rank in ns (csrc/megamoe/cta/profile.cuh), a Chrome trace
 (JSON, for chrome://tracing or ui.perfetto.dev) and, where matplotlib is there, a PNG. Prints when each mark is reached,
 in us since the rank's first CTA began: the median and the latest CTA.
 

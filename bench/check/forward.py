@@ -9,7 +9,7 @@ from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
 from bench.ranks import Rank
 from megamoe.testing import same_bits
-from megamoe.testing.stages import ENOUGH, FP32_LIMIT, STAGES, StageChecker
+from megamoe.testing.intermediates import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
 
 def check_forward(case: Case, me: Rank, args: argparse.Namespace) -> StageChecker:

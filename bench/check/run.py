@@ -14,7 +14,7 @@ from bench.ranks import Rank
 from bench.tables import header
 from megamoe.launch import panels
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS
-from megamoe.testing.stages import STAGES, StageChecker
+from megamoe.testing.intermediates import STAGES, StageChecker
 
 FORWARD_COLUMNS = [*STAGES, "y_fp32"]
 BACKWARD_COLUMNS = [*BACKWARD_STAGES, *GRADIENTS, *(f"{name}_fp32" for name in GRADIENTS)]

@@ -21,8 +21,8 @@ from megamoe.launch.arguments import PROFILE_SLOTS, Plan, fill_static
 from megamoe.launch.launches import on_device
 from megamoe.window.window import Window
 
-PAIR_CTAS, MAX_GROUP = 2, 16  # pair_ctas, max_group of csrc/megamoe/schedule/order.h
-_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.h
+PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
+_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.cuh
 
 
 def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | None:

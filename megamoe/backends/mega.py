@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends import kernels
-from megamoe.backends.kernels import MAX_GROUP, PAIR_CTAS, LayerKernels
+from megamoe.backends.kernels import MAX_RUN, PAIR_CTAS, LayerKernels
 from megamoe.backends.mega_training import Training
 from megamoe.backends.reserve import agree_on, share_of
 from megamoe.backends.statistics import Statistics
@@ -80,8 +80,8 @@ class MegaBackend:
     ) -> None:
         from megamoe.jit.driver import device_attribute
 
-        if step_blocks and step_blocks < MAX_GROUP:
-            raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_GROUP}")
+        if step_blocks and step_blocks < MAX_RUN:
+            raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_RUN}")
         self.problem = problem
         self._owns_window = window is None
         self.window = window or Window(problem, group, device=device)

@@ -50,7 +50,7 @@ class Statistics:
 
 
 def _num_passes(prefix: Tensor, pool_rows: int, block_rows: int) -> Tensor:
-    """prefix: [L, C + 1] routes before each chunk -> [1] int32; pass_end() of csrc/megamoe/roles/plan.cuh.
+    """prefix: [L, C + 1] routes before each chunk -> [1] int32; pass_end() of csrc/megamoe/rows/plan.cuh.
 
     Where the pass that begins at a chunk ends is found for all chunks at once; then the ends are followed from
     chunk 0 on, in doubling strides.

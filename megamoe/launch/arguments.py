@@ -42,7 +42,7 @@ _CALL, _CALL_FIELDS = (
 _CALL_OFFSET = abi.Args.x.offset
 assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
-PROFILE_SLOTS = 16  # int64 of a CTA, see csrc/megamoe/cta/profile.h
+PROFILE_SLOTS = 16  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def fill_static(
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
-    def pool_map(name: str, columns: int, size: int, box_rows: int = abi.GROUP_ROWS) -> bytes:
+    def pool_map(name: str, columns: int, size: int, box_rows: int = abi.WARPGROUP_ROWS) -> bytes:
         box = (abi.SLOT_K_BYTES // size, box_rows)
         return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
 

@@ -27,7 +27,7 @@ from megamoe.launch.panels import TILE_COLUMNS
 
 ALIGNMENT = 256
 BLOCK_ROWS = abi.TILES[TILE].rows
-GROUP_ROWS = abi.GROUP_ROWS  # a launch that trains fills an expert's rows up to a multiple
+WARPGROUP_ROWS = abi.WARPGROUP_ROWS  # a launch that trains fills an expert's rows up to a multiple
 SLACK = 1.25  # of the default pool over an even load
 
 _Spec = tuple[str, tuple[int, ...], torch.dtype]
@@ -116,7 +116,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # --- the workspace: ordinary memory of one rank ---
 
-# So that a block's number, shifted by 8, fits int32: csrc/megamoe/roles/plan.cuh
+# So that a block's number, shifted by 8, fits int32: csrc/megamoe/rows/plan.cuh
 MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
 
 # Cells that must be zero when no launch is in flight; a reset zeroes them.
@@ -256,7 +256,7 @@ def train_state_used(problem: Problem, pool_rows: int) -> int:
     """Return the bytes that a full batch writes of the state when every choice of distinct experts is as likely."""
     p, regions = problem, train_state_regions(problem, pool_rows)
     local, experts = p.num_local_experts(p.rank), p.num_experts
-    rows_of_expert = _round_up(-(-p.ep_size * p.max_tokens * p.top_k // experts), GROUP_ROWS)
+    rows_of_expert = _round_up(-(-p.ep_size * p.max_tokens * p.top_k // experts), WARPGROUP_ROWS)
     filled = min(local * rows_of_expert / pool_rows, 1.0)
     k = min(p.top_k, experts)
     named = 1 - math.comb(experts - local, k) / math.comb(

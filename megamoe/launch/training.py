@@ -21,7 +21,7 @@ from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.launch.arguments import Encoder, Plan, fill_call, set_map
 
-_BOX_ROWS = abi.GROUP_ROWS
+_BOX_ROWS = abi.WARPGROUP_ROWS
 _TRAINING_STATE = ("header", "tokens", "tokens_scale")
 
 

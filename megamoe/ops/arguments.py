@@ -2,7 +2,7 @@
 
 Tensors are checked. Maps of outputs are ragged: dimensions (columns, 64, rows + 1, 1), the distance between rows in
 both of the middle ones, and a base 64 rows before the tensor. A box that begins at 64 - n, row + n covers rows row ..
-row + n - 1 (csrc/megamoe/cta/context.h, store_rows). For stores alone: loads through such a map touch what lies there.
+row + n - 1 (csrc/megamoe/cta/blocks.cuh). For stores alone: loads through such a map touch what lies there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megamoe.jit.source import TILE
 from megamoe.launch.arguments import Encoder, set_map
 
 Scales = tuple[Tensor | None, Tensor | None]
-_ROWS, _HALF = abi.GROUP_ROWS, abi.TILES[TILE].half_columns
+_ROWS, _HALF = abi.WARPGROUP_ROWS, abi.TILES[TILE].half_columns
 
 
 def fill_product(

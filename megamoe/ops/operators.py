@@ -220,8 +220,8 @@ def grouped_activation_e4m3(
     quantizes: bool,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H], e4m3 where they have scales -> h [M, I] bf16 or e4m3, its scales by block."""
-    stage = "activation" + ("-e4m3" if x_scale is not None else "")
-    variant = GroupedVariant(stage + ("-quantizes" if quantizes else ""), kind)
+    product = "activation" + ("-e4m3" if x_scale is not None else "")
+    variant = GroupedVariant(product + ("-quantizes" if quantizes else ""), kind)
     act, machine = Activation(kind, *numbers), machine_of(x.device, variant)
     h, h_scale = _empty_hidden(x, w, quantizes)
     if machine is None:

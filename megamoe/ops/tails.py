@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.ops.scales import ends_of
 
-ROWS = 64  # of a pipeline slot: group_rows of csrc/megamoe/schedule/tile_shape.h
+ROWS = 64  # of a pipeline slot: warpgroup_rows of csrc/megamoe/schedule/tile_shape.h
 
 
 def tails(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.core.config import Problem
 from megamoe.testing.compare import Tolerance, rounding_step
-from megamoe.testing.stages import (
+from megamoe.testing.intermediates import (
     BF16_STEP,
     DEVIATIONS,
     ENOUGH,

@@ -19,7 +19,7 @@ from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 
 PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16", "bf16xnvfp4": "bf16"}
-CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; formats/fp4.cuh
+CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; fp4/format.cuh
 
 
 def random_bits(

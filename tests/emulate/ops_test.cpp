@@ -117,11 +117,11 @@ void elementary(const Args& args) {
 template <class Element>
 void gemm(const Args& args) {
     constexpr int stages = 3, columns_a_stage = 128 / sizeof(Element);
-    struct Stage {
+    struct GemmId {
         uint8_t a[128 * 128], b[128 * 128];
     };
-    auto* ring_of = reinterpret_cast<Stage*>(arch::dynamic_smem());
-    auto* bars = reinterpret_cast<uint64_t*>(arch::dynamic_smem() + sizeof(Stage) * stages);
+    auto* ring_of = reinterpret_cast<GemmId*>(arch::dynamic_smem());
+    auto* bars = reinterpret_cast<uint64_t*>(arch::dynamic_smem() + sizeof(GemmId) * stages);
     uint64_t *full = bars, *empty = bars + stages;
     if (arch::thread_idx() == 0) {
         for (int s = 0; s < stages; ++s) {
@@ -144,10 +144,10 @@ void gemm(const Args& args) {
         for (int step = 0; step < steps; ++step, ++lap) {
             int slot = lap % stages;
             uint32_t parity = lap / stages % 2;
-            Stage& stage = ring_of[slot];
+            GemmId& stage = ring_of[slot];
             if (arch::thread_idx() == 0) {
                 arch::mbar_wait(empty + slot, parity ^ 1);
-                arch::mbar_arrive_expect_tx(full + slot, sizeof(Stage));
+                arch::mbar_arrive_expect_tx(full + slot, sizeof(GemmId));
                 for (int half = 0; half < 2; ++half)
                     arch::tma_load_2d(stage.a + half * 8192, &args.gemm[0].a, full + slot,
                                       step * columns_a_stage, row0 + 64 * half);

@@ -25,9 +25,9 @@ from megamoe.group.group import ThreadGroup
 from megamoe.launch import arguments, layout
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
+from megamoe.testing.intermediates import few_steps
 from megamoe.testing.launch import launch
 from megamoe.testing.layouts import LAYOUTS
-from megamoe.testing.stages import few_steps
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
 # which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps

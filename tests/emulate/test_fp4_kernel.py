@@ -253,27 +253,31 @@ def test_the_oracle_of_quantized_weights() -> None:
 FLAWS = {
     "not waiting for the other half": (
         "gemm/mainloop.cuh",
-        "if constexpr (same<Beside, Expansion<T>>) beside.await(ring);",
+        "            beside.await(ring);",
         "",
     ),
-    "not meeting before writing": ("gemm/mainloop.cuh", "[&] { math_group_sync(half); }", "[] {}"),
+    "not meeting before writing": (
+        "fp4/expand_slots.cuh",
+        "[&] { warpgroup_sync(half); }",
+        "[] {}",
+    ),
     "an absent tile's slots do not pass": (
-        "gemm/mainloop.cuh",
+        "fp4/forms.cuh",
         "if constexpr (expands_slots<T>) pass_half<T>(ctx, ring);",
         "",
     ),
     "a short tile's slots do not pass": (
-        "gemm/wide.cuh",
+        "fp4/wide.cuh",
         "pass_half<T>(ctx, ring);  // all lanes have read",
         "arch::warp_sync();",
     ),
     "rows are scaled by one warp's largest": (
-        "formats/e4m3.cuh",
+        "fp4/wide_epilogue.cuh",
         "math_sync();  // the largest of all columns",
         "",
     ),
     "rows are scaled before a factor is known": (
-        "formats/e4m3.cuh",
+        "fp4/wide_epilogue.cuh",
         "math_sync();  // the factors of all rows",
         "",
     ),
@@ -285,8 +289,8 @@ FLAWS = {
     "a word of x lies elsewhere": ("formats/e4m3.cuh", "to + Words::place(4)", "to + 4"),
     "x has no zeros behind its last column": (
         "formats/e4m3.cuh",
-        "if (column < row_bytes(args.hidden)) {",
-        "if (column < args.hidden) {",
+        "if (column >= row_bytes(columns)) return;",
+        "if (column >= columns) return;",
     ),
     "a word of a tall tile's h lies elsewhere": (
         "formats/e4m3.cuh",
@@ -294,28 +298,28 @@ FLAWS = {
         "f.column(g)",
     ),
     "a word of a short tile's h lies elsewhere": (
-        "formats/e4m3.cuh",
+        "fp4/wide_epilogue.cuh",
         "Words::place(column + 8)",
         "Words::place(column) + 8",
     ),
     "a word of expanded weights lies elsewhere": (
-        "formats/fp4.cuh",
+        "fp4/format.cuh",
         "<< 4)) + k * 4;",
         "<< 4)) + (k ^ 1) * 4;",
     ),
     "a lane takes another quad's codes": (
-        "formats/fp4_operand.cuh",
-        "at.chunk(at.quad)",
-        "at.chunk(at.quad ^ 1)",
+        "fp4/operand.cuh",
+        "at.vector(at.quad)",
+        "at.vector(at.quad ^ 1)",
     ),
     "a lane takes another group's scale": (
-        "formats/fp4_operand.cuh",
+        "fp4/operand.cuh",
         "* (2 * scale_group) + quad % 2]",
         "* (2 * scale_group)]",
     ),
     "a slot is filled while it is stored": (
         "roles/math.cuh",
-        "at.acquire(ctx.mem, smem.outputs[group]);",
+        "at.acquire(ctx.mem, smem.outputs[warpgroup]);",
         "{}",
     ),
 }
@@ -338,14 +342,14 @@ def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 NVFP4_FLAWS = {
-    "a scale's sign is lost": ("formats/fp4.cuh", "& 0x87f087f0", "& 0x07f007f0"),
-    "NaN is 480": ("formats/fp4.cuh", "(twice & 0x7f) == 0x7f", "false"),
-    "NaN is not looked for": ("formats/fp4.cuh", "(nan & 0x80808080) == 0", "true"),
-    "three of four scales": ("formats/fp4.cuh", "0x1111 * static_cast<uint32_t>(i)", "0x1111 * (i < 3 ? i : 2)"),
-    "1.5 is 3": ("formats/fp4.cuh", "0x7b7b7b00", "0x7c7b7b00"),
-    "up has gate's scale": ("formats/fp4.cuh", "half0_ + half * to_half1_ + k", "half0_ + k"),
-    "sums are not scaled": ("epilogue/wide.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
-    "rows lie 64 too early": ("formats/bf16.cuh", "8 * g < group_rows ? mine.slot", "true ? mine.slot"),
+    "a scale's sign is lost": ("fp4/format.cuh", "& 0x87f087f0", "& 0x07f007f0"),
+    "NaN is 480": ("fp4/format.cuh", "(twice & 0x7f) == 0x7f", "false"),
+    "NaN is not looked for": ("fp4/format.cuh", "(nan & 0x80808080) == 0", "true"),
+    "three of four scales": ("fp4/format.cuh", "0x1111 * static_cast<uint32_t>(i)", "0x1111 * (i < 3 ? i : 2)"),
+    "1.5 is 3": ("fp4/format.cuh", "0x7b7b7b00", "0x7c7b7b00"),
+    "up has gate's scale": ("fp4/format.cuh", "half0_ + half * to_half1_ + k", "half0_ + k"),
+    "sums are not scaled": ("fp4/wide_epilogue.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
+    "rows lie 64 too early": ("fp4/wide_epilogue.cuh", "8 * g < warpgroup_rows ? mine.slot", "true ? mine.slot"),
 }  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def kernel(element: str, n: int, a: str, b: str, source: str) -> str:
 
 
 def unit(*kernels: str) -> str:
-    return '#include "megamoe/arch/arch.h"\nusing namespace megamoe;\n' + "".join(kernels)
+    return '#include "megamoe/arch/arch.cuh"\nusing namespace megamoe;\n' + "".join(kernels)
 
 
 def test_each_form_is_its_instruction(tmp_path):

@@ -81,12 +81,12 @@ def test_more_than_a_warp_has_lanes_for(
 
 LOST = {
     "a peer's x": (
-        ("roles/prologue.cuh", "XReady::publish(", "if (ctx.args.rank != 1) XReady::publish("),
+        ("rows/stage.cuh", "XReady::publish(", "if (ctx.args.rank != 1) XReady::publish("),
         # whichever wait behind it began first: of a CTA whose first tile is gemm2's, that for h
         "x_ready|rows_ready|panel_ready|h_ready",
     ),
     "an expert's panels": (
-        ("roles/expand.cuh", "PanelReady::publish(", "if (s.expert != 2) PanelReady::publish("),
+        ("fp4/expand.cuh", "PanelReady::publish(", "if (s.expert != 2) PanelReady::publish("),
         r"panel_ready \(expand -> load_b\) for expert",
     ),
 }
@@ -109,41 +109,41 @@ def test_what_is_lost_ends_the_launch_and_is_named(
 
 FLAWS = {
     "load_b does not wait": (
-        "gemm/operands_expanded.h",
-        "PanelShape<T>(ctx.args, tile.stage).patches(), tile.expert()",
+        "fp4/panels.cuh",
+        "PanelShape<T>(ctx.args, tile.gemm).patches(), tile.expert()",
         "0, tile.expert()",
     ),
     "nobody asks for the room": (
-        "roles/expand.cuh",
-        "!is_free(ctx, stage, at.block_before, blocks_before)",
+        "fp4/expand.cuh",
+        "!is_free(ctx, id, at.block_before, blocks_before)",
         "false",
     ),
     "only experts with panels ask for the room": (
-        "roles/expand.cuh",
+        "fp4/expand.cuh",
         "if (!is_free(ctx",
         "if (is_tall(rows) && is_tall(rows_before) && !is_free(ctx",
     ),
-    "the room of another expert": ("roles/expand.cuh", "expert - args.expanded.rooms", "-1"),
+    "the room of another expert": ("fp4/expand.cuh", "expert - args.expanded.rooms", "-1"),
     "math warps expand, too": (
-        "gemm/mainloop.cuh",
+        "fp4/expand_slots.cuh",
         "in_slots_(!has_panels<T>())",
         "in_slots_(true)",
     ),
-    "a pass decides for itself": ("roles/plan.cuh", "if (start.is_first)", "if (true)"),
+    "a pass decides for itself": ("rows/plan.cuh", "if (start.is_first)", "if (true)"),
     "the other CTA of a pair is not told": (
-        "roles/plan.cuh",
-        "panels = *arch::in_member(&panels, 1) =",
-        "panels =",
+        "fp4/forms.cuh",
+        "has = *arch::in_member(&has, 1) =",
+        "has =",
     ),
     "a patch is left out": (
-        "roles/expand.cuh",
+        "fp4/expand.cuh",
         "s.patches = shape.panels * shape.patches();",
         "s.patches = shape.panels * shape.patches() - 1;",
     ),
-    "words lie elsewhere": ("roles/expand.cuh", "+ 32 * word;", "+ 32 * (word ^ 1);"),
-    "another group's scale": ("roles/expand.cuh", "w % 2 * 8 & 0xff", "0 & 0xff"),
-    "no zeros behind the last column": ("roles/expand.cuh", "words * w < words_left", "true"),
-    "all scales are near": ("roles/expand.cuh", "if (Row::To::plain(half, {0})) {", "if (true) {"),
+    "words lie elsewhere": ("fp4/expand.cuh", "+ 32 * word;", "+ 32 * (word ^ 1);"),
+    "another group's scale": ("fp4/expand.cuh", "w % 2 * 8 & 0xff", "0 & 0xff"),
+    "no zeros behind the last column": ("fp4/expand.cuh", "words * w < words_left", "true"),
+    "all scales are near": ("fp4/expand.cuh", "if (Row::To::plain(half, {0})) {", "if (true) {"),
 }
 
 

@@ -16,7 +16,7 @@ from megamoe.jit.source import ACTIVATIONS as POLICIES
 
 ULP = 2.0**-24
 SOURCE = """\
-#include "megamoe/act/policies.h"
+#include "megamoe/act/policies.cuh"
 
 #define POLICY(name)                                                                             \\
     extern "C" __attribute__((visibility("default"))) void name(                                 \\
@@ -116,7 +116,7 @@ GRADIENT = """\
             megamoe::name::gradient(*args, gate[i], up[i], dh[i], dgate[i], dup[i], h[i]);              \\
     }
 """
-POLICIES_H = paths.CSRC / "megamoe" / "act" / "policies.h"
+POLICIES_H = paths.CSRC / "megamoe" / "act" / "policies.cuh"
 
 
 def gradient_library(*faults: tuple[str, str]) -> Any:

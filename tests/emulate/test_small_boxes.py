@@ -29,7 +29,7 @@ def layer(precision: str) -> list[torch.Tensor]:
     return Emulation(problem, num_ctas=4).forward_all(*call)
 
 
-NONE = ("gemm/operands.h", "if (T::direction != Direction::forward) return 0;", "return 0;")
+NONE = ("gemm/operands.cuh", "if (T::Pool::padded) return 0;", "return 0;")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -46,18 +46,18 @@ def test_bits_are_those_of_whole_boxes(
 
 FLAWS = {
     "a box is missing": (
-        "gemm/operands.h",
+        "gemm/operands.cuh",
         "ceil_div(tile.rows(), small_box_rows)",
         "tile.rows() / small_box_rows",
     ),
     "rows of the other GEMM": (
-        "gemm/operands.h",
-        "stage == Stage::gemm2 ? 1 : 0]",
-        "stage != Stage::gemm2 ? 1 : 0]",
+        "gemm/operands.cuh",
+        "gemm == GemmId::gemm2 ? 1 : 0]",
+        "gemm != GemmId::gemm2 ? 1 : 0]",
     ),
-    "both CTAs load the same": ("roles/load.cuh", "both ? sharing.half : 0,", "0,"),
+    "both CTAs load the same": ("gemm/load_slots.cuh", "both ? sharing.half : 0,", "0,"),
     "scales of one box": (
-        "roles/load.cuh",
+        "gemm/load_slots.cuh",
         "small * small_box_rows * sizeof(float) :",
         "small_box_rows * sizeof(float) :",
     ),
@@ -78,7 +78,7 @@ def test_launches_that_train_need_the_zeros_of_whole_boxes(
     """Weight gradients read rows behind an expert's last: of what a slot held before, they are NaN or wrong."""
     problem = Problem(144, 80, 5, 3, max_tokens=70)
     check(Emulation(problem), Call.make(problem, [70]))
-    also = (*NONE[:2], "if (T::direction == Direction::backward) return 0;")
+    also = (*NONE[:2], "if (T::Pool::restored) return 0;")
     plant(also, monkeypatch, tmp_path / "flaw")
     with pytest.raises(AssertionError):
         check(Emulation(problem), Call.make(problem, [70]))

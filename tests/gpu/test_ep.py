@@ -19,7 +19,7 @@ from megamoe import MegaMoE, Problem, make_backend
 from megamoe.backends import reference
 from megamoe.launch.layout import BLOCK_ROWS, min_pool_rows
 from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
-from megamoe.testing.stages import StageChecker
+from megamoe.testing.intermediates import StageChecker
 from megamoe.window.window import Window
 
 ROOT = Path(__file__).resolve().parents[2]

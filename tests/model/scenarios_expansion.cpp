@@ -1,5 +1,5 @@
 // Weights that math warps expand where TMA put them: gemm/mainloop.cuh, Expansion. Weights that transport
-// warps expand in memory, for tiles of all CTAs: roles/expand.cuh. And output slots that both warpgroups
+// warps expand in memory, for tiles of all CTAs: fp4/expand.cuh. And output slots that both warpgroups
 // fill, in the wide form: roles/math.cuh, claim_common() and hand_over_common().
 #include "scenarios.h"
 

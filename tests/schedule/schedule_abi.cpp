@@ -8,7 +8,7 @@ using namespace megamoe;
 extern "C" {
 
 int abi_chunk_tokens() { return chunk_tokens; }
-int abi_max_group() { return max_group; }
+int abi_max_run() { return max_run; }
 int abi_expert_begin_of(int e, int r, int rank) { return expert_begin_of(e, r, rank); }
 int abi_rank_of_expert(int e, int r, int expert) { return rank_of_expert(e, r, expert); }
 int abi_home_of(int ordered, int r) { return home_of(ordered, r); }
@@ -25,14 +25,14 @@ void abi_sum_slices_of(int hidden, int tokens, int r, int cells, int* out) {
     out[0] = s.count, out[1] = s.vectors;
 }
 void abi_group_of(int first_block, int blocks, int block, int* out) {
-    Group g = group_of(first_block, blocks, block);
+    Run g = run_of(first_block, blocks, block);
     out[0] = g.first, out[1] = g.size;
 }
 
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile
 // (cta, step, stage, part, block, n, shared), each CTA's in its own order. A step is `span` blocks of gemm1
 // and then the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its
-// pair's unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Shares has them, one CTA after the other
+// pair's unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Lots has them, one CTA after the other
 // is written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come in an order
 // that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a portion past
 // the last block.
@@ -45,16 +45,16 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         int first = 0, e = 0;  // the expert that holds block p.portion
         while (e < num_experts && first + expert_blocks[e] <= p.portion) first += expert_blocks[e++];
         if (e == num_experts) return false;
-        bool is1 = p.stage == Stage::gemm1;
+        bool is1 = p.gemm == GemmId::gemm1;
         int tiles = is1 ? tiles1 : tiles2;
-        Group group = group_of(first, expert_blocks[e], p.portion);
+        Run group = run_of(first, expert_blocks[e], p.portion);
         for (int member = 0; member < pair_ctas; ++member) {
             UnitTile unit;
-            if (!unit_in_group(group, p, tiles, member, &unit)) continue;
+            if (!unit_in_run(group, p, tiles, member, &unit)) continue;
             if (written++ >= capacity) continue;  // one too many: the test says so
             int* tile = out + 7 * (written - 1);
             tile[0] = pair * pair_ctas + member, tile[1] = p.portion / span + (is1 ? 0 : 1);
-            tile[2] = static_cast<int>(p.stage), tile[3] = p.portion * units_of(tiles) + p.part;
+            tile[2] = static_cast<int>(p.gemm), tile[3] = p.portion * units_of(tiles) + p.part;
             tile[4] = unit.block, tile[5] = unit.n < tiles ? unit.n : -1;
             tile[6] = static_cast<int>(unit.shared);
         }
@@ -63,7 +63,7 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
     std::vector<UnitStream> streams;
     for (int pair = 0; pair < num_pairs; ++pair)
         streams.emplace_back(num_blocks, units_of(tiles1), units_of(tiles2), 0, span, pair, num_pairs);
-    Gemm2Shares shares(num_blocks * units_of(tiles1), rounds, num_pairs);
+    Gemm2Lots shares(num_blocks * units_of(tiles1), rounds, num_pairs);
     for (int p = 0; p < num_pairs && seed == 0; ++p) streams[p].next2 = shares.first(num_pairs - 1 - p);
     auto all_done = [&] {
         for (const UnitStream& stream : streams)
@@ -74,11 +74,11 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
     while (!all_done()) {
         if (seed != 0) pair = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 8) % num_pairs;
         while (streams[pair].done()) pair = (pair + 1) % num_pairs;
-        Unit unit = streams[pair].pop([&](Stage stage, int before) {
-            if (seed == 0 && stage == Stage::gemm2)
+        Unit unit = streams[pair].pop([&](GemmId id, int before) {
+            if (seed == 0 && id == GemmId::gemm2)
                 return shares.behind(before, num_pairs - 1 - pair, num_pairs);
-            bool fixed = seed == 0 || (fixed2 && stage == Stage::gemm2);
-            return num_pairs + (fixed ? before : tickets[static_cast<int>(stage)]++);
+            bool fixed = seed == 0 || (fixed2 && id == GemmId::gemm2);
+            return num_pairs + (fixed ? before : tickets[static_cast<int>(id)]++);
         });
         if (!write(unit, pair)) return -1;
     }

@@ -160,7 +160,7 @@ def check_fixed_shares(tiles: list[Tile], launch: Launch) -> None:
         assert t.stage == GEMM1 or (t.part + t.cta // 2) % pairs == pairs - 1, f"{t} is another's"
 
 
-def group_of(order, first, blocks, block):
+def run_of(order, first, blocks, block):
     out = (ctypes.c_int * 2)()
     order.abi_group_of(first, blocks, block, out)
     return out[0], out[1]
@@ -168,7 +168,7 @@ def group_of(order, first, blocks, block):
 
 def test_streams_small_bounds(order):
     """Exhaustive: few blocks, few tiles, up to more CTAs than tiles."""
-    least = order.abi_max_group()
+    least = order.abi_max_run()
     for blocks in itertools.product([0, 1, 2, 3], repeat=2):
         for tiles1, tiles2, ctas in itertools.product([1, 2, 3, 4], [1, 2, 5], (2, 4, 6, 8)):
             for span in (least, least + 1, 40):
@@ -182,7 +182,7 @@ def test_streams_small_bounds(order):
 
 def test_streams_around_the_group(order):
     """Experts of one group less, exactly and more than the largest group, in the shortest steps."""
-    least = order.abi_max_group()
+    least = order.abi_max_run()
     sizes = (0, 1, least - 1, least, least + 1, 2 * least, 2 * least + 1)
     for blocks in itertools.product(sizes, repeat=2):
         for tiles1, tiles2, ctas in itertools.product([1, 3, 4], [1, 4], [2, 10, 132]):
@@ -201,7 +201,7 @@ def test_streams_around_the_group(order):
     rounds=st.integers(0, 5),
 )
 def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2, rounds):
-    span = order.abi_max_group() + extra
+    span = order.abi_max_run() + extra
     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, seed, fixed2))
     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, rounds=rounds))
 
@@ -213,7 +213,7 @@ def test_streams(order, blocks, tiles1, tiles2, extra, ctas, seed, fixed2, round
 def test_few_blocks_are_shared_evenly(order, tiles1, tiles2, rounds):
     uneven = 0
     for blocks in range(1, 129):
-        launch = Launch([1] * blocks, tiles1, tiles2, order.abi_max_group(), 132, rounds=rounds)
+        launch = Launch([1] * blocks, tiles1, tiles2, order.abi_max_run(), 132, rounds=rounds)
         check_streams(order, launch)
         in_turns = streams_of(order, replace(launch, rounds=0))
         try:
@@ -224,7 +224,7 @@ def test_few_blocks_are_shared_evenly(order, tiles1, tiles2, rounds):
 
 
 def test_tickets_are_no_fixed_shares(order):
-    launch = Launch([16] * 8, 16, 28, order.abi_max_group(), 132, seed=7)
+    launch = Launch([16] * 8, 16, 28, order.abi_max_run(), 132, seed=7)
     with pytest.raises(AssertionError, match="is another's"):
         check_fixed_shares(streams_of(order, launch), launch)
 
@@ -234,7 +234,7 @@ def test_tickets_are_no_fixed_shares(order):
 )  # DSv3, Flash, Qwen3-235B, Qwen3-30B
 def test_real_shapes_share_both_stages(order, tiles1, tiles2):
     """132 CTAs: all of them have work of both stages, also where tiles1 + tiles2 divides the grid."""
-    launch = Launch([8] * 16, tiles1, tiles2, order.abi_max_group(), 132)
+    launch = Launch([8] * 16, tiles1, tiles2, order.abi_max_run(), 132)
     check_streams(order, launch)
     tiles = streams_of(order, launch)
     for stage in (GEMM1, GEMM2):
@@ -243,12 +243,12 @@ def test_real_shapes_share_both_stages(order, tiles1, tiles2):
 
 @pytest.mark.parametrize("missing", [2, 3, 4, 8, 15])
 def test_streams_need_long_steps(order, missing):
-    """Steps of max_group blocks make the dependencies hold: short ones must fail, or the tests above prove nothing.
+    """Steps of max_run blocks make the dependencies hold: short ones must fail, or the tests above prove nothing.
 
     One block less would still do: a group starts in its step's last block at worst, and gemm1 comes
     first within the next step.
     """
-    group = order.abi_max_group()
+    group = order.abi_max_run()
     for blocks in itertools.product(range(1, group), [group]):
         check_streams(order, Launch(blocks, 24, 2, group - 1, 6))
     span = group - missing
@@ -258,17 +258,17 @@ def test_streams_need_long_steps(order, missing):
 
 def test_dealing_the_merged_order_is_seen(order):
     """What UnitStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each (docs/tuning.md)."""
-    launch = Launch([16] * 8, 16, 28, order.abi_max_group(), 132)
+    launch = Launch([16] * 8, 16, 28, order.abi_max_run(), 132)
     merged = sorted((t for t in streams_of(order, launch) if t.cta % 2), key=lambda t: t.place)
     with pytest.raises(AssertionError, match="dealt unevenly"):
         check_deal([t._replace(cta=2 * (i % 66) + 1) for i, t in enumerate(merged)], launch)
 
 
 def test_groups_partition_the_blocks(order):
-    limit = order.abi_max_group()
+    limit = order.abi_max_run()
     for blocks in range(1, 300):
         for first in (0, 7):
-            groups = [group_of(order, first, blocks, first + i) for i in range(blocks)]
+            groups = [run_of(order, first, blocks, first + i) for i in range(blocks)]
             for i, (start, size) in enumerate(groups):
                 assert 1 <= size <= limit
                 assert start <= first + i < start + size

@@ -9,7 +9,7 @@
 namespace megamoe {
 
 constexpr int max_local_experts = 1024;
-constexpr int num_wait_marks = 3;  // cta/profile.h
+constexpr int num_wait_marks = 3;  // cta/profile.cuh
 
 // A pass of backward whose pre-activations were not saved makes them again first, with the same plan.
 enum class Phase : int { data, recompute };
@@ -22,20 +22,20 @@ struct PassPlan {
     int num_rows;                // without padding
     int is_last;
     Phase phase;
-    int share_rows;  // that a warp takes at a time, see roles/shares.cuh
-    Slices pulls;    // of a row in dispatch: rows_ready counts so many for each
+    int lot_rows;  // that a warp takes at a time, see rows/lots.cuh
+    Slices pulls;  // of a row in dispatch: rows_ready counts so many for each
 };
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
 // movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
 // flight take the registers; odd numbers of words, so that a warp's accesses meet no bank conflicts.
 struct ReducerState {
-    int32_t row;       // the share's first; no share: negative
-    int32_t block;     // the last that has a row of the share's closers
+    int32_t row;       // the lot's first; no lot: negative
+    int32_t block;     // the last that has a row of the lot's closers
     int32_t done;      // blocks before this one are done
-    uint32_t route;    // of this lane's row of the share
-    uint16_t slice;    // of the share: what is summed of its rows
-    uint16_t closers;  // lanes of the share whose tokens are still to be summed
+    uint32_t route;    // of this lane's row of the lot
+    uint16_t slice;    // of the lot: what is summed of its rows
+    uint16_t closers;  // lanes of the lot whose tokens are still to be summed
 };
 struct CombinerState {  // of one (token, expert rank)
     int32_t token;      // or -1
@@ -54,51 +54,23 @@ struct SumJob {
     uint32_t sources;
 };
 
-template <int bytes>
-struct SlotScales {
-    uint8_t scales[bytes];
-};
-template <>
-struct SlotScales<0> {};
-
-// Where weights are expanded in memory (roles/expand.cuh): how far a transport warp is, by stage, and what it
-// is at.
-struct ExpandedTo {
-    int expert, block;  // the next one, where its blocks begin,
-    int block_before;   // and those of the expert that had its room before
-};
-struct ExpanderState {
-    ExpandedTo at[2];
-    Stage stage;
-    int expert, patch, patches;  // the next patch of an expert's; all are made: patch >= patches
-};
-template <bool panels>
-struct PanelSmem {
-    ExpanderState expander[num_transport_warps];
-    int has_panels;  // the launch
-};
-template <>
-struct PanelSmem<false> {};
-
 // What the GEMM roles share, for tiles of shape S.
 template <class S>
 struct alignas(1024) TileSmem {
-    struct alignas(1024) PipelineSlot : SlotScales<S::scale_bytes> {
+    struct alignas(1024) PipelineSlot : S::Forms::BesideWeights {
         alignas(1024) uint8_t a[S::rows * slot_k_bytes];
         uint8_t b[2][S::half_columns * slot_k_bytes];
     };
     PipelineSlot slots[S::num_slots];
-    alignas(1024) uint8_t output[num_math_groups][S::num_output_slots][box_bytes];
+    alignas(1024) uint8_t output[num_math_warpgroups][S::num_output_slots][box_bytes];
     alignas(16) float a_scale[S::num_slots][S::rows];  // destination of bulk copies
     float b_scale[S::num_slots][2];                    // of either half
     int32_t input_slot[S::num_output_slots];           // of the pipeline, that stands in for an output slot
     Tile tile[S::num_slots];                           // that begins in a slot: load_b tells the math warps
-    Tile math_tile[num_math_groups * 4];  // each math warp's copy: its registers are full of sums
+    Tile math_tile[num_math_warpgroups * 4];  // each math warp's copy: its registers are full of sums
     Slots<S::num_slots, PairBarrier> pipeline;
-    Slots<S::num_output_slots, uint64_t> outputs[num_math_groups];
-    struct : PanelSmem<S::panels> {
-        uint64_t full[S::num_slots];
-    } expanded;  // weights that math warps expand in their slots, before the MMAs
+    Slots<S::num_output_slots, uint64_t> outputs[num_math_warpgroups];
+    typename S::Forms::template Smem<S::num_slots> forms;
 };
 
 // What routing and the plan count in the bytes of the pipeline's slots, while nothing is in flight there:
@@ -143,8 +115,8 @@ struct Smem {
         MoverSmem movers;
         ExpertTable experts;  // a grouped launch has no movers
     };
-    int32_t row_shares_taken, token_shares_taken;  // by the movers of this CTA, in this pass
-    PassPlan draft;                                // this CTA's own; of a pair, CTA 0's is what both run
+    int32_t row_lots_taken, token_lots_taken;  // by the movers of this CTA, in this pass
+    PassPlan draft;                            // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
     uint32_t epoch;         // of this launch; kept here, not in registers, like the counts below

@@ -1,7 +1,6 @@
-// The warps of a CTA, and where a thread stands among them. Asked again where it is needed: no register is
-// spared for it.
+// The warps of a CTA: roles, crews, named barriers.
 #pragma once
-#include "megamoe/arch/arch.h"
+#include "megamoe/base/portable.h"
 
 namespace megamoe {
 
@@ -23,7 +22,7 @@ constexpr int num_threads = num_warps * 32;
 constexpr int first_transport_warp = transport_role.first_warp;
 constexpr int num_transport_warps = transport_role.num_warps;
 constexpr int first_math_warp = math_role.first_warp;
-constexpr int num_math_groups = math_role.num_warps / 4;
+constexpr int num_math_warpgroups = math_role.num_warps / 4;
 constexpr int num_movers = num_warps - first_transport_warp;
 
 // The prologue's two crews: crew 0 routes, crew 1, math later, stages x.
@@ -34,34 +33,6 @@ static_assert(first_math_warp == crew_warps, "crew 1 are the math warps");
 constexpr int transport_barrier = 1;
 constexpr int first_crew_barrier = 2;
 constexpr int first_math_barrier = 4;  // of a warpgroup
-constexpr int math_barrier = first_math_barrier + num_math_groups;
-
-// Of the lanes up to this one.
-MEGAMOE_DEVICE int inclusive_sum(int own) {
-    int lane = arch::lane_idx();
-    MEGAMOE_UNROLL_BY(1)
-    for (int step = 1; step < 32; step <<= 1) {
-        int left = arch::shfl(own, max_of(lane - step, 0));
-        if (lane >= step) own += left;
-    }
-    return own;
-}
-
-MEGAMOE_DEVICE int crew() { return arch::warp_idx() / crew_warps; }
-MEGAMOE_DEVICE int crew_warp() { return arch::warp_idx() % crew_warps; }
-MEGAMOE_DEVICE int crew_thread() { return arch::thread_idx() % crew_threads; }
-MEGAMOE_DEVICE void crew_sync() { arch::named_sync(first_crew_barrier + crew(), crew_threads); }
-
-MEGAMOE_DEVICE int transport_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_transport_warps * 32); }
-
-// Movers: the transport warps, and math warps that have no tiles left.
-MEGAMOE_DEVICE int mover_warp() { return arch::warp_idx() - first_transport_warp; }
-MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_warp * 32; }
-
-// Which of the two math warpgroups this is.
-MEGAMOE_DEVICE int math_group() { return (arch::warp_idx() - first_math_warp) / 4; }
-MEGAMOE_DEVICE void math_group_sync(int group) { arch::named_sync(first_math_barrier + group, 128); }
-MEGAMOE_DEVICE void math_sync() { arch::named_sync(math_barrier, math_role.num_warps * 32); }
+constexpr int math_barrier = first_math_barrier + num_math_warpgroups;
 
 }  // namespace megamoe

@@ -1,6 +1,6 @@
 // gemm1 of the forward layer: h = activation(gate, up), or activation(up).
 #pragma once
-#include "megamoe/act/policies.h"
+#include "megamoe/act/policies.cuh"
 #include "megamoe/epilogue/elementwise.cuh"
 
 namespace megamoe {

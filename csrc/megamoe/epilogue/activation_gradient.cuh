@@ -9,7 +9,7 @@
 // `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, an output slot a plane, from the
 // values rounded to bf16: they take the registers of the sums that they were made of.
 #pragma once
-#include "megamoe/act/policies.h"
+#include "megamoe/act/policies.cuh"
 #include "megamoe/epilogue/elementwise.cuh"
 
 namespace megamoe {
@@ -33,7 +33,7 @@ struct ActivationGradientEpilogue {
                 tile.n * columns + half * S::half_columns, ctx.args.gemm[0].n};
     }
 
-    static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > group_rows ? 2 : 1; }
+    static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > warpgroup_rows ? 2 : 1; }
     static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) {
         return gu_planes * boxes(tile) * box_bytes;
     }
@@ -49,7 +49,8 @@ struct ActivationGradientEpilogue {
             MEGAMOE_UNROLL_BY(1)
             for (int box = 0; box < boxes(tile); ++box)
                 arch::tma_load_2d(slot.b[plane] + box * box_bytes, maps + plane, full,
-                                  tile.n * columns + input * slot_columns, row0<T>(tile) + box * group_rows);
+                                  tile.n * columns + input * slot_columns,
+                                  row0<T>(tile) + box * warpgroup_rows);
         }
     }
     // One thread: what run() has left in the slot.
@@ -61,7 +62,7 @@ struct ActivationGradientEpilogue {
         if (column >= ctx.args.gemm[0].n) return;
         MEGAMOE_UNROLL_BY(1)
         for (int box = 0; box < boxes(tile); ++box) {
-            int row = box * group_rows;
+            int row = box * warpgroup_rows;
             MEGAMOE_UNROLL_BY(1)
             for (int plane = 0; plane < gu_planes; ++plane)
                 store_rows<T>(&training.dgu[plane], slot.b[plane] + box * box_bytes, column, tile, row);
@@ -74,8 +75,8 @@ struct ActivationGradientEpilogue {
                                    Sums<T>& sum) {
         const Args& args = ctx.args;
         Fragment f;
-        int group_row = math_group() * group_rows, row = row0<T>(tile) + group_row + f.row;
-        constexpr bool weighted = T::direction == Direction::backward;
+        int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
+        constexpr bool weighted = T::Sums::of_gradients;
         const float s[2] = {weighted ? args.training.row_weight[row] : 1.0f,
                             weighted ? args.training.row_weight[row + 8] : 1.0f};
         float d_s[2] = {0.0f, 0.0f};
@@ -83,9 +84,9 @@ struct ActivationGradientEpilogue {
         MEGAMOE_UNROLL
         for (int input = 0; input < inputs; ++input) {
             auto& slot = output.claim_input(ring);
-            uint8_t* gates = slot.b[0] + math_group() * box_bytes;
-            uint8_t* ups = slot.b[1] + math_group() * box_bytes;
-            uint8_t* hs = slot.a + math_group() * box_bytes;
+            uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
+            uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
+            uint8_t* hs = slot.a + math_warpgroup() * box_bytes;
             MEGAMOE_UNROLL
             for (int g = 0; g < slot_columns / 8; ++g) {
                 int of_half = input % inputs_of_half * (slot_columns / 8) + g;

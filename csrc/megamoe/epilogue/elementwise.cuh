@@ -16,10 +16,11 @@
 // from Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long
 // when unrolled.
 #pragma once
-#include "megamoe/cta/context.h"
+#include "megamoe/cta/blocks.cuh"
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/format.h"
-#include "megamoe/formats/fragment.h"
+#include "megamoe/formats/fragment.cuh"
+#include "megamoe/gemm/gemm.cuh"
 
 namespace megamoe {
 
@@ -39,21 +40,21 @@ struct Elementwise {
 
     static MEGAMOE_DEVICE int slots(const Args&) { return columns / slot_columns; }
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        const Gemm& gemm = gemm_of(ctx.args, tile.stage);
+        const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
         return {&gemm.out, tile.n * columns + slot * slot_columns, gemm.n};
     }
 };
 
 template <class T>
-MEGAMOE_DEVICE int output_slots(const Args& args, Stage stage) {
-    return of_stage<T>(stage, [&](auto gemm) { return decltype(gemm)::Epilogue::slots(args); });
+MEGAMOE_DEVICE int output_slots(const Args& args, GemmId id) {
+    return of_gemm<T>(id, [&](auto gemm) { return decltype(gemm)::Epilogue::slots(args); });
 }
 
 // What a warpgroup hands over for a tile, in order: input(i) for each pipeline slot that comes back,
 // output(c) for each output slot. Who fills them and who stores them walk alike.
 template <class T, class Input, class Output>
 MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, Output output) {
-    int slots = output_slots<T>(args, tile.stage), c = 0;
+    int slots = output_slots<T>(args, tile.gemm), c = 0;
     using E = typename T::Gemm1::Epilogue;  // the only one that may have inputs
     if constexpr (E::inputs != 0) {
         MEGAMOE_UNROLL_BY(1)
@@ -87,10 +88,10 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
 // have the first one's rows.
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
-    const Gemm& gemm = gemm_of(ctx.args, tile.stage);
-    int group = halves_of<T>(tile.stage, tile.n).column0 / scale_group + half;
+    const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+    int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
-                    (wide ? 0 : math_group() * group_rows);
+                    (wide ? 0 : math_warpgroup() * warpgroup_rows);
     return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
 }
 
@@ -109,7 +110,7 @@ MEGAMOE_DEVICE void write_halves(const Context& ctx, const Tile& tile, int count
 // The sums plus the bias of their columns, if there is one.
 template <class T>
 MEGAMOE_DEVICE void add_bias(const Tile& tile, Sums<T>& sum, const float* bias, int width, Fragment f) {
-    Halves<typename T::Tiling> halves = halves_of<T>(tile.stage, tile.n);
+    Halves<typename T::Tiling> halves = halves_of<T>(tile.gemm, tile.n);
     if (bias == nullptr) return;
     bias += int64_t{tile.expert()} * width * halves.num_planes();
     MEGAMOE_UNROLL
@@ -121,8 +122,8 @@ template <class E1, class E2, class T, class Output>
 MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output& output, Sums<T>& sum) {
     const Args& args = ctx.args;
     Fragment f;
-    bool first = same<E1, E2> || tile.stage == Stage::gemm1;
-    const Gemm& gemm = gemm_of(args, tile.stage);
+    bool first = same<E1, E2> || tile.gemm == GemmId::gemm1;
+    const Gemm& gemm = gemm_of(args, tile.gemm);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());
@@ -143,7 +144,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     write_halves<Out2, T>(ctx, tile, first ? E1::halves : E2::halves, output, sum, f);
 }
 
-// The epilogue of the tile's stage.
+// The epilogue of the tile's GEMM.
 template <class T, class Output>
 MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output,
                            Sums<T>& sum) {
@@ -152,7 +153,7 @@ MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring
     if constexpr (E1::elementwise && E2::elementwise) {
         run_elementwise<E1, E2, T>(ctx, tile, output, sum);
     } else {
-        of_stage<T>(tile.stage, [&](auto gemm) {
+        of_gemm<T>(tile.gemm, [&](auto gemm) {
             decltype(gemm)::Epilogue::template run<T>(ctx, tile, ring, output, sum);
         });
     }

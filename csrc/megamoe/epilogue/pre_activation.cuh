@@ -28,7 +28,7 @@ struct SavingEpilogue : ActivationEpilogue<S, Activation, Rows> {
     static MEGAMOE_DEVICE int slots(const Args& args) { return Saved::slots + Base::slots(args); }
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
         if (slot >= Saved::slots) return Base::output(ctx, tile, slot - Saved::slots);
-        int width = ctx.smem.plan.chunk_begin == 0 ? gemm_of(ctx.args, tile.stage).n : 0;
+        int width = ctx.smem.plan.chunk_begin == 0 ? gemm_of(ctx.args, tile.gemm).n : 0;
         return Saved::output(ctx.args.training.gu, width, tile.n, slot);
     }
 };
@@ -43,13 +43,13 @@ struct RecomputeEpilogue {
 
     static MEGAMOE_DEVICE int slots(const Args&) { return Saved::slots; }
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        return Saved::output(ctx.args.training.dgu, gemm_of(ctx.args, tile.stage).n, tile.n, slot);
+        return Saved::output(ctx.args.training.dgu, gemm_of(ctx.args, tile.gemm).n, tile.n, slot);
     }
     template <class T, class Output>
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
                                    Sums<T>& sum) {
         Fragment f;
-        add_bias<T>(tile, sum, ctx.args.training.b13, gemm_of(ctx.args, tile.stage).n, f);
+        add_bias<T>(tile, sum, ctx.args.training.b13, gemm_of(ctx.args, tile.gemm).n, f);
         write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
     }
 };

@@ -16,8 +16,8 @@ struct WeightGradientEpilogue {
     static MEGAMOE_DEVICE int slots(const Args& args) { return columns / slot_columns(args); }
 
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        return {&ctx.args.training.dw[tile.stage == Stage::dw13 ? 0 : 1],
-                tile.n * columns + slot * slot_columns(ctx.args), gradient_columns(ctx.args, tile.stage)};
+        return {&ctx.args.training.dw[tile.gemm == GemmId::dw13 ? 0 : 1],
+                tile.n * columns + slot * slot_columns(ctx.args), gradient_columns(ctx.args, tile.gemm)};
     }
     // One thread: what the tile will be added to, into L2.
     static MEGAMOE_DEVICE void prefetch(const Context& ctx, const Tile& tile) {
@@ -27,8 +27,8 @@ struct WeightGradientEpilogue {
             Destination to = output(ctx, tile, c);
             if (to.column >= to.width) break;
             MEGAMOE_UNROLL_BY(1)
-            for (int row = block.row; row < block.row + S::rows; row += group_rows) {
-                if (row < gradient_rows(ctx.args, tile.stage))
+            for (int row = block.row; row < block.row + S::rows; row += warpgroup_rows) {
+                if (row < gradient_rows(ctx.args, tile.gemm))
                     arch::tma_prefetch_4d(to.map, to.column, row, block.plane, tile.expert());
             }
         }
@@ -38,7 +38,7 @@ struct WeightGradientEpilogue {
                                      const void* from, bool adds) {
         GradientBlock<S> block(ctx.args, tile);
         row += block.row;
-        if (row >= gradient_rows(ctx.args, tile.stage)) return;
+        if (row >= gradient_rows(ctx.args, tile.gemm)) return;
         if (adds) {
             arch::tma_reduce_add_4d(to.map, from, to.column, row, block.plane, tile.expert());
         } else {
@@ -68,12 +68,12 @@ struct WeightGradientEpilogue {
         constexpr int groups = slot_k_bytes / 4 / 8;  // of 8 columns
         MEGAMOE_UNROLL
         for (int c = 0; c < n / 4 / groups; ++c) {
-            uint8_t* chunk = output.claim();
+            uint8_t* box = output.claim();
             MEGAMOE_UNROLL
             for (int g = groups * c; g < groups * (c + 1); ++g) {
                 int at = swizzled(f.row, 4 * f.column(g - groups * c));
-                *reinterpret_cast<Pair*>(chunk + at) = {v[4 * g], v[4 * g + 1]};
-                *reinterpret_cast<Pair*>(chunk + at + 8 * slot_k_bytes) = {v[4 * g + 2], v[4 * g + 3]};
+                *reinterpret_cast<Pair*>(box + at) = {v[4 * g], v[4 * g + 1]};
+                *reinterpret_cast<Pair*>(box + at + 8 * slot_k_bytes) = {v[4 * g + 2], v[4 * g + 3]};
             }
             output.hand_over();
         }

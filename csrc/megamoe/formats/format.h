@@ -2,19 +2,18 @@
 // precision names three; megamoe/core/table.py has the table.
 //
 //   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: one fp32 scale a row and
-//                    128 columns stands beside them; stage(ctx, tokens): x -> window; if scaled
-//                    stage_quantized(ctx, tokens), of x that comes with scales; write_half(output, sums,
-//                    row_scale, f): a half of a tile -> output slots of 128 bytes a row;
-//                    write_columns(...): the same of the wide form
-//   weights          packed: numbers in an element of the map; expanded: math warps make of what arrives what
-//                    MMAs read (fp4.cuh), else Element, element_bytes; scaled; slot_scale_bytes that come
-//                    with them; k_major, or as rows of N for each k; Scales(scales, n, columns, tile,
+//                    128 columns stands beside them, and quantize() makes it of eight columns a lane;
+//                    write_half(output, sums, row_scale, f): a half of a tile -> output slots of 128 bytes a
+//                    row
+//   weights          Element, element_bytes; packed: numbers in an element of the map; scaled;
+//                    slot_scale_bytes that come with them, where MMAs do not read them as they arrive
+//                    (gemm/forms.cuh); k_major, or as rows of N for each k; Scales(scales, n, columns, tile,
 //                    halves): fetch() reads what the next pipeline slot needs, put(slot) hands it to the math
-//                    warps; scales_sums: of_sums(half, columns) is what the epilogue multiplies sums by
+//                    warps
 //
 // How a pair of formats is multiplied is gemm/mainloop.cuh's Multiply<rows, weights>.
 #pragma once
-#include "megamoe/arch/arch.h"
+#include "megamoe/base/portable.h"
 
 namespace megamoe {
 

@@ -1,8 +1,8 @@
 // Gradients of the biases, beside the weight tiles of the first columns: sums over an expert's rows of A's
 // columns, which stand in shared memory then. db13 = sum dgu, db2 = sum s dy.
 #pragma once
-#include "megamoe/formats/fragment.h"
-#include "megamoe/gemm/operands_backward.h"
+#include "megamoe/formats/fragment.cuh"
+#include "megamoe/gemm/operands_backward.cuh"
 
 namespace megamoe {
 
@@ -15,9 +15,9 @@ class BiasGradient {
         const Training& training = ctx.args.training;
         out_ = gradient_of(ctx, tile);
         weights_ = nullptr;
-        if constexpr (!is_grouped<T>) {
+        if constexpr (T::Blocks::in_pool) {
             int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
-            if (tile.stage != Stage::dw13 && row < ctx.args.pool_rows) weights_ = training.row_weight + row;
+            if (tile.gemm != GemmId::dw13 && row < ctx.args.pool_rows) weights_ = training.row_weight + row;
         }
         slots_ = tile.slots;
         ask_for_weights(0);
@@ -29,9 +29,9 @@ class BiasGradient {
         if (out_ == nullptr) return;
         const float s[2] = {next_[0], next_[1]};
         ask_for_weights(i + 1);
-        const uint8_t* box = tile_smem<T>().slots[slot].a + math_group() * box_bytes;
+        const uint8_t* box = tile_smem<T>().slots[slot].a + math_warpgroup() * box_bytes;
         MEGAMOE_UNROLL
-        for (int j = 0; j < group_rows / rows_at_once; ++j) {
+        for (int j = 0; j < warpgroup_rows / rows_at_once; ++j) {
             int r = j * rows_at_once + arch::lane_idx() / lanes;
             uint32_t pair = *reinterpret_cast<const uint32_t*>(box + swizzled(r, 2 * column()));
             float weight = arch::shfl(s[j * rows_at_once / 32], r % 32);
@@ -44,7 +44,7 @@ class BiasGradient {
     MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile) {
         if (out_ == nullptr) return;
         int at = 0, width = 0;
-        float* out = place(ctx, tile, out_, math_group() * group_rows + column(), &at, &width);
+        float* out = place(ctx, tile, out_, math_warpgroup() * warpgroup_rows + column(), &at, &width);
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j) {
             MEGAMOE_UNROLL
@@ -74,20 +74,20 @@ class BiasGradient {
         if (out_ == nullptr || i == slots_) return;
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j)
-            next_[j] = weights_ != nullptr ? weights_[i * group_rows + 32 * j + arch::lane_idx()] : 1.0f;
+            next_[j] = weights_ != nullptr ? weights_[i * warpgroup_rows + 32 * j + arch::lane_idx()] : 1.0f;
     }
     // db13 or db2, where it is wanted and this tile's to make.
     static MEGAMOE_DEVICE float* gradient_of(const Context& ctx, const Tile& tile) {
         const Training& training = ctx.args.training;
         if (tile.n != 0) return nullptr;
-        return tile.stage == Stage::dw13 ? training.db13 : training.db2;
+        return tile.gemm == GemmId::dw13 ? training.db13 : training.db2;
     }
     // Row `row` of the tile, that is, an element of the bias.
     static MEGAMOE_DEVICE float* place(const Context& ctx, const Tile& tile, float* bias, int row, int* at,
                                        int* width) {
         GradientBlock<typename T::Tiling> block(ctx.args, tile);
-        int planes = tile.stage == Stage::dw13 ? T::Gemm2::k_planes : 1;
-        *width = gradient_rows(ctx.args, tile.stage);
+        int planes = tile.gemm == GemmId::dw13 ? T::Gemm2::k_planes : 1;
+        *width = gradient_rows(ctx.args, tile.gemm);
         *at = block.row + row;
         return bias + (int64_t{tile.expert()} * planes + block.plane) * *width + *at;
     }

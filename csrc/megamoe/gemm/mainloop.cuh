@@ -5,8 +5,8 @@
 #pragma once
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3.cuh"
-#include "megamoe/formats/fp4.cuh"
 #include "megamoe/gemm/bias_gradient.cuh"
+#include "megamoe/gemm/forms.cuh"
 
 namespace megamoe {
 
@@ -16,8 +16,8 @@ template <Major a_major, Major b_major>
 struct Operands {
     arch::Desc a, b;
     template <class TileSmem>
-    MEGAMOE_DEVICE Operands(TileSmem& smem, int group)
-        : a(desc<a_major>(smem.slots[0].a + group * box_bytes)), b(desc<b_major>(smem.slots[0].b[0])) {}
+    MEGAMOE_DEVICE Operands(TileSmem& smem, int warpgroup)
+        : a(desc<a_major>(smem.slots[0].a + warpgroup * box_bytes)), b(desc<b_major>(smem.slots[0].b[0])) {}
 
     // `instruction`: of the slot, each mma_k_bytes of K. MN-major, that is so many rows of 128 bytes.
     static MEGAMOE_DEVICE arch::Desc a_at(arch::Desc d, int instruction) {
@@ -37,53 +37,12 @@ struct Operands {
     }
 };
 
-// Weights of the tall form are expanded where they arrived, in the pipeline's slots: either warpgroup's half
-// by its four warps. Slots of wide tiles they just pass on, so that each lap is complete. A launch whose
-// weights are expanded in memory has no such laps.
-template <class T>
-MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
-    arch::warp_sync();  // the warp's writes and fences
-    if (arch::lane_idx() == 0) ring.commit(ctx.mem, tile_smem<T>().expanded);
-}
-template <class T>
-class Expansion {
-  public:
-    MEGAMOE_DEVICE Expansion(Context& ctx, const PipelineRing<T>& ring, int slots)
-        : ctx_(ctx), ring_(ring), in_slots_(!has_panels<T>()), slots_(in_slots_ ? slots : 0) {}
-    MEGAMOE_DEVICE void operator()(int, int) { next(); }  // beside a slot's MMAs
-    MEGAMOE_DEVICE void next() {
-        if (slots_ == 0) return;
-        --slots_;
-        await_slot<T>(ctx_, ring_);
-        auto& smem = tile_smem<T>();
-        int slot = ring_.slot(), half = math_group();
-        using A = typename T::Gemm1::A;
-        using B = typename T::Gemm1::B;
-        uint8_t* scales = smem.slots[slot].scales + PackedHalf<A, B>::scale_offset(0, half);
-        expand_half(smem.slots[slot].b[half], scales, &smem.b_scale[slot][half],
-                    [&] { math_group_sync(half); });
-        pass_half<T>(ctx_, ring_);
-        ring_.advance();
-    }
-
-    MEGAMOE_DEVICE void await(const PipelineRing<T>& ring) const {
-        if (in_slots_) ring.await(ctx_.mem, tile_smem<T>().expanded);
-    }
-
-  private:
-    Context& ctx_;
-    PipelineRing<T> ring_;
-    bool in_slots_;
-    int slots_;
+// What goes on beside a tile's slots: operator()(slot, i) for each, await(ring) before its MMAs.
+struct NothingBeside {
+    MEGAMOE_DEVICE void operator()(int, int) const {}
+    template <class Ring>
+    MEGAMOE_DEVICE void await(const Ring&) const {}
 };
-
-// MMAs may read the slot. `has_arrived`: as a look ahead found.
-template <class T, class Beside>
-MEGAMOE_DEVICE void await_operands(Context& ctx, const PipelineRing<T>& ring, const Beside& beside,
-                                   bool has_arrived) {
-    if (!has_arrived) await_slot<T>(ctx, ring);
-    if constexpr (same<Beside, Expansion<T>>) beside.await(ring);
-}
 
 // How rows of one format are multiplied by weights of another: run(sum, ..., beside) over so many pipeline
 // slots, with so many registers of a thread. `beside` is called for each slot: in BF16 while its MMAs run, in
@@ -102,8 +61,8 @@ struct MultiplyBf16 {
         using S = typename T::Tiling;
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
-        Ops operands(smem, math_group());
-        if constexpr (T::direction == Direction::backward) {
+        Ops operands(smem, math_warpgroup());
+        if constexpr (T::WeightTiles::beside_rows) {
             // Beside other forms' sums: while undefined they would be alive there too, and ptxas spills.
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
@@ -134,7 +93,7 @@ struct MultiplyBf16 {
     }
     template <class T>
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
-        run<T>(sum, ctx, ring, slots, [](int, int) {});
+        run<T>(sum, ctx, ring, slots, NothingBeside{});
     }
 };
 template <>
@@ -156,17 +115,18 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                                    Beside beside) {
         using S = typename T::Tiling;
         TileSmem<S>& smem = tile_smem<T>();
-        Operands<Major::k, Major::k> operands(smem, math_group());
+        Operands<Major::k, Major::k> operands(smem, math_warpgroup());
         MEGAMOE_UNROLL
         for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
         constexpr int slot_bytes = sizeof(smem.slots[0]);
         int at = ring.slot() * slot_bytes;
         bool has_arrived = false;
-        int row = math_group() * group_rows + Fragment().row;
+        int row = math_warpgroup() * warpgroup_rows + Fragment().row;
         for (; slots > 0; --slots) {
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             beside(ring.slot(), 0);
-            await_operands<T>(ctx, ring, beside, has_arrived);
+            if (!has_arrived) await_slot<T>(ctx, ring);
+            beside.await(ring);
             float scale[2][2];  // of a half, of rows `row` and `row` + 8
             MEGAMOE_UNROLL
             for (int half = 0; half < 2; ++half) {
@@ -209,13 +169,9 @@ struct Multiply<E4m3Rows, E4m3Weights> {
     }
     template <class T>
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
-        run<T>(sum, ctx, ring, slots, [](int, int) {});
+        run<T>(sum, ctx, ring, slots, NothingBeside{});
     }
 };
-// Behind the expansion.
-template <>
-struct Multiply<E4m3QuadRows, Mxfp4Weights> : Multiply<E4m3Rows, E4m3Weights> {};
-
 template <class G>
 using MultiplyOf = Multiply<typename G::A, typename G::B>;
 template <class T>
@@ -227,21 +183,14 @@ template <class T>
 MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slots) {
     using M1 = MultiplyOf<typename T::Gemm1>;
     using M2 = MultiplyOf<typename T::Gemm2>;
-    if constexpr (T::direction == Direction::backward) {
+    if constexpr (T::WeightTiles::beside_rows) {
         using Again = MultiplyOf<typename T::RecomputeGemm>;
-        if (!same<Again, M1> && tile.stage == Stage::recompute) {
+        if (!same<Again, M1> && tile.gemm == GemmId::recompute) {
             Again::template run<T>(sum, ctx, ring, slots);
             return;
         }
     }
-    if constexpr (expands_slots<T>) {
-        static_assert(same<M1, M2>, "both GEMMs' rows have one format");
-        Expansion<T> ahead(ctx, ring, slots);
-        ahead.next();
-        M1::template run<T>(sum, ctx, ring, slots, ahead);
-        return;
-    }
-    if (same<M1, M2> || tile.stage == Stage::gemm1) {
+    if (same<M1, M2> || tile.gemm == GemmId::gemm1) {
         M1::template run<T>(sum, ctx, ring, slots);
     } else {
         M2::template run<T>(sum, ctx, ring, slots);
@@ -264,7 +213,7 @@ MEGAMOE_DEVICE void skip_slots(Context& ctx, PipelineRing<T>& ring, int slots) {
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < slots; ++i) {
         ring.await(ctx.mem, tile_smem<T>().pipeline);
-        if constexpr (expands_slots<T>) pass_half<T>(ctx, ring);
+        Forms<T>::pass_slot(ctx, ring);
         arch::warp_sync();
         ring.release(ctx.mem, tile_smem<T>().pipeline);
         ring.advance();

@@ -6,7 +6,7 @@
 #include "megamoe/epilogue/plain.cuh"
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
-#include "megamoe/gemm/operands_backward.h"
+#include "megamoe/gemm/operands_backward.cuh"
 #include "megamoe/kernels/two_gemm.cuh"
 
 namespace megamoe {
@@ -22,8 +22,7 @@ struct Transposed<Bf16Weights> {
 };
 
 template <class P, class Activation, class S>
-struct BackwardLayer {
-    static constexpr Direction direction = Direction::backward;
+struct BackwardLayer : BackwardKind {
     using Rows = typename P::X;
     using Weights = typename Transposed<typename P::W>::Type;
     using Tiling = S;

@@ -1,7 +1,7 @@
 // What every kernel of tiles begins with, and how it is exported.
 #pragma once
-#include "megamoe/cta/tiles.h"
 #include "megamoe/gemm/mainloop.cuh"
+#include "megamoe/gemm/tiles.cuh"
 
 namespace megamoe {
 
@@ -14,10 +14,9 @@ MEGAMOE_DEVICE void init_barriers() {
             arch::mbar_init(&smem.pipeline.full[s], 2);  // load_a and load_b
             // every math warp of the pair
             arch::mbar_init(&smem.pipeline.empty[s].bits, pair_ctas * math_role.num_warps);
-            if constexpr (expands_slots<T>)  // of either half the four warps of a warpgroup
-                arch::mbar_init(&smem.expanded.full[s], math_role.num_warps);
+            Forms<T>::init_barrier(s);
         }
-        for (int g = 0; g < num_math_groups; ++g) {
+        for (int g = 0; g < num_math_warpgroups; ++g) {
             for (int s = 0; s < S::num_output_slots; ++s) {
                 arch::mbar_init(&smem.outputs[g].full[s], 128);  // the warpgroup's threads
                 arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
@@ -25,7 +24,7 @@ MEGAMOE_DEVICE void init_barriers() {
         }
         DealSmem& deal = cta_smem<T>().common.deal;
         for (int s = 0; s < num_dealt; ++s) {
-            if constexpr (deals_pair<T>) {
+            if constexpr (T::Deal::for_pair) {
                 arch::mbar_init(&deal.pair.full[s].bits, 1);
                 arch::mbar_init(&deal.pair.empty[s].bits, pair_ctas * num_dealt_to);
             } else {

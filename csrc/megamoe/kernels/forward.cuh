@@ -2,14 +2,15 @@
 #pragma once
 #include "megamoe/epilogue/activation.cuh"
 #include "megamoe/epilogue/plain.cuh"
+#include "megamoe/fp4/forms.cuh"
 #include "megamoe/kernels/two_gemm.cuh"
 
 namespace megamoe {
 
-template <class P, class Activation, class S>
-struct ForwardLayer {
-    static constexpr Direction direction = Direction::forward;
-    using Tiling = typename WithScales<S, P::W::slot_scale_bytes>::Tiling;
+// panels: packed weights may be expanded in memory, in launches of many rows.
+template <class P, class Activation, class S, bool panels = false, class Kind = ForwardKind>
+struct ForwardLayer : Kind {
+    using Tiling = typename WithPackedWeights<S, P::W::slot_scale_bytes, panels>::Tiling;
     using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<S, Activation, typename P::H>>;
     using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<S, Bf16Rows>>;
     template <class T>

@@ -6,13 +6,13 @@
 #include "megamoe/epilogue/plain.cuh"
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
-#include "megamoe/gemm/operands_grouped.h"
+#include "megamoe/gemm/operands_grouped.cuh"
 #include "megamoe/kernels/cta.cuh"
-#include "megamoe/roles/deal.cuh"
-#include "megamoe/roles/grouped.cuh"
+#include "megamoe/kernels/kinds.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/store.cuh"
+#include "megamoe/rows/sorted.cuh"
 
 namespace megamoe {
 
@@ -27,8 +27,7 @@ struct GroupedWeightsOf<T, Bf16Columns> {
 
 // A row of output for each row.
 template <class S, class Rows, class Weights, class Epilogue, int k_planes = 1>
-struct GroupedLayer {
-    static constexpr Direction direction = Direction::grouped;
+struct GroupedLayer : GroupedKind {
     static constexpr bool profile = false;
     using Tiling = S;
     using Gemm1 = GemmOf<Rows, Weights, Epilogue, k_planes>;
@@ -54,8 +53,7 @@ using GroupedGradient =
 
 // A^T B of each expert's rows.
 template <class S>
-struct GroupedWeightGradient {
-    static constexpr Direction direction = Direction::grouped_weights;
+struct GroupedWeightGradient : GroupedWeightsKind {
     static constexpr bool profile = false;
     using Tiling = S;
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;

@@ -3,7 +3,7 @@
 // a plane may be ragged. One CTA a block. Same formula as everywhere (docs/numerics.md), so the bits equal
 // those of megamoe/formats/quantization.py.
 #pragma once
-#include "megamoe/formats/e4m3_group.h"
+#include "megamoe/formats/e4m3_group.cuh"
 
 namespace megamoe {
 

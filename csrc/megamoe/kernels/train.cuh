@@ -1,4 +1,4 @@
-// The same, and what backward needs is saved.
+// The forward layer of a training step: what its backward needs is saved.
 #pragma once
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/kernels/forward.cuh"
@@ -6,8 +6,7 @@
 namespace megamoe {
 
 template <class P, class Activation, class S>
-struct TrainLayer : ForwardLayer<P, Activation, S> {
-    static constexpr Direction direction = Direction::train;
+struct TrainLayer : ForwardLayer<P, Activation, S, false, TrainKind> {
     using Gemm1 = GemmOf<typename P::X, typename P::W, SavingEpilogue<S, Activation, typename P::H>>;
 };
 

@@ -1,30 +1,29 @@
 // Two GEMMs with rows moved before, between and behind them: one persistent CTA an SM, 16 warps, roles side
 // by side. docs/architecture.md has the picture. A layer is a type with
 //
-//   direction            what the launch is for (cta/context.h)
+//   a kind of launch     its policies (kernels/kinds.cuh)
 //   Tiling               shape of its tiles (schedule/tile_shape.h)
 //   Gemm1, Gemm2         GemmOf<rows, weights, epilogue>; backward has WeightGemm and RecomputeGemm too
-//   RowsOf<T>, WeightsOf<T>   where a tile's A and B lie (gemm/operands.h)
+//   RowsOf<T>, WeightsOf<T>   where a tile's A and B lie (gemm/operands.cuh)
 //   profile              with timestamps?
 #pragma once
-#include "megamoe/cta/tiles.h"
 #include "megamoe/kernels/cta.cuh"
+#include "megamoe/kernels/kinds.cuh"
 #include "megamoe/roles/deal.cuh"
-#include "megamoe/roles/dispatch.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/movers.cuh"
-#include "megamoe/roles/plan.cuh"
-#include "megamoe/roles/prologue.cuh"
-#include "megamoe/roles/restore.cuh"
 #include "megamoe/roles/store.cuh"
+#include "megamoe/rows/plan.cuh"
+#include "megamoe/rows/route.cuh"
+#include "megamoe/rows/stage.cuh"
 
 namespace megamoe {
 
 // 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
 // warps leave is the transport warps'. Backward's loaders have the most operands to tell apart.
 template <class T>
-constexpr int load_registers = T::direction == Direction::backward ? 40 : 32;
+constexpr int load_registers = T::WeightTiles::beside_rows ? 40 : 32;
 template <class T>
 constexpr int transport_registers = 512 - load_registers<T> - 2 * math_registers<T>;
 
@@ -52,28 +51,6 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
-// The transport warps' work on the rows of a pass. Backward restores what weight gradients need behind dy,
-// which tiles wait for first; where pre-activations have to be made again, x in a phase of its own before.
-template <class T>
-MEGAMOE_DEVICE void fill_pool(Context& ctx) {
-    if constexpr (T::direction == Direction::backward) {
-        const Args& args = ctx.args;
-        if (ctx.smem.plan.phase == Phase::recompute) {
-            restore_for_recompute<T>(ctx);
-            return;
-        }
-        if (!dispatch<T>(ctx)) return;
-        restore_for_weights<T>(ctx);
-        arch::warp_sync();
-        Profile<T>::mark(args, Mark::restored);
-        // Rows of a launch that was given up may be missing.
-        if (arch::lane_idx() == 0 && !ctx.mem.aborted())
-            GradsReady::publish(ctx.mem, args.training.grads_ready);
-    } else {
-        dispatch<T>(ctx);
-    }
-}
-
 // The movers' passes: of the transport warps, which also make the plans, all of them; of the math warps the
 // last.
 template <class T>
@@ -86,7 +63,7 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
             Profile<T>::mark(ctx.args, Mark::planned);
             arch::warp_sync();
             arch::cluster_sync();
-            fill_pool<T>(ctx);
+            T::Pool::template fill<T>(ctx);
             Profile<T>::mark(ctx.args, Mark::dispatched);
         }
         if (ctx.smem.plan.phase == Phase::data) reduce_and_combine<T>(ctx);
@@ -111,8 +88,8 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < box_bytes / static_cast<int>(sizeof(uint4_t)); ++i) slot[i] = {nan, nan, nan, nan};
     ctx.mem.fence_proxy_async();
-    int units = num_weight_units(ctx.args.num_local_experts, weight_matrix<T>(ctx.args, Stage::dw13),
-                                 weight_matrix<T>(ctx.args, Stage::dw2));
+    int units = num_weight_units(ctx.args.num_local_experts, weight_matrix<T>(ctx.args, GemmId::dw13),
+                                 weight_matrix<T>(ctx.args, GemmId::dw2));
     MEGAMOE_UNROLL_BY(1)
     for (int i = 0; i < pair_ctas * units; ++i) {
         Tile tile;
@@ -120,7 +97,7 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
         MEGAMOE_UNROLL_BY(1)
         for (int c = 0; c < E::slots(ctx.args); ++c) {
             Destination to = E::output(ctx, tile, c);
-            for (int row = 0; row < T::Tiling::rows && to.column < to.width; row += group_rows)
+            for (int row = 0; row < T::Tiling::rows && to.column < to.width; row += warpgroup_rows)
                 E::store(ctx, tile, to, row, slot, false);
         }
         BiasGradient<T>::lose(ctx, tile);
@@ -141,9 +118,9 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
             // Where there is no record yet, a peer's fault ended this launch.
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
-            if constexpr (T::direction == Direction::backward) lose_gradients<T>(ctx);
-        } else if (T::direction == Direction::train) {
-            ctx.args.training.header->complete = ctx.epoch();
+            if constexpr (T::WeightTiles::any) lose_gradients<T>(ctx);
+        } else {
+            T::State::complete(ctx);
         }
         ctx.mem.store(ctx.args.joined, 0, Order::relaxed, Scope::gpu);
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
@@ -219,7 +196,7 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
         smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
         smem.cta = arch::block_idx();
         smem.num_ctas = arch::grid_dim();
-        if (T::direction == Direction::train && arch::block_idx() == 0) args.training.header->complete = 0;
+        T::State::invalidate(args);
     }
     init_barriers<T>();
     Profile<T>::begin(args, smem);

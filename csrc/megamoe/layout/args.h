@@ -94,7 +94,7 @@ struct Training {
     float* d_s;             // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
     int32_t* expert_rows;   // [L, 2] first block and rows in this pass
     uint32_t* grads_ready;  // [1] arrivals: of each CTA the store warp and the four transport warps
-    uint32_t* dealt;        // [3] tickets taken in this pass, of gemm1, gemm2 and weight gradients; none at fixed shares
+    uint32_t* dealt;        // [3] tickets taken in this pass, of gemm1, gemm2 and weight gradients; none where lots are fixed
     // the call
     const void* x;          // [T, H] bf16 as forward had it; Args::x is dy then
     float* d_topk_weights;  // [T, K]
@@ -112,7 +112,7 @@ struct Training {
 
 // What a grouped launch has (kernels/grouped.cuh), besides gemm[0], num_local_experts and what its epilogue needs of
 // Training. R rows, sorted by expert; their scales by block, [ceil(./128), pool_rows] with 128 for each. Maps of outputs
-// are ragged (cta/context.h). Weight gradients: A [R, gemm[0].n], B [1, 1, R, gemm[0].k], boxes 64 rows x 128 bytes, and
+// are ragged (cta/context.cuh). Weight gradients: A [R, gemm[0].n], B [1, 1, R, gemm[0].k], boxes 64 rows x 128 bytes, and
 // of either a tail: behind an expert's last whole 64 rows the others, as 64 with zero rows.
 struct Grouped {
     TensorMap tails_a;  // [L * 64, gemm[0].n]
@@ -123,7 +123,7 @@ struct Grouped {
     int32_t num_rows;     // R
 };
 
-// What a launch with packed weights has, that expands them once for many tiles (gemm/operands_expanded.h). By
+// What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh). By
 // GEMM: w13 and w2 as they are packed, [L, p, n, k / 2].
 struct Expanded {
     TensorMap map;    // panels [R, K of a slot]; box 128 rows x 128 bytes
@@ -138,7 +138,7 @@ struct Expanded {
 };
 
 struct Args {
-    Gemm gemm[2];  // by Stage
+    Gemm gemm[2];  // by GemmId
     // inputs and output, ordinary memory
     const void* x;                     // [T, H] bf16; with x_scale e4m3
     const void* topk_ids;              // [T, K] int32 or int64, see ids_are_int64
@@ -158,7 +158,7 @@ struct Args {
     uint32_t* members;       // [1] epoch << 8 | pairs that take part
     int32_t* route_rows;    // [C*32, K] pool row in this pass or -1
     uint32_t* pool_routes;  // [M] routes in pool order, without padding: chunk-order token * 32 + k, leader and closer bits
-    int32_t* block_table;   // [M/128, 2] expert and rows, group; see BlockEntry
+    int32_t* block_table;   // [M/128, 2] expert and rows, run; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
     void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch; rows may be wider, see formats/words.h
     float* x_pool_scale;    // fp8: [ceil(H/128), M]
@@ -169,7 +169,7 @@ struct Args {
     int32_t* chunk_prefix;  // [L, C+1] routes of expert l in chunks before c
     FaultRecord* fault;     // pinned host memory
     uint32_t* abort;        // [1] window[rank] + window_abort: the cell that this rank polls
-    uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see cta/profile.h
+    uint64_t* profile;      // [grid, 16] or null: in-kernel timestamps, see cta/profile.cuh
     // the window: base address of each rank's, as mapped here, and offsets that are equal on all ranks
     uint64_t window[max_ranks];
     int64_t window_abort;     // uint32: not 0 once a rank has given up; only a reset clears it
@@ -207,7 +207,7 @@ struct Args {
     Training training;
     Grouped grouped;
     Expanded expanded;
-    TensorMap small_boxes[2];  // by Stage: Gemm::a; box 16 rows x 128 bytes
+    TensorMap small_boxes[2];  // by GemmId: Gemm::a; box 16 rows x 128 bytes
     int32_t gemm2_rounds;  // units of gemm2 that take no longer than one of gemm1
 };
 

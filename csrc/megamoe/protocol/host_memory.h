@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "megamoe/protocol/mbarriers.h"
+#include "megamoe/protocol/mbarriers.cuh"
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {

@@ -3,7 +3,7 @@
 // what the thread has observed (so a barrier among the writers, then one release, publishes the writes of all
 // of them).
 #pragma once
-#include "megamoe/protocol/mbarriers.h"
+#include "megamoe/protocol/mbarriers.cuh"
 #include "megamoe/protocol/memory.h"
 
 namespace megamoe {

@@ -1,8 +1,8 @@
 // math: two warpgroups, each 64 rows x 256 columns of a tile. Main loop, then the epilogue of the tile's
-// stage into the output slots; the store warp takes it from there.
+// GEMM into the output slots; the store warp takes it from there.
 #pragma once
-#include "megamoe/epilogue/wide.cuh"
-#include "megamoe/gemm/wide.cuh"
+#include "megamoe/epilogue/elementwise.cuh"
+#include "megamoe/gemm/mainloop.cuh"
 
 namespace megamoe {
 
@@ -14,8 +14,8 @@ struct OutputSlots {
     OutputRing<T>& ring;
 
     MEGAMOE_DEVICE uint8_t* claim() {
-        ring.acquire(ctx.mem, tile_smem<T>().outputs[math_group()]);
-        return tile_smem<T>().output[math_group()][ring.slot()];
+        ring.acquire(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
+        return tile_smem<T>().output[math_warpgroup()][ring.slot()];
     }
     // A pipeline slot of the epilogue's inputs, which becomes an output slot itself: the store warp gives it
     // back.
@@ -25,12 +25,12 @@ struct OutputSlots {
         int slot = inputs.slot();
         inputs.advance();
         claim();
-        if (math_group() == 0) smem.input_slot[ring.slot()] = slot;  // the other group's is the same
+        if (math_warpgroup() == 0) smem.input_slot[ring.slot()] = slot;  // the other warpgroup's is the same
         return smem.slots[slot];
     }
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
+        ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
         ring.advance();
     }
     // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, for rows
@@ -45,7 +45,8 @@ struct OutputSlots {
         MEGAMOE_UNROLL
         for (int i = 0; i < ahead; ++i) at.advance();
         MEGAMOE_UNROLL
-        for (int group = 0; group < num_math_groups; ++group) at.acquire(ctx.mem, smem.outputs[group]);
+        for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup)
+            at.acquire(ctx.mem, smem.outputs[warpgroup]);
         return {smem.output[0][at.slot()], smem.output[1][at.slot()]};
     }
     MEGAMOE_DEVICE void hand_over_common(int count) {
@@ -53,7 +54,7 @@ struct OutputSlots {
         math_sync();  // either warpgroup's commits are for both
         MEGAMOE_UNROLL
         for (int i = 0; i < count; ++i) {
-            ring.commit(ctx.mem, tile_smem<T>().outputs[math_group()]);
+            ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
             ring.advance();
         }
     }
@@ -68,30 +69,6 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
     arch::warp_sync();
 }
 
-// A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet
-// spill.
-template <class T, int n>
-MEGAMOE_DEVICE void run_wide_rows(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output,
-                                  const Tile& tile) {
-    WideSums<n> sum;
-    multiply_wide<T, n>(sum, ctx, ring, Shape<T>::k_slots(ctx.args, tile.stage), slot_steps<T>(tile));
-    finish_wide<T>(ctx, current_tile<T>(), output, sum);
-}
-template <class T>
-MEGAMOE_DEVICE void run_wide(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, const Tile& tile) {
-    if constexpr (T::Gemm1::B::expanded) {
-        if (tile.rows() <= 16) {
-            run_wide_rows<T, 16>(ctx, ring, output, tile);
-        } else if (tile.rows() <= 32) {
-            run_wide_rows<T, 32>(ctx, ring, output, tile);
-        } else if (has_tall<T> || tile.rows() <= 64) {
-            run_wide_rows<T, 64>(ctx, ring, output, tile);
-        } else if constexpr (!has_tall<T>) {
-            run_wide_rows<T, 128>(ctx, ring, output, tile);
-        }
-    }
-}
-
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& output_ring) {
     OutputSlots<T> output{ctx, output_ring};
@@ -103,15 +80,15 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
         begin_tile<T>(ring.slot());
         Tile tile = current_tile<T>();
         if (!tile.valid()) break;
-        if (is_data && is_weight_gradient(tile.stage)) {
+        if (is_data && is_weight_gradient(tile.gemm)) {
             is_data = false;
             Profile<T>::mark(ctx.args, Mark::data_done);
         }
         if (tile.absent()) {
             skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
-        } else if (is_wide<T>(tile)) {
-            run_wide<T>(ctx, ring, output, tile);
-        } else if (tile.rows() <= math_group() * group_rows) {
+        } else if (Forms<T>::run_wide(ctx, ring, output, tile)) {
+            continue;
+        } else if (tile.rows() <= math_warpgroup() * warpgroup_rows) {
             skip_slots<T>(ctx, ring, tile.slots);
             walk_slots<T>(
                 ctx.args, tile,
@@ -124,8 +101,8 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     output.hand_over();
                 });
         } else {
-            if constexpr (has_weight_tiles<T>) {
-                if (is_weight_gradient(tile.stage)) {
+            if constexpr (T::WeightTiles::any) {
+                if (is_weight_gradient(tile.gemm)) {
                     Sums<T> sum;
                     multiply_gradient<T>(sum, ctx, ring, tile);
                     tile = current_tile<T>();
@@ -133,9 +110,9 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     continue;
                 }
             }
-            if constexpr (has_tall<T> && T::direction != Direction::grouped_weights) {
+            if constexpr (Forms<T>::has_tall && T::num_row_gemms != 0) {
                 Sums<T> sum;
-                multiply<T>(sum, ctx, ring, tile, tile.slots);
+                Forms<T>::multiply(sum, ctx, ring, tile);
                 tile = current_tile<T>();
                 finish<T>(ctx, tile, ring, output, sum);
             }

@@ -2,9 +2,9 @@
 // Most closers stand near the end of the pool, and four warps would be busy with them long after the last
 // tile.
 #pragma once
-#include "megamoe/roles/combine.cuh"
-#include "megamoe/roles/expand.cuh"
-#include "megamoe/roles/reduce.cuh"
+#include "megamoe/gemm/forms.cuh"
+#include "megamoe/rows/combine.cuh"
+#include "megamoe/rows/reduce.cuh"
 
 namespace megamoe {
 
@@ -18,13 +18,13 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     MEGAMOE_UNROLL_BY(1)
     for (uint32_t polls = 0;;) {
         bool reduced = reducer.finished(ctx), combined = ctx.smem.plan.is_last == 0 || combiner.finished(ctx);
-        bool expanded = Expander<T>::finished(ctx);
-        if (reduced && combined && expanded) return;
-        if (!expanded && Expander<T>::next(ctx)) {
+        bool prepared = Forms<T>::finished(ctx);
+        if (reduced && combined && prepared) return;
+        if (!prepared && Forms<T>::next(ctx)) {
             polls = 0;
             continue;
         }
-        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, reduced_stage<T>(ctx.args)));
+        bool reduces = !reduced && reducer.next(ctx, Shape<T>::tiles(ctx.args, reduced_gemm<T>(ctx.args)));
         if (reduces || (!combined && combiner.next(ctx))) {
             if (!only_weights<T>(ctx.args)) sum_rows(ctx);
             if (reduces) reducer.done(ctx);
@@ -40,9 +40,9 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
-            reduced = reducer.finished(ctx);  // since the look above the last shares may have been empty
+            reduced = reducer.finished(ctx);  // since the look above the last lots may have been empty
             if (!reduced && arch::lane_idx() == 0) {
-                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, reduced_stage<T>(ctx.args)),
+                ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, reduced_gemm<T>(ctx.args)),
                               reducer.seen(ctx));
             } else if (reduced && combiner.waiting(ctx)) {
                 ctx.mem.fault(combiner.waits_for(ctx), ctx.epoch(), 0);

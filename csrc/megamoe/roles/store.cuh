@@ -2,19 +2,19 @@
 // until they are written, and publishes the tile. Kept out of the math warps: the wait (about 1 us) would
 // cost a short tile 20 %.
 #pragma once
-#include "megamoe/cta/tiles.h"
 #include "megamoe/epilogue/elementwise.cuh"
+#include "megamoe/gemm/tiles.cuh"
 
 namespace megamoe {
 
-// Weight tiles need all of gemm1: this CTA's share is stored. Not said after an abort, when it may be
+// Weight tiles need all of gemm1: this CTA's tiles are stored. Not said after an abort, when it may be
 // garbage, nor in a phase that makes pre-activations again: that is not gemm1.
 template <class T>
 class Gemm1Stored {
   public:
     MEGAMOE_DEVICE explicit Gemm1Stored(const Context& ctx) : said_(recomputes<T>(ctx)) {}
     MEGAMOE_DEVICE void look(Context& ctx, bool done) {
-        if constexpr (T::direction == Direction::backward) {
+        if constexpr (T::WeightTiles::beside_rows) {
             if (!done || said_) return;
             said_ = true;
             if (!ctx.mem.aborted()) GradsReady::publish(ctx.mem, ctx.args.training.grads_ready);
@@ -30,15 +30,17 @@ class Gemm1Stored {
 template <class T>
 MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const OutputRing<T>& output) {
     auto& smem = tile_smem<T>();
-    for (int group = 0; group < num_math_groups; ++group) output.await(ctx.mem, smem.outputs[group]);
+    for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup)
+        output.await(ctx.mem, smem.outputs[warpgroup]);
     int slot = smem.input_slot[output.slot()];
-    of_stage<T>(tile.stage, [&](auto gemm) {
+    of_gemm<T>(tile.gemm, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;
         if constexpr (E::inputs != 0) E::template store_input<T>(ctx, tile, input, smem.slots[slot]);
     });
     arch::bulk_commit();
     arch::bulk_wait_read();
-    for (int group = 0; group < num_math_groups; ++group) output.release(ctx.mem, smem.outputs[group]);
+    for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup)
+        output.release(ctx.mem, smem.outputs[warpgroup]);
     ctx.mem.arrive(smem.pipeline.empty[slot], math_role.num_warps);
 }
 
@@ -47,15 +49,15 @@ template <class T>
 MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const OutputRing<T>& output) {
     auto& smem = tile_smem<T>();
     Destination to =
-        of_stage<T>(tile.stage, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, slot); });
+        of_gemm<T>(tile.gemm, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, slot); });
     MEGAMOE_UNROLL_BY(1)
-    for (int group = 0; group < num_math_groups; ++group) {
-        output.await(ctx.mem, smem.outputs[group]);
-        const void* from = smem.output[group][output.slot()];
-        int row = group * group_rows;
+    for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup) {
+        output.await(ctx.mem, smem.outputs[warpgroup]);
+        const void* from = smem.output[warpgroup][output.slot()];
+        int row = warpgroup * warpgroup_rows;
         if (to.column >= to.width || tile.rows() <= row) continue;
-        if constexpr (has_weight_tiles<T>) {
-            if (is_weight_gradient(tile.stage)) {
+        if constexpr (T::WeightTiles::any) {
+            if (is_weight_gradient(tile.gemm)) {
                 T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
                 continue;
             }
@@ -64,7 +66,8 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
     }
     arch::bulk_commit();
     arch::bulk_wait_read();
-    for (int group = 0; group < num_math_groups; ++group) output.release(ctx.mem, smem.outputs[group]);
+    for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup)
+        output.release(ctx.mem, smem.outputs[warpgroup]);
 }
 
 template <class T>
@@ -76,12 +79,12 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
     Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
-        if (tile.stage != Stage::gemm1) stored.look(ctx, tile.gemm1_done != 0);
+        if (tile.gemm != GemmId::gemm1) stored.look(ctx, tile.gemm1_done != 0);
         if (tile.absent()) continue;
-        if constexpr (has_weight_tiles<T>) {
+        if constexpr (T::WeightTiles::any) {
             // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
             // much of it left L2 again.
-            if (is_weight_gradient(tile.stage) && adds_weight_gradients(ctx))
+            if (is_weight_gradient(tile.gemm) && adds_weight_gradients(ctx))
                 T::WeightGemm::Epilogue::prefetch(ctx, tile);
         }
         walk_slots<T>(
@@ -94,13 +97,13 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
                 store_output<T>(ctx, tile, slot, output);
                 output.advance();
             });
-        if constexpr (is_grouped<T>) continue;  // nobody waits
-        if (tile.stage == Stage::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
-        if (tile.stage == Stage::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
+        if constexpr (!T::Blocks::in_pool) continue;  // nobody waits
+        if (tile.gemm == GemmId::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
+        if (tile.gemm == GemmId::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
     }
     stored.look(ctx, true);
     // Of tiles that no edge says are there: the next phase reads them, or the next launch.
-    if constexpr (is_grouped<T> || T::direction == Direction::backward) ctx.mem.async_complete();
+    if constexpr (!T::Blocks::in_pool || T::WeightTiles::any) ctx.mem.async_complete();
 }
 
 }  // namespace megamoe

@@ -9,7 +9,7 @@ constexpr int chunk_tokens = 32;  // routing unit: one token a lane
 
 // The GEMMs of a launch. The last three are backward's: tiles of dw13 and dw2, and gemm1 of the forward pass
 // again.
-enum class Stage : int { gemm1, gemm2, dw13, dw2, recompute };
+enum class GemmId : int { gemm1, gemm2, dw13, dw2, recompute };
 
 // Experts are owned in contiguous ranges; the first E % R ranks hold one more.
 MEGAMOE_PURE int expert_begin_of(int num_experts, int num_ranks, int rank) {
@@ -57,15 +57,15 @@ MEGAMOE_PURE Slices sum_slices_of(int hidden, int max_tokens_any_rank, int num_r
 
 MEGAMOE_PURE int padded_rows(int rows, int block_rows) { return ceil_div(rows, block_rows) * block_rows; }
 
-// A group: up to `max_group` consecutive blocks of one expert whose tiles run m-fastest, so that a weight
-// tile is read from memory once for all of them. An expert's blocks are cut into equal groups.
-struct Group {
+// A run: up to `max_run` consecutive blocks of one expert whose tiles run m-fastest, so that a weight
+// tile is read from memory once for all of them. An expert's blocks are cut into equal runs.
+struct Run {
     int first, size;
 };
-constexpr int max_group = 16;
+constexpr int max_run = 16;
 constexpr int pair_ctas = 2;  // CTAs of a cluster: they take their tiles together
-MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block) {
-    int groups = ceil_div(expert_blocks, max_group);
+MEGAMOE_PURE Run run_of(int expert_first_block, int expert_blocks, int block) {
+    int groups = ceil_div(expert_blocks, max_run);
     int i = block - expert_first_block;
     // the last g with start(g) <= i, where start(g) = g*blocks/groups
     int g = (i * groups + groups - 1) / expert_blocks;
@@ -75,56 +75,56 @@ MEGAMOE_PURE Group group_of(int expert_first_block, int expert_blocks, int block
     return {expert_first_block + first, (g + 1) * expert_blocks / groups - first};
 }
 
-// What a pair of CTAs does at a time: two tiles of one group that have an operand in common, of which either
-// CTA loads one half for both. Two blocks under the same columns share B; the last block of an odd group
+// What a pair of CTAs does at a time: two tiles of one run that have an operand in common, of which either
+// CTA loads one half for both. Two blocks under the same columns share B; the last block of an odd run
 // shares A between neighbouring columns. So a block has `units_of(tiles)` units whatever its neighbours.
 // Sharing takes a third off what the tiles read from L2, which bounds BF16 (docs/tuning.md).
 enum class Shared : int { a, b };
 MEGAMOE_PURE int units_of(int tiles) { return ceil_div(tiles, pair_ctas); }
 
-// A place in the launch's order of units: `portion` counts block-sized portions of a stage, `part` units in
+// A place in the launch's order of units: `portion` counts block-sized portions of a GEMM, `part` units in
 // it.
 struct Position {
-    Stage stage;
+    GemmId gemm;
     int portion, part;
 };
 
-// A pair's unit. Of a stage units are numbered from 0, block by block; dw13 stands for both weight matrices
+// A pair's unit. Of a GEMM units are numbered from 0, block by block; dw13 stands for both weight matrices
 // here (weight_unit()).
 struct Unit {
     int packed;
     static MEGAMOE_PURE Unit none() { return {-1}; }
-    static MEGAMOE_PURE Unit of(Stage stage, int number, bool gemm1_done) {
-        return {number << 3 | (gemm1_done ? 4 : 0) | static_cast<int>(stage)};
+    static MEGAMOE_PURE Unit of(GemmId id, int number, bool gemm1_done) {
+        return {number << 3 | (gemm1_done ? 4 : 0) | static_cast<int>(id)};
     }
     MEGAMOE_PURE bool valid() const { return packed >= 0; }
-    MEGAMOE_PURE Stage stage() const { return static_cast<Stage>(packed & 3); }
+    MEGAMOE_PURE GemmId gemm() const { return static_cast<GemmId>(packed & 3); }
     MEGAMOE_PURE int number() const { return packed >> 3; }
     MEGAMOE_PURE bool gemm1_done() const { return (packed & 4) != 0; }  // the pair has none behind this unit
     MEGAMOE_PURE Position position(int units1, int units2) const {      // not of a weight matrix
-        int of_block = stage() == Stage::gemm1 ? units1 : units2;
-        return {stage(), number() / of_block, number() % of_block};
+        int of_block = gemm() == GemmId::gemm1 ? units1 : units2;
+        return {gemm(), number() / of_block, number() % of_block};
     }
 };
 
 // The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1.
-// Because span >= max_group, a gemm2 tile comes after every gemm1 tile of its group, which reaches into the
+// Because span >= max_run, a gemm2 tile comes after every gemm1 tile of its run, which reaches into the
 // next step at most: each tile stands after all its inputs. Steps are long (two gemm1 tiles a CTA), so that
 // the CTAs that share a weight tile run it side by side and it is read from memory once: with steps of one
 // block, BF16 tiles waited for data a third of the time.
 //
-// The units of one pair, in the order above. Each stage is dealt out by itself, since dealing the merged
-// order can tie a pair to one stage (measured on DSv3 with steps of one block: 44 tiles a step on 132 CTAs,
+// The units of one pair, in the order above. Each GEMM is dealt out by itself, since dealing the merged
+// order can tie a pair to one GEMM (measured on DSv3 with steps of one block: 44 tiles a step on 132 CTAs,
 // 11.8 ms instead of 7). A pair holds its next unit of either; the first ones are given, gemm2's from the
 // other end, so that no pair begins with both remainders, and `take` says what comes behind one: a ticket
-// that counts up, or every so many-th, each stage in its own way. Deadlock-free because a pair walks its
-// units in the global order, the inputs of both tiles of a unit precede it there, and a stage's first unit
+// that counts up, or every so many-th, each GEMM in its own way. Deadlock-free because a pair walks its
+// units in the global order, the inputs of both tiles of a unit precede it there, and a GEMM's first unit
 // that is not done is some pair's already: by tickets, as they are given in order and a pair that begins a
-// unit holds the next; by fixed shares from the start. So whatever a unit waits for is done, or is with a
+// unit holds the next; in fixed lots from the start. So whatever a unit waits for is done, or is with a
 // pair whose own waits are for earlier units yet. Units of weight gradients come last.
 struct UnitStream {
     int num_blocks, units1, units2, num_weights, span;
-    int next1, next2, next_weight;  // held, of each stage
+    int next1, next2, next_weight;  // held, of each GEMM
 
     MEGAMOE_PURE UnitStream(int blocks, int per_block1, int per_block2, int weights, int step_blocks,
                             int pair, int num_pairs)
@@ -140,32 +140,32 @@ struct UnitStream {
     MEGAMOE_PURE bool gemm1_done() const { return next1 / units1 >= num_blocks; }
     MEGAMOE_PURE bool rows_done() const { return gemm1_done() && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE bool done() const { return rows_done() && next_weight >= num_weights; }
-    // Not when done(). take(stage, unit): the pair's unit behind this one.
+    // Not when done(). take(id, unit): the pair's unit behind this one.
     template <class Take>
     MEGAMOE_PURE Unit pop(Take take) {
         if (rows_done()) {
             int unit = next_weight;
-            next_weight = take(Stage::dw13, unit);
-            return Unit::of(Stage::dw13, unit, true);
+            next_weight = take(GemmId::dw13, unit);
+            return Unit::of(GemmId::dw13, unit, true);
         }
         int portion1 = next1 / units1, portion2 = next2 / units2;
         bool is_gemm1 =
             portion1 < num_blocks && (portion2 >= num_blocks || portion1 / span <= portion2 / span + 1);
-        Stage stage = is_gemm1 ? Stage::gemm1 : Stage::gemm2;
-        int unit = is_gemm1 ? next1 : next2, next = take(stage, unit);
+        GemmId id = is_gemm1 ? GemmId::gemm1 : GemmId::gemm2;
+        int unit = is_gemm1 ? next1 : next2, next = take(id, unit);
         next1 = is_gemm1 ? next : next1;
         next2 = is_gemm1 ? next2 : next;
-        return Unit::of(stage, unit, gemm1_done());
+        return Unit::of(id, unit, gemm1_done());
     }
 };
 
-// Fixed shares of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
+// Fixed lots of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
 // do not come out even, `light` pairs, the last ones, have one less: they first share out `head` of gemm2's
 // among themselves. What is left goes round all pairs, from the last on. Not where gemm1 has less than two
 // rounds: there its last units are what gemm2 waits for, and all pairs have to be free then.
-struct Gemm2Shares {
+struct Gemm2Lots {
     int light, head;
-    MEGAMOE_PURE Gemm2Shares(int num_units1, int rounds, int num_pairs)
+    MEGAMOE_PURE Gemm2Lots(int num_units1, int rounds, int num_pairs)
         : light(num_pairs - num_units1 % num_pairs),
           head(light < num_pairs && num_units1 >= 2 * num_pairs ? rounds * light : 0) {}
     // `from_last`: of a pair, 0 is the last one.
@@ -184,18 +184,18 @@ struct UnitTile {
     Shared shared;
 };
 
-// The tile of CTA `member` (0 or 1) in the unit at `p`: within a group, m runs fastest. False for a unit that
+// The tile of CTA `member` (0 or 1) in the unit at `p`: within a run, m runs fastest. False for a unit that
 // holds no tile at all: with an odd number of tiles, each pair of blocks leaves one over.
-MEGAMOE_PURE bool unit_in_group(Group group, Position p, int tiles, int member, UnitTile* out) {
-    int i = (p.portion - group.first) * units_of(tiles) + p.part;
-    int pairs = group.size / 2;
+MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, int member, UnitTile* out) {
+    int i = (p.portion - run.first) * units_of(tiles) + p.part;
+    int pairs = run.size / 2;
     if (i < pairs * tiles) {
-        *out = {group.first + 2 * (i % pairs) + member, i / pairs, Shared::b};
+        *out = {run.first + 2 * (i % pairs) + member, i / pairs, Shared::b};
         return true;
     }
     int n = 2 * (i - pairs * tiles);
-    *out = {group.first + group.size - 1, min_of(n + member, tiles), Shared::a};
-    return group.size % 2 == 1 && n < tiles;
+    *out = {run.first + run.size - 1, min_of(n + member, tiles), Shared::a};
+    return run.size % 2 == 1 && n < tiles;
 }
 
 // The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert:
@@ -207,7 +207,7 @@ struct WeightMatrix {
 };
 struct WeightUnit {
     int expert;
-    Stage stage;
+    GemmId gemm;
     Position position;  // portion: an m-block
 };
 MEGAMOE_PURE int num_weight_units(int num_experts, WeightMatrix w13, WeightMatrix w2) {
@@ -219,8 +219,8 @@ MEGAMOE_PURE WeightUnit weight_unit(int i, WeightMatrix w13, WeightMatrix w2) {
     bool first = unit < w13.units();
     if (!first) unit -= w13.units();
     int parts = units_of(first ? w13.n_tiles : w2.n_tiles);
-    Stage stage = first ? Stage::dw13 : Stage::dw2;
-    return {expert, stage, {stage, unit / parts, unit % parts}};
+    GemmId id = first ? GemmId::dw13 : GemmId::dw2;
+    return {expert, id, {id, unit / parts, unit % parts}};
 }
 
 }  // namespace megamoe

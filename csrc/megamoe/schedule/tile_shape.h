@@ -6,41 +6,25 @@
 
 namespace megamoe {
 
-constexpr int group_rows = 64;     // rows of one math warpgroup
-constexpr int slot_k_bytes = 128;  // of K in a pipeline slot: one row of the 128-byte swizzle
-constexpr int box_bytes = group_rows * slot_k_bytes;  // what TMA moves of A and of outputs at a time
-constexpr int small_box_rows = 16;                    // and of A of a block that is not full
+constexpr int warpgroup_rows = 64;  // rows of one math warpgroup
+constexpr int slot_k_bytes = 128;   // of K in a pipeline slot: one row of the 128-byte swizzle
+constexpr int box_bytes = warpgroup_rows * slot_k_bytes;  // what TMA moves of A and of outputs at a time
+constexpr int small_box_rows = 16;                        // and of A of a block that is not full
 constexpr int small_box_bytes = small_box_rows * slot_k_bytes;
 
-template <int rows_, int half_columns_, int num_slots_, int num_output_slots_, int scale_bytes_ = 0,
-          bool panels_ = false>
+struct OneForm;  // gemm/forms.cuh
+
+template <int rows_, int half_columns_, int num_slots_, int num_output_slots_, class Forms_ = OneForm>
 struct TileShape {
     static constexpr int rows = rows_;                  // of a block
     static constexpr int half_columns = half_columns_;  // one accumulator, one group of scales
     static constexpr int columns = 2 * half_columns;
     static constexpr int num_slots = num_slots_;                // of the pipeline
     static constexpr int num_output_slots = num_output_slots_;  // of a warpgroup, a box each
-    static constexpr int scale_bytes = scale_bytes_;            // of a pipeline slot, that come with weights
-    static constexpr bool panels = panels_;        // weights may be expanded in memory (roles/expand.cuh)
-    static constexpr int sums = half_columns / 2;  // of a half, in a thread
+    using Forms = Forms_;                                       // how weights get from slots to MMAs
+    static constexpr int sums = half_columns / 2;               // of a half, in a thread
 };
 
 using Tile128x256 = TileShape<128, 128, 3, 4>;
-
-// The same tile, of launches that may have panels.
-template <class S>
-using WithPanels =
-    TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots, S::scale_bytes, true>;
-
-// The same tile with scales in its pipeline slots, for which it gives an output slot.
-template <class S, int scale_bytes>
-struct WithScales {
-    using Tiling =
-        TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots - 1, scale_bytes, S::panels>;
-};
-template <class S>
-struct WithScales<S, 0> {
-    using Tiling = S;
-};
 
 }  // namespace megamoe

@@ -121,8 +121,8 @@ def test_roles_are_the_warps_of_a_cta():
 
 
 def test_tiles_are_read():
-    text = "using A = TileShape<16, 128, 5, 2>;\nconstexpr int group_rows = 64;\n"
-    assert abi.parse_tiles(text) == ({"A": (16, 128, 5, 2)}, {"group_rows": 64})
+    text = "using A = TileShape<16, 128, 5, 2>;\nconstexpr int warpgroup_rows = 64;\n"
+    assert abi.parse_tiles(text) == ({"A": (16, 128, 5, 2)}, {"warpgroup_rows": 64})
     with pytest.raises(AbiMismatch, match="no tile shape"):
         abi.parse_tiles("struct A {};\n")
 

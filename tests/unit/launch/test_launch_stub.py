@@ -555,9 +555,9 @@ with on_cpu():
         message = str(error)
     backend = mega.MegaBackend(problem, device="cpu", step_blocks=17)
     call(backend)
-print(json.dumps([message, argument().step_blocks, mega.MAX_GROUP]))
+print(json.dumps([message, argument().step_blocks, mega.MAX_RUN]))
 """)
     assert seen[0] == "step_blocks is 15, expected 0 (automatic) or at least 16"
     assert seen[1] == 17
     order = (ROOT / "csrc" / "megamoe" / "schedule" / "order.h").read_text()
-    assert f"constexpr int max_group = {seen[2]};" in order
+    assert f"constexpr int max_run = {seen[2]};" in order

@@ -204,13 +204,13 @@ def test_what_an_even_load_uses():
 
 
 def test_constants_equal_the_kernels():
-    files = ("schedule/order.h", "cta/smem.h", "roles/routes.cuh", "formats/format.h")
+    files = ("schedule/order.h", "cta/smem.h", "rows/routes.cuh", "formats/format.h")
     text = "\n".join((paths.CSRC / "megamoe" / name).read_text() for name in files)
     constants = {
         name: int(value) for name, value in re.findall(r"constexpr int (\w+) = (\d+);", text)
     }
     tile = abi.TILES[TILE]
-    assert (tile.rows, abi.GROUP_ROWS, abi.SLOT_K_BYTES) == (layout.BLOCK_ROWS, 64, 128)
+    assert (tile.rows, abi.WARPGROUP_ROWS, abi.SLOT_K_BYTES) == (layout.BLOCK_ROWS, 64, 128)
     assert constants["chunk_tokens"] == layout.CHUNK_TOKENS
     assert tile.half_columns == constants["scale_group"] == table.SCALE_GROUP
     assert constants["max_local_experts"] == MAX_LOCAL_EXPERTS

@@ -25,8 +25,8 @@ from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
 from megamoe.core.config import Problem
 from megamoe.jit.compiler import parse_log
+from megamoe.testing.intermediates import StageChecker
 from megamoe.testing.shapes import Shape
-from megamoe.testing.stages import StageChecker
 
 PLANTED = """
 import megamoe.backends.staged as staged

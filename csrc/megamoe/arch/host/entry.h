@@ -7,7 +7,7 @@
 #pragma once
 #include <algorithm>
 
-#include "megamoe/arch/arch.h"
+#include "megamoe/arch/arch.cuh"
 
 namespace megamoe::host {
 

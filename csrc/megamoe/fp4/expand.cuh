@@ -1,0 +1,217 @@
+// Weights that transport warps expand in memory while they have nothing else to do, once for all tiles of an
+// expert that have the tall form. Patches of a panel are dealt out to the warps of all CTAs
+// (fp4/panels.cuh): one a scheduler, as what stands between MMAs costs least when it is spread.
+//
+// Deadlock-free because panels are made in the order in which tiles need them, by warps that wait for nothing
+// meanwhile: of the first tile that is not done the panel is made, or its room's tiles all stand before it.
+#pragma once
+#include "megamoe/fp4/format.cuh"
+#include "megamoe/fp4/panels.cuh"
+#include "megamoe/fp4/steps.cuh"
+#include "megamoe/gemm/tiles.cuh"
+
+namespace megamoe {
+
+// A row's 128 numbers, of one of eight rows, a quad each: a lane takes four words of eight numbers, and knows
+// where they go. In the order of QuadWords lane q's are word q of each 32, and make 32 bytes that lie
+// together.
+template <class Rows, class Weights>
+struct ExpandRow;
+
+template <>
+struct ExpandRow<E4m3QuadRows, Mxfp4Weights> {
+    using To = ExpandTo<E4m3QuadRows, Mxfp4Weights>;
+    static constexpr int words = 4;
+    uint32_t codes[words];
+    int scales[2];  // two each
+
+    // `from`: this lane's first word; `words_left` in the row from there on; `row_scales`: of its row.
+    MEGAMOE_DEVICE void read(const uint8_t* from, int words_left, const uint8_t* row_scales) {
+        MEGAMOE_UNROLL
+        for (int w = 0; w < words; ++w) {
+            codes[w] = 0;
+            if (words * w < words_left) codes[w] = *reinterpret_cast<const uint32_t*>(from + 16 * w);
+        }
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) scales[i] = read_scales<2>(row_scales + i * 2 * scale_group);
+    }
+    template <bool all_plain>
+    MEGAMOE_DEVICE void write(uint8_t* to, const To::Half& half) const {
+        uint32_t out[2][words];
+        MEGAMOE_UNROLL
+        for (int w = 0; w < words; ++w) {
+            const int scale[1] = {scales[w / 2] >> w % 2 * 8 & 0xff};
+            To::LookUp look_up[1];
+            To::look_ups<all_plain>(look_up, half, scale);
+            Codes eight(codes[w]);
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 2; ++i) To::expand(&out[i][w], eight, look_up[0], i);
+        }
+        auto* vectors = reinterpret_cast<uint4_t*>(to);
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) vectors[i] = {out[i][0], out[i][1], out[i][2], out[i][3]};
+    }
+};
+
+// 64 rows of one half of a panel's slot: number `i` of an expert's.
+template <class T>
+class Patch {
+    using B = typename T::Gemm1::B;
+    using Row = ExpandRow<typename T::Gemm1::A, B>;
+
+  public:
+    MEGAMOE_DEVICE Patch(const Args& args, GemmId id, int expert, int i) {
+        constexpr int per_slot = T::Tiling::columns / patch_rows, per_half = per_slot / 2;
+        int g = static_cast<int>(id), slots = PanelShape<T>(args, id).slots;
+        const Gemm& gemm = args.gemm[g];
+        const Expanded& e = args.expanded;
+        int row = i % per_half * patch_rows, half = i % per_slot / per_half, slot = i / per_slot % slots;
+        int panel = i / per_slot / slots;
+        Halves<typename T::Tiling> halves = halves_of<T>(id, panel);
+        int column = halves.column(half) + row + lane_row(), word = arch::lane_idx() % 4;
+        from_ = e.packed[g] + expert * e.expert_bytes[g] + halves.plane(half) * e.plane_bytes[g] +
+                column * e.row_bytes[g] + slot * (slot_k_bytes / B::packed) + 4 * word;
+        row_bytes_ = static_cast<int>(e.row_bytes[g]);
+        rows_ = gemm.n - column;
+        words_ = ceil_div(gemm.k - slot * slot_k_bytes, 8) - word;
+        typename B::Scales scales(gemm.b_scale, gemm.n, slots, expert, halves);
+        block_ = scales.block(half, slot);
+        scales_ = block_ + sizeof(ScaleHeader) + 2 * (row + lane_row());
+        int64_t to = int64_t{panel_slot<T>(args, id, expert, panel) + slot} * T::Tiling::columns +
+                     half * T::Tiling::half_columns + row + lane_row();
+        to_ = e.panels + to * slot_k_bytes + 32 * word;
+    }
+
+    MEGAMOE_DEVICE void expand() const {
+        typename Row::To::Half half(block_);
+        if (Row::To::plain(half, {0})) {
+            expand_rows<true>(half);
+        } else {
+            expand_rows<false>(half);
+        }
+    }
+
+  private:
+    static MEGAMOE_DEVICE int lane_row() { return arch::lane_idx() / 4; }
+    template <bool all_plain>
+    MEGAMOE_DEVICE void expand_rows(const typename Row::To::Half& half) const {
+        constexpr int ahead = all_plain ? 2 : 1;  // rows of a lane on their way at once
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = 0; i < patch_rows; i += 8 * ahead) {
+            Row rows[ahead];
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j) {
+                int row = i + 8 * j;
+                rows[j].read(from_ + row * row_bytes_, row < rows_ ? words_ : 0, scales_ + 2 * row);
+            }
+            MEGAMOE_UNROLL
+            for (int j = 0; j < ahead; ++j)
+                rows[j].template write<all_plain>(to_ + (i + 8 * j) * slot_k_bytes, half);
+        }
+    }
+
+    const uint8_t *from_, *block_, *scales_;
+    uint8_t* to_;
+    int row_bytes_, rows_, words_;
+};
+
+// What a transport warp makes, patch by patch. It waits for nothing: it says whether there was something to
+// do.
+template <class T>
+class Expander {
+    static_assert(expands_slots<T>, "what is expanded in memory is what others expand in slots");
+
+  public:
+    static MEGAMOE_DEVICE void begin_pass(const Context& ctx) {
+        ExpanderState& s = own();
+        if (arch::lane_idx() == 0) {
+            s = {};
+            if (!has_panels<T>()) s.at[1].expert = ctx.args.num_local_experts;
+        }
+        arch::warp_sync();
+    }
+    // Of all panels of the pass.
+    static MEGAMOE_DEVICE bool finished(const Context& ctx) {
+        if (arch::warp_idx() >= first_math_warp) return true;
+        const ExpanderState& s = own();
+        return s.at[1].expert >= ctx.args.num_local_experts && s.patch >= s.patches;
+    }
+    // Not when finished. Makes a patch, if its panel's room is free.
+    static MEGAMOE_DEVICE bool next(Context& ctx) {
+        ExpanderState& s = own();
+        if (s.patch >= s.patches && !take(ctx, s)) return false;
+        Patch<T>(ctx.args, s.gemm, s.expert, s.patch).expand();
+        arch::warp_sync();
+        int next = s.patch + num_transports(ctx);
+        if (next >= s.patches) publish(ctx, s, next);
+        arch::warp_sync();  // all lanes have read
+        if (arch::lane_idx() == 0) s.patch = next;
+        arch::warp_sync();
+        return true;
+    }
+
+  private:
+    static MEGAMOE_DEVICE ExpanderState& own() { return tile_smem<T>().forms.expander[transport_warp()]; }
+    static MEGAMOE_DEVICE int rows_of(const Context& ctx, int expert) {
+        const PassPlan& plan = ctx.smem.plan;
+        return expert < 0 ? 0 : routes_between(ctx.args, expert, plan.chunk_begin, plan.chunk_end);
+    }
+    // Has an expert of so many rows tiles of the tall form?
+    static MEGAMOE_DEVICE bool is_tall(int rows) { return rows > warpgroup_rows; }
+
+    // The next expert and GEMM that have panels, in the order of the first tile of each: UnitStream's, in
+    // schedule/order.h. False if there is none, or while tiles that use its room are not done.
+    static MEGAMOE_DEVICE bool take(Context& ctx, ExpanderState& s) {
+        const Args& args = ctx.args;
+        int experts = args.num_local_experts, span = step_blocks<T>(ctx);
+        MEGAMOE_UNROLL_BY(1)
+        while (s.at[1].expert < experts) {
+            bool is_first = s.at[0].expert < experts && s.at[0].block / span <= s.at[1].block / span + 1;
+            GemmId id = is_first ? GemmId::gemm1 : GemmId::gemm2;
+            ExpandedTo& at = s.at[is_first ? 0 : 1];
+            int expert = at.expert, rows = rows_of(ctx, expert);
+            int rows_before = rows_of(ctx, expert - args.expanded.rooms);
+            int blocks_before = ceil_div(rows_before, T::Tiling::rows);
+            // Of all experts, also such as have no panels: the room may hold those of an earlier one.
+            if (!is_free(ctx, id, at.block_before, blocks_before)) return false;
+            arch::warp_sync();  // all lanes have read
+            if (arch::lane_idx() == 0) {
+                at.expert = expert + 1;
+                at.block += ceil_div(rows, T::Tiling::rows);
+                at.block_before += blocks_before;
+            }
+            if (is_tall(rows)) {
+                PanelShape<T> shape(args, id);
+                // Whose turn it is to have one more goes round.
+                int warps = num_transports(ctx), first = transport_index(ctx) + expert * (warps / 3);
+                if (arch::lane_idx() == 0) {
+                    s.gemm = id;
+                    s.expert = expert;
+                    s.patch = first % warps;
+                    s.patches = shape.panels * shape.patches();
+                }
+            }
+            arch::warp_sync();
+            if (s.patch < s.patches) return true;
+        }
+        return false;
+    }
+    static MEGAMOE_DEVICE bool is_free(Context& ctx, GemmId id, int block, int blocks) {
+        uint32_t* done = gemm_of(ctx.args, id).done + block;
+        int tiles = Shape<T>::tiles(ctx.args, id);
+        bool free = true;
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = arch::lane_idx(); i < blocks; i += 32)
+            free = free && RoomFree::ready(ctx.mem, done + i, tiles);
+        return arch::ballot(!free) == 0;
+    }
+    // All of an expert's at once: a release waits for the stores before it. `end`: behind the last one.
+    static MEGAMOE_DEVICE void publish(Context& ctx, const ExpanderState& s, int end) {
+        int warps = num_transports(ctx), of_panel = PanelShape<T>(ctx.args, s.gemm).patches();
+        MEGAMOE_UNROLL_BY(1)
+        for (int i = end - warps * (1 + arch::lane_idx()); i >= 0; i -= 32 * warps)
+            PanelReady::publish(ctx.mem, panel_ready<T>(ctx.args, s.gemm, s.expert, i / of_panel));
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,162 @@
+// The wide form of a tile's main loop, where weights have to be expanded and, in FP8, the block has at most
+// 64 rows: weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either
+// warpgroup has 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
+#pragma once
+#include "megamoe/fp4/expand_slots.cuh"
+#include "megamoe/fp4/operand.cuh"
+
+namespace megamoe {
+
+// BF16 has this form alone.
+template <>
+struct Multiply<Bf16Rows, Mxfp4Weights> {
+    static constexpr int registers = 192;  // 128 sums, 32 of an operand
+};
+template <>
+struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Mxfp4Weights> {};
+
+// A thread's sums of a tile, by half, for `n` rows.
+template <int n>
+using WideSums = float[2][n / 2];
+
+// Sums and products are zeros before the loop: undefined they would be alive in the other forms of the tile,
+// and ptxas spills.
+template <int n>
+MEGAMOE_DEVICE void clear(WideSums<n>& sum) {
+    MEGAMOE_UNROLL
+    for (int i = 0; i < n / 2; ++i) sum[0][i] = sum[1][i] = 0.0f;
+}
+
+// Both halves of a slot, begun. `accumulates`: onto what is there.
+template <class Element, int n>
+MEGAMOE_DEVICE void issue_wide(WideSums<n>& acc, WideOperand (&a)[2], arch::Desc rows, bool accumulates) {
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        arch::fence_accumulator(acc[half]);
+        MEGAMOE_UNROLL
+        for (int k = 0; k < slot_mmas; ++k) arch::fence_operand(a[half][k]);
+    }
+    arch::wgmma_fence();
+    MEGAMOE_UNROLL
+    for (int k = 0; k < slot_mmas; ++k) {
+        arch::Desc b = arch::desc_advance(rows, k * mma_k_bytes);
+        arch::wgmma<Element>(acc[0], a[0][k], b, accumulates || k != 0);
+        arch::wgmma<Element>(acc[1], a[1][k], b, accumulates || k != 0);
+    }
+    arch::wgmma_commit();
+}
+template <int n>
+MEGAMOE_DEVICE void await_wide(WideSums<n>& acc, WideOperand (&a)[2]) {
+    arch::wgmma_wait<0>();
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        arch::fence_accumulator(acc[half]);
+        MEGAMOE_UNROLL
+        for (int k = 0; k < slot_mmas; ++k) arch::fence_operand(a[half][k]);  // read until here
+    }
+}
+
+// A slot's products, times the scales of its rows and halves. The scales are read before the slot is
+// released.
+template <int n>
+struct WideScales {
+    float of_row[n / 4];
+    MEGAMOE_DEVICE WideScales(const float* scales, int quad) {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < n / 4; ++i) of_row[i] = scales[i / 2 * 8 + 2 * quad + i % 2];
+    }
+    MEGAMOE_DEVICE void promote(WideSums<n>& sum, const WideSums<n>& acc, const float (&weight_scale)[2]) {
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < n / 4; ++i) {
+                float s = of_row[i] * weight_scale[half];
+                int at = i / 2 * 4 + i % 2;
+                sum[half][at] += s * acc[half][at];
+                sum[half][at + 2] += s * acc[half][at + 2];
+            }
+        }
+    }
+};
+
+// A step of K in flight: its operand, until its MMAs are done.
+template <class T, int n>
+struct WideStep {
+    using Rows = typename T::Gemm1::A;
+    using Packed = PackedRows<Rows, typename T::Gemm1::B>;
+    using Slot = typename TileSmem<typename T::Tiling>::PipelineSlot;
+    WideOperand a[2];
+    float weight_scale[2];
+
+    MEGAMOE_DEVICE void expand(const Slot& slot, int step, const Packed& at) {
+        expand_wide(a, weight_scale, slot, step, at);
+    }
+    MEGAMOE_DEVICE void issue(WideSums<n>& sum, WideSums<n>& product, arch::Desc rows, bool first) {
+        if constexpr (Rows::scaled) {
+            issue_wide<typename Rows::Element, n>(product, a, rows, false);
+        } else {
+            issue_wide<typename Rows::Element, n>(sum, a, rows, !first);
+        }
+    }
+    MEGAMOE_DEVICE void finish(WideSums<n>& sum, WideSums<n>& product, const float* row_scales, int quad) {
+        if constexpr (Rows::scaled) {
+            WideScales<n> scales(row_scales, quad);
+            await_wide<n>(product, a);
+            scales.promote(sum, product, weight_scale);
+        } else {
+            await_wide<n>(sum, a);
+        }
+    }
+};
+
+// `steps` of K, of which a pipeline slot holds `slot_steps`. The second one's weights are expanded while the
+// first one is multiplied, where registers suffice for both.
+template <class T, int n>
+MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
+                                  int slot_steps) {
+    auto& smem = tile_smem<T>();
+    arch::Desc rows = arch::make_desc(smem.slots[0].a);
+    typename WideStep<T, n>::Packed at;
+    int quad = WideFragment().quad;
+    WideSums<n> product;
+    clear<n>(sum);
+    clear<n>(product);
+    for (int i = 0; i < steps; i += slot_steps) {
+        auto& slot = smem.slots[ring.slot()];
+        const float* row_scales = smem.a_scale[ring.slot()];
+        arch::Desc b = arch::desc_advance(rows, ring.slot() * static_cast<int>(sizeof(slot)));
+        bool second = slot_steps == 2 && i + 1 < steps;
+        await_slot<T>(ctx, ring);
+        if constexpr (n <= 32) {
+            WideStep<T, n> first;
+            first.expand(slot, 0, at);
+            first.issue(sum, product, b, i == 0);
+            if (second) {
+                WideStep<T, n> next;
+                next.expand(slot, 1, at);
+                first.finish(sum, product, row_scales, quad);
+                next.issue(sum, product, arch::desc_advance(b, box_bytes), false);
+                next.finish(sum, product, row_scales + warpgroup_rows, quad);
+            } else {
+                first.finish(sum, product, row_scales, quad);
+            }
+        } else {
+            MEGAMOE_UNROLL_BY(1)
+            for (int s = 0; s < 1 + second; ++s) {
+                WideStep<T, n> step;
+                step.expand(slot, s, at);
+                step.issue(sum, product, arch::desc_advance(b, s * box_bytes), i + s == 0);
+                step.finish(sum, product, row_scales + s * warpgroup_rows, quad);
+            }
+        }
+        if constexpr (expands_slots<T>) {
+            pass_half<T>(ctx, ring);  // all lanes have read
+        } else {
+            arch::warp_sync();
+        }
+        ring.release(ctx.mem, smem.pipeline);
+        ring.advance();
+    }
+}
+
+}  // namespace megamoe

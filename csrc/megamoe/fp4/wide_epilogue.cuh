@@ -1,0 +1,134 @@
+// The epilogue of a tile in the wide form (fp4/wide.cuh): scale, bias and transform() as they are, then both
+// warpgroups write the tile's rows into the first one's output slots.
+#pragma once
+#include "megamoe/epilogue/elementwise.cuh"
+#include "megamoe/fp4/operand.cuh"
+
+namespace megamoe {
+
+// Sums of weights with a scale for the whole matrix. The product is rounded by itself: fused with what
+// follows for some numbers of rows and not for others, their bits would differ.
+template <class T, int n>
+MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
+    using W = typename T::Gemm1::B;
+    if constexpr (W::scales_sums) {
+        const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+        int columns = Shape<T>::scale_columns(ctx.args, tile.gemm, scale_group);
+        typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile.expert(),
+                                  halves_of<T>(tile.gemm, tile.n));
+        MEGAMOE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            float scale = scales.of_sums(half, columns);
+            MEGAMOE_UNROLL
+            for (int i = 0; i < n; ++i) sum[half][i] = arch::mul_rn(sum[half][i], scale);
+        }
+    }
+}
+
+template <class T, int n>
+MEGAMOE_DEVICE void add_bias_wide(const Context& ctx, const Tile& tile, float (&sum)[2][n], WideFragment f) {
+    const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+    if (gemm.bias == nullptr) return;
+    Halves<typename T::Tiling> halves = halves_of<T>(tile.gemm, tile.n);
+    const float* bias = gemm.bias + int64_t{tile.expert()} * gemm.n * halves.num_planes();
+    MEGAMOE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            int column = halves.column(half) + f.warpgroup * warpgroup_rows + f.column + 8 * i;
+            float b = column < gemm.n ? bias[halves.plane(half) * gemm.n + column] : 0.0f;
+            MEGAMOE_UNROLL
+            for (int g = 0; g < n / 4; ++g) {
+                sum[half][4 * g + 2 * i] += b;
+                sum[half][4 * g + 2 * i + 1] += b;
+            }
+        }
+    }
+}
+
+// A half of the wide form as bf16, by both warpgroups: each fills the box of its columns.
+template <class Output, int n>
+MEGAMOE_DEVICE void write_columns(Bf16Rows, Output& output, const float (&v)[n], float*, WideFragment f) {
+    auto first = output.claim_common(0), second = output.claim_common(1);
+    auto mine = f.warpgroup == 0 ? first : second;
+    MEGAMOE_UNROLL
+    for (int g = 0; g < n / 4; ++g) {
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            uint32_t pair = arch::pack_bf16x2(v[4 * g + j], v[4 * g + 2 + j]);
+            uint8_t* box = 8 * g < warpgroup_rows ? mine.slot : mine.beside;
+            auto put = [&](int column, uint32_t bits) {
+                *reinterpret_cast<uint16_t*>(box + swizzled(f.row(g) % warpgroup_rows + j, 2 * column)) =
+                    static_cast<uint16_t>(bits);
+            };
+            put(f.column, pair);
+            put(f.column + 8, pair >> 16);
+        }
+    }
+    output.hand_over_common(2);
+}
+// A half of the wide form, by both warpgroups: eight warps hold 16 columns of each row, and tell each
+// other the largest of theirs.
+template <class Words, class Output, int n>
+MEGAMOE_DEVICE void write_columns(E4m3RowsIn<Words>, Output& output, const float (&v)[n], float* row_scale,
+                                  WideFragment f) {
+    auto to = output.claim_common(0);
+    auto* amax = reinterpret_cast<float*>(to.beside);  // [warp][row]
+    int warp = arch::warp_idx() - first_math_warp;
+    bool first_column = arch::lane_idx() < 4;
+    MEGAMOE_UNROLL
+    for (int g = 0; g < n / 4; ++g) {
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            E4m3Group group;
+            group.include(v[4 * g + j], v[4 * g + 2 + j]);
+            group.template join_lanes<8, 4>();
+            if (first_column) amax[warp * warpgroup_rows + f.row(g) + j] = group.amax();
+        }
+    }
+    math_sync();  // the largest of all columns
+    int own_row = warp * 32 + arch::lane_idx();
+    if (own_row < 2 * n) {
+        E4m3Group group;
+        MEGAMOE_UNROLL
+        for (int w = 0; w < math_role.num_warps; w += 2)
+            group.include(amax[w * warpgroup_rows + own_row], amax[(w + 1) * warpgroup_rows + own_row]);
+        amax[own_row] = group.inverse();  // in place of the first warp's
+        if (row_scale != nullptr) row_scale[own_row] = group.scale();
+    }
+    math_sync();  // the factors of all rows
+    MEGAMOE_UNROLL
+    for (int g = 0; g < n / 4; ++g) {
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            int row = f.row(g) + j;
+            float inverse = amax[row];
+            uint32_t pair = arch::pack_e4m3x2(v[4 * g + j] * inverse, v[4 * g + 2 + j] * inverse);
+            int column = f.warpgroup * warpgroup_rows + f.column;
+            to.slot[swizzled(row, Words::place(column))] = static_cast<uint8_t>(pair);
+            to.slot[swizzled(row, Words::place(column + 8))] = static_cast<uint8_t>(pair >> 8);
+        }
+    }
+    output.hand_over_common(1);
+}
+
+template <class T, class Output, int n>
+MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& output, float (&sum)[2][n]) {
+    WideFragment f;
+    scale_sums<T>(ctx, tile, sum);
+    add_bias_wide<T>(ctx, tile, sum, f);
+    of_gemm<T>(tile.gemm, [&](auto gemm) {
+        using E = typename decltype(gemm)::Epilogue;
+        using Out = typename E::Out;
+        static_assert(!E::saves, "formats that are expanded are for inference");
+        E::transform(ctx.args, sum);
+        MEGAMOE_UNROLL
+        for (int half = 0; half < E::halves; ++half) {
+            float* scales = nullptr;
+            if constexpr (Out::scaled) scales = scales_of_half<T, true>(ctx, tile, half);
+            write_columns(Out{}, output, sum[half], scales, f);
+        }
+    });
+}
+
+}  // namespace megamoe

@@ -1,0 +1,45 @@
+// Which forms a layer's tiles have: how weights get from the pipeline's slots to MMAs. A tile shape names a
+// type like the one here, whose Of<T> the roles ask; fp4/forms.cuh has the other.
+#pragma once
+#include "megamoe/gemm/gemm.cuh"
+
+namespace megamoe {
+
+template <class T>
+MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile, int slots);
+
+template <class T>
+using Forms = typename T::Tiling::Forms::template Of<T>;
+
+// MMAs read weights as they arrive: one form, one step of K a slot.
+struct OneForm {
+    struct BesideWeights {};  // of a pipeline slot
+    template <int num_slots>
+    struct Smem {};
+
+    template <class T>
+    struct Of {
+        static constexpr bool is_packed = false, has_tall = true;
+        static MEGAMOE_DEVICE int slot_steps(const Tile&) { return 1; }
+        static MEGAMOE_DEVICE void init_barrier(int) {}
+        static MEGAMOE_DEVICE void pass_slot(Context&, const PipelineRing<T>&) {}
+        static MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring,
+                                            const Tile& tile) {
+            megamoe::multiply<T>(sum, ctx, ring, tile, tile.slots);
+        }
+        // The wide form, where the tile has it.
+        template <class Output>
+        static MEGAMOE_DEVICE bool run_wide(Context&, PipelineRing<T>&, Output&, const Tile&) {
+            return false;
+        }
+        // Work that transport warps do besides: a pass begins; is it done? A piece of it, if there is one.
+        static MEGAMOE_DEVICE void begin_pass(const Context&) {}
+        static MEGAMOE_DEVICE bool finished(const Context&) { return true; }
+        static MEGAMOE_DEVICE bool next(Context&) { return false; }
+        // While a pass is planned: an expert's counters; what the launch's first pass decides for all.
+        static MEGAMOE_DEVICE void clear_counters(const Args&, int) {}
+        static MEGAMOE_DEVICE void decide(const Context&, const PassPlan&) {}
+    };
+};
+
+}  // namespace megamoe

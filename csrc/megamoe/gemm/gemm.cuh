@@ -1,0 +1,145 @@
+// The GEMMs of a layer: what is known of each at compile time, and the sizes that follow from it.
+#pragma once
+#include "megamoe/cta/context.cuh"
+
+namespace megamoe {
+
+// Which weight gradients a kind of launch makes tiles of, behind those of rows.
+struct NoWeightTiles {
+    static constexpr bool any = false, beside_rows = false;
+};
+struct WeightTilesBehindRows {  // they wait for all rows
+    static constexpr bool any = true, beside_rows = true;
+};
+struct WeightTilesAlone {
+    static constexpr bool any = true, beside_rows = false;
+};
+
+// GemmId::recompute has the n and k of backward's gemm1, dy w2: both make columns of the intermediate. Not
+// its tiles: those of recompute have two planes, of half as many columns.
+MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, GemmId id) {
+    return args.gemm[id == GemmId::gemm2 ? 1 : 0];
+}
+
+template <class T>
+MEGAMOE_DEVICE const float* b_scale_of(const Args& args, GemmId id) {
+    if constexpr (T::WeightTiles::beside_rows) {
+        if (id == GemmId::recompute) return args.training.w13_scale;
+    }
+    return gemm_of(args, id).b_scale;
+}
+
+// One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue. Its K are
+// `k_planes` planes of gemm_of().k.
+template <class Rows, class Weights, class Epilogue_, int k_planes_ = 1>
+struct GemmOf {
+    using A = Rows;
+    using B = Weights;
+    using Epilogue = Epilogue_;
+    static constexpr int slot_k = slot_k_bytes / A::element_bytes;  // values of K in a pipeline slot
+    static constexpr int k_planes = k_planes_;
+};
+
+MEGAMOE_PURE bool is_weight_gradient(GemmId id) { return id == GemmId::dw13 || id == GemmId::dw2; }
+
+// f(the layer's GEMM of this name), a GemmOf.
+template <class T, class F>
+MEGAMOE_DEVICE auto of_gemm(GemmId id, F f) {
+    if constexpr (T::WeightTiles::beside_rows) {
+        if (is_weight_gradient(id)) return f(typename T::WeightGemm{});
+        if (id == GemmId::recompute) return f(typename T::RecomputeGemm{});
+    }
+    return id == GemmId::gemm1 ? f(typename T::Gemm1{}) : f(typename T::Gemm2{});
+}
+
+// Compile-time facts of a layer's GEMMs, asked by GEMM, and the run-time sizes that follow from them.
+template <class T>
+struct Shape {
+    static MEGAMOE_DEVICE int tiles(const Args& args, GemmId id) {  // of a block
+        return ceil_div(gemm_of(args, id).n,
+                        of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::Epilogue::columns; }));
+    }
+    // Pipeline slots of a tile of rows.
+    static MEGAMOE_DEVICE int k_slots(const Args& args, GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
+               ceil_div(gemm_of(args, id).k, slot_k(id));
+    }
+    // Of B's scales, one every `group` of all its K.
+    static MEGAMOE_DEVICE int scale_columns(const Args& args, GemmId id, int group) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
+               ceil_div(gemm_of(args, id).k, group);
+    }
+    static MEGAMOE_DEVICE int input_slots(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::Epilogue::inputs; });
+    }
+    static MEGAMOE_DEVICE int slot_k(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::slot_k; });
+    }
+    static MEGAMOE_DEVICE bool a_scaled(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::A::scaled; });
+    }
+    static MEGAMOE_DEVICE bool b_scaled(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::B::scaled; });
+    }
+    static MEGAMOE_DEVICE bool b_k_major(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::B::k_major; });
+    }
+    static MEGAMOE_DEVICE int planes(GemmId id) {
+        return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::Epilogue::planes; });
+    }
+};
+
+// What the two halves of a tile are: gate and up of the same columns (in planes of w13), or neighbouring
+// columns.
+template <class S>
+struct Halves {
+    bool planes;
+    int column0;  // of the first half, in its plane
+    MEGAMOE_DEVICE int num_planes() const { return planes ? 2 : 1; }
+    MEGAMOE_DEVICE int plane(int half) const { return planes ? half : 0; }
+    MEGAMOE_DEVICE int column(int half) const { return column0 + (planes ? 0 : half * S::half_columns); }
+};
+template <class T>
+MEGAMOE_DEVICE Halves<typename T::Tiling> halves_of(GemmId id, int n) {
+    using S = typename T::Tiling;
+    bool planes = Shape<T>::planes(id) == 2;
+    return {planes, n * (planes ? S::half_columns : S::columns)};
+}
+
+// Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
+// first pass's.
+MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) { return ctx.smem.plan.chunk_begin != 0; }
+// Are dx and d_topk_weights left out? Then reduce and combine hand over flags alone: a home still has to
+// learn that its rows were pulled.
+template <class T>
+MEGAMOE_DEVICE bool only_weights(const Args& args) {
+    return T::Sums::of_gradients && args.training.only_weights != 0;
+}
+// The last tiles that rows wait for before they are reduced.
+template <class T>
+MEGAMOE_DEVICE GemmId reduced_gemm(const Args& args) {
+    return only_weights<T>(args) ? GemmId::gemm1 : GemmId::gemm2;
+}
+// Are weight gradients of this pass added to what is there?
+MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
+    return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;
+}
+// dw13 or dw2: the rows of a plane, and columns.
+MEGAMOE_DEVICE int gradient_rows(const Args& args, GemmId id) {
+    return id == GemmId::dw13 ? args.gemm[0].n : args.gemm[0].k;
+}
+MEGAMOE_DEVICE int gradient_columns(const Args& args, GemmId id) {
+    return id == GemmId::dw13 ? args.gemm[0].k : args.gemm[0].n;
+}
+// Where the m-block of a weight tile begins. A matrix has at most two planes: no division.
+template <class S>
+struct GradientBlock {
+    int plane, row;
+    MEGAMOE_DEVICE GradientBlock(const Args& args, const Tile& tile) {
+        int blocks = ceil_div(gradient_rows(args, tile.gemm), S::rows);
+        plane = tile.block < blocks ? 0 : 1;
+        row = (tile.block - plane * blocks) * S::rows;
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,42 @@
+// The kinds of launch. A layer derives from one; roles and rows ask its policies, and nobody asks which it
+// is.
+#pragma once
+#include "megamoe/cta/blocks.cuh"
+#include "megamoe/gemm/gemm.cuh"
+#include "megamoe/roles/deal.cuh"
+#include "megamoe/rows/restore.cuh"
+#include "megamoe/rows/route.cuh"
+#include "megamoe/rows/state.cuh"
+#include "megamoe/rows/sum.cuh"
+
+namespace megamoe {
+
+// row_gemms: how many GEMMs have rows for outputs.
+template <int row_gemms, class Blocks_, class Routes_, class Pool_, class Deal_, class Sums_, class State_,
+          class WeightTiles_>
+struct Kind {
+    static constexpr int num_row_gemms = row_gemms;
+    using Blocks = Blocks_;            // whose rows stand where
+    using Routes = Routes_;            // where routes come from
+    using Pool = Pool_;                // who fills it
+    using Deal = Deal_;                // how units come to pairs of CTAs
+    using Sums = Sums_;                // what reduce and combine make of rows
+    using State = State_;              // what becomes of the call's state
+    using WeightTiles = WeightTiles_;  // behind those of rows, alone, or none
+};
+
+// What has no pool: its operands are whole.
+struct NoPool {
+    static constexpr bool padded = true, saved = false, restored = false, quantized = false;
+};
+
+// clang-format off: a table
+//                       GEMMs blocks        routes           pool          deal       sums          state       weight tiles
+using ForwardKind        = Kind<2, PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
+using TrainKind          = Kind<2, PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
+using BackwardKind       = Kind<2, PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
+using GroupedKind        = Kind<1, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
+using GroupedWeightsKind = Kind<0, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
+// clang-format on
+
+}  // namespace megamoe

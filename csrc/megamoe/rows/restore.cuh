@@ -1,0 +1,157 @@
+// restore: the transport warps fan x out again, from the tokens that forward saved and this rank's own x: as
+// rows of gemm1 for pre-activations that were not saved, and as bf16 rows, x_rows, for the weight gradients.
+// Where dy in the pool is e4m3, they make its bf16 rows too. It waits for nothing.
+#pragma once
+#include "megamoe/rows/dispatch.cuh"
+
+namespace megamoe {
+
+// A row of e4m3 with scales, one every `stride` floats.
+struct ScaledRow {
+    const uint4_t* values;
+    const float* scales;
+    int stride;
+};
+
+// As fan_out, for such a row: bf16(value * scale) goes to the pool.
+MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, int lane_row,
+                                        uint32_t targets) {
+    MEGAMOE_UNROLL_BY(1)
+    for (int v = arch::lane_idx(); v - arch::lane_idx() < vectors; v += 32) {
+        uint4_t data = arch::load_streaming_below(from.values, v, vectors);  // 16 values
+        float scale = v < vectors ? from.scales[int64_t{v * 16 / scale_group} * from.stride] : 0.0f;
+        const uint32_t words[4] = {data.x, data.y, data.z, data.w};
+        uint32_t pairs[8];
+        MEGAMOE_UNROLL
+        for (int w = 0; w < 4; ++w) {
+            float value[4];
+            arch::unpack_e4m3x4(words[w], value);
+            pairs[2 * w] = arch::pack_bf16x2(value[0] * scale, value[1] * scale);
+            pairs[2 * w + 1] = arch::pack_bf16x2(value[2] * scale, value[3] * scale);
+        }
+        for (uint32_t left = targets; left != 0; left &= left - 1) {
+            int64_t row = arch::shfl(lane_row, arch::ffs0(left));
+            uint4_t* to = pool + row * 2 * vectors;
+            arch::store_vec_below(to, 2 * v, 2 * vectors, {pairs[0], pairs[1], pairs[2], pairs[3]});
+            arch::store_vec_below(to, 2 * v + 1, 2 * vectors, {pairs[4], pairs[5], pairs[6], pairs[7]});
+        }
+    }
+}
+
+// x of a token as the state has it, of a layer whose x has scales.
+MEGAMOE_DEVICE ScaledRow saved_row(const Args& args, int ordered) {
+    int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
+    int64_t saved = saved_token(args, true, home, token);
+    return {static_cast<const uint4_t*>(args.training.tokens) + saved * vectors_of_row<E4m3Rows>(args),
+            args.training.tokens_scale + saved * ceil_div(args.hidden, scale_group), 1};
+}
+
+// x of a token, to x_rows.
+template <class T>
+MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
+    const Args& args = ctx.args;
+    auto* pool = static_cast<uint4_t*>(args.training.x_rows);
+    if constexpr (T::Gemm1::A::scaled) {
+        fan_out_dequantized(saved_row(args, ordered), pool, vectors_of_row<E4m3Rows>(args), lane_row,
+                            targets);
+    } else {
+        int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
+        int64_t saved = saved_token(args, false, home, token);
+        int vectors = vectors_of_row<Bf16Rows>(args);
+        const void* from = saved < 0 ? args.training.x : args.training.tokens;
+        fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, 0,
+                vectors, lane_row, targets, nullptr);
+    }
+}
+
+// dy of a token, to dy_rows: the row of its first target, which this warp filled, is read again.
+MEGAMOE_DEVICE void restore_dy(const Args& args, int lane_row, uint32_t targets) {
+    int vectors = vectors_of_row<E4m3Rows>(args);
+    int64_t row = arch::shfl(lane_row, arch::ffs0(targets));
+    ScaledRow from = {static_cast<const uint4_t*>(args.x_pool) + row * vectors, args.x_pool_scale + row,
+                      args.pool_rows};
+    fan_out_dequantized(from, static_cast<uint4_t*>(args.training.dy_rows), vectors, lane_row, targets);
+}
+
+// A phase of its own, before dispatch: the rows that recompute multiplies, published block by block.
+template <class T>
+MEGAMOE_DEVICE void restore_for_recompute(Context& ctx) {
+    const Args& args = ctx.args;
+    auto publish = [&](int row) { RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, 1); };
+    walk_pool<T>(
+        ctx, 1,
+        [&](int ordered, int) {
+            int lane_row = row_of_lane(args, ordered);
+            uint32_t targets = arch::ballot(lane_row >= 0);
+            if constexpr (T::Gemm1::A::scaled) {
+                ScaledRow from = saved_row(args, ordered);
+                fill_rows<T>(ctx, from.values, from.scales, lane_row, targets, -1, 0, ctx.smem.plan.pulls);
+            } else {
+                restore_x<T>(ctx, ordered, lane_row, targets);
+            }
+            arch::warp_sync();
+            if (lane_row >= 0) publish(lane_row);
+            return true;
+        },
+        [&](int row) {
+            if constexpr (T::Gemm1::A::scaled) {
+                fill_zero_row<T>(ctx, row);
+            } else {
+                int vectors = vectors_of_row<Bf16Rows>(args);
+                zero_row(static_cast<uint4_t*>(args.training.x_rows) + int64_t{row} * vectors, vectors);
+                arch::warp_sync();
+                if (arch::lane_idx() == 0) publish(row);
+            }
+        });
+}
+
+// Behind dispatch: the bf16 rows that weight gradients need. Without scales dy has them, and x if it was
+// restored for recompute.
+template <class T>
+MEGAMOE_DEVICE void restore_for_weights(Context& ctx) {
+    constexpr bool scaled = T::Gemm1::A::scaled;
+    const Args& args = ctx.args;
+    bool x = (args.training.weights_wanted & 1) != 0 && (scaled || !is_recomputed(ctx));
+    bool dy = scaled && (args.training.weights_wanted & 2) != 0;
+    if (!x && !dy) return;
+    walk_pool<T>(
+        ctx, 1,
+        [&](int ordered, int) {
+            int lane_row = row_of_lane(args, ordered);
+            uint32_t targets = arch::ballot(lane_row >= 0);
+            if (x) restore_x<T>(ctx, ordered, lane_row, targets);
+            if constexpr (scaled) {
+                if (dy) restore_dy(args, lane_row, targets);
+            }
+            return true;
+        },
+        [&](int row) {
+            int vectors = vectors_of_row<Bf16Rows>(args);
+            int64_t at = int64_t{row} * vectors;
+            if (x) zero_row(static_cast<uint4_t*>(args.training.x_rows) + at, vectors);
+            if (dy) zero_row(static_cast<uint4_t*>(args.training.dy_rows) + at, vectors);
+        });
+}
+
+// Backward's pool: dy is pulled, and behind it x restored for weight gradients, which tiles wait for first;
+// where pre-activations have to be made again, x in a phase of its own before.
+struct RestoredRows {
+    static constexpr bool padded = true, saved = false, restored = true, quantized = false;
+    template <class T>
+    static MEGAMOE_DEVICE void fill(Context& ctx) {
+        const Args& args = ctx.args;
+        if (ctx.smem.plan.phase == Phase::recompute) {
+            restore_for_recompute<T>(ctx);
+            return;
+        }
+        if (!dispatch<T>(ctx)) return;
+        restore_for_weights<T>(ctx);
+        arch::warp_sync();
+        Profile<T>::mark(args, Mark::restored);
+        // Rows of a launch that was given up may be missing.
+        if (arch::lane_idx() == 0 && !ctx.mem.aborted())
+            GradsReady::publish(ctx.mem, args.training.grads_ready);
+    }
+};
+
+}  // namespace megamoe

@@ -1,0 +1,149 @@
+// stage: x into the window, where peers pull it from. Crew 1, the warps that will be math, of all CTAs; x is
+// quantized on the way where the precision has rows in e4m3.
+#pragma once
+#include "megamoe/formats/bf16.cuh"
+#include "megamoe/formats/e4m3.cuh"
+#include "megamoe/rows/crews.cuh"
+
+namespace megamoe {
+
+// A copy of so many pieces of 16 bytes, one a thread.
+MEGAMOE_DEVICE void copy_by_crews(Context& ctx, uint4_t* to, const uint4_t* from, int64_t total) {
+    int64_t stride = int64_t{num_ctas(ctx)} * crew_threads;
+    MEGAMOE_UNROLL_BY(1)
+    for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total; i += 4 * stride) {
+        uint4_t v[4];  // four loads in flight
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            if (i + j * stride < total) v[j] = arch::load_streaming(from + i + j * stride);
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+            if (i + j * stride < total) arch::store_vec(to + i + j * stride, v[j]);
+        }
+    }
+}
+
+// The pieces of x that a warp quantizes: 256 columns of a token each, every stride-th piece of the rank's.
+// Two divisions a launch: with two for each piece they were a tenth of the kernel's code.
+class Pieces {
+  public:
+    MEGAMOE_DEVICE Pieces(int first, int stride, int per_token)
+        : token_(first / per_token),
+          piece_(first % per_token),
+          tokens_ahead_(stride / per_token),
+          pieces_ahead_(stride % per_token),
+          per_token_(per_token) {}
+    MEGAMOE_DEVICE int token() const { return token_; }
+    // This lane's first.
+    MEGAMOE_DEVICE int column() const { return piece_ * piece_columns + arch::lane_idx() * 8; }
+    MEGAMOE_DEVICE void advance() {
+        token_ += tokens_ahead_;
+        piece_ += pieces_ahead_;
+        if (piece_ >= per_token_) {
+            piece_ -= per_token_;
+            ++token_;
+        }
+    }
+    static constexpr int piece_columns = 256;
+
+  private:
+    int token_, piece_, tokens_ahead_, pieces_ahead_, per_token_;
+};
+
+MEGAMOE_DEVICE void load_piece(uint4_t& v, const void* from) { v = arch::load_streaming(from); }
+MEGAMOE_DEVICE void load_piece(TwoWords& v, const void* from) { v = *static_cast<const TwoWords*>(from); }
+
+// Eight columns of a token of x a lane: take(v, token, column), with zeros behind the last column.
+template <class From, class Take>
+MEGAMOE_DEVICE void each_piece(Context& ctx, int num_tokens, Take take) {
+    const Args& args = ctx.args;
+    Pieces pieces(cta_idx(ctx) * crew_warps + crew_warp(), num_ctas(ctx) * crew_warps,
+                  ceil_div(args.hidden, Pieces::piece_columns));
+    constexpr int batch = 8;  // loads in flight
+    MEGAMOE_UNROLL_BY(1)
+    while (pieces.token() < num_tokens) {
+        From v[batch];
+        int64_t token[batch];
+        int column[batch];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j, pieces.advance()) {
+            token[j] = pieces.token();
+            column[j] = pieces.column();
+            v[j] = {};
+            if (token[j] < num_tokens && column[j] < args.hidden) {
+                constexpr int size = sizeof(From) / 8;
+                load_piece(v[j],
+                           static_cast<const uint8_t*>(args.x) + (token[j] * args.hidden + column[j]) * size);
+            }
+        }
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j) {
+            if (token[j] >= num_tokens) break;  // uniform in the warp
+            take(v[j], token[j], column[j]);
+        }
+    }
+}
+
+template <class X>
+MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
+    const Args& args = ctx.args;
+    if constexpr (X::scaled) {
+        int groups = ceil_div(args.hidden, scale_group);
+        auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
+        auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+        each_piece<uint4_t>(ctx, num_tokens, [&](const uint4_t& v, int64_t token, int column) {
+            X::quantize(v, rows + token * X::row_bytes(args.hidden), scales + token * groups, column,
+                        args.hidden);
+        });
+    } else {
+        auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
+        copy_by_crews(ctx, to, static_cast<const uint4_t*>(args.x), int64_t{num_tokens} * args.hidden / 8);
+    }
+}
+
+// x that was quantized before, with its scales.
+template <class X>
+MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
+    using Words = typename X::Words;
+    const Args& args = ctx.args;
+    auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
+    auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+    if constexpr (Words::is_plain) {
+        copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.x),
+                      int64_t{num_tokens} * args.hidden / 16);
+    } else {
+        each_piece<TwoWords>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
+            if (column < X::row_bytes(args.hidden))
+                X::put(rows + token * X::row_bytes(args.hidden), column, v);
+        });
+    }
+    int64_t total = int64_t{num_tokens} * ceil_div(args.hidden, scale_group);
+    MEGAMOE_UNROLL_BY(1)
+    for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total;
+         i += int64_t{num_ctas(ctx)} * crew_threads) {
+        scales[i] = args.x_scale[i];
+    }
+}
+
+template <class T>
+MEGAMOE_DEVICE void stage_x(Context& ctx, int num_tokens) {
+    using X = typename T::Gemm1::A;
+    if constexpr (T::Pool::quantized && X::scaled) {
+        if (ctx.args.x_scale != nullptr) return stage_quantized<X>(ctx, num_tokens);
+    }
+    stage_rows<X>(ctx, num_tokens);
+}
+
+template <class T>
+MEGAMOE_DEVICE void stage(Context& ctx) {
+    stage_x<T>(ctx, own_tokens<T>(ctx.args));
+    if (!last_to_arrive(ctx, ctx.args.x_ticket)) return;
+    int peer = crew_thread();
+    if (peer < ctx.args.num_ranks) {
+        XReady::publish(ctx.mem, ctx.window<uint32_t>(peer, ctx.args.window_staged) + ctx.args.rank,
+                        ctx.epoch());
+    }
+}
+
+}  // namespace megamoe

@@ -1,0 +1,31 @@
+// What a launch does to the header of the state that its call leaves behind.
+#pragma once
+#include "megamoe/cta/context.cuh"
+
+namespace megamoe {
+
+struct StateKept {  // or there is none
+    static MEGAMOE_DEVICE void invalidate(const Args&) {}
+    static MEGAMOE_DEVICE void begin(const Context&) {}
+    static MEGAMOE_DEVICE void complete(const Context&) {}
+};
+// A training forward's: it says whose it is once the launch's counts are known, and last that it is complete.
+struct StateSaved {
+    static MEGAMOE_DEVICE void invalidate(const Args& args) {  // one thread
+        if (arch::block_idx() == 0) args.training.header->complete = 0;
+    }
+    static MEGAMOE_DEVICE void begin(const Context& ctx) {
+        if (cta_idx(ctx) != 0 || crew_thread() != 0) return;
+        StateHeader& header = *ctx.args.training.header;
+        header.begun = ctx.epoch();
+        header.pool_rows = static_cast<uint32_t>(ctx.args.pool_rows);
+        header.config_hash = ctx.args.config_hash;
+        for (int r = 0; r < max_ranks; ++r)
+            header.tokens_of_rank[r] = r < ctx.args.num_ranks ? ctx.smem.tokens_of_rank[r] : 0;
+    }
+    static MEGAMOE_DEVICE void complete(const Context& ctx) {  // one thread
+        ctx.args.training.header->complete = ctx.epoch();
+    }
+};
+
+}  // namespace megamoe
