@@ -29,7 +29,7 @@ def parse(module: str) -> ast.Module:
     )
 
 
-def definitions(tree: ast.AST) -> dict[str, Definition]:
+def definitions(tree: ast.Module | ast.ClassDef) -> dict[str, Definition]:
     """Return the public classes and functions of a module or class."""
     found = [n for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
     return {n.name: n for n in found if n.name == "__call__" or not n.name.startswith("_")}
@@ -38,8 +38,11 @@ def definitions(tree: ast.AST) -> dict[str, Definition]:
 def exported(package: str = "megamoe") -> dict[str, Definition]:
     """Return a package's __all__: name -> definition."""
     tree = parse(package)
-    homes = {a.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    stated = [n for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "__all__"]
+    sources = [n for n in tree.body if isinstance(n, ast.ImportFrom)]
+    homes = {alias.name: str(n.module) for n in sources for alias in n.names}
+    stated = [
+        n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+    ]
     names = [name for name in ast.literal_eval(stated[0].value) if name != "__version__"]
     return {name: definitions(parse(homes[name]))[name] for name in names}
 
@@ -61,7 +64,7 @@ def is_error(node: Definition) -> bool:
 def arguments(node: Definition) -> list[str]:
     """Return what a call takes, with types and defaults; of a class, its constructor or its fields."""
     if isinstance(node, ast.ClassDef):
-        made = [n for n in node.body if getattr(n, "name", "") == "__init__"]
+        made = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         if not made:
             fields = (n for n in node.body if isinstance(n, ast.AnnAssign))
             return [ast.unparse(n) for n in fields]
@@ -88,7 +91,8 @@ def argument(arg: ast.arg, default: ast.expr | None) -> str:
 def signature(name: str, node: Definition) -> str:
     """Return the call as a block of code, one argument a line where it is long."""
     given = arguments(node)
-    result = f" -> {ast.unparse(node.returns)}" if getattr(node, "returns", None) else ""
+    returned = node.returns if isinstance(node, ast.FunctionDef) else None
+    result = f" -> {ast.unparse(returned)}" if returned else ""
     line = f"{name}({', '.join(given)}){result}"
     if len(line) > WIDTH:
         line = f"{name}(\n" + "".join(f"    {a},\n" for a in given) + f"){result}"
@@ -111,19 +115,24 @@ def raises(node: Definition) -> str:
     return " ".join(re.findall(r"\bRaises .*?\.(?= |$)", flat(ast.get_docstring(node) or "")))
 
 
-def wrapped(text: str, **indents: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+def wrapped(text: str, indent: str = "") -> str:
+    fill = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return fill.fill(text)
 
 
 def item(head: str, text: str) -> str:
-    return wrapped(f"- `{head}`: {text}", subsequent_indent="  ")
+    return wrapped(f"- `{head}`: {text}", "  ")
 
 
 def methods(node: ast.ClassDef) -> Iterator[str]:
     """Yield an item each: the names of its arguments, its first paragraph, what it raises."""
     listed = definitions(node)
     for module, part in PARTS.get(node.name, ()):
-        listed |= definitions(definitions(parse(module))[part])
+        mixed_in = definitions(parse(module))[part]
+        assert isinstance(mixed_in, ast.ClassDef)
+        listed |= definitions(mixed_in)
     for name, method in listed.items():
         if name in INNER:
             continue

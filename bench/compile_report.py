@@ -27,17 +27,17 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [nvdisasm, "-c", file.name]
+        command = [str(nvdisasm), "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def count_opcodes(sass: str) -> Counter:
+def count_opcodes(sass: str) -> Counter[str]:
     """Count instructions by their first word: `/*0a10*/ @P0 UTMALDG.2D ... ;`."""
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", sass, re.MULTILINE)
     return Counter(opcodes)
 
 
-def figures(result: jit.CompileResult, counts: Counter | None) -> dict[str, int]:
+def figures(result: jit.CompileResult, counts: Counter[str] | None) -> dict[str, int]:
     """Return the columns of the table by their names; without a disassembler, those that the log has."""
     found = {
         "regs": result.registers,
@@ -65,7 +65,9 @@ def show_changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, i
 
 
 def check(
-    variant: jit.Variant | jit.GroupedVariant, result: jit.CompileResult, counts: Counter | None
+    variant: jit.Variant | jit.GroupedVariant,
+    result: jit.CompileResult,
+    counts: Counter[str] | None,
 ) -> list[str]:
     """Return what is wrong with a compiled variant."""
     faults = []

@@ -31,7 +31,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def environment() -> str:
     """Return one row a variable: name, default, meaning with the choices."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for v in env.TABLE.values():
         choices = " (" + ", ".join(f"`{c}`" for c in v.choices) + ")" if v.choices else ""
         rows.append(
@@ -48,7 +48,7 @@ def options() -> str:
         name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
         for name, (module, cls) in BACKENDS.items()
     }
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for option in OPTIONS:
         by = [name for name, parameters in taken.items() if option in parameters]
         defaults = {name: str(taken[name][option].default) for name in by}
@@ -74,12 +74,14 @@ def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list
         pattern = re.compile(
             rf"(<!-- {name}: begin[^\n]*-->\n\n)(.*?)(\n\n<!-- {name}: end -->)", re.DOTALL
         )
-        if len(pattern.findall(text)) != 1:
+        found = list(pattern.finditer(text))
+        if len(found) != 1:
             raise SystemExit(f"the markers of {name!r} are missing or not unique")
+        (_, begin), (end, _) = found[0].span(1), found[0].span(3)
         fresh = make()
-        if pattern.search(text)[2] != fresh:
+        if text[begin:end] != fresh:
             stale.append(name)
-        text = pattern.sub(lambda m, fresh=fresh: m[1] + fresh + m[3], text)
+        text = text[:begin] + fresh + text[end:]
     return text, stale
 
 

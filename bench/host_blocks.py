@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from bench.ranks import Rank
 from bench.shapes import shapes_from
 from bench.tables import header
 from bench.timing import Contender, Timer, worst
-from megamoe.core.config import PRECISIONS
+from megamoe.core.table import PRECISIONS
 from megamoe.testing.compare import compare
 from megamoe.testing.shapes import Shape
 
@@ -100,7 +101,7 @@ def over_ranks(shape: Shape, theirs: str, me: Rank, args: argparse.Namespace) ->
     transformers.utils.logging.disable_progress_bar()
 
     def module_of(experts: str) -> nn.Module:
-        layer = load(folder, experts, me).model.layers[0]
+        layer: Any = load(folder, experts, me).model.layers[0]
         layer.unshard()  # the router; nothing calls the layer, whose hooks would
         block: nn.Module = layer.mlp
         return block
@@ -199,7 +200,7 @@ def step(block: Block, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
     return {n: local(t) for n, t in {"y": y.detach(), "x": x.grad, **named}.items()}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Any:
     """Return this rank's part."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -226,8 +227,8 @@ def compare_blocks(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
         told[block] = f"{name} {furthest:.1e} (limit {limit:g})"
         good &= furthest <= limit
     del wanted
-    forwards = [Contender(b.name, lambda _, b=b: b.run(x)) for b in blocks]
-    steps = [Contender(b.name, lambda _, b=b: step(b, x, dy)) for b in blocks]
+    forwards = [Contender(b.name, partial(lambda b, _: b.run(x), b)) for b in blocks]
+    steps = [Contender(b.name, partial(lambda b, _: step(b, x, dy), b)) for b in blocks]
     forward_us, step_us = timer.medians(forwards), timer.medians(steps)
     title = f"{shape.name}, T = {args.tokens}, us"
     me.print(f"{title:30}{'forward':>20}{'step':>20}   furthest from the host's")

@@ -66,27 +66,24 @@ class TimedLayer:
         self.entry, self.device = entry, me.device
         self.problem = replace(problem, precision=entry.precision)
         self.masters = masters  # shared with the others
-        options = {"profile": True} if profile else {}
-        if entry.reserve_sms is not None:
-            options["reserve_sms"] = entry.reserve_sms
-        if entry.step_blocks is not None:
-            options["step_blocks"] = entry.step_blocks
+        self.fp8: megamoe.ExpertWeights | None = None  # in place of these, where they do not change
+        chosen = {"reserve_sms": entry.reserve_sms, "step_blocks": entry.step_blocks}
+        options: dict[str, Any] = {n: value for n, value in chosen.items() if value is not None}
+        if profile:
+            options["profile"] = True
         self.infers = entry.direction in ("forward", E4M3_FORWARD)
         training = not self.infers
-        self.cache, self.layer = QuantizedCache(), None
+        self.cache = QuantizedCache()
+        self.layer: megamoe.Layer | None = None
         plain = entry.backend == "autograd"
         with torch.set_grad_enabled(training):  # launches take the SMs that are free where it is on
-            self.backend = megamoe.make_backend(
-                "staged" if plain else entry.backend,
-                self.problem,
-                me.group,
-                device=me.device,
-                **options,
+            name = "staged" if plain else entry.backend
+            self.backend: Any = megamoe.make_backend(
+                name, self.problem, me.group, device=me.device, **options
             )
             trains = getattr(self.backend, "state_bytes", 0) > 0 and not entry.through_layer
             if entry.direction in ("backward", "step") and not (trains or plain):
                 self.backend.close()
-                name = entry.backend
                 self.layer = megamoe.Layer(
                     self.problem, me.group or "alone", backend=name, **options
                 )
@@ -100,11 +97,12 @@ class TimedLayer:
             named = self.masters.named()
             self.into = {n: torch.zeros_like(t, dtype=torch.float32) for n, t in named.items()}
         if not training and self.problem.formats.w.scaled:
-            fp8 = self.weights()
-            self.masters, self.weights = None, lambda: fp8
+            self.fp8, self.masters = self.weights(), None
 
     def weights(self) -> megamoe.ExpertWeights:
         """Return the experts as the backend takes them."""
+        if self.fp8 is not None:
+            return self.fp8
         if not self.problem.formats.w.scaled:
             return self.masters
         trains = not self.infers and self.layer is None
@@ -148,7 +146,7 @@ class TimedLayer:
             return self.backend.forward_train(x, ids, scores, weights)[1]
 
         def backward(state: Tensor) -> object:
-            options = {"into": self.into}
+            options: dict[str, Any] = {"into": self.into}
             if self.problem.formats.w.scaled:
                 options["turned"] = self.cache.turned(self.problem, self.masters)
             return self.backend.backward(dy, x, ids, self.masters, state, needs, **options)

@@ -88,7 +88,7 @@ def family(name: str, args: argparse.Namespace) -> list[Case]:
     act, act_gradient = apply, gradient
     if args.compile:
         act, act_gradient = torch.compile(apply), torch.compile(gradient)
-    options = {"activation": activation}
+    options: dict[str, Any] = {"activation": activation}
     _, gu = ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options)
     forward = contenders(
         lambda _: ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options),

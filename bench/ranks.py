@@ -5,6 +5,7 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # Nothing was computed here so far: without CUDA, ranks need not import torch again.
     method = "forkserver" if torch.cuda.is_available() else "fork"
-    options = {"backend": backend, "num_threads": threads, "start_method": method}
+    options: dict[str, Any] = {"backend": backend, "num_threads": threads, "start_method": method}
     codes = spawn(_run, ranks, worker, args, timeout_s=TIMEOUT_S, **options)
     return max(codes)
 

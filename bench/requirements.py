@@ -28,7 +28,7 @@ def requirements(setup: Path = ROOT / "setup.py") -> dict[str, list[str]]:
 
 def _strings(node: ast.expr) -> list[str]:
     elements = node.elts if isinstance(node, ast.List) else []
-    return [e.value for e in elements if isinstance(e, ast.Constant)]
+    return [str(e.value) for e in elements if isinstance(e, ast.Constant)]
 
 
 def is_installed(requirement: str) -> bool:
@@ -37,7 +37,7 @@ def is_installed(requirement: str) -> bool:
     oldest = re.search(r'python_version >= "([\d.]+)"', marker)
     if oldest and sys.version_info < _numbers(oldest[1]):
         return True
-    name, limits = re.match(r"([\w.-]+)(.*)", requirement).groups()
+    name, limits = re.findall(r"^([\w.-]+)(.*)", requirement)[0]
     try:
         found = _numbers(version(name))
     except PackageNotFoundError:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,8 @@ from bench.shapes import problem_of, shapes_from
 from bench.tables import header
 from bench.timing import Contender, Timer
 from megamoe import ExpertWeights, Layer, Problem, SharedExperts
-from megamoe.core.config import PRECISIONS
-from megamoe.core.table import SCALE_GROUP
-from megamoe.testing import compare, make_inputs, make_weights
+from megamoe.core.table import PRECISIONS, SCALE_GROUP
+from megamoe.testing import Inputs, compare, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
 # Of y, relative: of bf16 sums, of other bits of h; where FP8's blocks are others, or one side is bf16
@@ -51,38 +51,37 @@ def compare_ways(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
     routed = make_weights(problem, device=me.device, quantize=False)
     every = shared.join(routed, shared.parts(whole)).quantized(shared.problem)
     routed, masters = routed.quantized(problem), masters.quantized(one)
-    group = dist.group.WORLD
-    layers = {"routed": Layer(problem, group, backend=args.backend)}
-    layers["inside"] = Layer(shared.problem, group, backend=args.backend)
+    layers = {"routed": Layer(problem, dist.group.WORLD, backend=args.backend)}
+    layers["inside"] = Layer(shared.problem, dist.group.WORLD, backend=args.backend)
     layers["beside"] = Layer(one, "alone", backend=args.backend)
     timer, dense, good = Timer(me.device, args.samples), by_torch(problem, whole), True
-    for tokens in args.tokens:
-        i = make_inputs(problem, tokens, device=me.device)
-        only = torch.zeros(tokens, 1, dtype=torch.int64, device=me.device)
-        ones = torch.ones(tokens, 1, device=me.device)
 
-        def alone(x: Tensor, i=i) -> Tensor:
-            return layers["routed"](x, i.topk_ids, i.topk_weights, routed)
+    def ways_of(i: Inputs) -> list[Contender]:
+        only = torch.zeros(i.x.shape[0], 1, dtype=torch.int64, device=me.device)
+        ones = torch.ones(i.x.shape[0], 1, device=me.device)
 
-        def beside(x: Tensor, only=only, ones=ones, alone=alone) -> Tensor:
-            return alone(x) + layers["beside"](x, only, ones, masters)
+        def alone(_: Any) -> Tensor:
+            return layers["routed"](i.x, i.topk_ids, i.topk_weights, routed)
 
-        def inside(x: Tensor, i=i) -> Tensor:
-            return layers["inside"](x, *shared.routes(i.topk_ids, i.topk_weights), every)
+        def beside(_: Any) -> Tensor:
+            return alone(_) + layers["beside"](i.x, only, ones, masters)
 
-        def given_x(x: Tensor = i.x) -> Tensor:
-            return x
+        def inside(_: Any) -> Tensor:
+            return layers["inside"](i.x, *shared.routes(i.topk_ids, i.topk_weights), every)
 
-        ways = [
-            Contender("routed alone", alone, given_x),
-            Contender(f"beside, layer {args.precision}", beside, given_x),
-            Contender("beside, torch bf16", lambda x, alone=alone: alone(x) + dense(x), given_x),
-            Contender("inside", inside, given_x),
+        return [
+            Contender("routed alone", alone),
+            Contender(f"beside, layer {args.precision}", beside),
+            Contender("beside, torch bf16", lambda _: alone(_) + dense(i.x)),
+            Contender("inside", inside),
         ]
-        expected, scaled = beside(i.x), PRECISIONS[args.precision].w.scaled
+
+    for tokens in args.tokens:
+        ways = ways_of(make_inputs(problem, tokens, device=me.device))
+        expected, scaled = ways[1].timed(None), PRECISIONS[args.precision].w.scaled
         told = {}
         for way in ways[2:]:
-            error = compare(way.timed(i.x), expected).relative
+            error = compare(way.timed(None), expected).relative
             aligned = way.name == "inside" and shape.intermediate % SCALE_GROUP == 0
             limit = (SAME if aligned else OTHER)[scaled]
             told[way] = f"{error:.1e} from beside (limit {limit:g})"

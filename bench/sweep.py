@@ -11,7 +11,7 @@ from bench.ranks import Rank
 from bench.shapes import local_shapes
 from bench.tables import header, write_table
 from bench.timing import Timer, modes_of
-from megamoe.core.config import PRECISIONS
+from megamoe.core.table import PRECISIONS
 from megamoe.testing.shapes import Shape
 
 FLOPS_PER_SM_CLOCK = {
@@ -25,7 +25,8 @@ FLOPS_PER_SM_CLOCK = {
 
 def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     """Return what takes turns: the backend in every way asked for, then the baselines."""
-    gradients, direction = [None], args.direction
+    gradients: list[str | None] = [None]
+    direction = args.direction
     if direction != "forward":
         gradients = ["bf16", "main_grad"] if args.main_grad else ["bf16"]
     reserves = [None if r == "default" else int(r) for r in args.reserve_sms]

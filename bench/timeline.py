@@ -143,10 +143,11 @@ def draw(ctas: list[Cta], chosen: int, title: str, path: Path) -> bool:
     figure = Figure(figsize=(8 * len(ranks), 9), layout="constrained")
     axes = figure.subplots(2, len(ranks), squeeze=False, sharex="col", height_ratios=[1, 3])
     for column, rank in enumerate(ranks):
-        mine, seen = [c for c in ctas if c.rank == rank], set()
+        mine = [c for c in ctas if c.rank == rank]
+        seen: set[str] = set()
 
         def bars(
-            axis: Any, y: float, spans: list[tuple[str, float, float]], seen: set = seen
+            axis: Any, y: float, spans: list[tuple[str, float, float]], seen: set[str] = seen
         ) -> None:
             for name, begin, end in spans:
                 label = None if name in seen else name

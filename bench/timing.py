@@ -36,7 +36,7 @@ class Contender:
     """
 
     name: str
-    timed: Callable[[Any], object]
+    timed: Callable[[Any], Any]
     before: Callable[[], Any] = lambda: None
 
 

@@ -32,7 +32,7 @@ ZERO_ROWS = 64  # an expert's rows are filled up to a multiple with zeros
 EMULATED = ("dy_rows", "x_rows", "row_weight", "dgu", "hs", "d_s", "dx_rows")
 
 
-Gradients = dict[str, Tensor | None]
+Gradients = dict[str, Any]  # tensors; None where nobody needs one
 
 
 def through_backend(
@@ -74,7 +74,9 @@ def through_autograd(backend: str, d: Drawn) -> tuple[Tensor, Gradients]:
     return y.detach(), dict(zip(GRADIENTS, found, strict=True))
 
 
-def saved_gate_up(backend: Any, problem: megamoe.Problem, state: Tensor | None, options: dict):
+def saved_gate_up(
+    backend: Any, problem: megamoe.Problem, state: Tensor | None, options: dict[str, int]
+) -> Tensor | None:
     """Return [M, P*I] bf16 as a forward saved it, by pool row; None where the state has none of all rows."""
     if state is None or int(backend.statistics().passes) > 1:
         return None
@@ -97,7 +99,8 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
     checker = GradientChecker(problem, args.verbose, flips)
     try:
         d = Drawn(case, me)
-        oracle, saved, stages = Oracle(d), None, {}
+        oracle, saved = Oracle(d), None
+        stages: dict[str, Tensor] = {}
         if own_backward:
             backend.prepare(d.weights)
             y, found, state = through_backend(backend, d)
@@ -107,7 +110,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
                 stages = backward_stages(backend, me, problem.bias)
             passes = int(backend.statistics().passes)
             compare_all(checker, oracle, found, stages, saved, passes)
-            if stages:
+            if stages and saved is not None:
                 check_everywhere(checker, d, found, stages, saved)
             del state, saved, stages
             d.forget_others()
@@ -139,7 +142,7 @@ def on_all_ranks(condition: bool, me: Rank) -> bool:
 
 def backward_stages(backend: Any, me: Rank, bias: bool) -> dict[str, Tensor]:
     """Return copies of what the last launch left, by the oracle's names, where the backend shows it. Collective."""
-    found = getattr(backend, "intermediates", dict)()
+    found: dict[str, Tensor] = getattr(backend, "intermediates", dict)()
     if hasattr(backend, "emulation"):
         found = emulated_stages(backend, me)
     shown = {name: found[name].clone() for name in BACKWARD_STAGES if name in found}
@@ -292,7 +295,7 @@ def same_gradients(
     found: Gradients,
     again: Gradients,
     what: str,
-    names: tuple = GRADIENTS,
+    names: tuple[str, ...] = GRADIENTS,
 ) -> None:
     for name in names:
         if found[name] is not None:

@@ -161,10 +161,10 @@ class Oracle:
             pool_row = torch.full((ids.numel(),), -1, device=device)
             pool_row[full.token * p.top_k + full.k] = full.pool_row
             gate_up = [saved[pool_row[rows.token * p.top_k + rows.k]]]
-        columns = [[torch.cat(t)] for t in (d.dy, d.x)]
+        dy, x, scores = ([torch.cat(column)] for column in (d.dy, d.x, d.scores))
         found = reference.backward(
-            alone, *columns, [ids], [torch.cat(d.scores)], [weights], rounding=rounding, gate_up=gate_up
-        )  # fmt: skip
+            alone, dy, x, [ids], scores, [weights], rounding=rounding, gate_up=gate_up
+        )
         return {name: found[name][0] for name in OF_EXPERTS}
 
     def shared_gate_up(self, saved: Tensor) -> list[Tensor]:

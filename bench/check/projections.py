@@ -5,6 +5,7 @@ dW v = sum_r a_r (b_r . v) and dx_r . v = dgu_r . (W13 v), so that a wrong tile 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ BLOCK = 128  # rows of a tile of dW
 # do not average. A wrong 128 x 256 tile of a DeepSeek-V3 expert is 1.9e-1 of its block.
 BLOCK_LIMIT, ROW_LIMIT = 1e-2, 2e-2
 
-Gradients = dict[str, Tensor | None]
+Gradients = dict[str, Any]  # tensors; None where nobody needs one
 
 
 def check_everywhere(
@@ -68,7 +69,7 @@ def of_expert(d: Drawn, found: Gradients, left: dict[str, Tensor], e: int) -> di
     dw13, dw2 = found["dw13"][e].reshape(-1, p.hidden).float(), found["dw2"][e].float()
     w13, dx_rows, dgu = d.weights.w13[e].reshape(-1, p.hidden).float(), left["dx_rows"], left["dgu"]
     multiplied = dgu
-    if p.formats.x.scaled:
+    if d.weights.w13_scale is not None:
         w13 = dequantize_block(d.weights.w13[e], d.weights.w13_scale[e], p.activation.planes)
         planes = [quantize_rows(plane) for plane in dgu.chunk(p.activation.planes, dim=1)]
         multiplied = torch.cat([dequantize_rows(*plane) for plane in planes], dim=1)

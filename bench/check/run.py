@@ -3,6 +3,7 @@
 import argparse
 import csv
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,8 @@ SHOWN = {"forward": ("y",), "backward": ("dx", "dw13"), "step": ("y", "dx", "dw1
 
 def check(case: Case, me: Rank, args: argparse.Namespace) -> list[StageChecker]:
     """Run one case on this rank in the directions asked for. Collective."""
-    checks = {"forward": (check_forward,), "backward": (check_backward,)}
-    checks["step"] = checks["forward"] + checks["backward"]
-    return [one(case, me, args) for one in checks[args.direction]]
+    both = {"forward": check_forward, "backward": check_backward}
+    return [one(case, me, args) for name, one in both.items() if args.direction in (name, "step")]
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
             checkers = check(case, me, args)
         errors = {name: error for c in checkers for name, error in c.errors.items()}
         lines = [line for c in checkers for line in c.lines]
-        reports: list = [None] * me.size
+        reports: list[Any] = [None] * me.size
         dist.all_gather_object(reports, (all(c.good for c in checkers), lines, errors))
         bad = [rank for rank, (good, _, _) in enumerate(reports) if not good]
         row = {
@@ -87,7 +87,7 @@ def worst_errors(of_ranks: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(f"{error:.3e}") for name, error in worst.items()}
 
 
-def figures(row: dict, direction: str) -> str:
+def figures(row: dict[str, Any], direction: str) -> str:
     """Return the errors that a line shows; a backend without a kernel's roundings has those against fp32 only."""
     parts = []
     for name in SHOWN[direction]:
@@ -98,7 +98,7 @@ def figures(row: dict, direction: str) -> str:
     return "; ".join(parts)
 
 
-def summarize(rows: list[dict], me: Rank, direction: str) -> int:
+def summarize(rows: list[dict[str, Any]], me: Rank, direction: str) -> int:
     """Print the verdict on all configurations; return the exit code."""
     good = sum(row["verdict"] == "ok" for row in rows)
     me.print(f"{good} of {len(rows)} configurations are right on all ranks")

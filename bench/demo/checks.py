@@ -51,7 +51,7 @@ class Replay:
         """Repeat a step whose gradients `model` still holds, if it is one of ours. Collective over the world."""
         if step not in self.steps:
             return
-        parts = {
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {
             "dense": [(p.detach(), p.grad) for p in model.dense_parameters()],
             "experts": [
                 (self._gathered(p.detach(), model), self._gathered(p.grad, model))

@@ -16,7 +16,7 @@ import torch
 from bench.demo.training import WINDOW, Setup, train
 from bench.plot import pyplot_or_none, save, shorter
 from bench.tables import header, write_table
-from megamoe.core.config import PRECISIONS
+from megamoe.core.table import PRECISIONS
 
 FP8_TOLERANCE = 5e-3  # of BF16's final loss
 Key = tuple[str, str, int]  # backend, precision, seed

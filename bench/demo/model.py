@@ -6,6 +6,7 @@ import sysconfig
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,9 @@ def shared_corpus() -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, hidden: int, num_heads: int, context: int) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -85,7 +89,9 @@ class Attention(nn.Module):
 class RoutedExperts(nn.Module):
     """Softmax top-k router in fp32 in front of MegaMoE, with the Switch load-balancing loss."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, **moe_options) -> None:
+    def __init__(
+        self, config: ModelConfig, group: dist.ProcessGroup | None, **moe_options: Any
+    ) -> None:
         super().__init__()
         self.config, self.group = config, group
         self.router = nn.Linear(config.hidden, config.num_experts, bias=False)
@@ -123,7 +129,9 @@ class RoutedExperts(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, **moe_options) -> None:
+    def __init__(
+        self, config: ModelConfig, group: dist.ProcessGroup | None, **moe_options: Any
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden)
         self.attention = Attention(config.hidden, config.num_heads, config.context)
@@ -139,11 +147,13 @@ class Block(nn.Module):
 class ByteLM(nn.Module):
     """Decoder with a tied head. The dense part is fp32 and replicated, the experts live on their ranks."""
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup, **moe_options) -> None:
+    def __init__(
+        self, config: ModelConfig, group: dist.ProcessGroup | None, **moe_options: Any
+    ) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
-        self.blocks = nn.ModuleList(
+        self.blocks: Any = nn.ModuleList(
             Block(config, group, **moe_options) for _ in range(config.num_blocks)
         )
         self.norm = nn.RMSNorm(config.hidden)
@@ -157,10 +167,10 @@ class ByteLM(nn.Module):
             balance = balance + share
         return F.linear(self.norm(x), self.embedding.weight), balance
 
-    def expert_parameters(self) -> list[nn.Parameter]:
+    def expert_parameters(self) -> list[Any]:
         return [p for block in self.blocks for p in block.moe.experts.parameters()]
 
-    def dense_parameters(self) -> list[nn.Parameter]:
+    def dense_parameters(self) -> list[Any]:
         experts = {id(p) for p in self.expert_parameters()}
         return [p for p in self.parameters() if id(p) not in experts]
 

@@ -75,7 +75,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
         how = "one-rank" if me.size > 1 else "staged"
     other = None if how == "none" else other_setup(how, this, me)
     replay = None if how == "none" else Replay(other, recipe.steps, REPLAYS[me.device.type])
-    curves = train(this, f"{me.size} ranks", inspect=replay and replay.inspect)
+    curves = train(this, f"{me.size} ranks", inspect=replay.inspect if replay else None)
     both = curves.backward == backend
     me.print(f"{'PASS' if both else 'FAIL'}: backward by {curves.backward}; {memory(me.device)}")
     last = curves.losses[-WINDOW:]

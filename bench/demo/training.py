@@ -55,7 +55,7 @@ class Setup:
     recipe: Recipe
     text: Tensor  # uint8
     device: torch.device
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     options: dict[str, Any]
 
     @property
@@ -102,12 +102,12 @@ class MasterAdamW:
     """AdamW on fp32 copies of the parameters, since bf16 parameters swallow small updates."""
 
     def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
-        self.parameters = parameters
+        self.parameters: list[Any] = parameters
         self.masters = [p.detach().float().clone() for p in parameters]
         self.adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=weight_decay)
 
     @torch.no_grad()
-    def step(self, rate: float, scale: Tensor) -> None:
+    def step(self, rate: float, scale: Tensor | float) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             master.grad = parameter.grad.float() * scale
             parameter.grad = None
@@ -150,7 +150,7 @@ class Progress:
             self.bar.close()
 
 
-def global_norms(dense: list[Tensor], experts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
+def global_norms(dense: list[Any], experts: list[Any], group: dist.ProcessGroup | None) -> Tensor:
     """Norms [2] of the dense and of all experts' gradients: dense ones are equal everywhere, experts' are not."""
     squares = [
         torch.stack([g.float().square().sum() for g in part]).sum() for part in (dense, experts)

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import StaticCache
 
 WARM = 2  # steps by which kernels are loaded and layers of this size made, before the capture
@@ -16,7 +17,7 @@ class Decoder:
     length: of prompt and text together. temperature: 0 takes the likeliest byte.
     """
 
-    def __init__(self, model: nn.Module, length: int, temperature: float = 0.8) -> None:
+    def __init__(self, model: Any, length: int, temperature: float = 0.8) -> None:
         self.model, self.temperature = model.eval(), temperature
         device = next(model.parameters()).device
         self.cache = StaticCache(config=model.config, max_cache_len=length)
@@ -24,7 +25,7 @@ class Decoder:
         self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.captures = device.type == "cuda"
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Any = None  # a torch.cuda.CUDAGraph
 
     def _next(self, ids: Tensor, positions: Tensor) -> Tensor:
         seen = (self.slots <= positions[0, :, None])[None, None]  # [1, 1, ids, length]

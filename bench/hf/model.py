@@ -3,10 +3,11 @@
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ class Sizes:
     batch: int  # sequences of a rank
 
     def config(self) -> transformers.Qwen3MoeConfig:
-        return transformers.Qwen3MoeConfig(
+        made: Any = transformers.Qwen3MoeConfig  # its fields are no arguments to a type checker
+        return made(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
             intermediate_size=self.hidden,
@@ -80,14 +82,14 @@ def saved_model(sizes: Sizes, seed: int, me: Rank) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def load(folder: Path, experts: str, me: Rank) -> nn.Module:
+def load(folder: Path, experts: str, me: Rank) -> Any:
     """Return the model of a folder. Collective.
 
     experts: a name that begins with OURS, of a registered adapter, or an experts_implementation of transformers. On
     several ranks dense parameters are sharded by FSDP2, experts spread over the ranks; tokens go to transformers' own
     experts by all_to_all.
     """
-    options = {"experts_implementation": experts}
+    options: dict[str, Any] = {"experts_implementation": experts}
     if me.size > 1:
         from transformers.distributed import DistributedConfig
 
@@ -98,7 +100,7 @@ def load(folder: Path, experts: str, me: Rank) -> nn.Module:
         )
         if ours:
             del options["experts_implementation"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, **options
     )
     return (model if me.size > 1 else model.to(me.device)).train()
@@ -165,8 +167,8 @@ def routes_given(model: nn.Module, ids: list[Tensor]) -> Iterator[None]:
     if len(found) != len(ids):
         raise RuntimeError(f"{len(found)} routers, given ids for {len(ids)}")
 
-    def hook_for(chosen: Tensor):
-        def hook(module: nn.Module, arguments: tuple, out: tuple) -> tuple:
+    def hook_for(chosen: Tensor) -> Callable[..., Any]:
+        def hook(module: nn.Module, arguments: Any, out: Any) -> Any:
             weights = out[0].softmax(-1, dtype=torch.float32).gather(-1, chosen)
             weights = weights / weights.sum(-1, keepdim=True)
             return out[0], weights.to(out[1].dtype), chosen

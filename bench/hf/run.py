@@ -1,8 +1,9 @@
 """tools/train_hf.py: the same model trained with megamoe's experts and with transformers' own, step against step."""
 
 import argparse
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from megamoe.core.config import Problem
 from megamoe.layer.functional import choose
 
 if TYPE_CHECKING:
+    from bench.demo.curves import Key
     from bench.hf.model import Sizes
+    from bench.hf.training import Run
 
 PROMPT = b"A class is "
 
@@ -70,10 +73,10 @@ def own_experts(name: str | None, me: Rank) -> str:
 def worker(me: Rank, args: argparse.Namespace) -> int:
     import transformers
 
-    import megamoe.adapters.transformers as adapter
     from bench.hf.model import OURS, saved_model
     from bench.hf.training import compare, train
 
+    adapter: Any = import_module("megamoe.adapters.transformers")
     if me.size > 1 and adapter.EPImplementationInterface is None:
         version = transformers.__version__
         raise SystemExit(f"several ranks need transformers 5.23, this is {version}: --ranks 1")
@@ -110,11 +113,11 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     return int(not good)
 
 
-def curves(path: Path, runs: dict, setup: Setup) -> None:
+def curves(path: Path, runs: "dict[Key, Run]", setup: Setup) -> None:
     """Draw the losses; write them as CSV, with each step's seconds and the tokens of all ranks in it."""
     losses = {key: run.losses for key, run in runs.items()}
     tokens = setup.recipe.batch * setup.recipe.model.context
-    more = {
+    more: dict[str, dict[Key, Any]] = {
         "seconds": {key: run.seconds for key, run in runs.items()},
         "tokens": {key: [tokens] * len(run.seconds) for key, run in runs.items()},
     }

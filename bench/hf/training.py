@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ class Run:
         return setup.recipe.batch * setup.recipe.model.context / statistics.median(late)
 
 
-def differentiate(model: nn.Module, setup: Setup, step: int) -> float:
+def differentiate(model: Any, setup: Setup, step: int) -> float:
     """Leave the gradients of a step in the parameters; return its loss, the mean over the global batch."""
     inputs, targets = setup.batch(step)
     out = model(input_ids=inputs, use_cache=False, output_router_logits=True)

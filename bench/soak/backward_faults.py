@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from bench.ranks import Rank
 from bench.soak.faults import TIMEOUT_S, error_of, faults
 from bench.soak.layer import Outcome, gather
 from bench.soak.training import Trainer, shared_layers
-from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
 
 Saved = list[
     tuple[Tensor, Tensor]
@@ -61,7 +62,7 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
         backward(0, 0, states[-1])
 
     other, named = f"rank {last} runs another configuration", (RankMismatch,)
-    cases: list[tuple[str, Callable[[Saved], Any], tuple, list[str]]] = [
+    cases: list[tuple[str, Callable[[Saved], Any], tuple[type[MegaMoEError], ...], list[str]]] = [
         ("a state of nobody", lambda s: backward(0, 0, torch.zeros_like(s[0][1])), named, [NOBODYS])
     ]
     if me.size > 1:
@@ -79,8 +80,8 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
     for title, run, kinds, words in cases:
         saved = forward()
         gather(me, None)
-        faults(me, out, title, lambda r=run, s=saved: r(s), kinds, words)
-        broken = error_of(lambda s=saved: backward(0, 0, s[0][1]))
+        faults(me, out, title, partial(run, saved), kinds, words)
+        broken = error_of(partial(backward, 0, 0, saved[0][1]))
         out.require(isinstance(broken, WindowBroken), f"{title}: a broken window took a backward")
         window.reset()
         again, _ = trainer.run(1, window.check)

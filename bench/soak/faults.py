@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,7 +43,7 @@ def faults(
     out: Outcome,
     title: str,
     function: Callable[[], object],
-    kinds: tuple,
+    kinds: tuple[type[MegaMoEError], ...],
     words: list[str],
 ) -> None:
     """Every rank must raise one of `kinds` or PeerFault, and the message of one rank must hold all words."""
@@ -85,15 +86,17 @@ def late(me: Rank, args: argparse.Namespace) -> Outcome:
 def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
     """One rank is built differently; then two layers are called in another order on one rank."""
     out, start, last = Outcome(""), time.monotonic(), me.size - 1
-    for name, value in (("intermediate", 256), ("activation", megamoe.activation_by_name("geglu"))):
-        problem = problem_of(me, **({name: value} if me.rank == last else {}))
+    changes = {"intermediate": 256, "activation": megamoe.activation_by_name("geglu")}
+    for name, value in changes.items():
+        change: dict[str, Any] = {name: value} if me.rank == last else {}
+        problem = problem_of(me, **change)
 
         def build(problem: megamoe.Problem = problem) -> None:
             MegaBackend(problem, me.group, device=me.device)
 
         faults(me, out, f"other {name}", build, (RankMismatch,), [name, f"on rank {last}"])
     window = Window(problem_of(me), me.group, device=me.device)
-    options = {"count": 2, "window": window, "timeout_s": TIMEOUT_S}
+    options: dict[str, Any] = {"count": 2, "window": window, "timeout_s": TIMEOUT_S}
     layers = [Layer(me, problem_of(me, intermediate=i), **options).start() for i in (512, 768)]
 
     def in_another_order() -> None:
@@ -123,8 +126,8 @@ def kill(args: argparse.Namespace, ranks: int) -> Outcome:
         command = [sys.executable, SOAK, "kill", "--ranks", str(ranks), "--bound", str(args.bound)]
         command += ["--port", str(store.port), "--mode", mode, "--as-rank"]
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
-        begin = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-        processes = [subprocess.Popen([*command, str(r)], **begin) for r in range(ranks)]
+        begin: Any = partial(subprocess.Popen, stdout=subprocess.PIPE, text=True, env=environment)
+        processes = [begin([*command, str(r)]) for r in range(ranks)]
         named, deadline = False, time.monotonic() + args.bound
         for rank, process in enumerate(processes):
             try:
@@ -175,7 +178,12 @@ def killed_rank(args: argparse.Namespace) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(2.5)  # a killed process takes its kernels with it, not at once
     start = time.monotonic()
-    error = error_of(lambda: (call(), layer.backend.check()))
+
+    def fail() -> None:
+        call()
+        layer.backend.check()
+
+    error = error_of(fail)
     report = {
         "kind": type(error).__name__,
         "message": str(error),

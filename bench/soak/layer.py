@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,14 @@ def device_of(rank: int) -> torch.device:
     return device
 
 
-def gather(me: Rank, value: object) -> list:
+def gather(me: Rank, value: object) -> list[Any]:
     """Return every rank's value."""
-    values: list = [None] * me.size
+    values: list[Any] = [None] * me.size
     dist.all_gather_object(values, value)
     return values
 
 
-def problem_of(me: Rank, precision: str = "bf16", **changes: object) -> megamoe.Problem:
+def problem_of(me: Rank, precision: str = "bf16", **changes: Any) -> megamoe.Problem:
     small = megamoe.Problem(
         hidden=1024,
         intermediate=512,
@@ -79,9 +80,7 @@ def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], to
 class Layer:
     """A backend, inputs for it, what they should give and what they gave at the first call."""
 
-    def __init__(
-        self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: object
-    ) -> None:
+    def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: Any) -> None:
         self.me, self.problem = me, problem
         options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
         if options["reserve_sms"] is None:
@@ -90,12 +89,17 @@ class Layer:
         everyones = [make_weights(problem, rank=r, device=me.device) for r in ranks]
         self.weights, self.inputs, self.expected = everyones[me.rank], [], []
         for seed, (routing, tokens, dtype) in enumerate(draw_plans(me, problem.max_tokens, count)):
-            kind = {"seed": seed, "routing": routing, "device": me.device, "ids_dtype": dtype}
+            kind: dict[str, Any] = {
+                "seed": seed,
+                "routing": routing,
+                "device": me.device,
+                "ids_dtype": dtype,
+            }
             drawn = [make_inputs(problem, tokens[r], rank=r, **kind) for r in ranks]
-            columns = (
-                [getattr(i, name) for i in drawn] for name in ("x", "topk_ids", "topk_weights")
-            )
-            self.expected.append(reference.forward(problem, *columns, everyones)["y"][me.rank])
+            names = ("x", "topk_ids", "topk_weights")
+            x, ids, scores = ([getattr(i, name) for i in drawn] for name in names)
+            wanted = reference.forward(problem, x, ids, scores, everyones)
+            self.expected.append(wanted["y"][me.rank])
             self.inputs.append(drawn[me.rank])
         del everyones
         torch.cuda.synchronize()
@@ -117,7 +121,7 @@ class Layer:
         call = inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights
         return self.backend.forward_train(*call)[1]
 
-    def backward(self, i: int, state: torch.Tensor) -> list:
+    def backward(self, i: int, state: torch.Tensor) -> list[Any]:
         """Return the gradients for a gradient of ones; BF16 only, where the weights are their own masters."""
         inputs, needs = self.inputs[i], [True] * 4 + [False] * 2
         call = torch.ones_like(inputs.x), inputs.x, inputs.topk_ids, self.weights, state, needs

@@ -90,15 +90,16 @@ class Trainer:
         self, drawn: Inputs, count: Tensor | None, passed: list[tuple[Tensor, Tensor]], add: bool
     ) -> list[list[Tensor]]:
         """Return dw13 and dw2 of each layer, or add them to fp32; write down what came out."""
-        y, live = passed.pop()[0], slice(None)
+        y = passed.pop()[0]
         error = y.float() - drawn.x.float()
         if count is not None:  # y is undefined behind it
             live = torch.arange(y.shape[0], device=y.device)[:, None] < count
-            error = torch.where(live, error, 0.0)
-        sums = [error.square().mean() if error.numel() else error.sum()]
-        sums += [_bits(torch.where(live, y, 0.0) if count is not None else y)]
-        dy, found, lost = (error / max(error.numel(), 1) ** 0.5).bfloat16(), [], 0
-        d_scores = None
+            y, error = torch.where(live, y, 0.0), torch.where(live, error, 0.0)
+        sums: list[Any] = [error.square().mean() if error.numel() else error.sum(), _bits(y)]
+        dy = (error / max(error.numel(), 1) ** 0.5).bfloat16()
+        found: list[list[Tensor]] = []
+        d_scores: Any = None
+        lost: Any = 0
         for i in (1, 0):
             x, state = passed[i]
             needs = [True, True, True, True, False, False]
@@ -145,7 +146,11 @@ class Trainer:
             tokens = r.choice((0, 1, most, r.randint(1, most), r.randint(1, most)))
             routing = ROUTES[(2 * n + half) % len(ROUTES)]
             ids = (torch.int32, torch.int64)[n % 2]
-            kind = {"seed": 2 * n + half, "routing": routing, "device": self.me.device}
+            kind: dict[str, Any] = {
+                "seed": 2 * n + half,
+                "routing": routing,
+                "device": self.me.device,
+            }
             inputs = make_inputs(self.problem, tokens, ids_dtype=ids, **kind)
             # all ranks do or none: with a count tensor or without is part of the call's form, not of its contents
             counted = (n + half) % 3 == 0
@@ -218,7 +223,7 @@ def shared_layers(me: Rank, precision: str, **options: Any) -> tuple[Window, lis
     options = {"window": window, "timeout_s": 20.0, "reserve_sms": 0, **options}
     if options["reserve_sms"] is None:
         del options["reserve_sms"]
-    pools = ({}, {"pool_rows": min_pool_rows(problem)})
+    pools: tuple[dict[str, Any], ...] = ({}, {"pool_rows": min_pool_rows(problem)})
     return window, [
         MegaBackend(problem, me.group, device=me.device, **options, **pool) for pool in pools
     ]
