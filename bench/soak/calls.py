@@ -8,7 +8,7 @@ import torch
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import BLOCK, Layer, Outcome, gather, problem_of
+from bench.soak.layer import BLOCK, Layer, Outcome, Static, each_precision, gather, problem_of
 from megamoe.testing import make_weights
 from megamoe.window.window import Window
 
@@ -40,41 +40,36 @@ def calls(me: Rank, args: argparse.Namespace) -> Outcome:
 
 def graph(me: Rank, args: argparse.Namespace) -> Outcome:
     """Replays of one captured call; tokens, ids, weights and their number change in place."""
-    out, texts, start = Outcome(""), [], time.monotonic()
-    for precision in args.precision:
-        problem = problem_of(me, precision)
-        layer = Layer(me, problem).start()
-        most = problem.max_tokens
-        x = torch.zeros(most, problem.hidden, dtype=torch.bfloat16, device=me.device)
-        ids = torch.zeros(most, problem.top_k, dtype=torch.int64, device=me.device)
-        scores = torch.zeros(most, problem.top_k, device=me.device)
-        count = torch.zeros(1, dtype=torch.int32, device=me.device)
-        y = torch.zeros_like(x)
-        layer.backend.forward(x, ids, scores, layer.weights, num_tokens_device=count, out=y)
+    out = Outcome("")
+
+    def replays(precision: str) -> str:
+        layer = Layer(me, problem_of(me, precision)).start()
+        static = Static(layer.problem, me.device)
+        (x, ids, scores), y = vars(static.inputs).values(), torch.zeros_like(static.inputs.x)
+        options = {"num_tokens_device": static.count, "out": y}
+        layer.backend.forward(x, ids, scores, layer.weights, **options)
         layer.backend.check()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            layer.backend.forward(x, ids, scores, layer.weights, num_tokens_device=count, out=y)
+            layer.backend.forward(x, ids, scores, layer.weights, **options)
         order, wrong = random.Random(2), 0
         for n in range(1, args.replays + 1):
             i = order.randrange(len(layer.inputs))
-            inputs = layer.inputs[i]
-            tokens = inputs.x.shape[0]
-            x[:tokens].copy_(inputs.x)  # rows behind keep what earlier replays left there
-            ids[:tokens].copy_(inputs.topk_ids)
-            scores[:tokens].copy_(inputs.topk_weights)
-            count.fill_(tokens)
+            static.fill(layer.inputs[i])
             captured.replay()
-            layer.note(i, y[:tokens])
+            found = y[: layer.inputs[i].x.shape[0]]
+            layer.note(i, found)
             if n % 50 == 0:
                 layer.note(i, layer.call(i))  # an ordinary call between replays
             if n % BLOCK == 0 or n == args.replays:
                 wrong += layer.settle()
-                layer.judge(i, y[:tokens])
-        texts.append(layer.verdict(out, wrong))
+                layer.judge(i, found)
+        text = layer.verdict(out, wrong)
         del captured
         layer.backend.close()
-    out.text = f"{args.replays} replays a precision in {time.monotonic() - start:.1f} s: {'; '.join(texts)}"
+        return text
+
+    out.text = f"{args.replays} replays a precision {each_precision(args, replays)}"
     return out
 
 
@@ -122,27 +117,28 @@ def busy(me: Rank, args: argparse.Namespace) -> Outcome:
 
 def streams(me: Rank, args: argparse.Namespace) -> Outcome:
     """Two streams, two layers in one window; then modules: autocast, and parameters whose storage moves."""
-    out, total, texts, start = Outcome(""), args.calls or 400, [], time.monotonic()
-    for precision in args.precision:
+    out, total = Outcome(""), args.calls or 400
+
+    def on_two(precision: str) -> str:
         window = Window(problem_of(me, precision), me.group, device=me.device)
         shared = [problem_of(me, precision, intermediate=i) for i in (512, 768)]
         layers = [Layer(me, p, window=window).start() for p in shared]
         sides, order = [torch.cuda.Stream(me.device) for _ in range(2)], random.Random(4)
         for n in range(total):
             layer, i = order.choice(layers), order.randrange(16)
-            if order.random() < 0.5:
-                sides[n % 2].wait_stream(
-                    sides[1 - n % 2]
-                )  # otherwise the library's own order has to do
+            if order.random() < 0.5:  # otherwise the library's own order has to do
+                sides[n % 2].wait_stream(sides[1 - n % 2])
             with torch.cuda.stream(sides[n % 2]):
                 layer.note(i, layer.call(i))
         wrong = [layer.settle() for layer in layers]
         modules(me, layers[0], window)
         wrong[0] += layers[0].settle()
-        texts += [layer.verdict(out, w) for layer, w in zip(layers, wrong, strict=True)]
+        texts = [layer.verdict(out, w) for layer, w in zip(layers, wrong, strict=True)]
         window.close()
-    seconds = time.monotonic() - start
-    out.text = f"{total} calls on 2 streams and 22 of a module a precision in {seconds:.1f} s: {'; '.join(texts)}"
+        return "; ".join(texts)
+
+    told = each_precision(args, on_two)
+    out.text = f"{total} calls on 2 streams and 22 of a module a precision {told}"
     return out
 
 

@@ -1,6 +1,9 @@
 """What the scenarios of tools/soak.py share: a layer, inputs of every kind for it, what it should and did give."""
 
+import argparse
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +14,7 @@ import megamoe
 from bench.ranks import Rank
 from megamoe.backends import reference
 from megamoe.backends.mega import MegaBackend
-from megamoe.testing import ROUTINGS, compare, gpu_of, make_inputs, make_weights
+from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
 
 # relative error of y; docs/numerics.md
 LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "bf16xmxfp4": 5e-3, "fp8xmxfp4": 1e-2, "bf16xnvfp4": 5e-3}
@@ -59,6 +62,12 @@ def problem_of(me: Rank, precision: str = "bf16", **changes: Any) -> megamoe.Pro
     return replace(small, **changes)
 
 
+def chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a backend here: all SMs, or the default where reserve_sms is None, as for training."""
+    options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], torch.dtype]]:
     """Return (routing, tokens of each rank, type of ids) of `count` inputs, the same on all ranks."""
     r = random.Random(5)
@@ -77,14 +86,36 @@ def draw_plans(me: Rank, most: int, count: int) -> list[tuple[str, list[int], to
     return [(*plan, (torch.int32, torch.int64)[i % 2]) for i, plan in enumerate(plans[:count])]
 
 
+def each_precision(args: argparse.Namespace, run: Callable[[str], str]) -> str:
+    """Return what run tells of each precision, behind the seconds that all took."""
+    start = time.monotonic()
+    texts = [run(precision) for precision in args.precision]
+    return f"in {time.monotonic() - start:.1f} s: {'; '.join(texts)}"
+
+
+class Static:
+    """Inputs of a captured call, changed in place; `count` says on the device how many tokens are live."""
+
+    def __init__(self, problem: megamoe.Problem, device: torch.device) -> None:
+        most, top_k = problem.max_tokens, problem.top_k
+        x = torch.zeros(most, problem.hidden, dtype=torch.bfloat16, device=device)
+        ids = torch.zeros(most, top_k, dtype=torch.int64, device=device)
+        self.inputs = Inputs(x, ids, torch.zeros(most, top_k, device=device))
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def fill(self, drawn: Inputs, live: torch.Tensor | None = None) -> None:
+        """Copy inputs to the front; rows behind keep what earlier replays left there. live: fewer than these."""
+        tokens = drawn.x.shape[0]
+        for name, tensor in vars(self.inputs).items():
+            tensor[:tokens].copy_(getattr(drawn, name))
+        self.count.fill_(tokens) if live is None else self.count.copy_(live)
+
+
 class Layer:
     """A backend, inputs for it, what they should give and what they gave at the first call."""
 
     def __init__(self, me: Rank, problem: megamoe.Problem, count: int = 16, **options: Any) -> None:
         self.me, self.problem = me, problem
-        options = {"timeout_s": 20.0, "reserve_sms": 0, **options}
-        if options["reserve_sms"] is None:
-            del options["reserve_sms"]
         ranks = range(me.size)
         everyones = [make_weights(problem, rank=r, device=me.device) for r in ranks]
         self.weights, self.inputs, self.expected = everyones[me.rank], [], []
@@ -103,7 +134,7 @@ class Layer:
             self.inputs.append(drawn[me.rank])
         del everyones
         torch.cuda.synchronize()
-        self.backend = MegaBackend(problem, me.group, device=me.device, **options)
+        self.backend = MegaBackend(problem, me.group, device=me.device, **chosen(options))
         self.backend.prepare(self.weights)
         self.first: list[torch.Tensor] = []
         self.flags: list[

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from bench.ranks import Rank
 from bench.soak.layer import Layer, Outcome, gather, problem_of
-from bench.soak.training import LOOK, Trainer, shared_layers, verdict
+from bench.soak.training import Trainer, shared_layers, verdict
 
 
 class AllGathers:
@@ -90,44 +90,37 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
         window, layers = shared_layers(me, "bf16", reserve_sms=None)
     trainer = Trainer(me, layers, steps)
     gathers, early = AllGathers(me), me.rank < me.size // 2
-    for batch in trainer.draw(
-        0
-    ):  # the first step is collective, and all ranks' hosts wait for each other in it
+    # the first step is collective, and all ranks' hosts wait for each other in it
+    for batch in trainer.draw(0):
         trainer.backward(*batch, trainer.forward(*batch), add=False)
     torch.cuda.synchronize()
     gather(me, None)
-    runs, held = [], 0
-    for _ in range(2):
-        trainer.reset()
-        for n in range(steps):
-            batches = trainer.draw(n)
-            for forwards in (
-                True,
-                False,
-            ):  # an all-gather beside the forwards and one beside the backwards
-                if early:
-                    gathers.exchange(2 * n + forwards)
-                    held += hold_host(me, n)
-                if forwards:
-                    passed = [trainer.forward(*batch) for batch in batches]
-                else:
-                    for batch, saved in zip(batches, passed, strict=True):
-                        total = trainer.backward(*batch, saved, add=True)
-                    trainer.update(total, clear=True)
-                if not early:
-                    gathers.exchange(2 * n + forwards)
-            if n % LOOK == LOOK - 1:
-                window.check()
-        window.check()
-        weights = [t.detach().clone() for w in trainer.masters for t in (w.w13, w.w2)]
-        runs.append((trainer.record.clone(), weights))
+    held = 0
+
+    def step(n: int) -> None:
+        nonlocal held
+        batches = trainer.draw(n)
+        for forwards in (True, False):  # an all-gather beside these and one beside the backwards
+            if early:
+                gathers.exchange(2 * n + forwards)
+                held += hold_host(me, n)
+            if forwards:
+                passed = [trainer.forward(*batch) for batch in batches]
+            else:
+                for batch, saved in zip(batches, passed, strict=True):
+                    total = trainer.backward(*batch, saved, add=True)
+                trainer.update(total, clear=True)
+            if not early:
+                gathers.exchange(2 * n + forwards)
+
+    runs = [trainer.run(steps, window.check, step) for _ in range(2)]
     gathers.judge(out)
     text = verdict(out, trainer, runs)
     out.require(layers[0].share.join_ns > 0, "a launch waits for all SMs beside NCCL")
     seconds = time.monotonic() - start
     out.require(held > 0 or not early, "no host waited for an all-gather")
     last = f"the last launch with {layers[0].num_ctas()} CTAs"
-    beside = f"{len(gathers.bad)} all-gathers, {held} of which the host waited for, {last}"
-    out.text = f"2 x {steps} steps beside {beside}, in {seconds:.1f} s: {text}"
+    told = f"{len(gathers.bad)} all-gathers, {held} of which the host waited for, {last}"
+    out.text = f"2 x {steps} steps beside {told}, in {seconds:.1f} s: {text}"
     window.close()
     return out

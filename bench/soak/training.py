@@ -2,8 +2,8 @@
 
 import argparse
 import random
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import Outcome, problem_of
+from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
 from megamoe.backends.mega import MegaBackend
 from megamoe.formats.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
@@ -158,17 +158,21 @@ class Trainer:
             drawn.append((inputs, None if count is None else count.to(self.me.device)))
         return drawn
 
-    def run(self, steps: int, look: Callable[[], None]) -> tuple[Tensor, list[Tensor]]:
-        """Train from the first weights; return the record and the last weights, on the device."""
+    def run(
+        self, steps: int, look: Callable[[], None], one: Callable[[int], None] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Train from the first weights; return the record and the last weights, on the device.
+
+        one: makes step n in another way.
+        """
         self.reset()
         for n in range(steps):
-            self.step(self.draw(n), n)
+            self.step(self.draw(n), n) if one is None else one(n)
             if n % LOOK == LOOK - 1:
                 look()
         look()
-        return self.record.clone(), [
-            t.detach().clone() for w in self.masters for t in (w.w13, w.w2)
-        ]
+        weights = [t.detach().clone() for w in self.masters for t in (w.w13, w.w2)]
+        return self.record.clone(), weights
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -200,82 +204,63 @@ def verdict(out: Outcome, trainer: Trainer, runs: list[tuple[Tensor, list[Tensor
     return f"{precision} {len(other)} steps differ in the repeat, {lost} values are not finite"
 
 
-def train(me: Rank, args: argparse.Namespace) -> Outcome:
-    """Two layers of a window, two microbatches in flight, routing and tokens drawn anew in each; the run, twice."""
-    out, steps, texts, start = Outcome(""), args.steps, [], time.monotonic()
-    for precision in args.precision:
-        window, layers = shared_layers(me, precision)
-        trainer = Trainer(me, layers, steps)
-        runs = [trainer.run(steps, window.check) for _ in range(2)]
-        texts.append(verdict(out, trainer, runs))
-        window.close()
-    seconds = time.monotonic() - start
-    out.text = (
-        f"2 x {steps} steps a precision, 8 launches each, in {seconds:.1f} s: {'; '.join(texts)}"
-    )
-    return out
-
-
 def shared_layers(me: Rank, precision: str, **options: Any) -> tuple[Window, list[MegaBackend]]:
     """Return two layers in one window, the second with the least pool: it takes several passes."""
     problem = problem_of(me, precision)
     window = Window(problem, me.group, device=me.device)
-    options = {"window": window, "timeout_s": 20.0, "reserve_sms": 0, **options}
-    if options["reserve_sms"] is None:
-        del options["reserve_sms"]
-    pools: tuple[dict[str, Any], ...] = ({}, {"pool_rows": min_pool_rows(problem)})
+    options = chosen({"window": window, **options})
+    pools = None, min_pool_rows(problem)
     return window, [
-        MegaBackend(problem, me.group, device=me.device, **options, **pool) for pool in pools
+        MegaBackend(problem, me.group, device=me.device, pool_rows=rows, **options)
+        for rows in pools
     ]
+
+
+def train(me: Rank, args: argparse.Namespace) -> Outcome:
+    """Two layers of a window, two microbatches in flight, routing and tokens drawn anew in each; the run, twice."""
+    out, steps = Outcome(""), args.steps
+
+    def twice(precision: str) -> str:
+        window, layers = shared_layers(me, precision)
+        trainer = Trainer(me, layers, steps)
+        runs = [trainer.run(steps, window.check) for _ in range(2)]
+        text = verdict(out, trainer, runs)
+        window.close()
+        return text
+
+    out.text = f"2 x {steps} steps a precision, 8 launches each, {each_precision(args, twice)}"
+    return out
 
 
 def train_graph(me: Rank, args: argparse.Namespace) -> Outcome:
     """One captured step, forward, backward and update, replayed with other tokens, routes and counts; bits as eager."""
-    out, steps, texts, start = Outcome(""), args.replays, [], time.monotonic()
-    for precision in args.precision:
+    out, steps = Outcome(""), args.replays
+
+    def eager_and_replayed(precision: str) -> str:
         window, layers = shared_layers(me, precision)
         trainer = Trainer(me, layers, steps)
-        problem, most = trainer.problem, trainer.problem.max_tokens
-        x = torch.zeros(most, problem.hidden, dtype=torch.bfloat16, device=me.device)
-        ids = torch.zeros(most, problem.top_k, dtype=torch.int64, device=me.device)
-        static = Inputs(x, ids, torch.zeros(most, problem.top_k, device=me.device))
-        count = torch.zeros(1, dtype=torch.int32, device=me.device)
+        static = Static(trainer.problem, me.device)
+        batch = static.inputs, static.count
 
-        def fill(
-            n: int, static: Inputs = static, count: Tensor = count, trainer: Trainer = trainer
-        ) -> None:
-            (drawn, live), _ = trainer.draw(n)
-            tokens = drawn.x.shape[0]
-            for name, tensor in vars(static).items():
-                tensor[:tokens].copy_(getattr(drawn, name))
-            count.fill_(tokens) if live is None else count.copy_(live)
+        def step() -> None:
+            trainer.update(trainer.backward(*batch, trainer.forward(*batch), add=True), clear=True)
 
-        def one(trainer: Trainer = trainer, static: Inputs = static, count: Tensor = count) -> None:
-            passed = trainer.forward(static, count)
-            trainer.update(trainer.backward(static, count, passed, add=True), clear=True)
+        def one(n: int, make_step: Callable[[], None]) -> None:
+            static.fill(*trainer.draw(n)[0])
+            make_step()
 
-        runs = []
-        for captured in (False, True):
-            trainer.reset()
-            graph = torch.cuda.CUDAGraph()
-            if captured:
-                window.check()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    one()
-                trainer.reset()
-            for n in range(steps):
-                fill(n)
-                graph.replay() if captured else one()
-                if n % LOOK == LOOK - 1:
-                    window.check()
-            window.check()
-            weights = [t.detach().clone() for w in trainer.masters for t in (w.w13, w.w2)]
-            runs.append((trainer.record.clone(), weights))
-            del graph
-        texts.append(verdict(out, trainer, runs))
+        runs = [trainer.run(steps, window.check, partial(one, make_step=step))]
+        trainer.reset()
+        window.check()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            step()
+        runs.append(trainer.run(steps, window.check, partial(one, make_step=captured.replay)))
+        captured.reset()
+        text = verdict(out, trainer, runs)
         window.close()
-    seconds = time.monotonic() - start
-    out.text = (
-        f"{steps} steps eager, {steps} replays a precision in {seconds:.1f} s: {'; '.join(texts)}"
-    )
+        return text
+
+    told = each_precision(args, eager_and_replayed)
+    out.text = f"{steps} steps eager, {steps} replays a precision {told}"
     return out
