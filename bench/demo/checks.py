@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,23 @@ def largest(values: Iterable[float]) -> float:
     return float(np.max(list(values)))
 
 
+def replayed(steps: int, replays: int) -> set[int]:
+    """Return the steps that are taken again from equal parameters: the first, the last, others between."""
+    return {round(i * (steps - 1) / (replays - 1)) for i in range(replays)}
+
+
+def distance(mine: Iterable[Any], theirs: Iterable[Any], setup: Setup) -> float:
+    """Return the norm of the gradients' difference over the norm of theirs, of all ranks. Collective."""
+    squares = torch.zeros(2, device=setup.device)
+    for a, b in zip(mine, theirs, strict=True):
+        if a is None or b is None:
+            raise RuntimeError("a parameter got no gradient")
+        squares[0] += (a.float() - b.float()).square().sum()
+        squares[1] += b.float().square().sum()
+    dist.all_reduce(squares, group=setup.group)
+    return (squares[0] / squares[1]).sqrt().item()
+
+
 class Replay:
     """Another model that repeats steps of a run from the run's parameters.
 
@@ -41,8 +59,7 @@ class Replay:
 
     def __init__(self, setup: Setup | None, num_steps: int, replays: int = REPLAYS["cpu"]) -> None:
         self.setup = setup
-        last = replays - 1
-        self.steps = {round(i * (num_steps - 1) / last) for i in range(replays)}
+        self.steps = replayed(num_steps, replays)
         self.same_experts = setup is not None and setup.size == dist.get_world_size()
         self.apart = {"loss": 0.0, "dense": 0.0, "experts": 0.0}  # the largest differences
         self.model = None if setup is None else setup.model()
@@ -71,12 +88,8 @@ class Replay:
                     p.grad = None
         self._note("loss", abs(loss - self.setup.differentiate(self.model, step)))
         for name, values in parts.items():
-            squares = torch.zeros(2, device=self.setup.device)
-            for p, (_, gradient) in zip(ours[name], values, strict=True):
-                squares[0] += (p.grad.float() - gradient.float()).square().sum()
-                squares[1] += p.grad.float().square().sum()
-            dist.all_reduce(squares, group=self.setup.group)
-            self._note(name, (squares[0] / squares[1]).sqrt().item())
+            given = (gradient for _, gradient in values)
+            self._note(name, distance(given, (p.grad for p in ours[name]), self.setup))
 
     def close(self) -> None:
         """Free what the model shares with other ranks. Collective."""
@@ -127,16 +140,12 @@ def report(checks: list[Check], name: str) -> bool:
 
 def checks_of_replay(replay: Replay, args: argparse.Namespace) -> list[Check]:
     """Judge single steps from equal parameters."""
+    apart, nats, relative = replay.apart, args.loss_tolerance, args.gradient_tolerance
     steps = ", ".join(str(step + 1) for step in sorted(replay.steps))
     return [
-        (
-            f"losses of steps {steps}, each from equal parameters,",
-            replay.apart["loss"],
-            args.loss_tolerance,
-            " nats",
-        ),
-        ("dense gradients there", replay.apart["dense"], args.gradient_tolerance, ""),
-        ("experts' gradients there", replay.apart["experts"], args.gradient_tolerance, ""),
+        (f"losses of steps {steps}, each from equal parameters,", apart["loss"], nats, " nats"),
+        ("dense gradients there", apart["dense"], relative, ""),
+        ("experts' gradients there", apart["experts"], relative, ""),
     ]
 
 
@@ -147,13 +156,9 @@ def checks_of_curves(mine: Curves, other: Curves, args: argparse.Namespace) -> l
     norms = list(zip(mine.norms, other.norms, strict=False))
     apart = [largest(abs(a[part] / b[part] - 1) for a, b in norms) for part in (0, 1)]
     of = f"steps 1..{steps} of a run of its own" if steps > 1 else "step 1 of a run of its own"
+    nats = largest(abs(a - b) for a, b in losses)
     return [
-        (
-            f"losses of {of}",
-            largest(abs(a - b) for a, b in losses),
-            args.loss_tolerance,
-            " nats",
-        ),
+        (f"losses of {of}", nats, args.loss_tolerance, " nats"),
         (f"norms of dense gradients, {of},", apart[0], args.norm_tolerance, ""),
         (f"norms of experts' gradients, {of},", apart[1], args.norm_tolerance, ""),
     ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.demo.checks import Check, largest
+from bench.demo.checks import Check, distance, largest, replayed
 from bench.demo.curves import memory
 from bench.demo.model import VOCABULARY
 from bench.demo.training import MasterAdamW, Progress, Setup
@@ -66,11 +66,6 @@ def mean(value: Tensor, setup: Setup) -> float:
     return value.item() / setup.size
 
 
-def replayed(steps: int) -> set[int]:
-    """Return the steps that are taken from equal parameters: the first, the last, others between."""
-    return {round(i * (steps - 1) / (REPLAYS - 1)) for i in range(REPLAYS)}
-
-
 def train(
     folder: Path, experts: str, setup: Setup, me: Rank, called: Callable[[], int] = int
 ) -> Run:
@@ -82,7 +77,7 @@ def train(
     optimizer = MasterAdamW(list(model.parameters()), recipe.weight_decay)
     progress = Progress(recipe.steps, experts, active=me.is_first)
     for step in range(recipe.steps):
-        if experts == OURS and step in replayed(recipe.steps):
+        if experts == OURS and step in replayed(recipe.steps, REPLAYS):
             run.snapshots[step] = snapshot(model)
         start = time.perf_counter()
         run.losses.append(differentiate(model, setup, step))
@@ -116,7 +111,8 @@ def compare(
         with routes_given(theirs, ids):
             apart["loss"].append(abs(loss - differentiate(theirs, setup, step)))
         for part, parameters in parts(mine).items():
-            apart.setdefault(part, []).append(distance(parameters, parts(theirs)[part], setup))
+            pair = gradients(parameters), gradients(parts(theirs)[part])
+            apart.setdefault(part, []).append(distance(*pair, setup))
     steps = ", ".join(str(step + 1) for step in sorted(run.snapshots))
     nats, relative = tolerances
     return [
@@ -128,13 +124,6 @@ def compare(
     ]
 
 
-def distance(mine: list[nn.Parameter], theirs: list[nn.Parameter], setup: Setup) -> float:
-    """Return the norm of the gradients' difference over the norm of theirs, of all ranks."""
-    squares = torch.zeros(2, device=setup.device)
-    for a, b in zip(mine, theirs, strict=True):
-        if a.grad is None or b.grad is None:
-            raise RuntimeError(f"a parameter of shape {list(a.shape)} got no gradient")
-        squares[0] += (local(a.grad).float() - local(b.grad).float()).square().sum()
-        squares[1] += local(b.grad).float().square().sum()
-    dist.all_reduce(squares, group=setup.group)
-    return (squares[0] / squares[1]).sqrt().item()
+def gradients(parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    """Return this rank's parts."""
+    return [p.grad if p.grad is None else local(p.grad) for p in parameters]

@@ -15,9 +15,8 @@ from bench.soak.layer import Outcome, gather
 from bench.soak.training import Trainer, shared_layers
 from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
 
-Saved = list[
-    tuple[Tensor, Tensor]
-]  # of both layers for the first microbatch, then for the second: input, state
+# of both layers for the first microbatch, then for the second: input, state
+Saved = list[tuple[Tensor, Tensor]]
 NOBODYS = "state that no forward of this layer completed"
 
 

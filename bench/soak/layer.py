@@ -164,9 +164,8 @@ class Layer:
         self.backend.check()
         for i, y in enumerate(self.first):
             self.judge(i, y)
-        self.note(
-            0, self.first[0]
-        )  # loads the kernels that note() needs before anything depends on it
+        # loads the kernels that note() needs before anything depends on it
+        self.note(0, self.first[0])
         self.settle()
         return self
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench.ranks import Rank
 from bench.soak import calls, layer, nccl, training
@@ -59,7 +58,7 @@ def capture(graph, **options):
 
 
 @pytest.fixture
-def stage(monkeypatch):
+def stage(alone, monkeypatch):
     """Return (module, name of a scenario, first forward with other bits) -> its Outcome."""
     cuda = {"Stream": lambda device: None, "stream": lambda stream: nullcontext()}
     cuda |= {"CUDAGraph": Graph, "graph": capture}
@@ -72,15 +71,13 @@ def stage(monkeypatch):
     for module in (calls, nccl, training):
         problem_of = lambda me, precision="bf16": replace(SMALL, precision=precision)  # noqa: E731
         monkeypatch.setattr(module, "problem_of", problem_of)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     args = argparse.Namespace(calls=20, replays=8, steps=8, precision=["bf16", "fp8"])
 
     def run(module, name, wrong_from=sys.maxsize):
         Backend.calls, Backend.wrong_from = 0, wrong_from
         return getattr(module, name)(Rank(0, 1, torch.device("cpu")), args)
 
-    yield run
-    dist.destroy_process_group()
+    return run
 
 
 SCENARIOS = [

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from programs import ROOT, run, run_code, tool
 
 from bench import compile_report
@@ -394,23 +393,19 @@ def test_a_nan_is_the_largest_difference():
     assert largest((1.0, 3.0, 2.0)) == 3
 
 
-def test_replay_sees_other_arithmetic():
+def test_replay_sees_other_arithmetic(alone):
     """One FP8 step from the parameters of a bf16 run has other gradients, and nearly the same loss."""
     recipe = Recipe(ModelConfig(), batch=2, steps=2)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        here = (recipe, text, torch.device("cpu"), dist.group.WORLD)
-        run, fp8 = (Setup(*here, {"backend": "staged", "precision": p}) for p in ("bf16", "fp8"))
-        same, other = Replay(run, recipe.steps), Replay(fp8, recipe.steps)
+    here = (recipe, text, torch.device("cpu"), alone)
+    run, fp8 = (Setup(*here, {"backend": "staged", "precision": p}) for p in ("bf16", "fp8"))
+    same, other = Replay(run, recipe.steps), Replay(fp8, recipe.steps)
 
-        def inspect(*step):
-            same.inspect(*step)
-            other.inspect(*step)
+    def inspect(*step):
+        same.inspect(*step)
+        other.inspect(*step)
 
-        train(run, "bf16", inspect=inspect)
-    finally:
-        dist.destroy_process_group()
+    train(run, "bf16", inspect=inspect)
     assert same.apart["loss"] < 5e-3
     assert max(same.apart["dense"], same.apart["experts"]) < 1e-5
     assert other.apart["loss"] < 5e-3

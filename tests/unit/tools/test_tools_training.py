@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench.check import backward, oracle
 from bench.check.cases import Case
@@ -213,13 +212,6 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
         checker = backward.check_backward(case, Rank(0, 1, torch.device("cpu")), args)
         assert checker.good == (fault is None), (fault, checker.lines)
         assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 from programs import ROOT  # noqa: E402
@@ -28,19 +27,17 @@ RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(alone, monkeypatch, capsys):
     """Return a function that trains and compares: arguments -> exit code, what was printed."""
     monkeypatch.setattr(hf_model, "CPU_SIZES", SIZES)
     monkeypatch.setattr(train_hf, "shared_corpus", lambda: TEXT)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def call(**changed):
         me = Rank(0, 1, torch.device("cpu"))
         code = train_hf.worker(me, argparse.Namespace(**RUN | changed))
         return code, capsys.readouterr().out
 
-    yield call
-    dist.destroy_process_group()
+    return call
 
 
 def test_both_runs_agree(run, tmp_path):
