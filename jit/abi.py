@@ -1,7 +1,7 @@
-"""csrc/megamoe/layout/args.h as ctypes: Args, its parts, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
+"""csrc/megamoe/layout/args.h as ctypes: LAUNCHES, their parts, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
 
 The header is the only definition. It is read line by line, one field a line; tests/unit/jit/test_abi.py compares every
-offset with what a C++ compiler says, and each cubin carries sizeof(Args), which module.py checks.
+offset with what a C++ compiler says, and each cubin carries the size of its argument, which module.py checks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _SCALARS: dict[str, Any] = {
     "float": ctypes.c_float,
 }
 _STRUCT = re.compile(
-    r"^struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};", re.MULTILINE | re.DOTALL
+    r"^(?:template <int (\w+)>\n)?struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};",
+    re.MULTILINE | re.DOTALL,
 )
-_FIELD = re.compile(r"^(?:const\s+)?(\w+)\s*(\*?)\s+(\w+)(?:\[(\w+)\])?;$")
+_FIELD = re.compile(r"^(?:const\s+)?(\w+(?:<\d+>)?)\s*(\*?)\s+(\w+)(?:\[(\w+)\])?;$")
+_TEMPLATE = re.compile(r"\b(\w+)<(\d+)>")
 _TILE = re.compile(r"^using (\w+) = TileShape<(\d+), (\d+), (\d+), (\d+)>;", re.MULTILINE)
 _ROLE = re.compile(r'^constexpr Role \w+ = \{"(\w+)", (\d+), (\d+)\};', re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr\s+\w+\s+(\w+)\s*=\s*(\d+);", re.MULTILINE)
+_GEMMS = re.compile(r"^enum class GemmId : int \{([^}]*)\};", re.MULTILINE)
 _ENUM = re.compile(r"^enum class Edge[^{]*\{(.*?)^\};", re.MULTILINE | re.DOTALL)
 
 
@@ -43,11 +46,21 @@ def parse(text: str) -> tuple[dict[str, Any], dict[str, int]]:
     types: dict[str, Any] = dict(_SCALARS)
     structures: dict[str, Any] = {}
     alignments: dict[str, int] = {}
-    for alignment, name, body in _STRUCT.findall(text):
-        structure = _structure(
-            name, _fields(body, types, constants), int(alignment or 0), alignments
-        )
-        types[name] = structures[name] = structure
+    templates: dict[str, tuple[str, str, int]] = {}  # name -> parameter, body, alignment
+
+    def make(name: str, body: str, alignment: int, values: Mapping[str, int]) -> None:
+        fields = _fields(body, types, {**constants, **values})
+        types[name] = structures[name] = _structure(name, fields, alignment, alignments)
+
+    for parameter, alignment, name, body in _STRUCT.findall(text):
+        if parameter:
+            templates[name] = parameter, body, int(alignment or 0)
+            continue
+        for template, value in _TEMPLATE.findall(body):
+            if f"{template}<{value}>" not in types and template in templates:
+                of, inner, unit = templates[template]
+                make(f"{template}<{value}>", inner, unit, {of: int(value)})
+        make(name, body, int(alignment or 0), {})
     return structures, constants
 
 
@@ -99,7 +112,10 @@ def _structure(
         offset += ctypes.sizeof(ctype)
     pad_to(widest)
     alignments[name] = widest
-    return type(name, (ctypes.Structure,), {"_fields_": laid_out, "alignment": widest})
+    found: dict[str, Any] = {"_fields_": laid_out, "alignment": widest}
+    if any(field == "args" for field, _ in laid_out):  # what all launches have
+        found["_anonymous_"] = ("args",)
+    return type(name, (ctypes.Structure,), found)
 
 
 def parse_edges(text: str) -> dict[str, int]:
@@ -130,19 +146,23 @@ def parse_tiles(text: str) -> tuple[dict[str, TileShape], dict[str, int]]:
     return tiles, {name: int(value) for name, value in _CONSTANT.findall(text)}
 
 
-_structures, CONSTANTS = parse(read_text())
-Args: Any = _structures["Args"]
-Gemm: Any = _structures["Gemm"]
-FaultRecord: Any = _structures["FaultRecord"]
-RouteCell: Any = _structures["RouteCell"]
-Training: Any = _structures["Training"]
-Grouped: Any = _structures["Grouped"]
-StateHeader: Any = _structures["StateHeader"]
-TensorMap: Any = _structures["TensorMap"]
+STRUCTURES, CONSTANTS = parse(read_text())
+Args: Any = STRUCTURES["Args"]
+# The argument of each kind of launch, whose first member is Args: its fields are those of the whole, too.
+LAUNCHES: dict[str, Any] = {
+    name: STRUCTURES[f"{name.title().replace('_', '')}Args"]
+    for name in ("forward", "packed", "train", "backward", "grouped", "grouped_weights")
+}
+FaultRecord: Any = STRUCTURES["FaultRecord"]
+RouteCell: Any = STRUCTURES["RouteCell"]
+StateHeader: Any = STRUCTURES["StateHeader"]
+TensorMap: Any = STRUCTURES["TensorMap"]
 Edge: Any = enum.IntEnum("Edge", parse_edges(read_text()))  # type: ignore[misc]
 MAX_RANKS = CONSTANTS["max_ranks"]
 # (name, first warp, warps) of each role
 ROLES = [(n, int(a), int(b)) for n, a, b in _ROLE.findall(read_text("cta/warps.h"))]
+# The GEMMs of a launch, in the order of its table.
+GEMMS = re.findall(r"\w+", _GEMMS.search(read_text("schedule/order.h"))[1])  # type: ignore[index]
 TILES, _tile_constants = parse_tiles(read_text("schedule/tile_shape.h"))
 WARPGROUP_ROWS, SLOT_K_BYTES = _tile_constants["warpgroup_rows"], _tile_constants["slot_k_bytes"]
 SMALL_BOX_ROWS = _tile_constants["small_box_rows"]

@@ -49,6 +49,11 @@ class GroupedVariant:
         """Which of PRECISIONS has its main loop."""
         return "fp8" if "e4m3" in self.product else "bf16"
 
+    @property
+    def launch(self) -> str:
+        """Which of abi.LAUNCHES it takes."""
+        return "grouped_weights" if self.product == "weights" else "grouped"
+
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
         layer = PRODUCTS[self.product].format(ACTIVATIONS.get(self.activation or ""))

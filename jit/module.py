@@ -126,14 +126,17 @@ _loaded: dict[tuple[Variant | GroupedVariant, int], Kernel] = {}
 _loading = threading.Lock()
 
 
-def check_abi(cubin: bytes, what: str) -> int:
-    """Return the dynamic shared memory that a forward kernel asks for; raise when its Args is not ours."""
+def check_abi(cubin: bytes, what: str, launch: str) -> int:
+    """Return the dynamic shared memory that a kernel asks for; raise when its argument is not ours.
+
+    launch: which of abi.LAUNCHES it takes.
+    """
     args_bytes = read_u32(cubin, "megamoe_args_bytes")
     smem_bytes = read_u32(cubin, "megamoe_smem_bytes")
-    ours = ctypes.sizeof(abi.Args)
+    ours = ctypes.sizeof(abi.LAUNCHES[launch])
     if args_bytes != ours or smem_bytes is None:
         raise AbiMismatch(
-            f"{what}: sizeof(Args) is {args_bytes} in the kernel, {ours} in layout/args.h as Python "
+            f"{what}: its argument has {args_bytes} bytes in the kernel, {ours} in layout/args.h as Python "
             f"reads it; shared memory {smem_bytes}. Clear the cache (MEGAMOE_CACHE_DIR) or reinstall"
         )
     return smem_bytes
@@ -153,6 +156,8 @@ def load_kernel(variant: Variant | GroupedVariant, device: int) -> Kernel:
         kernel = _loaded.get((variant, device))
         if kernel is None:
             cubin = compile_variant(variant).cubin
-            kernel = Kernel(cubin, variant.entry, device, check_abi(cubin, str(variant)))
+            kernel = Kernel(
+                cubin, variant.entry, device, check_abi(cubin, str(variant), variant.launch)
+            )
             _loaded[variant, device] = kernel
         return kernel

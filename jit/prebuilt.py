@@ -95,10 +95,12 @@ def _entries(folder: Path) -> dict[str, Entry]:
 
 
 def _check_stamp(cubin: bytes, what: str) -> None:
-    ours = ctypes.sizeof(abi.Args)
-    stated = read_u32(cubin, "megamoe_args_bytes")  # None: a kernel without that argument
-    if stated not in (None, ours):
-        raise AbiMismatch(f"{what}: sizeof(Args) is {stated} there, {ours} here: {MEND}")
+    ours = {ctypes.sizeof(launch) for launch in abi.LAUNCHES.values()}
+    stated = read_u32(cubin, "megamoe_args_bytes")  # None: a kernel without such an argument
+    if stated is not None and stated not in ours:
+        raise AbiMismatch(
+            f"{what}: its argument has {stated} bytes there, {sorted(ours)} here: {MEND}"
+        )
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,12 @@ class Variant:
         """Name of the kernel in the cubin."""
         return f"megamoe_{self.kernel}"
 
+    @property
+    def launch(self) -> str:
+        """Which of abi.LAUNCHES it takes."""
+        packed = self.kernel == "forward" and PRECISIONS[self.precision].panels
+        return "packed" if packed else self.kernel
+
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
         panels, profile = "-panels" * self.panels, "-profile" * self.profile

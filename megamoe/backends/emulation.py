@@ -83,14 +83,15 @@ class Emulation:
             list[Tensor | None]
         ] = []  # what a launch that failed left of its results, by rank
 
-    def kernel(self, kind: str = "forward") -> Any:
-        """Compile, or load, the kernel of a direction."""
+    def variant(self, kind: str = "forward") -> Variant:
+        """Return the kernel of a direction."""
         profile = self.profiles[0].numel() > 0
         panels = any("panels" in rank.plan.workspace for rank in self.ranks)
-        variant = Variant(
-            self.problem.precision, self.problem.activation.kind, profile, kind, panels
-        )
-        return load_kernel(variant, self._flags)
+        return Variant(self.problem.precision, self.problem.activation.kind, profile, kind, panels)
+
+    def kernel(self, kind: str = "forward") -> Any:
+        """Compile, or load, the kernel of a direction."""
+        return load_kernel(self.variant(kind), self._flags)
 
     def forward_all(
         self,
@@ -235,15 +236,16 @@ class Emulation:
         return results
 
     def _launch(self, kind: str, fill: Callable[[int, Any], None], seed: int, layer: int) -> None:
-        """fill: (rank, its Args with what fill_static fills) -> None."""
+        """fill: (rank, its argument with what fill_static fills) -> None."""
         if self.broken is not None:
             raise WindowBroken(f"call reset() first. The fault was: {self.broken}")
-        size = ctypes.sizeof(abi.Args)
-        memory = ctypes.create_string_buffer(size * len(self.ranks) + abi.Args.alignment)
-        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % abi.Args.alignment
+        argument = abi.LAUNCHES[self.variant(kind).launch]
+        size, unit = ctypes.sizeof(argument), argument.alignment
+        memory = ctypes.create_string_buffer(size * len(self.ranks) + unit)
+        address = ctypes.addressof(memory) + -ctypes.addressof(memory) % unit
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
-            args = abi.Args.from_address(address + index * size)
+            args = argument.from_address(address + index * size)
             arguments.fill_static(
                 args,
                 rank.plan,
@@ -312,7 +314,7 @@ def load_kernel(variant: Any, flags: tuple[str, ...] = ()) -> Any:
         ]
         args_bytes = getattr(library, f"{variant.entry}_args_bytes")
         args_bytes.restype = ctypes.c_uint64
-        found, expected = args_bytes(), ctypes.sizeof(abi.Args)
+        found, expected = args_bytes(), ctypes.sizeof(abi.LAUNCHES[variant.launch])
         if found != expected:
             raise AbiMismatch(f"Args has {found} bytes in {path}, {expected} here")
         _libraries[path] = library

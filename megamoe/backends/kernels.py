@@ -65,7 +65,7 @@ class LayerKernels:
         with on_device(device):
             kernel = load_kernel(variant, device.index or 0)
             kernel.check_resident(self.grid)
-            args = self._arguments() if beside is None else beside.argument
+            args = self._arguments(variant.launch) if beside is None else beside.argument
             # A cooperative launch would have all CTAs or none.
             cooperative = self.patience_ns[0] == 0
             return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
@@ -88,12 +88,12 @@ class LayerKernels:
         least = panels.least_tokens(self.plan.problem)
         return lambda tokens: many if tokens >= least else few
 
-    def _arguments(self) -> Any:
+    def _arguments(self, launch: str) -> Any:
         from megamoe.jit.tensormap import encode
 
         workspace = self.window.workspace(self.plan)
         options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
-        args, (join_ns, peers_ns) = abi.aligned(abi.Args), self.patience_ns
+        args, (join_ns, peers_ns) = abi.aligned(abi.LAUNCHES[launch]), self.patience_ns
         fill_static(
             args,
             self.plan,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,32 +13,27 @@ from torch import Tensor
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.core.planes import by_plane, map_strides
-from megamoe.core.table import BF16
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
-from megamoe.jit.source import TILE
 from megamoe.launch import layout, panels
 from megamoe.launch.layout import Region
-
-# (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
-# dims and box are innermost first.
-Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
+from megamoe.launch.table import (
+    HALF,
+    Encoder,
+    forward_rows,
+    rows_map,
+    set_map,
+    weight_rows,
+    write,
+)
 
 LAYER_HASH = 0x9E3779B1  # odd: no two of 2^32 layers of one configuration hash alike
-# Regions of the workspace that the GEMM table points to: (index, field) of each place.
-GEMM_POINTERS = {
-    "x_pool_scale": ((0, "a_scale"),),
-    "h_scale": ((0, "out_scale"), (1, "a_scale")),
-    "gemm1_done": ((0, "done"),),
-    "gemm2_done": ((1, "done"),),
-}
 # The pointers of a call, one after the other in Args: written at once, since a field costs 0.1 us.
 _CALL, _CALL_FIELDS = (
     struct.Struct("<6Q"),
-    ("x", "topk_ids", "topk_weights", "num_tokens_device", "y", "x_scale"),
+    ("rows_in", "topk_ids", "topk_weights", "num_tokens_device", "rows_out", "in_scale"),
 )
-_CALL_OFFSET = abi.Args.x.offset
+_CALL_OFFSET = abi.Args.rows_in.offset
 assert all(getattr(abi.Args, n).offset == _CALL_OFFSET + 8 * i for i, n in enumerate(_CALL_FIELDS))
 DEFAULT_STEP_BLOCKS = 0  # 0: the kernel chooses, see csrc/megamoe/schedule/order.h
 PROFILE_SLOTS = 16  # int64 of a CTA, see csrc/megamoe/cta/profile.cuh
@@ -132,7 +126,8 @@ def fill_static(
 ) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
-    args: a zeroed abi.Args. window_bases: of all ranks, as mapped here. workspace_base: of
+    args: a zeroed one of abi.LAUNCHES; of backward, fill_backward() fills the table.
+    window_bases: of all ranks, as mapped here. workspace_base: of
     plan.workspace_bytes; calls leave their state there unless fill_state says otherwise. epoch: address of the epoch
     cell when it is not the workspace's own (layers that share a window share one). layer: which of the
     window's; it goes into the hash, so that ranks that call equal layers in different orders notice. join_ns: how long
@@ -150,9 +145,7 @@ def fill_static(
     for rank, base in enumerate(window_bases):
         args.window[rank] = base
     for name, region in plan.window.items():
-        if name == "window_d_weights":
-            args.training.window_d_weights = region.offset
-        else:
+        if hasattr(args, name):  # window_d_weights is backward's
             setattr(args, name, region.offset)
     args.abort = args.window[p.rank] + args.window_abort
     args.timeout_ns, args.join_ns, args.peers_ns = timeout_ns, join_ns, peers_ns
@@ -167,45 +160,26 @@ def fill_static(
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = step_blocks
-    args.gemm2_rounds = p.hidden // p.intermediate
     args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 
-    def pool_map(name: str, columns: int, size: int, box_rows: int = abi.WARPGROUP_ROWS) -> bytes:
-        box = (abi.SLOT_K_BYTES // size, box_rows)
-        return encoder(address[name], (columns, plan.pool_rows), (columns * size,), box, size)
-
-    x_rows = ("x_pool", p.formats.x.width(p.hidden), p.formats.x.bytes)
-    h_rows = ("h", p.formats.h.width(p.intermediate), p.formats.h.bytes)
-    x_pool, h = pool_map(*x_rows), pool_map(*h_rows)
-    y_rows = pool_map("y_rows", p.hidden, BF16.bytes)
-    gemm1, gemm2 = args.gemm
-    gemm1.n, gemm1.k, gemm2.n, gemm2.k = p.intermediate, p.hidden, p.hidden, p.intermediate
-    set_map(gemm1.a, x_pool)
-    set_map(gemm1.out, h)
-    set_map(gemm2.a, h)
-    set_map(gemm2.out, y_rows)
-    for i, rows in enumerate((x_rows, h_rows)):
-        set_map(args.small_boxes[i], pool_map(*rows, abi.SMALL_BOX_ROWS))
-    if p.formats.panels:
+    if not isinstance(args, abi.LAUNCHES["backward"]):
+        write(args, forward_rows(plan, address), encoder)
+    if isinstance(args, abi.LAUNCHES["packed"]):
         _fill_expanded(args, plan, address, encoder)
-    for name in GEMM_POINTERS.keys() & address.keys():
-        for index, field in GEMM_POINTERS[name]:
-            setattr(args.gemm[index], field, address[name])
 
 
 def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:
     """Fill where expanded weights lie, where a launch can have some."""
-    expanded, region = args.expanded, plan.workspace.get("panels")
+    expanded, region = args.own, plan.workspace.get("panels")
     expanded.ready, expanded.above = address["panel_ready"], panels.above(plan.strided)
     if region is None:
         return
     expanded.panels, expanded.rooms = address["panels"], panels.rooms(plan.strided, plan.pool_rows)
     rows, columns = region.shape
-    box, size = (columns, abi.TILES[TILE].half_columns), region.dtype.itemsize
-    of_panels = encoder(address["panels"], (columns, rows), (abi.SLOT_K_BYTES,), box, size)
-    set_map(expanded.map, of_panels)
+    of_panels = rows_map(address["panels"], rows, columns, region.dtype.itemsize, HALF)
+    set_map(expanded.map, encoder(*of_panels))
 
 
 def fill_state(args: Any, plan: Plan, base: int) -> None:
@@ -219,33 +193,14 @@ def fill_weights(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder
 
     weights: with a contiguous b13, see ExpertWeights.with_flat_bias.
     """
-    p = plan.problem
-    stored = p.formats.w
-    size = stored.bytes
-    slot_k = abi.SLOT_K_BYTES // p.formats.x.bytes  # h's numbers have as many bytes
-    box = (stored.width(slot_k), abi.TILES[TILE].half_columns, 1, 1)
-    local, planes = p.num_local_experts(p.rank), p.activation.planes
-    matrices = (
-        (weights.w13, planes, weights.w13_scale, weights.b13),
-        (weights.w2, 1, weights.w2_scale, weights.b2),
-    )
-    for i, (w, w_planes, scale, bias) in enumerate(matrices):
-        gemm, expanded = args.gemm[i], args.expanded
-        height, width = gemm.n, stored.width(gemm.k)
-        base, strides = args.x_pool, (width * size,) * 3  # any legal ones
-        if local:
-            base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
-        if base % 16:
-            raise ArgumentError("weights", hex(base), "16-byte aligned storage")
-        dims = (width, height, w_planes, max(local, 1))
-        set_map(gemm.b, encoder(base, dims, strides, box, size))
-        if p.formats.panels:
-            expanded.packed[i] = base
-            expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = strides
-        gemm.b_scale = scale.data_ptr() if scale is not None else None
-        if stored.block_scales > 1 and (gemm.b_scale or 0) % 16:
-            raise ArgumentError("weights' scales", hex(gemm.b_scale), "16-byte aligned storage")
-        gemm.bias = bias.data_ptr() if bias is not None else None
+    rows = weight_rows(plan.problem, weights, args.x_pool)
+    write(args, rows, encoder)
+    if isinstance(args, abi.LAUNCHES["packed"]):
+        expanded = args.own
+        for i, row in enumerate(rows):
+            assert row.b is not None
+            expanded.packed[i] = row.b.base
+            expanded.row_bytes[i], expanded.plane_bytes[i], expanded.expert_bytes[i] = row.b.strides
 
 
 def fill_call(
@@ -279,9 +234,3 @@ def fill_pointers(
     ids, scores = topk_ids.data_ptr(), topk_weights.data_ptr()
     scale = 0 if x_scale is None else x_scale.data_ptr()
     _CALL.pack_into(args, _CALL_OFFSET, source, ids, scores, count, target, scale)
-
-
-def set_map(field: Any, data: bytes) -> None:
-    if len(data) != ctypes.sizeof(field):
-        raise ValueError(f"a tensor map has {ctypes.sizeof(field)} bytes, not {len(data)}")
-    ctypes.memmove(ctypes.addressof(field), data, len(data))

@@ -4,7 +4,7 @@ The window is symmetric memory, the workspace ordinary memory that outlives no l
 behind that the workspace's tables can be made from again. A call that trains leaves a larger one, which backward
 reads beside a workspace of its own.
 
-Names are those of the fields of Args and Training (csrc/megamoe/layout/args.h), which also says what each region
+Names are those of the fields of Args, State and Backward (csrc/megamoe/layout/args.h), which also says what each region
 means.
 """
 

@@ -14,12 +14,20 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, map_strides
-from megamoe.jit import abi
-from megamoe.jit.source import TILE
-from megamoe.launch.arguments import Encoder, set_map
+from megamoe.launch.table import (
+    HALF,
+    ROWS,
+    Encoder,
+    Map,
+    Row,
+    address_of,
+    box,
+    set_map,
+    set_maps,
+    write,
+)
 
 Scales = tuple[Tensor | None, Tensor | None]
-_ROWS, _HALF = abi.WARPGROUP_ROWS, abi.TILES[TILE].half_columns
 
 
 def fill_product(
@@ -37,18 +45,17 @@ def fill_product(
     scales: of x, by block, and of w, with e4m3.
     """
     _fill_rows(args, offs, w.shape[0], [out])
-    gemm = args.gemm[0]
-    gemm.n, gemm.k = w.shape[3], w.shape[2]
-    if x.dim() == 3:
-        for p in range(2):
-            set_map(args.training.dgu_rows[p], _rows(encode, x[:, p]))
-    else:
-        set_map(gemm.a, _rows(encode, x))
     by_k = w.stride(3) != 1
-    set_map(gemm.b, _k_major(encode, w.transpose(2, 3)) if by_k else _n_major(encode, w))
-    set_map(gemm.out, _ragged(encode, out))
-    gemm.bias = _pointer(bias)
-    _fill_scales(args, *scales)
+    row = Row(
+        "gemm1",
+        a=[_rows(x)] if x.dim() == 2 else [_rows(x[:, p]) for p in range(2)],
+        b=_k_major(w.transpose(2, 3)) if by_k else _n_major(w),
+        out=[_ragged(out)],
+        bias=address_of(bias),
+        n=w.shape[3],
+        k=w.shape[2],
+    )
+    _write(args, encode, row, scales)
 
 
 def fill_activation(
@@ -70,15 +77,13 @@ def fill_activation(
     """
     _fill_rows(args, offs, w.shape[0], [h, gu])
     _fill_activation(args, activation)
-    gemm = args.gemm[0]
-    gemm.n, gemm.k = w.shape[2:]
-    set_map(gemm.a, _rows(encode, x))
-    set_map(gemm.b, _k_major(encode, w))
-    set_map(gemm.out, _ragged(encode, h))
-    gemm.bias = _pointer(bias)
-    for p in range(0 if gu is None else w.shape[1]):
-        set_map(args.training.gu[p], _ragged(encode, gu[:, p]))
-    _fill_scales(args, *scales, h_scale)
+    n, k = w.shape[2:]
+    row = Row(
+        "gemm1", a=[_rows(x)], b=_k_major(w), out=[_ragged(h)], bias=address_of(bias), n=n, k=k
+    )
+    if gu is not None:
+        set_maps(args.gu, [_ragged(gu[:, p]) for p in range(w.shape[1])], encode)
+    _write(args, encode, row, scales, h_scale)
 
 
 def fill_gradient(
@@ -95,14 +100,12 @@ def fill_gradient(
     """dy: [M, H], w: [E, H, I], gu, dgu: [M, P, I], h: [M, I]."""
     _fill_rows(args, offs, w.shape[0], [dgu, h])
     _fill_activation(args, activation)
-    gemm, training = args.gemm[0], args.training
-    gemm.n, gemm.k = w.shape[2], w.shape[1]
-    set_map(gemm.a, _rows(encode, dy))
-    set_map(gemm.b, _n_major(encode, w.unsqueeze(1)))
-    for p in range(gu.shape[1]):
-        set_map(training.gu[p], _rows(encode, gu[:, p]))
-        set_map(training.dgu[p], _ragged(encode, dgu[:, p]))
-    set_map(training.hs, _ragged(encode, h))
+    planes = range(gu.shape[1])
+    out = [_ragged(dgu[:, p]) for p in planes]
+    b = _n_major(w.unsqueeze(1))
+    _write(args, encode, Row("gemm1", a=[_rows(dy)], b=b, out=out, n=w.shape[2], k=w.shape[1]))
+    set_maps(args.gu, [_rows(gu[:, p]) for p in planes], encode)
+    set_map(args.hs, encode(*_ragged(h)))
 
 
 def fill_weights(
@@ -120,45 +123,50 @@ def fill_weights(
 
     tails: of a and b, see tails.py.
     """
-    _fill_rows(args, offs, out.shape[0], [])
-    args.grouped.num_rows = a.shape[0]
-    gemm, training, size = args.gemm[0], args.training, out.element_size()
-    gemm.n, gemm.k = a.shape[1], b.shape[1]
-    set_map(gemm.a, _rows(encode, a))
-    set_map(gemm.b, _n_major(encode, b[None, None]))
-    set_map(args.grouped.tails_a, _rows(encode, tails[0]))
-    set_map(args.grouped.tails_b, _n_major(encode, tails[1][None, None]))
-    dw = out.unsqueeze(1)
-    set_map(training.dw[0], encode(*_place(dw), (abi.SLOT_K_BYTES // size, _ROWS, 1, 1), size))
-    training.weights_wanted, training.dw_bytes, training.accumulate = 1, size, accumulate
-    training.db13 = _pointer(sums)
+    own, size = args.own, out.element_size()
+    args.num_local_experts = out.shape[0]
+    own.ends, own.num_rows = address_of(offs), a.shape[0]
+    own.dw_bytes, own.accumulate = size, accumulate
+    set_map(own.tails_b, encode(*_n_major(tails[1][None, None])))
+    row = Row(
+        "dw13",
+        a=[_rows(a), _rows(tails[0])],
+        b=_n_major(b[None, None]),
+        out=[Map(*_place(out.unsqueeze(1)), box(size, rank=4), size)],
+        bias=address_of(sums),
+        m=a.shape[1],
+        n=b.shape[1],
+    )
+    _write(args, encode, row)
 
 
 def _fill_rows(args: Any, offs: Tensor | None, num_experts: int, outputs: list[Any]) -> None:
     args.num_local_experts = num_experts
-    args.grouped.ends = _pointer(offs)
+    own = args.own
+    own.ends = address_of(offs)
     for i, out in enumerate(t for t in outputs if t is not None):
-        args.grouped.num_rows = out.shape[0]
-        args.grouped.cleared[i] = out.data_ptr()
-        args.grouped.cleared_row_bytes[i] = out[0].numel() * out.element_size()
+        own.num_rows = out.shape[0]
+        own.cleared[i] = out.data_ptr()
+        own.cleared_row_bytes[i] = out[0].numel() * out.element_size()
 
 
-def _fill_scales(
-    args: Any, of_a: Tensor | None, of_b: Tensor | None, of_out: Tensor | None = None
+def _write(
+    args: Any,
+    encode: Encoder,
+    row: Row,
+    scales: Scales = (None, None),
+    of_out: Tensor | None = None,
 ) -> None:
-    gemm = args.gemm[0]
-    gemm.a_scale, gemm.b_scale, gemm.out_scale = map(_pointer, (of_a, of_b, of_out))
-    for scale in (of_a, of_out):
+    """Write the launch's only row. scales: of A, by block, and of B; of_out: of out, by block."""
+    row.a_scale, row.b_scale, row.out_scale = map(address_of, (*scales, of_out))
+    for scale in (scales[0], of_out):
         if scale is not None:
             args.pool_rows = scale.shape[1]
+    write(args, [row], encode)
 
 
 def _fill_activation(args: Any, act: Activation) -> None:
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
-
-
-def _pointer(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
 
 
 def _row_bytes(t: Tensor) -> int:
@@ -174,32 +182,27 @@ def _base(t: Tensor) -> int:
     return base
 
 
-def _box(t: Tensor) -> int:
-    return abi.SLOT_K_BYTES // t.element_size()
-
-
-def _rows(encode: Encoder, t: Tensor) -> bytes:
+def _rows(t: Tensor) -> Map:
     """t: [M, C]; boxes of 64 rows."""
-    dims, strides = (t.shape[1], t.shape[0]), (_row_bytes(t),)
-    return encode(_base(t), dims, strides, (_box(t), _ROWS), t.element_size())
+    size = t.element_size()
+    return Map(_base(t), (t.shape[1], t.shape[0]), (_row_bytes(t),), box(size), size)
 
 
-def _ragged(encode: Encoder, t: Tensor) -> bytes:
-    row = _row_bytes(t)
-    dims = (t.shape[1], _ROWS, t.shape[0] + 1, 1)
-    base = _base(t) - _ROWS * row
-    return encode(base, dims, (row, row, row), (_box(t), _ROWS, 1, 1), t.element_size())
+def _ragged(t: Tensor) -> Map:
+    row, size = _row_bytes(t), t.element_size()
+    dims = (t.shape[1], ROWS, t.shape[0] + 1, 1)
+    return Map(_base(t) - ROWS * row, dims, (row, row, row), box(size, rank=4), size)
 
 
 def _place(w: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return _base(w), tuple(w.shape[::-1]), map_strides(w)
 
 
-def _k_major(encode: Encoder, w: Tensor) -> bytes:
+def _k_major(w: Tensor) -> Map:
     """w: [E, P, N, K]."""
-    return encode(*_place(w), (_box(w), _HALF, 1, 1), w.element_size())
+    return Map(*_place(w), box(w.element_size(), HALF, 4), w.element_size())
 
 
-def _n_major(encode: Encoder, w: Tensor) -> bytes:
+def _n_major(w: Tensor) -> Map:
     """w: [E, P, K, N]."""
-    return encode(*_place(w), (_box(w), _ROWS, 1, 1), w.element_size())
+    return Map(*_place(w), box(w.element_size(), rank=4), w.element_size())

@@ -25,7 +25,7 @@ from megamoe.launch.launches import (
 )
 
 logger = logging.getLogger("megamoe")
-Fill = Callable[[Any, Encoder], None]  # (zeroed abi.Args, encoder of maps)
+Fill = Callable[[Any, Encoder], None]  # (zeroed argument of its launch, encoder of maps)
 
 
 class Gpu:
@@ -58,7 +58,7 @@ class Gpu:
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         grid = sms // PAIR_CTAS * PAIR_CTAS
         kernel = load_kernel(variant, self._ordinal)
-        return Launcher(kernel, grid, abi.aligned(abi.Args), cooperative=False)
+        return Launcher(kernel, grid, abi.aligned(abi.LAUNCHES[variant.launch]), cooperative=False)
 
 
 class Fibers:
@@ -68,7 +68,7 @@ class Fibers:
 
     def run(self, variant: GroupedVariant, fill: Fill) -> None:
         """Run one kernel to its end."""
-        args = abi.aligned(abi.Args)
+        args = abi.aligned(abi.LAUNCHES[variant.launch])
         fill(args, encode_emulated)
         report = ctypes.create_string_buffer(REPORT_BYTES)
         place = ctypes.addressof(args), 1, self.num_ctas, self.seed, report, REPORT_BYTES

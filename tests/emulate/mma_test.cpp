@@ -13,7 +13,7 @@ enum class Source { shared, registers };
 template <class Element, int sums, Major a_major, Major b_major, Source source>
 void product(const Args& args) {
     uint8_t* smem = arch::dynamic_smem();
-    const auto* image = static_cast<const uint8_t*>(args.x);
+    const auto* image = static_cast<const uint8_t*>(args.rows_in);
     int thread = arch::thread_idx(), lane = arch::lane_idx(), warp = arch::warp_idx();
     for (int i = thread; i < 40 * 1024; i += 128) smem[i] = image[i];
     arch::fence_proxy_async_shared();
@@ -45,7 +45,7 @@ void product(const Args& args) {
     arch::fence_accumulator(acc);
     for (int i = 0; i < sums; ++i) {
         int row = 16 * warp + 8 * (i / 2 % 2) + lane / 4, column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-        static_cast<float*>(args.y)[row * 2 * sums + column] = acc[i];
+        static_cast<float*>(args.rows_out)[row * 2 * sums + column] = acc[i];
     }
 }
 
@@ -63,8 +63,9 @@ void misuse(const Args& args) {
 
 }  // namespace
 
-#define PRODUCT(name, Element, n, a, b, source) \
-    MEGAMOE_HOST_ENTRY(name, (product<Element, n / 2, Major::a, Major::b, Source::source>), smem_bytes, 128);
+#define PRODUCT(name, Element, n, a, b, source)    \
+    MEGAMOE_HOST_ENTRY(name, megamoe::ForwardArgs, \
+                       (product<Element, n / 2, Major::a, Major::b, Source::source>), smem_bytes, 128);
 #define PRODUCTS_K(n)                                             \
     PRODUCT(bf16_##n##_k_k_shared, bf16_t, n, k, k, shared)       \
     PRODUCT(bf16_##n##_mn_k_shared, bf16_t, n, mn, k, shared)     \
@@ -84,4 +85,4 @@ PRODUCTS_K(256)
 PRODUCTS_MN(64)
 PRODUCTS_MN(128)
 PRODUCTS_MN(256)
-MEGAMOE_HOST_ENTRY(mma_misuse, misuse, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(mma_misuse, megamoe::ForwardArgs, misuse, smem_bytes, 128);

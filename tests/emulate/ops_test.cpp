@@ -1,5 +1,6 @@
 // Small kernels that exercise one operation of the emulated machine each; tests/emulate/test_ops.py fills
-// Args and checks. Numbers travel in args.topk_ids (int32), data in args.x, args.y and the tensor maps.
+// Args and checks. Numbers travel in args.topk_ids (int32), data in args.rows_in, args.rows_out and the
+// tensor maps.
 #include "megamoe/arch/host/entry.h"
 #include "megamoe/protocol/host_memory.h"
 
@@ -12,10 +13,11 @@ void all_threads_meet() { arch::named_sync(0, fibers::current->cta->threads); }
 constexpr int smem_bytes = 64 * 1024;
 constexpr size_t tail = 60 * 1024;  // barriers lie here
 
+const Gemm<1>* table(const Args& args) { return reinterpret_cast<const ForwardArgs&>(args).gemm; }
 const int32_t* numbers(const Args& args) { return static_cast<const int32_t*>(args.topk_ids); }
 template <class V>
 V* output(const Args& args) {
-    return static_cast<V*>(args.y);
+    return static_cast<V*>(args.rows_out);
 }
 uint64_t* barriers() { return reinterpret_cast<uint64_t*>(arch::dynamic_smem() + tail); }
 
@@ -64,11 +66,11 @@ void load(const Args& args) {
     if (arch::thread_idx() == 0) {
         arch::mbar_arrive_expect_tx(barriers(), bytes);
         if (at[5] == 2) {
-            arch::tma_load_2d(arch::dynamic_smem(), &args.gemm[0].a, barriers(), at[0], at[1]);
+            arch::tma_load_2d(arch::dynamic_smem(), table(args)[0].a, barriers(), at[0], at[1]);
         } else if (at[5] == 4) {
-            arch::tma_load_4d(arch::dynamic_smem(), &args.gemm[0].a, barriers(), at[0], at[1], at[2], at[3]);
+            arch::tma_load_4d(arch::dynamic_smem(), table(args)[0].a, barriers(), at[0], at[1], at[2], at[3]);
         } else {
-            arch::bulk_load(arch::dynamic_smem(), args.x, bytes, barriers());
+            arch::bulk_load(arch::dynamic_smem(), args.rows_in, bytes, barriers());
         }
     }
     if (at[6] == 0) arch::mbar_wait(barriers(), 0);  // else: read too early
@@ -83,9 +85,10 @@ void load(const Args& args) {
 // numbers[8]: 2 and 4 store so many dimensions, 5 adds in four.
 void store(const Args& args) {
     const int32_t* at = numbers(args);
-    const TensorMap* map = &args.gemm[1].out;
+    const TensorMap* map = table(args)[1].out;
     uint8_t* source = arch::dynamic_smem();
-    for (int i = arch::thread_idx(); i < at[6]; i += 128) source[i] = static_cast<const uint8_t*>(args.x)[i];
+    for (int i = arch::thread_idx(); i < at[6]; i += 128)
+        source[i] = static_cast<const uint8_t*>(args.rows_in)[i];
     arch::fence_proxy_async_shared();
     all_threads_meet();
     if (arch::thread_idx() == 0) {
@@ -103,7 +106,7 @@ void store(const Args& args) {
 
 // x: floats. y[2, count]: ex2 and rcp of them.
 void elementary(const Args& args) {
-    const auto* in = static_cast<const float*>(args.x);
+    const auto* in = static_cast<const float*>(args.rows_in);
     int count = numbers(args)[0];
     for (int i = arch::thread_idx(); i < count; i += 32) {
         output<float>(args)[i] = arch::ex2(in[i]);
@@ -149,9 +152,9 @@ void gemm(const Args& args) {
                 arch::mbar_wait(empty + slot, parity ^ 1);
                 arch::mbar_arrive_expect_tx(full + slot, sizeof(GemmId));
                 for (int half = 0; half < 2; ++half)
-                    arch::tma_load_2d(stage.a + half * 8192, &args.gemm[0].a, full + slot,
+                    arch::tma_load_2d(stage.a + half * 8192, table(args)[0].a, full + slot,
                                       step * columns_a_stage, row0 + 64 * half);
-                arch::tma_load_4d(stage.b, &args.gemm[0].b, full + slot, step * columns_a_stage, column0, 0,
+                arch::tma_load_4d(stage.b, &table(args)[0].b, full + slot, step * columns_a_stage, column0, 0,
                                   0);
             } else if (group >= 0) {
                 arch::mbar_wait(full + slot, parity);
@@ -197,7 +200,7 @@ void named(const Args& args) {
 
 // y[lane, 8]
 void warp(const Args& args) {
-    int lane = arch::lane_idx(), v = static_cast<const int32_t*>(args.x)[lane];
+    int lane = arch::lane_idx(), v = static_cast<const int32_t*>(args.rows_in)[lane];
     auto* out = output<uint32_t>(args) + 8 * lane;
     out[0] = static_cast<uint32_t>(arch::shfl(v, (lane + 5) % 32));
     out[1] = static_cast<uint32_t>(arch::shfl_xor(v, 9));
@@ -212,7 +215,7 @@ void warp(const Args& args) {
 
 // x: floats in pairs. y: 3 words a pair: bf16x2, e4m3x2, and the bits of bf16_lo of the first.
 void convert(const Args& args) {
-    const auto* in = static_cast<const float*>(args.x);
+    const auto* in = static_cast<const float*>(args.rows_in);
     for (int i = arch::thread_idx(); i < numbers(args)[0]; i += 32) {
         uint32_t* out = output<uint32_t>(args) + 3 * i;
         out[0] = arch::pack_bf16x2(in[2 * i], in[2 * i + 1]);
@@ -249,16 +252,16 @@ void misuse(const Args& args) {
     bool first = arch::thread_idx() == 0;
     switch (numbers(args)[0]) {
         case 0:  // misaligned tile
-            if (first) arch::tma_load_2d(smem + 512, &args.gemm[0].a, barriers(), 0, 0);
+            if (first) arch::tma_load_2d(smem + 512, table(args)[0].a, barriers(), 0, 0);
             break;
         case 1:  // two-dimensional map in a four-dimensional load
-            if (first) arch::tma_load_4d(smem, &args.gemm[0].a, barriers(), 0, 0, 0, 0);
+            if (first) arch::tma_load_4d(smem, table(args)[0].a, barriers(), 0, 0, 0, 0);
             break;
         case 2:  // no map at all
-            if (first) arch::tma_load_2d(smem, &args.gemm[0].out, barriers(), 0, 0);
+            if (first) arch::tma_load_2d(smem, table(args)[0].out, barriers(), 0, 0);
             break;
         case 3:  // past the end of shared memory
-            if (first) arch::bulk_load(smem + smem_bytes - 16, args.x, 32, barriers());
+            if (first) arch::bulk_load(smem + smem_bytes - 16, args.rows_in, 32, barriers());
             break;
         case 4:  // more bytes than a barrier counts
             if (first) arch::mbar_arrive_expect_tx(barriers(), 1 << 20);
@@ -281,7 +284,7 @@ void misuse(const Args& args) {
         case 8:  // leaves with a copy under way
             if (first) {
                 arch::mbar_arrive_expect_tx(barriers(), 32);
-                arch::bulk_load(smem, args.x, 32, barriers());
+                arch::bulk_load(smem, args.rows_in, 32, barriers());
             }
             break;
         case 9:  // an ordinary store past the end
@@ -305,20 +308,20 @@ void misuse(const Args& args) {
             if (arch::warp_idx() < 2) arch::registers_shrink<40>();
             break;
         case 14:  // the store's source is left behind unread
-            if (first) arch::tma_store_2d(&args.gemm[0].a, smem, 0, 0);
+            if (first) arch::tma_store_2d(table(args)[0].a, smem, 0, 0);
             break;
         case 15:  // a lane strays from an aligned barrier
             if (arch::lane_idx() == 5) arch::warp_sync();
             arch::named_sync(3, 32);
             break;
         case 17:  // a store of two dimensions through a map of another number
-            if (first) arch::tma_store_4d(&args.gemm[0].a, smem, 0, 0, 0, 0);
+            if (first) arch::tma_store_4d(table(args)[0].a, smem, 0, 0, 0, 0);
             break;
         case 18:  // adding what is not added
-            if (first) arch::tma_reduce_add_4d(&args.gemm[0].b, smem, 0, 0, 0, 0);
+            if (first) arch::tma_reduce_add_4d(&table(args)[0].b, smem, 0, 0, 0, 0);
             break;
         case 19:  // a hint about another tensor
-            if (first) arch::tma_prefetch_4d(&args.gemm[0].a, 0, 0, 0, 0);
+            if (first) arch::tma_prefetch_4d(table(args)[0].a, 0, 0, 0, 0);
             break;
         case 16:  // two budgets in a warpgroup
             if (arch::warp_idx() == 0) {
@@ -332,16 +335,16 @@ void misuse(const Args& args) {
 
 }  // namespace
 
-MEGAMOE_HOST_ENTRY(test_ring, ring, smem_bytes, 128);
-MEGAMOE_HOST_ENTRY(test_load, load, smem_bytes, 128);
-MEGAMOE_HOST_ENTRY(test_store, store, smem_bytes, 128);
-MEGAMOE_HOST_ENTRY(test_gemm_bf16, gemm<bf16_t>, 128 * 1024, 384);
-MEGAMOE_HOST_ENTRY(test_gemm_e4m3, gemm<e4m3_t>, 128 * 1024, 384);
-MEGAMOE_HOST_ENTRY(test_named, named, smem_bytes, 128);
-MEGAMOE_HOST_ENTRY(test_warp, warp, smem_bytes, 32);
-MEGAMOE_HOST_ENTRY(test_convert, convert, smem_bytes, 32);
-MEGAMOE_HOST_ENTRY(test_elementary, elementary, smem_bytes, 32);
-MEGAMOE_HOST_ENTRY(test_await, await, smem_bytes, 64);
-MEGAMOE_HOST_ENTRY(test_misuse, misuse, smem_bytes, 128);
-MEGAMOE_HOST_ENTRY(test_misuse_512, misuse, smem_bytes, 512);
+MEGAMOE_HOST_ENTRY(test_ring, megamoe::ForwardArgs, ring, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_load, megamoe::ForwardArgs, load, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_store, megamoe::ForwardArgs, store, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_gemm_bf16, megamoe::ForwardArgs, gemm<bf16_t>, 128 * 1024, 384);
+MEGAMOE_HOST_ENTRY(test_gemm_e4m3, megamoe::ForwardArgs, gemm<e4m3_t>, 128 * 1024, 384);
+MEGAMOE_HOST_ENTRY(test_named, megamoe::ForwardArgs, named, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_warp, megamoe::ForwardArgs, warp, smem_bytes, 32);
+MEGAMOE_HOST_ENTRY(test_convert, megamoe::ForwardArgs, convert, smem_bytes, 32);
+MEGAMOE_HOST_ENTRY(test_elementary, megamoe::ForwardArgs, elementary, smem_bytes, 32);
+MEGAMOE_HOST_ENTRY(test_await, megamoe::ForwardArgs, await, smem_bytes, 64);
+MEGAMOE_HOST_ENTRY(test_misuse, megamoe::ForwardArgs, misuse, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_misuse_512, megamoe::ForwardArgs, misuse, smem_bytes, 512);
 MEGAMOE_HOST_EXPORT const char* test_edge_name(uint32_t edge) { return edge_name(Edge(edge)); }

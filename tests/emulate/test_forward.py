@@ -22,7 +22,7 @@ from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import ThreadGroup
-from megamoe.launch import arguments, layout
+from megamoe.launch import arguments, layout, table
 from megamoe.testing.compare import assert_close
 from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.intermediates import few_steps
@@ -305,9 +305,9 @@ def test_strided_weights_are_read_in_place(
     emulation = Emulation(problem)
     expected = emulation.forward_all(*columns(inputs), weights)[0]
     assert torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
-    dense = arguments.map_strides
+    dense = table.map_strides
     with monkeypatch.context() as patch:
-        patch.setattr(arguments, "map_strides", lambda w: dense(w.contiguous()))
+        patch.setattr(table, "map_strides", lambda w: dense(w.contiguous()))
         assert not torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
 
 

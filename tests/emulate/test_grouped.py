@@ -156,7 +156,7 @@ def test_weight_gradient(seed, monkeypatch):
 def test_loads_through_a_ragged_map_are_seen(monkeypatch):
     """On a GPU they touch memory outside of the tensor."""
     offs, _, rows = case([70, 3])
-    monkeypatch.setattr(arguments, "_n_major", lambda encode, w: arguments._ragged(encode, w[0, 0]))
+    monkeypatch.setattr(arguments, "_n_major", lambda w: arguments._ragged(w[0, 0]))
     with pytest.raises(EmulationError, match="dimensions 1 and 2 have one distance"):
         ops.grouped_mm_wgrad(rand(rows, 72), rand(rows, 64), offs)
 

@@ -24,11 +24,13 @@ def library() -> Any:
 
 def make_args(numbers: list[int], **fields: Any) -> Any:
     """Return Args; tensors and arrays become addresses, bytes become tensor maps."""
-    args = abi.aligned(abi.Args)
+    args = abi.aligned(abi.LAUNCHES["forward"])
     args.keep = [np.array(numbers, np.int32), *fields.values()]
     args.topk_ids = args.keep[0].ctypes.data
-    maps = {"map_a": args.gemm[0].a, "map_b": args.gemm[0].b, "map_out": args.gemm[1].out}
-    for name, value in fields.items():
+    maps = {"map_a": args.gemm[0].a[0], "map_b": args.gemm[0].b, "map_out": args.gemm[1].out[0]}
+    called = {"x": "rows_in", "y": "rows_out"}
+    for given, value in fields.items():
+        name = called.get(given, given)
         if isinstance(value, bytes):
             ctypes.memmove(ctypes.addressof(maps[name]), value, 128)
         elif isinstance(value, np.ndarray):
@@ -41,7 +43,7 @@ def make_args(numbers: list[int], **fields: Any) -> Any:
 
 
 def run(function: Any, *ranks: Any, num_ctas: int = 1, seed: int = 0) -> tuple[int, str]:
-    size = ctypes.sizeof(abi.Args)
+    size = ctypes.sizeof(abi.LAUNCHES["forward"])
     block = ctypes.create_string_buffer(size * len(ranks) + 64)
     address = ctypes.addressof(block) + -ctypes.addressof(block) % 64
     for i, args in enumerate(ranks):

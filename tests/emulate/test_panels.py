@@ -123,7 +123,7 @@ FLAWS = {
         "if (!is_free(ctx",
         "if (is_tall(rows) && is_tall(rows_before) && !is_free(ctx",
     ),
-    "the room of another expert": ("fp4/expand.cuh", "expert - args.expanded.rooms", "-1"),
+    "the room of another expert": ("fp4/expand.cuh", "expert - own<T>(args).rooms", "-1"),
     "math warps expand, too": (
         "fp4/expand_slots.cuh",
         "in_slots_(!has_panels<T>())",

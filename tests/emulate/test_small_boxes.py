@@ -52,8 +52,8 @@ FLAWS = {
     ),
     "rows of the other GEMM": (
         "gemm/operands.cuh",
-        "gemm == GemmId::gemm2 ? 1 : 0]",
-        "gemm != GemmId::gemm2 ? 1 : 0]",
+        "small = &gemm.a_small;",
+        "small = &gemm_of<T>(ctx.args, tile.gemm == GemmId::gemm2 ? GemmId::gemm1 : GemmId::gemm2).a_small;",
     ),
     "both CTAs load the same": ("gemm/load_slots.cuh", "both ? sharing.half : 0,", "0,"),
     "scales of one box": (

@@ -37,13 +37,18 @@ def config():
     c = Config.in_dll(stub, "stub_config")
     return {"grid": list(c.grid), "block": list(c.block), "smem": c.smem, "stream": c.stream, "count": c.count,
             "ids": numbers("stub_attribute_ids")[:c.count], "values": numbers("stub_attribute_values")[:c.count]}
-def argument():
-    return abi.Args.from_buffer_copy((ctypes.c_uint8 * 8192).in_dll(stub, "stub_argument"))
+def argument(launch="forward"):
+    return abi.LAUNCHES[launch].from_buffer_copy((ctypes.c_uint8 * 8192).in_dll(stub, "stub_argument"))
+LARGEST = max(abi.LAUNCHES.values(), key=ctypes.sizeof)
+def aligned(structure):
+    whole = bytearray(ctypes.sizeof(LARGEST) + structure.alignment)  # of all, the stub copies as many bytes
+    return structure.from_buffer(whole, -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % structure.alignment)
+abi.aligned = aligned
 def maps():
     table = (Map * 64).in_dll(stub, "stub_maps")
     return [{k: list(v) if hasattr(v, "_length_") else v for k in [f[0] for f in Map._fields_]
              for v in [getattr(table[i], k)]} for i in range(number("stub_num_maps").value)]
-number("stub_argument_bytes").value = ctypes.sizeof(abi.Args)
+number("stub_argument_bytes").value = ctypes.sizeof(LARGEST)
 """
 
 # MegaBackend on CPU memory: everything but the kernel is real.

@@ -14,8 +14,24 @@ struct PoolBlocks {
         int packed = ctx.args.block_table[int64_t{2} * block + 1];
         return {packed >> 8, packed & 0xff};
     }
+    template <class T>
     static MEGAMOE_DEVICE int rows_of_expert(const Context& ctx, int expert) {
-        return ctx.smem.plan.num_blocks != 0 ? ctx.args.training.expert_rows[2 * expert + 1] : 0;
+        return ctx.smem.plan.num_blocks != 0 ? own<T>(ctx.args).expert_rows[2 * expert + 1] : 0;
+    }
+    // The K of a weight gradient: an expert's rows, from its first on; past the pool for one without rows.
+    struct RowsOfK {
+        int first;
+        MEGAMOE_DEVICE void at(int, int& k, const TensorMap*&, const TensorMap*) const { k += first; }
+    };
+    template <class T>
+    static MEGAMOE_DEVICE int first_row_of_expert(const Context& ctx, int expert) {
+        const int32_t* entry = own<T>(ctx.args).expert_rows + 2 * expert;
+        return ctx.smem.plan.num_blocks == 0 || entry[1] == 0 ? ctx.args.pool_rows
+                                                              : entry[0] * T::Tiling::rows;
+    }
+    template <class T>
+    static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool mn_major) {
+        return {mn_major ? first_row_of_expert<T>(ctx, tile.expert()) : 0};
     }
     static MEGAMOE_DEVICE int first_row(const ExpertTable&, const Tile& tile, int block_rows) {
         return tile.block * block_rows;
@@ -39,9 +55,26 @@ struct SortedBlocks {
         const int32_t* first = ctx.smem.experts.first_block + expert_of(ctx, block);
         return run_of(first[0], first[1] - first[0], block);
     }
+    template <class T>
     static MEGAMOE_DEVICE int rows_of_expert(const Context& ctx, int expert) {
         const int32_t* first = ctx.smem.experts.first_row + expert;
         return first[1] - first[0];
+    }
+    // The K of a weight gradient: whole 64 rows of an expert where they stand; what is left behind them, with
+    // zero rows, is in the tails. An expert without rows has a tail of zeros alone.
+    struct RowsOfK {
+        int first, rows, tail;
+        // Which row a slot begins at, and in which map.
+        MEGAMOE_DEVICE void at(int slot, int& k, const TensorMap*& map, const TensorMap* tails) const {
+            bool is_whole = (slot + 1) * warpgroup_rows <= rows;
+            k = is_whole ? first + slot * warpgroup_rows : tail;
+            map = is_whole ? map : tails;
+        }
+    };
+    template <class T>
+    static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
+        int first = ctx.smem.experts.first_row[tile.expert()];
+        return {first, ctx.smem.experts.first_row[tile.expert() + 1] - first, tile.expert() * warpgroup_rows};
     }
     static MEGAMOE_DEVICE int first_row(const ExpertTable& table, const Tile& tile, int block_rows) {
         int expert = tile.expert();

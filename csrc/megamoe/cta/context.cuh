@@ -59,6 +59,26 @@ MEGAMOE_DEVICE Tile& current_tile() {
     return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
 }
 
+// The argument of a layer's launch, of which roles are handed what all launches have.
+template <class T>
+MEGAMOE_DEVICE const typename T::LaunchArgs& launch_args(const Args& args) {
+    return reinterpret_cast<const typename T::LaunchArgs&>(args);
+}
+template <class T>
+MEGAMOE_DEVICE const auto& own(const Args& args) {
+    return launch_args<T>(args).own;
+}
+// A row of the launch's table.
+template <class T>
+MEGAMOE_DEVICE const auto& gemm_of(const Args& args, GemmId id) {
+    const auto& gemm = launch_args<T>(args).gemm;
+    if constexpr (sizeof(gemm) == sizeof(gemm[0])) {
+        return gemm[0];
+    } else {
+        return gemm[static_cast<int>(id)];
+    }
+}
+
 MEGAMOE_DEVICE int pair_member() { return arch::block_idx() % pair_ctas; }
 MEGAMOE_DEVICE int pair_idx(const Context& ctx) { return cta_idx(ctx) / pair_ctas; }
 MEGAMOE_DEVICE int num_pairs(const Context& ctx) { return num_ctas(ctx) / pair_ctas; }

@@ -23,14 +23,18 @@ struct ActivationGradientEpilogue {
 
     static constexpr int inputs_of_half = inputs / 2;
 
-    static MEGAMOE_DEVICE int slots(const Args&) { return Rows::scaled ? 2 * gu_planes : 0; }
+    template <class T>
+    static MEGAMOE_DEVICE int slots(const Args&) {
+        return Rows::scaled ? 2 * gu_planes : 0;
+    }
     static MEGAMOE_DEVICE int slots_before(int input) {
         return Rows::scaled ? input / inputs_of_half * gu_planes : 0;
     }
+    template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
         int half = slot / gu_planes;
-        return {&ctx.args.training.dgu_rows[slot - half * gu_planes],
-                tile.n * columns + half * S::half_columns, ctx.args.gemm[0].n};
+        return {&gemm_of<T>(ctx.args, GemmId::gemm2).a[slot - half * gu_planes],
+                tile.n * columns + half * S::half_columns, gemm_of<T>(ctx.args, tile.gemm).n};
     }
 
     static MEGAMOE_DEVICE int boxes(const Tile& tile) { return tile.rows() > warpgroup_rows ? 2 : 1; }
@@ -42,8 +46,8 @@ struct ActivationGradientEpilogue {
     template <class T, class Slot>
     static MEGAMOE_DEVICE void load_input(const Context& ctx, const Tile& tile, int input, Slot& slot,
                                           uint64_t* full) {
-        const Training& training = ctx.args.training;
-        const TensorMap* maps = is_recomputed(ctx) ? training.dgu : training.gu;
+        const auto& args = launch_args<T>(ctx.args);
+        const TensorMap* maps = is_recomputed(ctx) ? gemm_of<T>(ctx.args, tile.gemm).out : args.gu;
         MEGAMOE_UNROLL_BY(1)
         for (int plane = 0; plane < gu_planes; ++plane) {
             MEGAMOE_UNROLL_BY(1)
@@ -57,16 +61,16 @@ struct ActivationGradientEpilogue {
     template <class T, class Slot>
     static MEGAMOE_DEVICE void store_input(const Context& ctx, const Tile& tile, int input,
                                            const Slot& slot) {
-        const Training& training = ctx.args.training;
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
         int column = tile.n * columns + input * slot_columns;
-        if (column >= ctx.args.gemm[0].n) return;
+        if (column >= gemm.n) return;
         MEGAMOE_UNROLL_BY(1)
         for (int box = 0; box < boxes(tile); ++box) {
             int row = box * warpgroup_rows;
             MEGAMOE_UNROLL_BY(1)
             for (int plane = 0; plane < gu_planes; ++plane)
-                store_rows<T>(&training.dgu[plane], slot.b[plane] + box * box_bytes, column, tile, row);
-            store_rows<T>(&training.hs, slot.a + box * box_bytes, column, tile, row);
+                store_rows<T>(&gemm.out[plane], slot.b[plane] + box * box_bytes, column, tile, row);
+            store_rows<T>(&launch_args<T>(ctx.args).hs, slot.a + box * box_bytes, column, tile, row);
         }
     }
 
@@ -77,8 +81,11 @@ struct ActivationGradientEpilogue {
         Fragment f;
         int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
         constexpr bool weighted = T::Sums::of_gradients;
-        const float s[2] = {weighted ? args.training.row_weight[row] : 1.0f,
-                            weighted ? args.training.row_weight[row + 8] : 1.0f};
+        float s[2] = {1.0f, 1.0f};
+        if constexpr (weighted) {
+            const float* row_weight = own<T>(args).row_weight;
+            s[0] = row_weight[row], s[1] = row_weight[row + 8];
+        }
         float d_s[2] = {0.0f, 0.0f};
         uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of a half, where Rows has scales
         MEGAMOE_UNROLL
@@ -112,7 +119,9 @@ struct ActivationGradientEpilogue {
                 }
             }
             // Before the last hand-over, which the tile's release follows.
-            if (weighted && input == inputs - 1) store_d_s(ctx, tile, d_s, row, f);
+            if constexpr (weighted) {
+                if (input == inputs - 1) store_d_s<T>(ctx, tile, d_s, row, f);
+            }
             output.hand_over();
             if constexpr (Rows::scaled) {
                 if (input % inputs_of_half == inputs_of_half - 1)
@@ -136,17 +145,19 @@ struct ActivationGradientEpilogue {
         MEGAMOE_UNROLL
         for (int plane = 0; plane < planes_; ++plane) {
             Rows::write_bf16(output, dgu[plane], scales, f);
-            if (scales != nullptr) scales += int64_t{ceil_div(args.gemm[0].n, scale_group)} * args.pool_rows;
+            if (scales != nullptr)
+                scales += int64_t{ceil_div(gemm_of<T>(args, tile.gemm).n, scale_group)} * args.pool_rows;
         }
     }
+    template <class T>
     static MEGAMOE_DEVICE void store_d_s(const Context& ctx, const Tile& tile, float (&d_s)[2], int row,
                                          Fragment f) {
-        int parts = ceil_div(ctx.args.gemm[0].n, columns) + 1;
+        int parts = ceil_div(gemm_of<T>(ctx.args, tile.gemm).n, columns) + 1;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {  // a quad holds one row
             d_s[i] += arch::shfl_xor(d_s[i], 1);
             d_s[i] += arch::shfl_xor(d_s[i], 2);
-            if (f.quad == 0) ctx.args.training.d_s[int64_t{row + 8 * i} * parts + tile.n] = d_s[i];
+            if (f.quad == 0) own<T>(ctx.args).d_s[int64_t{row + 8 * i} * parts + tile.n] = d_s[i];
         }
     }
 };

@@ -5,7 +5,7 @@
 //   columns    of its output that a tile makes
 //   run<T>(ctx, tile, ring, output, sum)
 //              the work of a math warpgroup: claim() an output slot, fill it, hand_over()
-//   slots(args), output(ctx, tile, slot)
+//   slots<T>(args), output<T>(ctx, tile, slot)
 //              how many a warpgroup fills for a tile, in order; where the store warp puts one: several
 //              outputs are several maps
 //   inputs     pipeline slots behind those of K that it reads, or 0. Outputs take their place: input_bytes()
@@ -38,16 +38,20 @@ struct Elementwise {
     static constexpr int columns = halves * S::half_columns;
     static constexpr int slot_columns = slot_k_bytes / Out::element_bytes;
 
-    static MEGAMOE_DEVICE int slots(const Args&) { return columns / slot_columns; }
+    template <class T>
+    static MEGAMOE_DEVICE int slots(const Args&) {
+        return columns / slot_columns;
+    }
+    template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
-        return {&gemm.out, tile.n * columns + slot * slot_columns, gemm.n};
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
+        return {gemm.out, tile.n * columns + slot * slot_columns, gemm.n};
     }
 };
 
 template <class T>
 MEGAMOE_DEVICE int output_slots(const Args& args, GemmId id) {
-    return of_gemm<T>(id, [&](auto gemm) { return decltype(gemm)::Epilogue::slots(args); });
+    return of_gemm<T>(id, [&](auto gemm) { return decltype(gemm)::Epilogue::template slots<T>(args); });
 }
 
 // What a warpgroup hands over for a tile, in order: input(i) for each pipeline slot that comes back,
@@ -88,7 +92,7 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
 // have the first one's rows.
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
-    const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+    const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
     int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
                     (wide ? 0 : math_warpgroup() * warpgroup_rows);
@@ -123,7 +127,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     const Args& args = ctx.args;
     Fragment f;
     bool first = same<E1, E2> || tile.gemm == GemmId::gemm1;
-    const Gemm& gemm = gemm_of(args, tile.gemm);
+    const auto& gemm = gemm_of<T>(args, tile.gemm);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());

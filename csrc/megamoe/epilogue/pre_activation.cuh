@@ -25,11 +25,15 @@ struct SavingEpilogue : ActivationEpilogue<S, Activation, Rows> {
     using Saved = PreActivations<S, Base::planes>;
     static constexpr bool saves = true;
 
-    static MEGAMOE_DEVICE int slots(const Args& args) { return Saved::slots + Base::slots(args); }
+    template <class T>
+    static MEGAMOE_DEVICE int slots(const Args& args) {
+        return Saved::slots + Base::template slots<T>(args);
+    }
+    template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        if (slot >= Saved::slots) return Base::output(ctx, tile, slot - Saved::slots);
-        int width = ctx.smem.plan.chunk_begin == 0 ? gemm_of(ctx.args, tile.gemm).n : 0;
-        return Saved::output(ctx.args.training.gu, width, tile.n, slot);
+        if (slot >= Saved::slots) return Base::template output<T>(ctx, tile, slot - Saved::slots);
+        int width = ctx.smem.plan.chunk_begin == 0 ? gemm_of<T>(ctx.args, tile.gemm).n : 0;
+        return Saved::output(launch_args<T>(ctx.args).gu, width, tile.n, slot);
     }
 };
 
@@ -41,15 +45,20 @@ struct RecomputeEpilogue {
     static constexpr int inputs = 0;
     using Saved = PreActivations<S, planes>;
 
-    static MEGAMOE_DEVICE int slots(const Args&) { return Saved::slots; }
+    template <class T>
+    static MEGAMOE_DEVICE int slots(const Args&) {
+        return Saved::slots;
+    }
+    template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        return Saved::output(ctx.args.training.dgu, gemm_of(ctx.args, tile.gemm).n, tile.n, slot);
+        return Saved::output(gemm_of<T>(ctx.args, tile.gemm).out, gemm_of<T>(ctx.args, tile.gemm).n, tile.n,
+                             slot);
     }
     template <class T, class Output>
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
                                    Sums<T>& sum) {
         Fragment f;
-        add_bias<T>(tile, sum, ctx.args.training.b13, gemm_of(ctx.args, tile.gemm).n, f);
+        add_bias<T>(tile, sum, gemm_of<T>(ctx.args, tile.gemm).bias, gemm_of<T>(ctx.args, tile.gemm).n, f);
         write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
     }
 };

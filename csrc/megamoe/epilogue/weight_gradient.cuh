@@ -12,33 +12,42 @@ struct WeightGradientEpilogue {
     static constexpr bool elementwise = false;
     static constexpr int planes = 1, columns = S::columns, inputs = 0;
 
-    static MEGAMOE_DEVICE int slot_columns(const Args& args) { return slot_k_bytes / args.training.dw_bytes; }
-    static MEGAMOE_DEVICE int slots(const Args& args) { return columns / slot_columns(args); }
+    template <class T>
+    static MEGAMOE_DEVICE int slot_columns(const Args& args) {
+        return slot_k_bytes / own<T>(args).dw_bytes;
+    }
+    template <class T>
+    static MEGAMOE_DEVICE int slots(const Args& args) {
+        return columns / slot_columns<T>(args);
+    }
 
+    template <class T>
     static MEGAMOE_DEVICE Destination output(const Context& ctx, const Tile& tile, int slot) {
-        return {&ctx.args.training.dw[tile.gemm == GemmId::dw13 ? 0 : 1],
-                tile.n * columns + slot * slot_columns(ctx.args), gradient_columns(ctx.args, tile.gemm)};
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
+        return {gemm.out, tile.n * columns + slot * slot_columns<T>(ctx.args), gemm.n};
     }
     // One thread: what the tile will be added to, into L2.
+    template <class T>
     static MEGAMOE_DEVICE void prefetch(const Context& ctx, const Tile& tile) {
-        GradientBlock<S> block(ctx.args, tile);
+        GradientBlock<T> block(ctx.args, tile);
         MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < slots(ctx.args); ++c) {
-            Destination to = output(ctx, tile, c);
+        for (int c = 0; c < slots<T>(ctx.args); ++c) {
+            Destination to = output<T>(ctx, tile, c);
             if (to.column >= to.width) break;
             MEGAMOE_UNROLL_BY(1)
             for (int row = block.row; row < block.row + S::rows; row += warpgroup_rows) {
-                if (row < gradient_rows(ctx.args, tile.gemm))
+                if (row < gemm_of<T>(ctx.args, tile.gemm).m)
                     arch::tma_prefetch_4d(to.map, to.column, row, block.plane, tile.expert());
             }
         }
     }
     // One thread: 64 rows of the matrix, from `row` of the m-block on.
+    template <class T>
     static MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile, Destination to, int row,
                                      const void* from, bool adds) {
-        GradientBlock<S> block(ctx.args, tile);
+        GradientBlock<T> block(ctx.args, tile);
         row += block.row;
-        if (row >= gradient_rows(ctx.args, tile.gemm)) return;
+        if (row >= gemm_of<T>(ctx.args, tile.gemm).m) return;
         if (adds) {
             arch::tma_reduce_add_4d(to.map, from, to.column, row, block.plane, tile.expert());
         } else {
@@ -50,7 +59,7 @@ struct WeightGradientEpilogue {
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
                                    Sums<T>& sum) {
         Fragment f;
-        if (ctx.args.training.dw_bytes == 2) {
+        if (own<T>(ctx.args).dw_bytes == 2) {
             write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, f);
             return;
         }

@@ -63,8 +63,8 @@ class Patch {
     MEGAMOE_DEVICE Patch(const Args& args, GemmId id, int expert, int i) {
         constexpr int per_slot = T::Tiling::columns / patch_rows, per_half = per_slot / 2;
         int g = static_cast<int>(id), slots = PanelShape<T>(args, id).slots;
-        const Gemm& gemm = args.gemm[g];
-        const Expanded& e = args.expanded;
+        const auto& gemm = gemm_of<T>(args, id);
+        const Expanded& e = own<T>(args);
         int row = i % per_half * patch_rows, half = i % per_slot / per_half, slot = i / per_slot % slots;
         int panel = i / per_slot / slots;
         Halves<typename T::Tiling> halves = halves_of<T>(id, panel);
@@ -123,7 +123,7 @@ class Expander {
 
   public:
     static MEGAMOE_DEVICE void begin_pass(const Context& ctx) {
-        ExpanderState& s = own();
+        ExpanderState& s = state();
         if (arch::lane_idx() == 0) {
             s = {};
             if (!has_panels<T>()) s.at[1].expert = ctx.args.num_local_experts;
@@ -133,12 +133,12 @@ class Expander {
     // Of all panels of the pass.
     static MEGAMOE_DEVICE bool finished(const Context& ctx) {
         if (arch::warp_idx() >= first_math_warp) return true;
-        const ExpanderState& s = own();
+        const ExpanderState& s = state();
         return s.at[1].expert >= ctx.args.num_local_experts && s.patch >= s.patches;
     }
     // Not when finished. Makes a patch, if its panel's room is free.
     static MEGAMOE_DEVICE bool next(Context& ctx) {
-        ExpanderState& s = own();
+        ExpanderState& s = state();
         if (s.patch >= s.patches && !take(ctx, s)) return false;
         Patch<T>(ctx.args, s.gemm, s.expert, s.patch).expand();
         arch::warp_sync();
@@ -151,7 +151,7 @@ class Expander {
     }
 
   private:
-    static MEGAMOE_DEVICE ExpanderState& own() { return tile_smem<T>().forms.expander[transport_warp()]; }
+    static MEGAMOE_DEVICE ExpanderState& state() { return tile_smem<T>().forms.expander[transport_warp()]; }
     static MEGAMOE_DEVICE int rows_of(const Context& ctx, int expert) {
         const PassPlan& plan = ctx.smem.plan;
         return expert < 0 ? 0 : routes_between(ctx.args, expert, plan.chunk_begin, plan.chunk_end);
@@ -170,7 +170,7 @@ class Expander {
             GemmId id = is_first ? GemmId::gemm1 : GemmId::gemm2;
             ExpandedTo& at = s.at[is_first ? 0 : 1];
             int expert = at.expert, rows = rows_of(ctx, expert);
-            int rows_before = rows_of(ctx, expert - args.expanded.rooms);
+            int rows_before = rows_of(ctx, expert - own<T>(args).rooms);
             int blocks_before = ceil_div(rows_before, T::Tiling::rows);
             // Of all experts, also such as have no panels: the room may hold those of an earlier one.
             if (!is_free(ctx, id, at.block_before, blocks_before)) return false;
@@ -197,7 +197,7 @@ class Expander {
         return false;
     }
     static MEGAMOE_DEVICE bool is_free(Context& ctx, GemmId id, int block, int blocks) {
-        uint32_t* done = gemm_of(ctx.args, id).done + block;
+        uint32_t* done = gemm_of<T>(ctx.args, id).done + block;
         int tiles = Shape<T>::tiles(ctx.args, id);
         bool free = true;
         MEGAMOE_UNROLL_BY(1)

@@ -95,13 +95,13 @@ struct PackedForms {
             if constexpr (panels) {
                 int num = panels_of_expert<T>(args);
                 MEGAMOE_UNROLL_BY(1)
-                for (int i = arch::lane_idx(); i < num; i += 32) args.expanded.ready[expert * num + i] = 0;
+                for (int i = arch::lane_idx(); i < num; i += 32) own<T>(args).ready[expert * num + i] = 0;
             }
         }
         static MEGAMOE_DEVICE void decide(const Context& ctx, const PassPlan& plan) {
             if constexpr (panels) {
                 int& has = tile_smem<T>().forms.has_panels;
-                has = *arch::in_member(&has, 1) = plan.num_rows > ctx.args.expanded.above;
+                has = *arch::in_member(&has, 1) = plan.num_rows > own<T>(ctx.args).above;
             }
         }
     };

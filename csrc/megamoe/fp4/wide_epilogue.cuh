@@ -12,7 +12,7 @@ template <class T, int n>
 MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
     using W = typename T::Gemm1::B;
     if constexpr (W::scales_sums) {
-        const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
         int columns = Shape<T>::scale_columns(ctx.args, tile.gemm, scale_group);
         typename W::Scales scales(gemm.b_scale, gemm.n, columns, tile.expert(),
                                   halves_of<T>(tile.gemm, tile.n));
@@ -27,7 +27,7 @@ MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum
 
 template <class T, int n>
 MEGAMOE_DEVICE void add_bias_wide(const Context& ctx, const Tile& tile, float (&sum)[2][n], WideFragment f) {
-    const Gemm& gemm = gemm_of(ctx.args, tile.gemm);
+    const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
     if (gemm.bias == nullptr) return;
     Halves<typename T::Tiling> halves = halves_of<T>(tile.gemm, tile.n);
     const float* bias = gemm.bias + int64_t{tile.expert()} * gemm.n * halves.num_planes();

@@ -2,7 +2,7 @@
 // columns, which stand in shared memory then. db13 = sum dgu, db2 = sum s dy.
 #pragma once
 #include "megamoe/formats/fragment.cuh"
-#include "megamoe/gemm/operands_backward.cuh"
+#include "megamoe/gemm/operands.cuh"
 
 namespace megamoe {
 
@@ -12,12 +12,12 @@ template <class T>
 class BiasGradient {
   public:
     MEGAMOE_DEVICE BiasGradient(const Context& ctx, const Tile& tile) {
-        const Training& training = ctx.args.training;
         out_ = gradient_of(ctx, tile);
         weights_ = nullptr;
         if constexpr (T::Blocks::in_pool) {
-            int row = first_row_of_expert(ctx, tile.expert(), T::Tiling::rows);
-            if (tile.gemm != GemmId::dw13 && row < ctx.args.pool_rows) weights_ = training.row_weight + row;
+            int row = T::Blocks::template first_row_of_expert<T>(ctx, tile.expert());
+            if (tile.gemm != GemmId::dw13 && row < ctx.args.pool_rows)
+                weights_ = own<T>(ctx.args).row_weight + row;
         }
         slots_ = tile.slots;
         ask_for_weights(0);
@@ -50,7 +50,7 @@ class BiasGradient {
             MEGAMOE_UNROLL
             for (int mask = lanes; mask < 32; mask *= 2) sum_[j] += arch::shfl_xor(sum_[j], mask);
             if (arch::lane_idx() < lanes && at + j < width)
-                out[j] = adds_weight_gradients(ctx) ? out[j] + sum_[j] : sum_[j];
+                out[j] = adds_weight_gradients<T>(ctx) ? out[j] + sum_[j] : sum_[j];
         }
     }
 
@@ -78,16 +78,14 @@ class BiasGradient {
     }
     // db13 or db2, where it is wanted and this tile's to make.
     static MEGAMOE_DEVICE float* gradient_of(const Context& ctx, const Tile& tile) {
-        const Training& training = ctx.args.training;
-        if (tile.n != 0) return nullptr;
-        return tile.gemm == GemmId::dw13 ? training.db13 : training.db2;
+        return tile.n == 0 ? gemm_of<T>(ctx.args, tile.gemm).bias : nullptr;
     }
     // Row `row` of the tile, that is, an element of the bias.
     static MEGAMOE_DEVICE float* place(const Context& ctx, const Tile& tile, float* bias, int row, int* at,
                                        int* width) {
-        GradientBlock<typename T::Tiling> block(ctx.args, tile);
+        GradientBlock<T> block(ctx.args, tile);
         int planes = tile.gemm == GemmId::dw13 ? T::Gemm2::k_planes : 1;
-        *width = gradient_rows(ctx.args, tile.gemm);
+        *width = gemm_of<T>(ctx.args, tile.gemm).m;
         *at = block.row + row;
         return bias + (int64_t{tile.expert()} * planes + block.plane) * *width + *at;
     }

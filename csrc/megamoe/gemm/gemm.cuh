@@ -15,22 +15,8 @@ struct WeightTilesAlone {
     static constexpr bool any = true, beside_rows = false;
 };
 
-// GemmId::recompute has the n and k of backward's gemm1, dy w2: both make columns of the intermediate. Not
-// its tiles: those of recompute have two planes, of half as many columns.
-MEGAMOE_DEVICE const Gemm& gemm_of(const Args& args, GemmId id) {
-    return args.gemm[id == GemmId::gemm2 ? 1 : 0];
-}
-
-template <class T>
-MEGAMOE_DEVICE const float* b_scale_of(const Args& args, GemmId id) {
-    if constexpr (T::WeightTiles::beside_rows) {
-        if (id == GemmId::recompute) return args.training.w13_scale;
-    }
-    return gemm_of(args, id).b_scale;
-}
-
 // One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue. Its K are
-// `k_planes` planes of gemm_of().k.
+// `k_planes` planes of the row's k.
 template <class Rows, class Weights, class Epilogue_, int k_planes_ = 1>
 struct GemmOf {
     using A = Rows;
@@ -56,18 +42,18 @@ MEGAMOE_DEVICE auto of_gemm(GemmId id, F f) {
 template <class T>
 struct Shape {
     static MEGAMOE_DEVICE int tiles(const Args& args, GemmId id) {  // of a block
-        return ceil_div(gemm_of(args, id).n,
+        return ceil_div(gemm_of<T>(args, id).n,
                         of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::Epilogue::columns; }));
     }
     // Pipeline slots of a tile of rows.
     static MEGAMOE_DEVICE int k_slots(const Args& args, GemmId id) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
-               ceil_div(gemm_of(args, id).k, slot_k(id));
+               ceil_div(gemm_of<T>(args, id).k, slot_k(id));
     }
     // Of B's scales, one every `group` of all its K.
     static MEGAMOE_DEVICE int scale_columns(const Args& args, GemmId id, int group) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
-               ceil_div(gemm_of(args, id).k, group);
+               ceil_div(gemm_of<T>(args, id).k, group);
     }
     static MEGAMOE_DEVICE int input_slots(GemmId id) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::Epilogue::inputs; });
@@ -113,7 +99,8 @@ MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) { return ctx.smem.plan.chu
 // learn that its rows were pulled.
 template <class T>
 MEGAMOE_DEVICE bool only_weights(const Args& args) {
-    return T::Sums::of_gradients && args.training.only_weights != 0;
+    if constexpr (T::Sums::of_gradients) return own<T>(args).only_weights != 0;
+    return false;
 }
 // The last tiles that rows wait for before they are reduced.
 template <class T>
@@ -121,24 +108,18 @@ MEGAMOE_DEVICE GemmId reduced_gemm(const Args& args) {
     return only_weights<T>(args) ? GemmId::gemm1 : GemmId::gemm2;
 }
 // Are weight gradients of this pass added to what is there?
+template <class T>
 MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {
-    return ctx.smem.plan.chunk_begin != 0 || ctx.args.training.accumulate != 0;
-}
-// dw13 or dw2: the rows of a plane, and columns.
-MEGAMOE_DEVICE int gradient_rows(const Args& args, GemmId id) {
-    return id == GemmId::dw13 ? args.gemm[0].n : args.gemm[0].k;
-}
-MEGAMOE_DEVICE int gradient_columns(const Args& args, GemmId id) {
-    return id == GemmId::dw13 ? args.gemm[0].k : args.gemm[0].n;
+    return ctx.smem.plan.chunk_begin != 0 || own<T>(ctx.args).accumulate != 0;
 }
 // Where the m-block of a weight tile begins. A matrix has at most two planes: no division.
-template <class S>
+template <class T>
 struct GradientBlock {
     int plane, row;
     MEGAMOE_DEVICE GradientBlock(const Args& args, const Tile& tile) {
-        int blocks = ceil_div(gradient_rows(args, tile.gemm), S::rows);
+        int blocks = ceil_div(gemm_of<T>(args, tile.gemm).m, T::Tiling::rows);
         plane = tile.block < blocks ? 0 : 1;
-        row = (tile.block - plane * blocks) * S::rows;
+        row = (tile.block - plane * blocks) * T::Tiling::rows;
     }
 };
 

@@ -1,11 +1,15 @@
-// Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. A layer has two types,
+// Where the operands of a tile lie: what load_a and load_b ask for a pipeline slot. The row of the tile's
+// GEMM has the maps; an operand is read by how it lies, K-major, with 128 bytes of K in a row of a box, or
+// MN-major, with 128 bytes of M or N in a row and a row for each k. Weight gradients have MN-major rows for
+// both operands, and their K are an expert's rows. A launch that has both asks at run time.
 //
-//   RowsOf<T>      ready(ctx, tile): waits; load(to, full, slot, half, both): 64 rows of A, MN-major columns;
-//                  small_boxes(tile): of 16 rows, 0: none; load_small(to, full, slot, box, both)
-//   WeightsOf<T>   load(to, full, slot, half, both): one half of B
+//   RowsOperand<T>      A: ready(ctx, tile) waits; load(to, full, slot, box, both): 64 rows, MN-major
+//   columns;
+//                       small_boxes(tile): of 16 rows, 0: none; load_small(to, full, slot, box, both)
+//   WeightsOperand<T>   B: load(to, full, slot, half, both): one half
 //
-// `both`: into both CTAs of the pair. K-major operands are boxes with 128 bytes of K in a row; MN-major ones
-// have 128 bytes of M or N in a row, one row a k.
+// `both`: into both CTAs of the pair. Columns at or past the end of a plane, and rows at or past the pool's,
+// are zeros (TMA). Weights that were expanded in memory are fp4/panels.cuh's PanelRows.
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/gemm.cuh"
@@ -44,63 +48,132 @@ MEGAMOE_DEVICE int rows_filled(int rows) {
     return T::Pool::padded ? padded_rows(rows, warpgroup_rows) : rows;
 }
 
-struct NoSmallBoxes {
-    static MEGAMOE_DEVICE int small_boxes(const Tile&) { return 0; }
-    MEGAMOE_DEVICE void load_small(void*, uint64_t*, int, int, bool) {}
+// A slot of K in planes: which plane, and where in it.
+struct PlaneOfK {
+    int plane, k;
+    MEGAMOE_DEVICE PlaneOfK(int slot, int plane_slots, int slot_k) {
+        plane = slot >= plane_slots ? 1 : 0;
+        k = (slot - plane * plane_slots) * slot_k;
+    }
 };
-
-// gemm1: x of the pool; gemm2: h. Both K-major, under gemm.a. Of a block that is not full no more rows are
-// fetched than it has, up to whole small boxes: 64 rows where 8 are meant would be an eighth of what tiles
-// read from L2, and take 3 % of the time (docs/tuning.md). What lies in a slot behind them is other tiles',
-// and what comes of it, each row of a row, is read by nobody; but where a launch trains, weight gradients
-// read the rows of gu and h that come of zero rows.
 template <class T>
-struct RowsOfPool {
-    const Gemm& gemm;
-    const TensorMap& small;
-    int slot_k, row;
-    MEGAMOE_DEVICE RowsOfPool(const Context& ctx, const Tile& tile)
-        : gemm(gemm_of(ctx.args, tile.gemm)),
-          small(ctx.args.small_boxes[tile.gemm == GemmId::gemm2 ? 1 : 0]),
-          slot_k(Shape<T>::slot_k(tile.gemm)),
-          row(row0<T>(tile)) {}
+constexpr bool has_k_planes = T::Gemm1::k_planes == 2 || T::Gemm2::k_planes == 2;
+template <class T>
+MEGAMOE_DEVICE int slots_of_plane(const Args& args, GemmId id) {  // far away where K has one plane
+    bool two = of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) == 2;
+    return two ? Shape<T>::k_slots(args, id) / 2 : 1 << 24;
+}
 
-    static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
-        if (tile.gemm != GemmId::gemm2) {
-            RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block,
-                             rows_filled<T>(tile.rows()) * ctx.smem.plan.pulls.count, tile.block);
-        } else {
-            HReady::await(ctx.mem, ctx.args.gemm[0].done + tile.block,
-                          Shape<T>::tiles(ctx.args, GemmId::gemm1), tile.block);
+// Is an operand of this tile MN-major, with an expert's rows for K?
+template <class T>
+MEGAMOE_DEVICE bool has_rows_of_k(const Tile& tile) {
+    if constexpr (!T::WeightTiles::any) return false;
+    if constexpr (!T::WeightTiles::beside_rows) return true;
+    return is_weight_gradient(tile.gemm);
+}
+
+template <class T>
+struct RowsOperand {
+    const TensorMap* map;  // of the first plane
+    typename T::Blocks::RowsOfK rows_of_k;
+    bool mn_major;
+    int m, plane_slots, slot_k;
+    const TensorMap* small;
+    MEGAMOE_DEVICE RowsOperand(const Context& ctx, const Tile& tile) {
+        const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
+        mn_major = has_rows_of_k<T>(tile);
+        map = gemm.a;
+        small = &gemm.a_small;
+        slot_k = Shape<T>::slot_k(tile.gemm);
+        if constexpr (has_k_planes<T>) plane_slots = slots_of_plane<T>(ctx.args, tile.gemm);
+        m = 0;
+        if constexpr (!T::WeightTiles::any || T::WeightTiles::beside_rows) m = row0<T>(tile);
+        if constexpr (T::WeightTiles::any) {
+            rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, mn_major);
+            if (mn_major) {
+                GradientBlock<T> block(ctx.args, tile);
+                m = block.row;
+                if (T::WeightTiles::beside_rows) map += block.plane;
+            }
         }
     }
-    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
-        load_2d(both, to, &gemm.a, full, slot * slot_k, row + half * warpgroup_rows);
+
+    static MEGAMOE_DEVICE void ready(Context& ctx, const Tile& tile) {
+        if constexpr (T::Blocks::in_pool) {
+            if (has_rows_of_k<T>(tile)) return;
+            if (tile.gemm != GemmId::gemm2) {
+                RowsReady::await(ctx.mem, ctx.args.rows_ready + tile.block,
+                                 rows_filled<T>(tile.rows()) * ctx.smem.plan.pulls.count, tile.block);
+            } else {
+                HReady::await(ctx.mem, gemm_of<T>(ctx.args, GemmId::gemm1).done + tile.block,
+                              Shape<T>::tiles(ctx.args, GemmId::gemm1), tile.block);
+            }
+        }
     }
+    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int box, bool both) {
+        int m0 = m + box * warpgroup_rows, k0 = slot * slot_k;
+        const TensorMap* from = map;
+        if constexpr (has_k_planes<T>) {
+            PlaneOfK at(slot, plane_slots, slot_k);
+            from += at.plane;
+            k0 = at.k;
+        }
+        if constexpr (T::WeightTiles::any) rows_of_k.at(slot, k0, from, from + 1);
+        load_2d(both, to, from, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
+    }
+
+    // Of a block that is not full no more rows are fetched than it has, up to whole small boxes: 64 rows
+    // where 8 are meant would be an eighth of what tiles read from L2, and take 3 % of the time
+    // (docs/tuning.md). What lies in a slot behind them is other tiles', and what comes of it, each row of a
+    // row, is read by nobody; but where a launch trains, weight gradients read the rows of gu and h that come
+    // of zero rows.
     static MEGAMOE_DEVICE int small_boxes(const Tile& tile) {
         if (T::Pool::padded) return 0;
         int boxes = ceil_div(tile.rows(), small_box_rows);
         return boxes * small_box_rows < T::Tiling::rows ? boxes : 0;
     }
     MEGAMOE_DEVICE void load_small(void* to, uint64_t* full, int slot, int box, bool both) {
-        load_2d(both, to, &small, full, slot * slot_k, row + box * small_box_rows);
+        load_2d(both, to, small, full, slot * slot_k, m + box * small_box_rows);
     }
 };
 
-// Weights as forward reads them, K-major: one box a half.
 template <class T>
-struct WeightRows {
+struct WeightsOperand {
+    using S = typename T::Tiling;
     const TensorMap* map;
-    Halves<typename T::Tiling> halves;
-    int slot_k, expert;
-    MEGAMOE_DEVICE WeightRows(const Context& ctx, const Tile& tile)
-        : map(&gemm_of(ctx.args, tile.gemm).b),
-          halves(halves_of<T>(tile.gemm, tile.n)),
-          slot_k(Shape<T>::slot_k(tile.gemm)),
-          expert(tile.expert()) {}
-    MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int half, bool both) {
-        constexpr int packed = T::Gemm1::B::packed;
-        load_4d(both, to, map, full, slot * slot_k / packed, halves.column(half), halves.plane(half), expert);
+    const TensorMap* tails;
+    Halves<S> halves;
+    typename T::Blocks::RowsOfK rows_of_k;
+    bool k_major;
+    int expert, plane_slots, slot_k;
+    MEGAMOE_DEVICE WeightsOperand(const Context& ctx, const Tile& tile)
+        : halves(halves_of<T>(tile.gemm, tile.n)) {
+        k_major = Shape<T>::b_k_major(tile.gemm);
+        if constexpr (has_k_planes<T>) plane_slots = slots_of_plane<T>(ctx.args, tile.gemm);
+        slot_k = Shape<T>::slot_k(tile.gemm);
+        bool is_gradient = has_rows_of_k<T>(tile);
+        expert = is_gradient ? 0 : tile.expert();
+        if constexpr (T::WeightTiles::any)
+            rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, is_gradient);
+        map = &gemm_of<T>(ctx.args, tile.gemm).b;
+        if constexpr (T::WeightTiles::any && !T::Blocks::in_pool) tails = &own<T>(ctx.args).tails_b;
+    }
+
+    MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
+        int k0 = slot * slot_k, plane = 0;
+        if constexpr (has_k_planes<T>) {
+            PlaneOfK at(slot, plane_slots, slot_k);
+            k0 = at.k, plane = at.plane;
+        }
+        if (k_major) {  // planes are N's or K's
+            constexpr int packed = T::Gemm1::B::packed;
+            load_4d(both, to, map, full, k0 / packed, halves.column(half), halves.plane(half) + plane,
+                    expert);
+            return;
+        }
+        const TensorMap* from = map;
+        if constexpr (T::WeightTiles::any) rows_of_k.at(slot, k0, from, tails);
+        load_columns<S>(both, to, from, full, halves.column(half), k0, plane, expert);
     }
 };
 

@@ -9,9 +9,10 @@ template <class T>
 MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, GemmId id) {
     using S = typename T::Tiling;
     bool first = id == GemmId::dw13;
-    if ((args.training.weights_wanted & (first ? 1 : 2)) == 0) return {0, 0};
-    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gradient_rows(args, id), S::rows),
-            ceil_div(gradient_columns(args, id), S::columns)};
+    if (T::num_row_gemms == 0 && !first) return {0, 0};
+    const auto& gemm = gemm_of<T>(args, id);
+    if (gemm.m == 0) return {0, 0};
+    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gemm.m, S::rows), ceil_div(gemm.n, S::columns)};
 }
 
 // Two gemm1 tiles a CTA and step, or what the caller asked for.
@@ -65,7 +66,7 @@ MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool
     using S = typename T::Tiling;
     WeightMatrix w13 = weight_matrix<T>(ctx.args, GemmId::dw13), w2 = weight_matrix<T>(ctx.args, GemmId::dw2);
     WeightUnit w = weight_unit(number, w13, w2);
-    int rows = T::Blocks::rows_of_expert(ctx, w.expert);
+    int rows = T::Blocks::template rows_of_expert<T>(ctx, w.expert);
     if (rows == 0 && adds) return false;
     WeightMatrix matrix = w.gemm == GemmId::dw13 ? w13 : w2;
     UnitTile unit;
@@ -91,7 +92,7 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* ou
     bool done = dealt.gemm1_done();
     if constexpr (T::WeightTiles::any) {
         if (is_weight_gradient(dealt.gemm())) {
-            bool holds = weight_tile<T>(ctx, dealt.number(), member, adds_weight_gradients(ctx), out);
+            bool holds = weight_tile<T>(ctx, dealt.number(), member, adds_weight_gradients<T>(ctx), out);
             out->gemm1_done = done;
             return holds;
         }

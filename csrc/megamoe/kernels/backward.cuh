@@ -6,7 +6,6 @@
 #include "megamoe/epilogue/plain.cuh"
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
-#include "megamoe/gemm/operands_backward.cuh"
 #include "megamoe/kernels/two_gemm.cuh"
 
 namespace megamoe {
@@ -30,10 +29,6 @@ struct BackwardLayer : BackwardKind {
     using Gemm2 = GemmOf<Rows, Weights, PlainEpilogue<S, Bf16Rows>, Activation::gated ? 2 : 1>;
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
     using RecomputeGemm = GemmOf<Rows, typename P::W, RecomputeEpilogue<S, Activation>>;
-    template <class T>
-    using RowsOf = GradientRows<T>;
-    template <class T>
-    using WeightsOf = GradientWeights<T>;
 };
 
 }  // namespace megamoe

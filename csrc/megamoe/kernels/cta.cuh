@@ -43,14 +43,15 @@ MEGAMOE_DEVICE void init_barriers() {
 // `body`: a function template of such a traits type, called with the arguments by all threads.
 #if defined(MEGAMOE_EMULATE)
 #include "megamoe/arch/host/entry.h"
-#define MEGAMOE_KERNEL(name, body, traits) \
-    MEGAMOE_HOST_ENTRY(name, body<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), megamoe::num_threads);
+#define MEGAMOE_KERNEL(name, body, traits)                                                               \
+    MEGAMOE_HOST_ENTRY(name, traits::LaunchArgs, body<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
+                       megamoe::num_threads);
 #else
-#define MEGAMOE_KERNEL(name, body, traits)                                                              \
-    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(megamoe::Args);                    \
-    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>); \
-    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                               \
-        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ megamoe::Args args) {   \
-        body<traits>(args);                                                                             \
+#define MEGAMOE_KERNEL(name, body, traits)                                                                 \
+    extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(traits::LaunchArgs);                  \
+    extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>);    \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                                  \
+        __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ traits::LaunchArgs args) { \
+        body<traits>(args.args);                                                                           \
     }
 #endif

@@ -6,7 +6,6 @@
 #include "megamoe/epilogue/plain.cuh"
 #include "megamoe/epilogue/pre_activation.cuh"
 #include "megamoe/epilogue/weight_gradient.cuh"
-#include "megamoe/gemm/operands_grouped.cuh"
 #include "megamoe/kernels/cta.cuh"
 #include "megamoe/kernels/kinds.cuh"
 #include "megamoe/roles/load.cuh"
@@ -16,15 +15,6 @@
 
 namespace megamoe {
 
-template <class T, class Weights>
-struct GroupedWeightsOf {
-    using Type = WeightRows<T>;
-};
-template <class T>
-struct GroupedWeightsOf<T, Bf16Columns> {
-    using Type = GroupedColumns<T>;
-};
-
 // A row of output for each row.
 template <class S, class Rows, class Weights, class Epilogue, int k_planes = 1>
 struct GroupedLayer : GroupedKind {
@@ -32,10 +22,6 @@ struct GroupedLayer : GroupedKind {
     using Tiling = S;
     using Gemm1 = GemmOf<Rows, Weights, Epilogue, k_planes>;
     using Gemm2 = Gemm1;
-    template <class T>
-    using RowsOf = GroupedRows<T>;
-    template <class T>
-    using WeightsOf = typename GroupedWeightsOf<T, Weights>::Type;
 };
 
 // out = A B, plus a bias.
@@ -59,10 +45,6 @@ struct GroupedWeightGradient : GroupedWeightsKind {
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
     using Gemm1 = WeightGemm;
     using Gemm2 = WeightGemm;
-    template <class T>
-    using RowsOf = RowsAndTails<T>;
-    template <class T>
-    using WeightsOf = ColumnsAndTails<T>;
 };
 
 // Of a thread. No transport warp needs what it has in the layer: math takes it, whose epilogues spill with
@@ -82,7 +64,7 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     }
     arch::registers_shrink<grouped_other_registers>();
     if (warp >= first_transport_warp) {
-        clear_rest(ctx);
+        if constexpr (T::num_row_gemms != 0) clear_rest<T>(ctx);
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;
         OutputRing<T> output;

@@ -4,7 +4,6 @@
 //   a kind of launch     its policies (kernels/kinds.cuh)
 //   Tiling               shape of its tiles (schedule/tile_shape.h)
 //   Gemm1, Gemm2         GemmOf<rows, weights, epilogue>; backward has WeightGemm and RecomputeGemm too
-//   RowsOf<T>, WeightsOf<T>   where a tile's A and B lie (gemm/operands.cuh)
 //   profile              with timestamps?
 #pragma once
 #include "megamoe/kernels/cta.cuh"
@@ -95,10 +94,10 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
         Tile tile;
         if (!weight_tile<T>(ctx, i / pair_ctas, i % pair_ctas, false, &tile) || tile.absent()) continue;
         MEGAMOE_UNROLL_BY(1)
-        for (int c = 0; c < E::slots(ctx.args); ++c) {
-            Destination to = E::output(ctx, tile, c);
+        for (int c = 0; c < E::template slots<T>(ctx.args); ++c) {
+            Destination to = E::template output<T>(ctx, tile, c);
             for (int row = 0; row < T::Tiling::rows && to.column < to.width; row += warpgroup_rows)
-                E::store(ctx, tile, to, row, slot, false);
+                E::template store<T>(ctx, tile, to, row, slot, false);
         }
         BiasGradient<T>::lose(ctx, tile);
     }
@@ -120,7 +119,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
             if constexpr (T::WeightTiles::any) lose_gradients<T>(ctx);
         } else {
-            T::State::complete(ctx);
+            T::State::template complete<T>(ctx);
         }
         ctx.mem.store(ctx.args.joined, 0, Order::relaxed, Scope::gpu);
         ctx.mem.store(ctx.args.epoch, ctx.epoch(), Order::release, Scope::gpu);
@@ -196,7 +195,7 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
         smem.epoch = ctx.mem.load(args.epoch, Order::relaxed, Scope::gpu) + 1;
         smem.cta = arch::block_idx();
         smem.num_ctas = arch::grid_dim();
-        T::State::invalidate(args);
+        T::State::template invalidate<T>(args);
     }
     init_barriers<T>();
     Profile<T>::begin(args, smem);

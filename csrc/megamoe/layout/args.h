@@ -53,99 +53,105 @@ struct StateHeader {
 };
 
 // clang-format off: one field a line, read by jit/abi.py
-// One GEMM of the layer, out = A B^T: rows of the pool times the weights of their expert, p planes of n x k.
-// gemm1: A = x_pool, B = w13, out = h; gemm2: A = h, B = w2, out = y_rows, p = 1. Maps have 128B swizzle.
+// One row of a launch's table: a GEMM, out = A B^T. A and out have `planes` maps, one a plane: of K where A has several,
+// of gate and up where out has them; maps that are not needed repeat the first. Boxes are 64 rows x 128 bytes with the
+// 128-byte swizzle, of K-major weights 128 rows x 128 bytes.
+//
+//   GemmId      A                                B                                  out             bias
+//   gemm1       x_pool                           w13 [L, P, I, H]                   h               b13
+//   gemm2       h                                w2 [L, 1, H, I]                    y_rows          b2
+//   in backward, where bf16 weights are read as they lie, MN-major, and e4m3 ones as transposed copies:
+//   gemm1       dy: x_pool                       w2, e4m3 [L, 1, I, H]              dgu             -
+//   gemm2       dgu, or e4m3 of it, by plane     w13, e4m3 [L, P, H, I]             dx: y_rows      -
+//   dw13        dgu by plane, MN-major           x_rows [1, 1, M, H], MN-major      [L, P, I, H]    db13, or null
+//   dw2         dy_rows, MN-major                hs [1, 1, M, I], MN-major          [L, 1, H, I]    db2, or null
+//   recompute   x_rows, or x_pool in e4m3        w13 as forward has it              dgu             b13
+//
+// A grouped launch has one row: rows of the caller in A and out, and of weight gradients in A and B.
+template <int planes>
 struct Gemm {
-    TensorMap a;           // [M, k]; box 64 rows x 128 bytes
-    TensorMap b;           // [L, p, n, k]; box 128 rows x 128 bytes
-    TensorMap out;         // [M, n]; box 64 rows x 128 bytes
-    const float* a_scale;  // scaled A: [ceil(k/128), M]
-    const float* b_scale;  // scaled B: [L, p * ceil(n/128), ceil(k/128)]
-    const float* bias;     // [L, p * n] or null
-    float* out_scale;      // scaled out: [ceil(n/128), M]
-    uint32_t* done;        // [M/128] finished tiles
+    TensorMap a[planes];
+    TensorMap a_small;       // A in boxes of 16 rows, where blocks are not padded
+    TensorMap b;
+    TensorMap out[planes];
+    const float* a_scale;    // scaled A: [ceil(k/128), M]
+    const float* b_scale;    // scaled B: [L, p * ceil(n/128), ceil(k/128)]
+    float* bias;             // [L, p * n] that is added, or null; of a weight gradient [L, P * m] of its bias
+    float* out_scale;        // scaled out: [ceil(n/128), M]
+    uint32_t* done;          // [M/128] finished tiles
+    int32_t m;               // of a weight gradient: rows of a plane; 0: it is not wanted
     int32_t n;
-    int32_t k;
+    int32_t k;               // of a plane
 };
 
-// What a launch that trains has besides: `train`, which saves, and `backward`. There gemm1 is dy w2, its A dy's rows in
-// x_pool and its outputs dgu and hs; gemm2 is dgu w13, its A dgu_rows, its out dx_rows. Their B, the weights, is
-// bf16: w2 and w13 as they lie, MN-major with boxes of 64 rows x 128 bytes; fp8: transposed, [L, 1, I, H] and
-// [L, P, H, I], as forward's are. Maps here have boxes of 64 rows x 128 bytes but for w13, and are of bf16 where they
-// say no other.
-struct Training {
-    TensorMap gu[2];    // by plane: pre-activations, state's gu; [M, I] each
-    TensorMap dgu[2];   // by plane: [M, I] each
-    TensorMap hs;       // [M, I]
-    TensorMap dgu_rows[2];  // by plane: [M, I] each, A of gemm2: dgu, or e4m3 of it
-    TensorMap dy_rows_map;  // [M, H], A of dw2
-    TensorMap x_rows_map;   // [M, H], A of recompute: x_rows, or x_pool in e4m3
-    TensorMap b[2];     // of the weight tiles: x_rows [1, 1, M, H], hs [1, 1, M, I]
-    TensorMap dw[2];    // dw13 [L, P, I, H], dw2 [L, 1, H, I]; bf16 or fp32
-    TensorMap w13;      // as forward's gemm1 has it, for passes whose gu was not saved
-    // state
+// What a training forward leaves for its backward, beside pre-activations.
+struct State {
     StateHeader* header;
-    void* tokens;           // [S, max_tokens, H] in x's format; S = R - 1 without the own rank, or R if x has scales
-    float* tokens_scale;    // scaled x: [S, max_tokens, ceil(H/128)]
+    void* tokens;            // [S, max_tokens, H] in x's format; S = R - 1 without the own rank, or R if x has scales
+    float* tokens_scale;     // scaled x: [S, max_tokens, ceil(H/128)]
+};
+
+// What backward has besides its GEMMs and the state.
+struct Backward {
     // backward's part of the workspace
-    void* x_rows;           // [M, H] bf16, written by restore
-    void* dy_rows;          // scaled x: [M, H] bf16, likewise; else dy in x_pool is bf16
-    float* row_weight;      // [M] routing weights
-    float* d_s;             // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
-    int32_t* expert_rows;   // [L, 2] first block and rows in this pass
-    uint32_t* grads_ready;  // [1] arrivals: of each CTA the store warp and the four transport warps
-    uint32_t* dealt;        // [3] tickets taken in this pass, of gemm1, gemm2 and weight gradients; none where lots are fixed
+    void* x_rows;            // [M, H] bf16, written by restore
+    void* dy_rows;           // scaled x: [M, H] bf16, likewise; else dy in x_pool is bf16
+    float* row_weight;       // [M] routing weights
+    float* d_s;              // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
+    int32_t* expert_rows;    // [L, 2] first block and rows in this pass
+    uint32_t* grads_ready;   // [1] arrivals: of each CTA the store warp and the four transport warps
+    uint32_t* dealt;         // [3] tickets taken in this pass, of gemm1, gemm2 and weight gradients; none where lots are fixed
     // the call
-    const void* x;          // [T, H] bf16 as forward had it; Args::x is dy then
-    float* d_topk_weights;  // [T, K]
-    float* db13;            // [L, P * I] or null
-    float* db2;             // [L, H] or null
-    const float* w13_scale;  // scaled w13: as forward's gemm1 has it, for recompute
-    const float* b13;       // [L, P * I] or null, for recompute
-    const float* b2;        // [L, H] or null
+    const void* x;           // [T, H] bf16 as forward had it
+    float* d_topk_weights;   // [T, K]
+    const float* b2;         // [L, H] or null
     int64_t window_d_weights;  // [max_tokens, K] float, of the home's own tokens
-    int32_t weights_wanted;    // bit 0: dw13, bit 1: dw2
-    int32_t dw_bytes;          // of an element of dw: 2 or 4
-    int32_t accumulate;        // add to what dw13, dw2, db13 and db2 hold
-    int32_t only_weights;      // on all ranks: gemm2 is left out, dx and d_topk_weights are not written
+    int32_t dw_bytes;        // of an element of dw13 and dw2: 2 or 4
+    int32_t accumulate;      // add to what dw13, dw2, db13 and db2 hold
+    int32_t only_weights;    // on all ranks: gemm2 is left out, dx and d_topk_weights are not written
 };
 
-// What a grouped launch has (kernels/grouped.cuh), besides gemm[0], num_local_experts and what its epilogue needs of
-// Training. R rows, sorted by expert; their scales by block, [ceil(./128), pool_rows] with 128 for each. Maps of outputs
-// are ragged (cta/context.cuh). Weight gradients: A [R, gemm[0].n], B [1, 1, R, gemm[0].k], boxes 64 rows x 128 bytes, and
-// of either a tail: behind an expert's last whole 64 rows the others, as 64 with zero rows.
+// What a grouped launch has besides its GEMM (kernels/grouped.cuh): R rows, sorted by expert; their scales by block,
+// [ceil(./128), pool_rows] with 128 for each. Maps of outputs are ragged (cta/blocks.cuh).
 struct Grouped {
-    TensorMap tails_a;  // [L * 64, gemm[0].n]
-    TensorMap tails_b;  // [1, 1, L * 64, gemm[0].k]
-    const int32_t* ends;  // [num_local_experts] where the rows of each expert end; null: all are one expert's
-    void* cleared[3];     // outputs [R, row bytes] or null: rows of no expert become zeros
+    const int32_t* ends;     // [num_local_experts] where the rows of each expert end; null: all are one expert's
+    void* cleared[3];        // outputs [R, row bytes] or null: rows of no expert become zeros
     int64_t cleared_row_bytes[3];
-    int32_t num_rows;     // R
+    int32_t num_rows;        // R
+};
+// A [R, m], B [1, 1, R, n]. Behind an expert's last whole 64 rows the others stand in tails, as 64 with zero rows:
+// a[1] [L * 64, m], and tails_b.
+struct GroupedWeights {
+    TensorMap tails_b;       // [1, 1, L * 64, n]
+    const int32_t* ends;     // as above
+    int32_t num_rows;        // R
+    int32_t dw_bytes;        // of an element of the gradient: 2 or 4
+    int32_t accumulate;      // add to what it and its bias hold
 };
 
-// What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh). By
-// GEMM: w13 and w2 as they are packed, [L, p, n, k / 2].
+// What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh). By GEMM: w13 and w2
+// as they are packed, [L, p, n, k / 2].
 struct Expanded {
-    TensorMap map;    // panels [R, K of a slot]; box 128 rows x 128 bytes
-    uint8_t* panels;  // [R, 128 bytes] of all rooms
+    TensorMap map;           // panels [R, K of a slot]; box 128 rows x 128 bytes
+    uint8_t* panels;         // [R, 128 bytes] of all rooms
     const uint8_t* packed[2];
     int64_t row_bytes[2];
     int64_t plane_bytes[2];
     int64_t expert_bytes[2];
-    uint32_t* ready;  // [L, panels of an expert] patches that are there
-    int32_t rooms;    // experts whose panels have a place
-    int32_t above;    // rows of the first pass from which on a launch has panels
+    uint32_t* ready;         // [L, panels of an expert] patches that are there
+    int32_t rooms;           // experts whose panels have a place
+    int32_t above;           // rows of the first pass from which on a launch has panels
 };
 
+// What all launches are given.
 struct Args {
-    Gemm gemm[2];  // by GemmId
     // inputs and output, ordinary memory
-    const void* x;                     // [T, H] bf16; with x_scale e4m3
+    const void* rows_in;               // [T, H] x, bf16 or, with in_scale, e4m3; in backward dy, bf16
     const void* topk_ids;              // [T, K] int32 or int64, see ids_are_int64
     const float* topk_weights;         // [T, K]
     const int32_t* num_tokens_device;  // [1] or null: then num_tokens below
-    void* y;                           // [T, H] bf16
-    const float* x_scale;              // [T, ceil(H/128)], or null: x is bf16. In forward only
+    void* rows_out;                    // [T, H] y, in backward dx, bf16
+    const float* in_scale;             // [T, ceil(H/128)], or null: rows_in is bf16. In forward only
     // workspace, ordinary memory, zeroed once when it is made
     uint32_t* epoch;        // [1] completed launches
     uint32_t* ids_ticket;    // [1] CTAs that have staged their ids and weights
@@ -204,11 +210,44 @@ struct Args {
     float act_alpha;
     float act_limit;
     float act_up_offset;
-    Training training;
-    Grouped grouped;
-    Expanded expanded;
-    TensorMap small_boxes[2];  // by GemmId: Gemm::a; box 16 rows x 128 bytes
-    int32_t gemm2_rounds;  // units of gemm2 that take no longer than one of gemm1
+};
+
+// The argument of each kind of launch (kernels/kinds.cuh): a table with one row for each of its GEMMs, and what it alone
+// has.
+struct ForwardArgs {
+    Args args;
+    Gemm<1> gemm[2];
+};
+struct PackedArgs {
+    Args args;
+    Gemm<1> gemm[2];
+    Expanded own;
+};
+struct TrainArgs {
+    Args args;
+    Gemm<2> gemm[2];
+    TensorMap gu[2];  // by plane: pre-activations, [M, I] bf16 each
+    State state;
+};
+struct BackwardArgs {
+    Args args;
+    Gemm<2> gemm[5];
+    TensorMap gu[2];  // as train has saved them
+    TensorMap hs;     // [M, I] bf16, written with dgu
+    State state;
+    Backward own;
+};
+struct GroupedArgs {
+    Args args;
+    Gemm<2> gemm[1];
+    TensorMap gu[2];  // pre-activations that are saved, or that the gradient's epilogue reads
+    TensorMap hs;     // h again, beside the gradient
+    Grouped own;
+};
+struct GroupedWeightsArgs {
+    Args args;
+    Gemm<2> gemm[1];
+    GroupedWeights own;
 };
 
 // clang-format on

@@ -32,7 +32,7 @@ struct ByTickets {
             : gemm2_is_long_(Shape<T>::k_slots(ctx.args, GemmId::gemm2) >= long_tile_slots) {}
         MEGAMOE_DEVICE int behind(Context& ctx, GemmId id, int unit) const {
             if (id == GemmId::gemm2 && gemm2_is_long_) return unit + num_pairs(ctx);
-            uint32_t* dealt = ctx.args.training.dealt + static_cast<int>(id);
+            uint32_t* dealt = own<T>(ctx.args).dealt + static_cast<int>(id);
             return num_pairs(ctx) + static_cast<int>(ctx.mem.fetch_add(dealt, 1));
         }
 
@@ -57,7 +57,8 @@ struct Evenly {
     class Next {
       public:
         MEGAMOE_DEVICE Next(const Context& ctx, UnitStream& stream)
-            : gemm2_(stream.num_blocks * stream.units1, ctx.args.gemm2_rounds, num_pairs(ctx)) {
+            : gemm2_(stream.num_blocks * stream.units1, ctx.args.hidden / ctx.args.intermediate,
+                     num_pairs(ctx)) {
             stream.next2 = gemm2_.first(from_last(ctx));
         }
         MEGAMOE_DEVICE int behind(const Context& ctx, GemmId id, int unit) const {

@@ -32,7 +32,7 @@ class Gradients {
         if constexpr (T::WeightTiles::beside_rows) {
             if (!is_weight_gradient(tile.gemm) || awaited_) return;
             awaited_ = true;
-            GradsReady::await(ctx.mem, ctx.args.training.grads_ready,
+            GradsReady::await(ctx.mem, own<T>(ctx.args).grads_ready,
                               num_ctas(ctx) * (1 + num_transport_warps), tile.expert());
         }
     }
@@ -43,7 +43,7 @@ class Gradients {
 
 template <class T>
 MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
-    using A = typename T::template RowsOf<T>;
+    using A = RowsOperand<T>;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
     Tiles<T> tiles(ctx, dealt);
@@ -56,7 +56,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
                 gradients.await(ctx, tile);
             });
         A rows(ctx, tile);
-        const float* scale = gemm_of(args, tile.gemm).a_scale + scale_row0<T>(tile);
+        const float* scale = gemm_of<T>(args, tile.gemm).a_scale + scale_row0<T>(tile);
         int small = A::small_boxes(tile);
         bool both = tile.shared == Shared::a;
         if (Forms<T>::slot_steps(tile) > 1) {
@@ -96,7 +96,7 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
 
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
-    using B = typename T::template WeightsOf<T>;
+    using B = WeightsOperand<T>;
     using W = typename T::Gemm1::B;
     using Scales = typename W::Scales;
     static_assert(same<Scales, typename T::Gemm2::B::Scales>, "both GEMMs' weights have one format");
@@ -119,7 +119,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         gradients.await(ctx, tile);
         B weights(ctx, tile);
         bool scaled = Shape<T>::b_scaled(tile.gemm);  // a weight gradient's B is not
-        Scales scales(b_scale_of<T>(ctx.args, tile.gemm), gemm_of(ctx.args, tile.gemm).n,
+        Scales scales(gemm_of<T>(ctx.args, tile.gemm).b_scale, gemm_of<T>(ctx.args, tile.gemm).n,
                       Shape<T>::scale_columns(ctx.args, tile.gemm, scale_group), tile.expert(),
                       weights.halves);
         if constexpr (Forms<T>::is_packed) {

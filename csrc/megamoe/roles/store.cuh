@@ -17,7 +17,7 @@ class Gemm1Stored {
         if constexpr (T::WeightTiles::beside_rows) {
             if (!done || said_) return;
             said_ = true;
-            if (!ctx.mem.aborted()) GradsReady::publish(ctx.mem, ctx.args.training.grads_ready);
+            if (!ctx.mem.aborted()) GradsReady::publish(ctx.mem, own<T>(ctx.args).grads_ready);
         }
     }
 
@@ -48,8 +48,8 @@ MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const
 template <class T>
 MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const OutputRing<T>& output) {
     auto& smem = tile_smem<T>();
-    Destination to =
-        of_gemm<T>(tile.gemm, [&](auto gemm) { return decltype(gemm)::Epilogue::output(ctx, tile, slot); });
+    Destination to = of_gemm<T>(
+        tile.gemm, [&](auto gemm) { return decltype(gemm)::Epilogue::template output<T>(ctx, tile, slot); });
     MEGAMOE_UNROLL_BY(1)
     for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup) {
         output.await(ctx.mem, smem.outputs[warpgroup]);
@@ -58,7 +58,8 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
         if (to.column >= to.width || tile.rows() <= row) continue;
         if constexpr (T::WeightTiles::any) {
             if (is_weight_gradient(tile.gemm)) {
-                T::WeightGemm::Epilogue::store(ctx, tile, to, row, from, adds_weight_gradients(ctx));
+                T::WeightGemm::Epilogue::template store<T>(ctx, tile, to, row, from,
+                                                           adds_weight_gradients<T>(ctx));
                 continue;
             }
         }
@@ -84,8 +85,8 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
         if constexpr (T::WeightTiles::any) {
             // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
             // much of it left L2 again.
-            if (is_weight_gradient(tile.gemm) && adds_weight_gradients(ctx))
-                T::WeightGemm::Epilogue::prefetch(ctx, tile);
+            if (is_weight_gradient(tile.gemm) && adds_weight_gradients<T>(ctx))
+                T::WeightGemm::Epilogue::template prefetch<T>(ctx, tile);
         }
         walk_slots<T>(
             args, tile,
@@ -98,8 +99,10 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
                 output.advance();
             });
         if constexpr (!T::Blocks::in_pool) continue;  // nobody waits
-        if (tile.gemm == GemmId::gemm1) HReady::publish(ctx.mem, args.gemm[0].done + tile.block);
-        if (tile.gemm == GemmId::gemm2) YRowsReady::publish(ctx.mem, args.gemm[1].done + tile.block);
+        if (tile.gemm == GemmId::gemm1)
+            HReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm1).done + tile.block);
+        if (tile.gemm == GemmId::gemm2)
+            YRowsReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm2).done + tile.block);
     }
     stored.look(ctx, true);
     // Of tiles that no edge says are there: the next phase reads them, or the next launch.

@@ -10,17 +10,17 @@ namespace megamoe {
 template <class T>
 class Combiner {
   public:
-    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) { own(ctx).token = -1; }
+    MEGAMOE_DEVICE explicit Combiner(const Context& ctx) { mine(ctx).token = -1; }
 
     MEGAMOE_DEVICE bool finished(const Context& ctx) const { return !has_tokens(ctx) && all_taken(ctx); }
     MEGAMOE_DEVICE bool waiting(const Context& ctx) const {  // this lane
-        return own(ctx).token >= 0 && (own(ctx).owed & waits_bit) != 0;
+        return mine(ctx).token >= 0 && (mine(ctx).owed & waits_bit) != 0;
     }
 
     // A token whose partials are all there, if there is one: of y[token] a slice = their sum in rank order,
     // zero without routes.
     MEGAMOE_DEVICE bool next(Context& ctx) {
-        CombinerState& s = own(ctx);
+        CombinerState& s = mine(ctx);
         if (!has_tokens(ctx)) {
             take(ctx);
             s.owed = owes(ctx.args, s.token) ? owed_bit | waits_bit : 0;
@@ -36,8 +36,10 @@ class Combiner {
         int chosen = arch::ffs0(ready), lane = arch::lane_idx();
         int token = arch::shfl(s.token, chosen);
         int64_t row_bytes = int64_t{ctx.args.hidden} * 2;
-        if (T::Sums::of_gradients && s.slice == 0) take_d_weights(ctx.args, token, false);
-        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.y) + token * row_bytes,
+        if constexpr (T::Sums::of_gradients) {
+            if (s.slice == 0) take_d_weights(ctx.args, token, false);
+        }
+        set_job(ctx, reinterpret_cast<uint64_t>(ctx.args.rows_out) + token * row_bytes,
                 ctx.args.window[ctx.args.rank] + ctx.args.window_partials, lane * ctx.args.max_tokens + token,
                 1.0f,  // the partial of rank `lane`
                 lanes_of_token(owed, chosen), s.slice);
@@ -48,24 +50,27 @@ class Combiner {
     // For a fault record: a token and the rank whose partial is missing, of a lane that waits.
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
         return {Edge::partials_ready, static_cast<uint32_t>(expert_rank()),
-                static_cast<uint32_t>(own(ctx).token)};
+                static_cast<uint32_t>(mine(ctx).token)};
     }
 
     // Poisoned launch: no partial can be trusted, y becomes NaN.
     MEGAMOE_DEVICE void poison(Context& ctx) {
-        CombinerState& s = own(ctx);
+        CombinerState& s = mine(ctx);
         while (!finished(ctx)) {
             if (!has_tokens(ctx)) take(ctx);
             MEGAMOE_UNROLL_BY(1)
             for (int first = 0; first < 32; first += max_ranks) {
                 int token = arch::shfl(s.token, first);
-                uint8_t* out = static_cast<uint8_t*>(ctx.args.y) + int64_t{token} * ctx.args.hidden * 2;
+                uint8_t* out =
+                    static_cast<uint8_t*>(ctx.args.rows_out) + int64_t{token} * ctx.args.hidden * 2;
                 if (token < 0) continue;
                 VectorRange range = slice_range(ctx, s.slice);
                 MEGAMOE_UNROLL_BY(1)
                 for (int v = range.begin + arch::lane_idx(); v < range.end; v += 32)
                     arch::store_vec(out + int64_t{v} * sizeof(uint4_t), {~0u, ~0u, ~0u, ~0u});
-                if (T::Sums::of_gradients && s.slice == 0) take_d_weights(ctx.args, token, true);
+                if constexpr (T::Sums::of_gradients) {
+                    if (s.slice == 0) take_d_weights(ctx.args, token, true);
+                }
             }
             s.token = -1;
         }
@@ -82,14 +87,15 @@ class Combiner {
     static MEGAMOE_DEVICE void take_d_weights(const Args& args, int token, bool poisoned) {
         int64_t route = int64_t{token} * args.top_k + arch::lane_idx();
         if (arch::lane_idx() >= args.top_k) return;
+        const auto& own_args = own<T>(args);
         const auto* found =
-            reinterpret_cast<const float*>(args.window[args.rank] + args.training.window_d_weights);
+            reinterpret_cast<const float*>(args.window[args.rank] + own_args.window_d_weights);
         float d_weight = topk_id(args, route) >= 0 ? found[route] : 0.0f;
-        args.training.d_topk_weights[route] = poisoned ? arch::bf16_hi(0x7fc00000u) : d_weight;
+        own_args.d_topk_weights[route] = poisoned ? arch::bf16_hi(0x7fc00000u) : d_weight;
     }
 
     static MEGAMOE_DEVICE bool has_tokens(const Context& ctx) {
-        return arch::ballot(own(ctx).token >= 0) != 0;
+        return arch::ballot(mine(ctx).token >= 0) != 0;
     }
 
     // Tokens of a lot, of which it has one slice: few enough that every mover has some.
@@ -110,8 +116,8 @@ class Combiner {
     static MEGAMOE_DEVICE void take(const Context& ctx) {
         int lot = next_lot(ctx, &ctx.smem.token_lots_taken), i = arch::lane_idx() / max_ranks;
         int token = first_token(ctx, lot) + i;
-        own(ctx).token = i < tokens_per_lot(ctx) && token < ctx.smem.own_tokens ? token : -1;
-        own(ctx).slice = lot % ctx.smem.sum_slices.count;
+        mine(ctx).token = i < tokens_per_lot(ctx) && token < ctx.smem.own_tokens ? token : -1;
+        mine(ctx).slice = lot % ctx.smem.sum_slices.count;
     }
 
     // Does this lane's expert rank owe the token a partial? A token's lanes look at its routes together.
@@ -128,7 +134,7 @@ class Combiner {
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE CombinerState& own(const Context& ctx) {
+    static MEGAMOE_DEVICE CombinerState& mine(const Context& ctx) {
         return ctx.smem.movers.combiner[mover_thread()];
     }
 };

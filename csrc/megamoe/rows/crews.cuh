@@ -12,7 +12,8 @@ namespace megamoe {
 
 template <class T>
 MEGAMOE_DEVICE int own_tokens(const Args& args) {
-    return max_of(0, min_of(T::Routes::tokens(args), args.num_tokens));  // the buffers hold args.num_tokens
+    return max_of(
+        0, min_of(T::Routes::template tokens<T>(args), args.num_tokens));  // the buffers hold args.num_tokens
 }
 
 // True in all threads of the crew whose arrival was the last of the grid: this crew's writes so far, of every

@@ -97,9 +97,12 @@ MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const flo
     using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
     int vectors = vectors_of_row<X>(args), lane = arch::lane_idx();
+    uint4_t* also = nullptr;
+    if constexpr (T::Pool::saved)
+        also =
+            saved >= 0 ? static_cast<uint4_t*>(launch_args<T>(args).state.tokens) + saved * vectors : nullptr;
     fan_out(from, static_cast<uint4_t*>(args.x_pool), vectors, slice * slices.vectors,
-            min_of(vectors, (slice + 1) * slices.vectors), lane_row, targets,
-            saved >= 0 ? static_cast<uint4_t*>(args.training.tokens) + saved * vectors : nullptr);
+            min_of(vectors, (slice + 1) * slices.vectors), lane_row, targets, also);
     if constexpr (X::scaled) {
         int groups = ceil_div(args.hidden, scale_group);
         MEGAMOE_UNROLL_BY(1)
@@ -109,7 +112,10 @@ MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const flo
                 int64_t row = arch::shfl(lane_row, arch::ffs0(left));
                 if (g < groups) args.x_pool_scale[int64_t{g} * args.pool_rows + row] = scale;
             }
-            if (saved >= 0 && g < groups) args.training.tokens_scale[saved * groups + g] = scale;
+            if constexpr (T::Pool::saved) {
+                if (saved >= 0 && g < groups)
+                    launch_args<T>(args).state.tokens_scale[saved * groups + g] = scale;
+            }
         }
     }
 }
@@ -120,14 +126,14 @@ template <class T>
 MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
-    int parts = ceil_div(args.gemm[0].n, T::Tiling::columns) + 1;
+    int parts = ceil_div(args.intermediate, T::Tiling::columns) + 1;
     int vectors = vectors_of_row<X>(args);
     if constexpr (X::scaled) arch::warp_sync();
     for (uint32_t left = targets; left != 0; left &= left - 1) {
         int k = arch::ffs0(left);
         int64_t row = arch::shfl(lane_row, k);
         int expert = args.route_ids[int64_t{ordered} * args.top_k + k];
-        const float* bias = args.training.b2 + int64_t{expert} * args.hidden;
+        const float* bias = own<T>(args).b2 + int64_t{expert} * args.hidden;
         const uint4_t* dy = static_cast<const uint4_t*>(args.x_pool) + row * vectors;
         float sum = 0.0f;
         MEGAMOE_UNROLL_BY(1)
@@ -153,7 +159,7 @@ MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_r
         }
         MEGAMOE_UNROLL
         for (int mask = 16; mask > 0; mask /= 2) sum += arch::shfl_xor(sum, mask);
-        if (arch::lane_idx() == 0) args.training.d_s[row * parts + parts - 1] = sum;
+        if (arch::lane_idx() == 0) own<T>(args).d_s[row * parts + parts - 1] = sum;
     }
 }
 
@@ -172,7 +178,7 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
                      int64_t{token} * ceil_div(args.hidden, scale_group),
                  lane_row, targets, saved, slice, ctx.smem.plan.pulls);
     if constexpr (T::Sums::of_gradients) {
-        if (args.training.b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
+        if (own<T>(args).b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }
     arch::warp_sync();  // all lanes' stores happen before the release of each target's lane
     if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / T::Tiling::rows, 1);
@@ -189,7 +195,9 @@ MEGAMOE_DEVICE void fill_zero_row(Context& ctx, int64_t row) {
         for (int g = arch::lane_idx(); g < ceil_div(args.hidden, scale_group); g += 32)
             args.x_pool_scale[int64_t{g} * args.pool_rows + row] = 0.0f;
     }
-    if (T::Sums::of_gradients && arch::lane_idx() == 0) args.training.row_weight[row] = 0.0f;
+    if constexpr (T::Sums::of_gradients) {
+        if (arch::lane_idx() == 0) own<T>(args).row_weight[row] = 0.0f;
+    }
     arch::warp_sync();
     if (arch::lane_idx() == 0)
         RowsReady::publish(ctx.mem, args.rows_ready + row / T::Tiling::rows, ctx.smem.plan.pulls.count);

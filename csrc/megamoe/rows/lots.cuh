@@ -27,8 +27,8 @@ MEGAMOE_DEVICE Slices pull_slices(const Context& ctx, Phase phase) {
     int most = num_transports(ctx) / max_of(1, ctx.smem.num_tokens);
     // <dy, b2> is of a whole row; restore moves such, and reads again what its warp has pulled of e4m3.
     if constexpr (T::Pool::restored) {
-        bool rereads = T::Gemm1::A::scaled && (ctx.args.training.weights_wanted & 2) != 0;
-        if (ctx.args.training.b2 != nullptr || rereads || phase == Phase::recompute) most = 1;
+        bool rereads = T::Gemm1::A::scaled && gemm_of<T>(ctx.args, GemmId::dw2).m != 0;
+        if (own<T>(ctx.args).b2 != nullptr || rereads || phase == Phase::recompute) most = 1;
     }
     return slices_of(vectors, pulls_in_flight * 32, most);
 }

@@ -83,9 +83,11 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
     for (int e = transport_index(ctx); e < args.num_local_experts; e += num_transports(ctx)) {
         int rows = routes_between(args, e, begin, end);
         int first = ctx.routing.expert_start[e], blocks = ctx.routing.expert_start[e + 1] - first;
-        if (T::WeightTiles::beside_rows && arch::lane_idx() == 0) {
-            args.training.expert_rows[2 * e] = first;
-            args.training.expert_rows[2 * e + 1] = rows;
+        if constexpr (T::WeightTiles::beside_rows) {
+            if (arch::lane_idx() == 0) {
+                own<T>(args).expert_rows[2 * e] = first;
+                own<T>(args).expert_rows[2 * e + 1] = rows;
+            }
         }
         Forms<T>::clear_counters(args, e);
         MEGAMOE_UNROLL_BY(1)
@@ -95,8 +97,8 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
             entry[0] = e << 8 | min_of(block_rows, rows - i * block_rows);
             entry[1] = run.first << 8 | run.size;
             args.rows_ready[first + i] = 0;
-            args.gemm[0].done[first + i] = 0;
-            args.gemm[1].done[first + i] = 0;
+            gemm_of<T>(args, GemmId::gemm1).done[first + i] = 0;
+            gemm_of<T>(args, GemmId::gemm2).done[first + i] = 0;
         }
     }
 }
@@ -152,7 +154,7 @@ MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
                     args.pool_routes[row - ctx.routing.padding_before[e]] =
                         flags | static_cast<uint32_t>(ordered) << route_k_bits | static_cast<uint32_t>(k);
                     if constexpr (T::Sums::of_gradients)
-                        args.training.row_weight[row] = args.route_weights[int64_t{ordered} * args.top_k + k];
+                        own<T>(args).row_weight[row] = args.route_weights[int64_t{ordered} * args.top_k + k];
                 }
             }
         }
@@ -219,9 +221,9 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     }
     if constexpr (T::WeightTiles::beside_rows) {
         if (leads && cta_idx(ctx) == 0) {
-            *ctx.args.training.grads_ready = 0;
+            *own<T>(ctx.args).grads_ready = 0;
             MEGAMOE_UNROLL
-            for (int i = 0; i < 3; ++i) ctx.args.training.dealt[i] = 0;
+            for (int i = 0; i < 3; ++i) own<T>(ctx.args).dealt[i] = 0;
         }
     }
     arch::fence_proxy_async_shared();

@@ -14,23 +14,23 @@ class Reducer {
 
   public:
     MEGAMOE_DEVICE explicit Reducer(const Context& ctx) {
-        ReducerState& s = own(ctx);
+        ReducerState& s = mine(ctx);
         s.row = -1;
         s.done = 0;
         s.closers = 0;
     }
 
-    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return own(ctx).row >= ctx.smem.plan.num_rows; }
+    MEGAMOE_DEVICE bool finished(const Context& ctx) const { return mine(ctx).row >= ctx.smem.plan.num_rows; }
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
-        return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(own(ctx).done)};  // a block
+        return {Edge::y_rows_ready, max_ranks, static_cast<uint32_t>(mine(ctx).done)};  // a block
     }
     MEGAMOE_DEVICE uint32_t seen(const Context& ctx) const {  // its tiles so far
-        return ctx.mem.load(tiles_done(ctx.args) + own(ctx).done, Order::relaxed, Scope::gpu);
+        return ctx.mem.load(tiles_done(ctx.args) + mine(ctx).done, Order::relaxed, Scope::gpu);
     }
 
     // The next token's sum, if its lot's blocks, and all before them, are done. Not when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int num_tiles) {
-        ReducerState& s = own(ctx);
+        ReducerState& s = mine(ctx);
         while (s.closers == 0) {
             if (s.row < 0) take(ctx);
             if (finished(ctx)) return false;
@@ -44,7 +44,7 @@ class Reducer {
 
     // The job of next() is done; with the last of a lot, the lot's partials are published.
     MEGAMOE_DEVICE void done(Context& ctx) {
-        ReducerState& s = own(ctx);
+        ReducerState& s = mine(ctx);
         uint32_t left = s.closers & (s.closers - 1u);
         s.closers = static_cast<uint16_t>(left);
         if (left != 0) return;
@@ -61,17 +61,17 @@ class Reducer {
 
   private:
     static MEGAMOE_DEVICE uint32_t* tiles_done(const Args& args) {
-        return gemm_of(args, reduced_gemm<T>(args)).done;
+        return gemm_of<T>(args, reduced_gemm<T>(args)).done;
     }
     // A lot: so many rows, and of their partials one slice.
     static MEGAMOE_DEVICE void take(const Context& ctx) {
         int lot = next_lot(ctx, &ctx.smem.row_lots_taken), slices = ctx.smem.sum_slices.count;
-        own(ctx).row = lot / slices * ctx.smem.plan.lot_rows;
-        own(ctx).slice = static_cast<uint16_t>(lot % slices);
+        mine(ctx).row = lot / slices * ctx.smem.plan.lot_rows;
+        mine(ctx).slice = static_cast<uint16_t>(lot % slices);
     }
 
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int num_tiles) {
-        ReducerState& s = own(ctx);
+        ReducerState& s = mine(ctx);
         if (s.done > s.block) return true;
         for (int first = s.done; first <= s.block; first += 32) {  // 32 blocks a look
             int b = first + arch::lane_idx();
@@ -91,7 +91,7 @@ class Reducer {
 
     MEGAMOE_DEVICE void load_lot(const Context& ctx) {
         const Args& args = ctx.args;
-        ReducerState& s = own(ctx);
+        ReducerState& s = mine(ctx);
         int lane = arch::lane_idx(), row = s.row + lane;
         bool mine = lane < ctx.smem.plan.lot_rows && row < ctx.smem.plan.num_rows;
         s.route = mine ? args.pool_routes[row] : 0;
@@ -122,28 +122,29 @@ class Reducer {
         float weight = 0.0f;
         if constexpr (T::Sums::of_gradients) {
             weight = 1.0f;
-            if (row >= 0 && own(ctx).slice == 0)
+            if (row >= 0 && mine(ctx).slice == 0)
                 push_d_weight(ctx, row, home, int64_t{token_of(ordered, ranks)} * args.top_k + lane);
         } else {
             if (row >= 0) weight = args.route_weights[route];
         }
         set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0), own(ctx).slice);
+                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0),
+                mine(ctx).slice);
     }
 
     // One lane: the gradient of a routing weight, the parts of its row in order, to its home.
     static MEGAMOE_DEVICE void push_d_weight(const Context& ctx, int row, int home, int64_t route) {
         const Args& args = ctx.args;
-        int tiles = ceil_div(args.gemm[0].n, T::Tiling::columns);
-        const float* parts = args.training.d_s + int64_t{row} * (tiles + 1);
+        int tiles = ceil_div(args.intermediate, T::Tiling::columns);
+        const float* parts = own<T>(args).d_s + int64_t{row} * (tiles + 1);
         float sum = 0.0f;
         MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < (args.training.b2 != nullptr ? tiles + 1 : tiles); ++i) sum += parts[i];
-        ctx.window<float>(home, args.training.window_d_weights)[route] = sum;
+        for (int i = 0; i < (own<T>(args).b2 != nullptr ? tiles + 1 : tiles); ++i) sum += parts[i];
+        ctx.window<float>(home, own<T>(args).window_d_weights)[route] = sum;
     }
 
     // Found anew at every use, for no register holds it over a sum.
-    static MEGAMOE_DEVICE ReducerState& own(const Context& ctx) {
+    static MEGAMOE_DEVICE ReducerState& mine(const Context& ctx) {
         return ctx.smem.movers.reducer[mover_thread()];
     }
 };

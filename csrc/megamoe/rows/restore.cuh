@@ -39,38 +39,41 @@ MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vecto
 }
 
 // x of a token as the state has it, of a layer whose x has scales.
+template <class T>
 MEGAMOE_DEVICE ScaledRow saved_row(const Args& args, int ordered) {
     int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
     int64_t saved = saved_token(args, true, home, token);
-    return {static_cast<const uint4_t*>(args.training.tokens) + saved * vectors_of_row<E4m3Rows>(args),
-            args.training.tokens_scale + saved * ceil_div(args.hidden, scale_group), 1};
+    return {static_cast<const uint4_t*>(launch_args<T>(args).state.tokens) +
+                saved * vectors_of_row<E4m3Rows>(args),
+            launch_args<T>(args).state.tokens_scale + saved * ceil_div(args.hidden, scale_group), 1};
 }
 
 // x of a token, to x_rows.
 template <class T>
 MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     const Args& args = ctx.args;
-    auto* pool = static_cast<uint4_t*>(args.training.x_rows);
+    auto* pool = static_cast<uint4_t*>(own<T>(args).x_rows);
     if constexpr (T::Gemm1::A::scaled) {
-        fan_out_dequantized(saved_row(args, ordered), pool, vectors_of_row<E4m3Rows>(args), lane_row,
+        fan_out_dequantized(saved_row<T>(args, ordered), pool, vectors_of_row<E4m3Rows>(args), lane_row,
                             targets);
     } else {
         int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
         int64_t saved = saved_token(args, false, home, token);
         int vectors = vectors_of_row<Bf16Rows>(args);
-        const void* from = saved < 0 ? args.training.x : args.training.tokens;
+        const void* from = saved < 0 ? own<T>(args).x : launch_args<T>(args).state.tokens;
         fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, 0,
                 vectors, lane_row, targets, nullptr);
     }
 }
 
 // dy of a token, to dy_rows: the row of its first target, which this warp filled, is read again.
+template <class T>
 MEGAMOE_DEVICE void restore_dy(const Args& args, int lane_row, uint32_t targets) {
     int vectors = vectors_of_row<E4m3Rows>(args);
     int64_t row = arch::shfl(lane_row, arch::ffs0(targets));
     ScaledRow from = {static_cast<const uint4_t*>(args.x_pool) + row * vectors, args.x_pool_scale + row,
                       args.pool_rows};
-    fan_out_dequantized(from, static_cast<uint4_t*>(args.training.dy_rows), vectors, lane_row, targets);
+    fan_out_dequantized(from, static_cast<uint4_t*>(own<T>(args).dy_rows), vectors, lane_row, targets);
 }
 
 // A phase of its own, before dispatch: the rows that recompute multiplies, published block by block.
@@ -84,7 +87,7 @@ MEGAMOE_DEVICE void restore_for_recompute(Context& ctx) {
             int lane_row = row_of_lane(args, ordered);
             uint32_t targets = arch::ballot(lane_row >= 0);
             if constexpr (T::Gemm1::A::scaled) {
-                ScaledRow from = saved_row(args, ordered);
+                ScaledRow from = saved_row<T>(args, ordered);
                 fill_rows<T>(ctx, from.values, from.scales, lane_row, targets, -1, 0, ctx.smem.plan.pulls);
             } else {
                 restore_x<T>(ctx, ordered, lane_row, targets);
@@ -98,7 +101,7 @@ MEGAMOE_DEVICE void restore_for_recompute(Context& ctx) {
                 fill_zero_row<T>(ctx, row);
             } else {
                 int vectors = vectors_of_row<Bf16Rows>(args);
-                zero_row(static_cast<uint4_t*>(args.training.x_rows) + int64_t{row} * vectors, vectors);
+                zero_row(static_cast<uint4_t*>(own<T>(args).x_rows) + int64_t{row} * vectors, vectors);
                 arch::warp_sync();
                 if (arch::lane_idx() == 0) publish(row);
             }
@@ -111,8 +114,8 @@ template <class T>
 MEGAMOE_DEVICE void restore_for_weights(Context& ctx) {
     constexpr bool scaled = T::Gemm1::A::scaled;
     const Args& args = ctx.args;
-    bool x = (args.training.weights_wanted & 1) != 0 && (scaled || !is_recomputed(ctx));
-    bool dy = scaled && (args.training.weights_wanted & 2) != 0;
+    bool x = gemm_of<T>(args, GemmId::dw13).m != 0 && (scaled || !is_recomputed(ctx));
+    bool dy = scaled && gemm_of<T>(args, GemmId::dw2).m != 0;
     if (!x && !dy) return;
     walk_pool<T>(
         ctx, 1,
@@ -121,15 +124,15 @@ MEGAMOE_DEVICE void restore_for_weights(Context& ctx) {
             uint32_t targets = arch::ballot(lane_row >= 0);
             if (x) restore_x<T>(ctx, ordered, lane_row, targets);
             if constexpr (scaled) {
-                if (dy) restore_dy(args, lane_row, targets);
+                if (dy) restore_dy<T>(args, lane_row, targets);
             }
             return true;
         },
         [&](int row) {
             int vectors = vectors_of_row<Bf16Rows>(args);
             int64_t at = int64_t{row} * vectors;
-            if (x) zero_row(static_cast<uint4_t*>(args.training.x_rows) + at, vectors);
-            if (dy) zero_row(static_cast<uint4_t*>(args.training.dy_rows) + at, vectors);
+            if (x) zero_row(static_cast<uint4_t*>(own<T>(args).x_rows) + at, vectors);
+            if (dy) zero_row(static_cast<uint4_t*>(own<T>(args).dy_rows) + at, vectors);
         });
 }
 
@@ -150,7 +153,7 @@ struct RestoredRows {
         Profile<T>::mark(args, Mark::restored);
         // Rows of a launch that was given up may be missing.
         if (arch::lane_idx() == 0 && !ctx.mem.aborted())
-            GradsReady::publish(ctx.mem, args.training.grads_ready);
+            GradsReady::publish(ctx.mem, own<T>(args).grads_ready);
     }
 };
 

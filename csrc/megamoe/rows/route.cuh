@@ -47,7 +47,8 @@ MEGAMOE_DEVICE void await_routes(Context& ctx) {
         if (RoutesReady::await(ctx.mem, &cell->epoch, ctx.epoch(), peer)) {
             tokens = ctx.mem.load(&cell->num_tokens, Order::relaxed, Scope::system);
             uint32_t hash = ctx.mem.load(&cell->config_hash, Order::relaxed, Scope::system);
-            bool agrees = hash == T::Routes::template hash<T>(args) && T::Routes::agrees(args, peer, tokens);
+            bool agrees = hash == T::Routes::template hash<T>(args) &&
+                          T::Routes::template agrees<T>(args, peer, tokens);
             if (!agrees) {
                 ctx.mem.fault(Wait{Edge::config, static_cast<uint32_t>(peer), 0},
                               T::Routes::template hash<T>(args), hash);
@@ -161,7 +162,7 @@ MEGAMOE_DEVICE void count_and_scan(Context& ctx) {
 template <class T>
 MEGAMOE_DEVICE void route_again(Context& ctx) {
     const Args& args = ctx.args;
-    const StateHeader& header = *args.training.header;
+    const StateHeader& header = *launch_args<T>(args).state.header;
     bool fits = header.complete != 0 && header.complete == header.begun &&
                 header.config_hash == args.config_hash &&
                 header.pool_rows == static_cast<uint32_t>(args.pool_rows) &&
@@ -187,6 +188,7 @@ MEGAMOE_DEVICE void route_again(Context& ctx) {
 // Where routes come from. tokens(): of this rank; hash(): what all ranks must agree on in this launch;
 // agrees(): does a rank's count of tokens fit?
 struct ExchangedRoutes {
+    template <class T>
     static MEGAMOE_DEVICE int tokens(const Args& args) {
         return args.num_tokens_device != nullptr ? *args.num_tokens_device : args.num_tokens;
     }
@@ -194,20 +196,24 @@ struct ExchangedRoutes {
     static MEGAMOE_DEVICE uint32_t hash(const Args& args) {
         return args.config_hash;
     }
-    static MEGAMOE_DEVICE bool agrees(const Args&, int, uint32_t) { return true; }
+    template <class T>
+    static MEGAMOE_DEVICE bool agrees(const Args&, int, uint32_t) {
+        return true;
+    }
     template <class T>
     static MEGAMOE_DEVICE void route(Context& ctx) {
         stage_routes(ctx, own_tokens<T>(ctx.args));
         await_routes<T>(ctx);
-        T::State::begin(ctx);
+        T::State::template begin<T>(ctx);
         count_and_scan(ctx);
     }
 };
 // Of the forward launch whose state this one was given.
 struct RoutesOfState {
     // As many as forward had; the count on the device may be another microbatch's by now.
+    template <class T>
     static MEGAMOE_DEVICE int tokens(const Args& args) {
-        return args.training.header->tokens_of_rank[args.rank];
+        return launch_args<T>(args).state.header->tokens_of_rank[args.rank];
     }
     // The direction, the forward launch, so that another microbatch's is a fault by name, and whether it
     // makes rows of dx.
@@ -215,11 +221,12 @@ struct RoutesOfState {
     static MEGAMOE_DEVICE uint32_t hash(const Args& args) {
         uint32_t made = only_weights<T>(args) ? 0x40000000u : 0;
         return args.config_hash + 0x7f4a7c15u + made +
-               args.training.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
+               launch_args<T>(args).state.header->begun * 0x85ebca6bu;  // odd: no two epochs alike
     }
     // Equal hashes imply it: no epoch comes again.
+    template <class T>
     static MEGAMOE_DEVICE bool agrees(const Args& args, int peer, uint32_t tokens) {
-        return args.training.header->tokens_of_rank[peer] == static_cast<int32_t>(tokens);
+        return launch_args<T>(args).state.header->tokens_of_rank[peer] == static_cast<int32_t>(tokens);
     }
     template <class T>
     static MEGAMOE_DEVICE void route(Context& ctx) {

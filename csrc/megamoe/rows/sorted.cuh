@@ -8,7 +8,7 @@ namespace megamoe {
 // never smaller than the one before and never past the rows: bad ones lose rows, and touch nothing else.
 template <class T>
 MEGAMOE_DEVICE void make_expert_table(Context& ctx) {
-    const Grouped& grouped = ctx.args.grouped;
+    const auto& grouped = own<T>(ctx.args);
     ExpertTable& table = ctx.smem.experts;
     int num = ctx.args.num_local_experts, lane = arch::lane_idx();
     int rows = 0, blocks = 0;  // of the experts so far
@@ -40,8 +40,9 @@ MEGAMOE_DEVICE void make_expert_table(Context& ctx) {
 }
 
 // The transport warps of all CTAs.
+template <class T>
 MEGAMOE_DEVICE void clear_rest(Context& ctx) {
-    const Grouped& grouped = ctx.args.grouped;
+    const auto& grouped = own<T>(ctx.args);
     int rows = ctx.smem.plan.num_rows;
     int first = transport_index(ctx) * 32 + arch::lane_idx(), stride = num_transports(ctx) * 32;
     MEGAMOE_UNROLL_BY(1)

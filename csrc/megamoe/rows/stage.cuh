@@ -73,8 +73,8 @@ MEGAMOE_DEVICE void each_piece(Context& ctx, int num_tokens, Take take) {
             v[j] = {};
             if (token[j] < num_tokens && column[j] < args.hidden) {
                 constexpr int size = sizeof(From) / 8;
-                load_piece(v[j],
-                           static_cast<const uint8_t*>(args.x) + (token[j] * args.hidden + column[j]) * size);
+                load_piece(v[j], static_cast<const uint8_t*>(args.rows_in) +
+                                     (token[j] * args.hidden + column[j]) * size);
             }
         }
         MEGAMOE_UNROLL
@@ -98,7 +98,8 @@ MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
         });
     } else {
         auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
-        copy_by_crews(ctx, to, static_cast<const uint4_t*>(args.x), int64_t{num_tokens} * args.hidden / 8);
+        copy_by_crews(ctx, to, static_cast<const uint4_t*>(args.rows_in),
+                      int64_t{num_tokens} * args.hidden / 8);
     }
 }
 
@@ -110,7 +111,7 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
     auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
     auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
     if constexpr (Words::is_plain) {
-        copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.x),
+        copy_by_crews(ctx, reinterpret_cast<uint4_t*>(rows), static_cast<const uint4_t*>(args.rows_in),
                       int64_t{num_tokens} * args.hidden / 16);
     } else {
         each_piece<TwoWords>(ctx, num_tokens, [&](const TwoWords& v, int64_t token, int column) {
@@ -122,7 +123,7 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
     MEGAMOE_UNROLL_BY(1)
     for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total;
          i += int64_t{num_ctas(ctx)} * crew_threads) {
-        scales[i] = args.x_scale[i];
+        scales[i] = args.in_scale[i];
     }
 }
 
@@ -130,7 +131,7 @@ template <class T>
 MEGAMOE_DEVICE void stage_x(Context& ctx, int num_tokens) {
     using X = typename T::Gemm1::A;
     if constexpr (T::Pool::quantized && X::scaled) {
-        if (ctx.args.x_scale != nullptr) return stage_quantized<X>(ctx, num_tokens);
+        if (ctx.args.in_scale != nullptr) return stage_quantized<X>(ctx, num_tokens);
     }
     stage_rows<X>(ctx, num_tokens);
 }

@@ -210,14 +210,14 @@ def test_a_private_group_may_write_as_installers_leave_it(exported, monkeypatch)
 
 def test_another_argument_block_is_refused(cache_dir, tmp_path, monkeypatch):
     source = OTHER_ABI + KERNEL
-    with pytest.raises(AbiMismatch, match="is 5 there"):
+    with pytest.raises(AbiMismatch, match="has 5 bytes there"):
         write(tmp_path / "made", source)
     assert not (tmp_path / "made").exists()
     with monkeypatch.context() as patched:
         patched.setattr(prebuilt, "_check_stamp", lambda cubin, what: None)
         write(tmp_path / "made", source)
     monkeypatch.setenv("MEGAMOE_PREBUILT", str(tmp_path / "made"))
-    with pytest.raises(AbiMismatch, match="is 5 there"):
+    with pytest.raises(AbiMismatch, match="has 5 bytes there"):
         compile_source(source)
 
 

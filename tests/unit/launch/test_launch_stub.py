@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_launch_passes_the_argument_and_the_attributes(run):
     seen = run("""
-args = abi.aligned(abi.Args)
+args = abi.aligned(abi.LAUNCHES["forward"])
 args.num_tokens, args.act_alpha, args.window[3] = 77, 0.5, 1 << 45
 kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 out = []
@@ -45,7 +45,7 @@ print(json.dumps({"configs": out, "args": [got.num_tokens, got.act_alpha, got.wi
 def test_a_thread_without_a_context_launches_once(run):
     seen = run("""
 kernel = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
-launcher = module.Launcher(kernel, 130, abi.aligned(abi.Args))
+launcher = module.Launcher(kernel, 130, abi.aligned(abi.LAUNCHES["forward"]))
 number("stub_no_context").value = 1
 launcher.launch(0x7000)
 counts = [number("stub_launches").value]
@@ -124,12 +124,13 @@ with on_cpu():
     got, made = argument(), len(maps())
     facts = {
         "config": config(), "y": list(y.shape), "maps": made,
-        "pointers": [got.x == x.data_ptr(), got.y == y.data_ptr(), got.num_tokens_device == count.data_ptr(),
+        "pointers": [got.rows_in == x.data_ptr(), got.rows_out == y.data_ptr(),
+                     got.num_tokens_device == count.data_ptr(),
                      got.epoch == backend.window.epoch_address, got.fault == backend.window.fault_address,
                      got.profile == backend.profile.data_ptr(), got.window[0] == backend.window.bases[0],
                      got.gemm[0].b_scale == weights.w13_scale.data_ptr(),
                      got.gemm[0].b.words[0] == weights.w13.data_ptr(),
-                     bytes(got.gemm[0].out) == bytes(got.gemm[1].a), got.gemm[0].a.words[0] == got.x_pool],
+                     bytes(got.gemm[0].out) == bytes(got.gemm[1].a), got.gemm[0].a[0].words[0] == got.x_pool],
         "sizes": [got.num_tokens, got.ids_are_int64, got.timeout_ns],
     }
     out = torch.zeros(0, 272, dtype=torch.bfloat16)
@@ -168,7 +169,7 @@ def launched(max_tokens, precision, *tokens):
     for t in tokens:
         x, ids = torch.zeros(t, 288, dtype=torch.bfloat16), torch.zeros(t, 3, dtype=torch.int64)
         y = backend.forward(x, ids, torch.zeros(t, 3), ExpertWeights(**made))
-        expanded = argument().expanded
+        expanded = argument("packed").own
         found.append([backend._launcher.kernel is KERNELS[1], argument().num_tokens == t == len(y),
                       (expanded.rooms, expanded.above) == (7, 7 * 640)])
     backend.close()
@@ -275,7 +276,7 @@ with on_cpu():
     found, refused = [], []
     for _ in range(2):
         y = backend.forward(QuantizedRows(q, scale), *rest)
-        found.append([argument().x_scale == scale.data_ptr(), argument().x == q.data_ptr(), y.dtype == x.dtype])
+        found.append([argument().in_scale == scale.data_ptr(), argument().rows_in == q.data_ptr(), y.dtype == x.dtype])
         for bad in (q, QuantizedRows(x, scale), QuantizedRows(q, scale[:, :2]), QuantizedRows(q, scale.double())):
             launches = number("stub_launches").value
             try:
@@ -284,7 +285,7 @@ with on_cpu():
             except ArgumentError:
                 refused.append(number("stub_launches").value == launches)
         backend.forward(x, *rest)
-        found.append([not argument().x_scale, argument().x == x.data_ptr()])
+        found.append([not argument().in_scale, argument().rows_in == x.data_ptr()])
     plain = Problem(272, 144, 7, 3, max_tokens=70)
     none = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()})
     try:

@@ -58,8 +58,11 @@ def test_regions_are_aligned_ordered_and_apart():
 
 
 def test_names_are_fields_of_args():
-    fields, training_fields = abi.field_names(abi.Args), abi.field_names(abi.Training)
-    windows = {name for name in fields + training_fields if name.startswith("window_")}
+    fields = abi.field_names(abi.Args)
+    of_training = [n for s in ("State", "Backward") for n in abi.field_names(abi.STRUCTURES[s])]
+    windows = {name for name in fields + of_training if name.startswith("window_")}
+    # what rows of the table or maps name
+    rows = {"h", "h_scale", "gemm1_done", "gemm2_done", "x_pool_scale", "panels", "panel_ready"}
     seen = set()
     for problem in problems():
         window, workspace, state, backward, train_state = regions_of(problem)
@@ -67,9 +70,9 @@ def test_names_are_fields_of_args():
         assert not (set(window) | set(workspace) | set(train_state)) & set(backward)
         assert set(state) <= set(fields)
         assert set(window) <= windows
-        assert set(workspace) <= {*fields, *arguments.GEMM_POINTERS, "h"}  # h: in maps only
-        assert set(backward) <= {*training_fields, "dgu_scale"}  # in the GEMM table
-        assert set(state) < set(train_state) <= {*fields, *training_fields}
+        assert set(workspace) <= {*fields, *rows}
+        assert set(backward) <= {*of_training, "dgu", "dgu_rows", "hs", "dgu_scale"}
+        assert set(state) < set(train_state) <= {*fields, *of_training, "gu"}
         seen |= set(window)
     assert seen == windows
 
@@ -251,7 +254,8 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
     x = torch.zeros(tokens, problem.hidden, dtype=torch.bfloat16)
     topk_ids = torch.zeros(tokens, problem.top_k, dtype=ids)
     topk_weights, y = torch.zeros(tokens, problem.top_k), torch.zeros_like(x)
-    weights, recorder, args = make_weights(problem), Recorder(), abi.aligned(abi.Args)
+    weights, recorder = make_weights(problem), Recorder()
+    args = abi.aligned(abi.LAUNCHES[options.pop("launch", "forward")])
     rows = layout.default_pool_rows(problem)
     bases = [0x7F0000000000 + (rank << 32) for rank in range(problem.ep_size)]
     plan, count = arguments.Plan(problem, rows), options.pop("num_tokens_device", None)
@@ -282,18 +286,15 @@ def test_every_field_is_filled():
         problem, ids=torch.int64, num_tokens_device=count, profile=0x2000
     )
     empty = {name for name in abi.field_names(abi.Args) if not _value(getattr(args, name))}
-    # The first region; 0 = the kernel chooses, 0 = all CTAs take part, whoever else is late; of a quantized x, of
-    # launches without expert parallelism; of packed weights.
-    unused = {"x_scale", "grouped", "expanded"}
-    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns"} | unused
-    of_training = {n for n in abi.field_names(abi.Training) if _value(getattr(args.training, n))}
-    assert of_training == {"window_d_weights"}
-    for name, region in plan.workspace.items():
-        found = [getattr(args, name)] if hasattr(args, name) else []
-        found += [
-            getattr(args.gemm[i], field) for i, field in arguments.GEMM_POINTERS.get(name, ())
-        ]
-        assert set(found) == ({(1 << 40) + region.offset} if name != "h" else set()), name
+    # The first region; 0 = the kernel chooses, 0 = all CTAs take part, whoever else is late; of a quantized x.
+    assert empty == {"window_abort", "step_blocks", "join_ns", "peers_ns", "in_scale"}
+    at = {name: (1 << 40) + region.offset for name, region in plan.workspace.items()}
+    for name in at.keys() & set(abi.field_names(abi.Args)):
+        assert getattr(args, name) == at[name], name
+    first, second = args.gemm
+    assert (first.a_scale, first.out_scale) == (at["x_pool_scale"], at["h_scale"])
+    assert (second.a_scale, second.out_scale) == (at["h_scale"], None)
+    assert (first.done, second.done) == (at["gemm1_done"], at["gemm2_done"])
     for name, region in plan.state.items():
         assert getattr(args, name) == (1 << 40) + plan.state_offset + region.offset
     arguments.fill_state(args, plan, 1 << 44)
@@ -302,14 +303,14 @@ def test_every_field_is_filled():
     }
     for gemm, n, k in zip(args.gemm, (144, 272), (272, 144), strict=True):
         assert (gemm.n, gemm.k) == (n, k)
-        unset = {f for f in abi.field_names(abi.Gemm) if not _value(getattr(gemm, f))}
-        assert unset == ({"out_scale"} if n == 272 else set())  # y_rows is bf16
+        unset = {f for f in abi.field_names(type(gemm)) if not _value(getattr(gemm, f))}
+        assert unset == {"m"} | ({"out_scale"} if n == 272 else set())  # y_rows is bf16
     given = tensors[4]
     assert [(g.b_scale, g.bias) for g in args.gemm] == [
         (given.w13_scale.data_ptr(), given.b13.data_ptr()),
         (given.w2_scale.data_ptr(), given.b2.data_ptr()),
     ]
-    assert args.x == tensors[0].data_ptr()
+    assert args.rows_in == tensors[0].data_ptr()
     assert args.config_hash == problem.fingerprint()
     assert (args.num_tokens, args.max_chunks, args.expert_begin, args.num_local_experts) == (
         70,
@@ -318,7 +319,7 @@ def test_every_field_is_filled():
         3,
     )
     assert args.abort == args.window[1] + args.window_abort
-    assert len(maps) == 7
+    assert len(maps) == 8
 
 
 def _value(field):
@@ -331,7 +332,8 @@ def test_map_geometry(precision, size, activation, planes):
     problem = Problem(272, 144, 4, 2, max_tokens=64, precision=precision, activation=activation)
     args, plan, maps, tensors = filled(problem)
     m, weights, inner = plan.pool_rows, tensors[4], 128 // size
-    x_pool, h, y_rows, x_small, h_small, w13, w2 = maps
+    x_pool, h, x_small, h_again, y_rows, h_small, w13, w2 = maps
+    assert h == h_again
     assert x_pool == (args.x_pool, (272, m), (272 * size,), (inner, 64), size)
     assert h == ((1 << 40) + plan.workspace["h"].offset, (144, m), (144 * size,), (inner, 64), size)
     for small, whole in ((x_small, x_pool), (h_small, h)):
@@ -341,14 +343,15 @@ def test_map_geometry(precision, size, activation, planes):
     assert w13 == (weights.w13.data_ptr(), (272, 144, planes, 4), strides, (inner, 128, 1, 1), size)
     strides = (144 * size, 272 * 144 * size, 272 * 144 * size)
     assert w2 == (weights.w2.data_ptr(), (144, 272, 1, 4), strides, (inner, 128, 1, 1), size)
-    order = [bytes(getattr(gemm, name))[0] for gemm in args.gemm for name in ("a", "b", "out")]
-    assert order == [1, 6, 2, 2, 7, 3]
-    assert [bytes(small)[0] for small in args.small_boxes] == [4, 5]
+    order = [bytes(getattr(g, n))[0] for g in args.gemm for n in ("a", "a_small", "b", "out")]
+    first_a, first_small, w13_at, h_at, second_a, second_small, w2_at, y_at = order
+    assert [maps[i - 1] for i in order] == [x_pool, x_small, w13, h, h, h_small, w2, y_rows]
+    assert len({first_a, first_small, w13_at, h_at, second_small, w2_at, y_at}) == 7
 
 
 def static_arguments(problem):
     plan, recorder = arguments.Plan(problem, layout.default_pool_rows(problem)), Recorder()
-    args = abi.aligned(abi.Args)
+    args = abi.aligned(abi.LAUNCHES["packed" if problem.formats.panels else "forward"])
     arguments.fill_static(
         args, plan, window_bases=[1 << 41], workspace_base=1 << 40, encoder=recorder,
         timeout_ns=5, fault=0x1000,
@@ -360,11 +363,11 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
     problem = Problem(288, 160, 4, 2, max_tokens=1281, precision="fp8xmxfp4")
     plan, args, maps = static_arguments(problem)
     # An expert's panels: two of w13 with three slots of K and two of w2 with two, 256 rows each; room for all four.
-    assert maps[5:] == [(args.expanded.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
+    assert maps[6:] == [(args.own.panels, (128, 4 * 10 * 256), (128,), (128, 128), 1)]
     assert plan.workspace["panel_ready"].shape == (4, 4)
-    assert (args.expanded.rooms, args.expanded.above) == (4, 4 * 640)
+    assert (args.own.rooms, args.own.above) == (4, 4 * 640)
     plan, args, maps = static_arguments(replace(problem, max_tokens=1280))  # 2560 routes
-    assert (len(maps), args.expanded.rooms, args.expanded.above) == (5, 0, 4 * 640)
+    assert (len(maps), args.own.rooms, args.own.above) == (6, 0, 4 * 640)
     assert "panels" not in plan.workspace
     dsv3 = Problem(7168, 2048, 256, 8, 4, max_tokens=8192, precision="fp8xmxfp4")
     of_five_experts = 5 * 3 * 7168 * 2048
@@ -375,10 +378,10 @@ def test_panels_have_room_where_a_launch_can_have_many_rows():
 
 def test_rows_by_quads_have_whole_groups():
     problem = Problem(288, 160, 4, 2, max_tokens=64, precision="fp8xmxfp4")
-    plan, args, (x_pool, h, y_rows, *small) = static_arguments(problem)
+    plan, args, (x_pool, h, x_small, _, y_rows, h_small) = static_arguments(problem)
     assert x_pool == (args.x_pool, (384, plan.pool_rows), (384,), (128, 64), 1)
     assert h[1:] == ((256, plan.pool_rows), (256,), (128, 64), 1)
-    assert small == [(*m[:3], (128, 16), 1) for m in (x_pool, h)]
+    assert [x_small, h_small] == [(*m[:3], (128, 16), 1) for m in (x_pool, h)]
     assert y_rows[1] == (288, plan.pool_rows)
     assert plan.window["window_x"].shape == (64, 384)
     assert [plan.workspace[n].shape[1] for n in ("x_pool", "h")] == [384, 256]
@@ -392,7 +395,7 @@ def test_maps_are_legal_without_tokens_or_experts():
     problem = Problem(64, 64, 2, 1, ep_size=4, rank=3, max_tokens=8)
     assert problem.num_local_experts() == 0
     args, _, maps, _ = filled(problem, tokens=0)
-    assert maps[5][1] == (64, 64, 2, 1)
+    assert maps[6][1] == (64, 64, 2, 1)
     assert args.num_local_experts == 0
 
 
@@ -409,7 +412,7 @@ def test_a_shared_window_sets_the_strides():
     rows = layout.default_pool_rows(small)
     plan = arguments.Plan(small, rows, window_tokens=100)
     assert plan.window == layout.window_regions(replace(small, max_tokens=100))
-    args = abi.aligned(abi.Args)
+    args = abi.aligned(abi.LAUNCHES["forward"])
     arguments.fill_static(
         args,
         plan,
@@ -439,7 +442,9 @@ def test_misaligned_tensors_are_refused(name, by):
     rows[name] = moved(rows[name], by)
     ids, weights = torch.zeros(8, 2, dtype=torch.int32), torch.zeros(8, 2)
     with pytest.raises(ArgumentError, match="16-byte"):
-        arguments.fill_call(abi.aligned(abi.Args), rows["x"], ids, weights, rows["out"])
+        arguments.fill_call(
+            abi.aligned(abi.LAUNCHES["forward"]), rows["x"], ids, weights, rows["out"]
+        )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -461,10 +466,14 @@ STATE, BACKWARD = 1 << 44, 1 << 45
 
 def filled_backward(problem, dtype=torch.bfloat16, **gradients):
     """Return (args, plan, maps, weights) of a backward launch."""
-    forward, plan, _, tensors = filled(replace(problem, precision="bf16"))
-    if problem.precision != "bf16":
-        forward, plan, _, _ = filled(problem)
-    recorder, weights = Recorder(), tensors[4]
+    weights, recorder = make_weights(replace(problem, precision="bf16")), Recorder()
+    forward = abi.aligned(abi.LAUNCHES["backward"])
+    plan = arguments.Plan(problem, layout.default_pool_rows(problem))
+    arguments.fill_static(
+        forward, plan, window_bases=[1 << 41] * problem.ep_size, workspace_base=1 << 40,
+        encoder=recorder, timeout_ns=5, fault=0x1000,
+    )  # fmt: skip
+    assert not recorder.maps  # the table is backward's own
     training.fill_backward(forward, plan, BACKWARD, recorder)
     if problem.formats.w.scaled:
         turned = TurnedWeights.of(problem, weights.quantized(problem))
@@ -483,13 +492,13 @@ def filled_backward(problem, dtype=torch.bfloat16, **gradients):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_train_launch_points_into_its_state(precision):
     problem = Problem(272, 144, 7, 3, ep_size=2, rank=1, max_tokens=70, precision=precision)
-    args, plan, _, _ = filled(problem)
+    args, plan, _, _ = filled(problem, launch="train")
     recorder = Recorder()
     training.fill_train_state(args, plan, STATE, recorder)
     state = plan.train_state
     for name in ("route_ids", "route_weights", "chunk_prefix"):
         assert getattr(args, name) == STATE + state[name].offset
-    t = args.training
+    t = args.state
     assert t.header == STATE + state["header"].offset
     assert t.tokens == STATE + state["tokens"].offset
     assert t.tokens_scale == (STATE + state["tokens_scale"].offset if precision == "fp8" else None)
@@ -497,7 +506,7 @@ def test_a_train_launch_points_into_its_state(precision):
     assert recorder.maps == [
         (gu + p * row, (144, plan.pool_rows), (2 * row,), (64, 64), 2) for p in range(2)
     ]
-    assert [bytes(m)[0] for m in t.gu] == [1, 2]
+    assert [bytes(m)[0] for m in args.gu] == [1, 2]
     with pytest.raises(ArgumentError, match="state.*16-byte"):
         training.fill_train_state(args, plan, STATE + 8, recorder)
 
@@ -531,91 +540,84 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
         strides = (inner * size, outer * inner * size, w_planes * outer * inner * size)
         return (w.data_ptr(), (inner, outer, w_planes, 4), strides, box, size)
 
-    pool, in_fp8 = workspace["x_pool"], (128, 128, 1, 1)
-    if precision == "fp8":
-        of_format = {
-            "first.a": (args.gemm[0].a, rows(pool, 272, size=1)),
-            "first.b": (args.gemm[0].b, matrix(turned.w2, 272, 144, 1, in_fp8, 1)),
-            "second.b": (args.gemm[1].b, matrix(turned.w13, 144, 272, planes, in_fp8, 1)),
-            "x_rows": (args.training.x_rows_map, rows(pool, 272, size=1)),
-            "w13": (args.training.w13, matrix(turned.forward.w13, 272, 144, planes, in_fp8, 1)),
-        }
+    pool, in_fp8, as_they_lie = workspace["x_pool"], (128, 128, 1, 1), (64, 64, 1, 1)
+    fp8 = precision == "fp8"
+    dgu = [plane(own["dgu"], p) for p in range(planes)]
+    dgu_rows = [plane(own["dgu_rows"], p, 1) for p in range(planes)] if fp8 else dgu
+    if fp8:
+        x_pool, x_of_forward = rows(pool, 272, size=1), rows(pool, 272, size=1)
+        w2 = matrix(turned.w2, 272, 144, 1, in_fp8, 1)
+        w13 = matrix(turned.w13, 144, 272, planes, in_fp8, 1)
+        again = matrix(turned.forward.w13, 272, 144, planes, in_fp8, 1)
     else:
-        of_format = {
-            "first.a": (args.gemm[0].a, rows(pool, 272)),
-            "first.b": (args.gemm[0].b, matrix(weights.w2, 144, 272, 1, (64, 64, 1, 1), 2)),
-            "second.b": (args.gemm[1].b, matrix(weights.w13, 272, 144, planes, (64, 64, 1, 1), 2)),
-            "x_rows": (args.training.x_rows_map, rows(own["x_rows"], 272)),
-            "w13": (args.training.w13, matrix(weights.w13, 272, 144, planes, (64, 128, 1, 1), 2)),
-        }
-    dgu_rows, size_of_rows = own.get("dgu_rows", own["dgu"]), 1 if precision == "fp8" else 2
-    for i in range(2):
-        expected = plane(dgu_rows, i % planes, size_of_rows)
-        of_format[f"dgu_rows{i}"] = (args.training.dgu_rows[i], expected)
-    fields = {
-        **of_format,
-        "second.out": (args.gemm[1].out, rows(workspace["y_rows"], 272)),
-        "hs": (args.training.hs, rows(hs, 144)),
-        "dy_rows": (args.training.dy_rows_map, rows(dy_rows, 272)),
-        "b0": (args.training.b[0], rows(own["x_rows"], 272, 4)),
-        "b1": (args.training.b[1], rows(hs, 144, 4)),
-        "dw13": (
-            args.training.dw[0],
-            matrix(given["dw13"], 272, 144, planes, (128 // size, 64, 1, 1), size),
-        ),
-        "dw2": (
-            args.training.dw[1],
-            matrix(given["dw2"], 144, 272, 1, (128 // size, 64, 1, 1), size),
-        ),
-        **{f"dgu{i}": (args.training.dgu[i], plane(own["dgu"], i % planes)) for i in range(2)},
-        **{
-            f"gu{i}": (
-                args.training.gu[i],
-                plane(STATE + plan.train_state["gu"].offset, i % planes),
-            )
-            for i in range(2)
-        },
-    }
-    for name, (field, expected) in fields.items():
-        assert maps[bytes(field)[0] - 1] == expected, name
-    assert [(g.n, g.k, g.bias) for g in args.gemm] == [(144, 272, None), (272, 144, None)]
-    assert [g.done for g in args.gemm] == [workspace["gemm1_done"], workspace["gemm2_done"]]
-    assert args.x_pool == pool
-    t, first, second = args.training, args.gemm[0], args.gemm[1]
-    found = (first.a_scale, first.b_scale, first.out_scale, second.a_scale, second.b_scale)
-    found += (second.out_scale, t.w13_scale, t.dy_rows)
-    expected = (None,) * 8
-    if precision == "fp8":
-        scale = own["dgu_scale"]
-        expected = (workspace["x_pool_scale"], turned.w2_scale.data_ptr(), scale, scale)
-        expected += (
-            turned.w13_scale.data_ptr(),
-            None,
-            turned.forward.w13_scale.data_ptr(),
-            dy_rows,
+        x_pool, x_of_forward = rows(pool, 272), rows(own["x_rows"], 272)
+        w2 = matrix(weights.w2, 144, 272, 1, as_they_lie, 2)
+        w13 = matrix(weights.w13, 272, 144, planes, as_they_lie, 2)
+        again = matrix(weights.w13, 272, 144, planes, (64, 128, 1, 1), 2)
+    of_gradient = (128 // size, 64, 1, 1)
+    table = {  # A, B, out
+        "gemm1": ([x_pool], w2, dgu),
+        "gemm2": (dgu_rows, w13, [rows(workspace["y_rows"], 272)]),
+        "dw13": (dgu, rows(own["x_rows"], 272, 4), [matrix(given["dw13"], 272, 144, planes, of_gradient, size)]),
+        "dw2": ([rows(dy_rows, 272)], rows(hs, 144, 4), [matrix(given["dw2"], 144, 272, 1, of_gradient, size)]),
+        "recompute": ([x_of_forward], again, dgu),
+    }  # fmt: skip
+    assert list(table) == abi.GEMMS
+    for (name, (a, b, out)), row in zip(table.items(), args.gemm, strict=True):
+        found = [maps[bytes(field)[0] - 1] for field in (*row.a, row.b, *row.out)]
+        assert found == [a[0], a[-1], b, out[0], out[-1]], name
+        assert not any(bytes(row.a_small)), name
+    scales = dict.fromkeys(table, (None, None, None))
+    if fp8:
+        at, turned_scale = (
+            own["dgu_scale"],
+            [t.data_ptr() for t in (turned.w2_scale, turned.w13_scale)],
         )
-    assert found == expected
-    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready"):
-        assert getattr(t, name) == own[name]
-    assert (t.b13, t.b2) == (weights.b13.data_ptr(), weights.b2.data_ptr())
-    assert (t.db13, t.db2) == (db13.data_ptr(), None)
-    assert (t.weights_wanted, t.dw_bytes, t.accumulate) == (3, size, 1)
-    assert t.window_d_weights == plan.window["window_d_weights"].offset > 0
+        again = turned.forward.w13_scale.data_ptr()
+        scales["gemm1"] = workspace["x_pool_scale"], turned_scale[0], at
+        scales["gemm2"] = at, turned_scale[1], None
+        scales["recompute"] = workspace["x_pool_scale"], again, None
+    numbers = {  # bias, done, m, n, k
+        "gemm1": (None, workspace["gemm1_done"], 0, 144, 272),
+        "gemm2": (None, workspace["gemm2_done"], 0, 272, 144),
+        "dw13": (db13.data_ptr(), None, 144, 272, 0),
+        "dw2": (None, None, 272, 144, 0),
+        "recompute": (weights.b13.data_ptr(), None, 0, 144, 272),
+    }
+    for name, row in zip(table, args.gemm, strict=True):
+        assert (row.a_scale, row.b_scale, row.out_scale) == scales[name], name
+        assert (row.bias, row.done, row.m, row.n, row.k) == numbers[name], name
+    of_state = plan.train_state["gu"].offset
+    assert [maps[bytes(m)[0] - 1] for m in args.gu] == [
+        plane(STATE + of_state, p % planes) for p in range(2)
+    ]
+    assert maps[bytes(args.hs)[0] - 1] == rows(hs, 144)
+    assert args.x_pool == pool
+    assert args.own.dy_rows == (dy_rows if fp8 else None)
+    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "dealt"):
+        assert getattr(args.own, name) == own[name]
+    assert args.own.b2 == weights.b2.data_ptr()
+    assert (args.own.dw_bytes, args.own.accumulate) == (size, 1)
+    assert args.own.window_d_weights == plan.window["window_d_weights"].offset > 0
     assert args.config_hash == problem.fingerprint()  # the kernel adds direction and epoch
 
 
 def test_tensors_of_a_backward_call():
     problem = Problem(64, 48, 4, 2, max_tokens=8)
     args, _, _, _ = filled_backward(problem, dw13=None)
-    assert args.training.weights_wanted == 2
+    assert [row.m for row in args.gemm] == [0, 0, 0, 64, 0]  # dw13 is not wanted
     dy, x, dx = (torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(3))
     ids, d_weights = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 2)
     tensors = {"dy": dy, "x": x, "topk_ids": ids, "dx": dx, "d_topk_weights": d_weights}
     training.fill_backward_call(args, **tensors)
-    assert (args.x, args.topk_ids, args.y) == (dy.data_ptr(), ids.data_ptr(), dx.data_ptr())
+    assert (args.rows_in, args.topk_ids, args.rows_out) == (
+        dy.data_ptr(),
+        ids.data_ptr(),
+        dx.data_ptr(),
+    )
     assert (args.topk_weights, args.num_tokens, args.ids_are_int64) == (None, 8, 1)
-    assert args.training.x == x.data_ptr()
-    assert args.training.d_topk_weights == d_weights.data_ptr()
+    assert args.own.x == x.data_ptr()
+    assert args.own.d_topk_weights == d_weights.data_ptr()
     shifted = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
     with pytest.raises(ArgumentError, match="x is.*16-byte"):
         training.fill_backward_call(args, **{**tensors, "x": shifted})

@@ -50,31 +50,34 @@ with on_cpu():
     count = torch.ones(1, dtype=torch.int32)
     call = forward(layer, num_tokens_device=count)
     x, ids, scores, y, state = call
-    one, plan, s = argument(), layer.plan, state.data_ptr()
-    t, table = one.training, plan.train_state
+    one, plan, s = argument("train"), layer.plan, state.data_ptr()
+    t, table = one.state, plan.train_state
     tokens_at = at("tokens", s, table)
     first = [
-        one.x == x.data_ptr(), one.y == y.data_ptr(), one.topk_ids == ids.data_ptr(), one.num_tokens == 5,
+        one.rows_in == x.data_ptr(), one.rows_out == y.data_ptr(), one.topk_ids == ids.data_ptr(), one.num_tokens == 5,
         one.topk_weights == scores.data_ptr(), one.num_tokens_device == count.data_ptr(),
         one.gemm[0].b.words[0] == weights.w13.data_ptr(), one.gemm[0].bias == weights.b13.data_ptr(),
-        t.header == s, t.tokens == tokens_at, t.gu[0].words[0] == at("gu", s, table),
-        t.gu[1].words[0] == at("gu", s, table) + 144 * 2, one.chunk_prefix == at("chunk_prefix", s, table),
+        t.header == s, t.tokens == tokens_at, one.gu[0].words[0] == at("gu", s, table),
+        one.gu[1].words[0] == at("gu", s, table) + 144 * 2, one.chunk_prefix == at("chunk_prefix", s, table),
         one.timeout_ns == 2_000_000_000, one.epoch == layer.window.epoch_address,
         state.dtype == torch.uint8, list(state.shape) == [layer.state_bytes], config()["grid"] == [112, 1, 1]]
     dy = torch.zeros_like(x)
     gradients = backward(layer, call, dy=dy, num_tokens_device=count)
-    two, work = argument(), layer._training.workspace.data_ptr()
-    t, dx, dw = two.training, gradients[0], gradients[2]
+    two, work = argument("backward"), layer._training.workspace.data_ptr()
+    t, dx, dw = two.own, gradients[0], gradients[2]
+    rows = dict(zip(abi.GEMMS, two.gemm))
     second = [
-        two.x == dy.data_ptr(), t.x == x.data_ptr(), two.y == dx.data_ptr(), two.topk_ids == ids.data_ptr(),
+        two.rows_in == dy.data_ptr(), t.x == x.data_ptr(), two.rows_out == dx.data_ptr(),
+        two.topk_ids == ids.data_ptr(),
         t.d_topk_weights == gradients[1].data_ptr(), two.num_tokens_device == count.data_ptr(), two.num_tokens == 5,
         two.gemm[0].b.words[0] == (turned or master).w2.data_ptr(),
         two.gemm[1].b.words[0] == (turned or master).w13.data_ptr(),
-        t.b13 == biased.b13.data_ptr(), t.b2 == biased.b2.data_ptr(), t.header == s, t.tokens == tokens_at,
-        t.gu[0].words[0] == at("gu", s, plan.train_state), t.x_rows == at("x_rows", work, plan.backward),
-        t.dw[0].words[0] == dw.data_ptr(), t.dw[1].words[0] == gradients[3].data_ptr(),
-        t.db13 == gradients[4].data_ptr(), t.db2 == gradients[5].data_ptr(),
-        (t.weights_wanted, t.dw_bytes, t.accumulate) == (3, 2, 0), two.epoch == one.epoch,
+        rows["recompute"].bias == biased.b13.data_ptr(), t.b2 == biased.b2.data_ptr(),
+        two.state.header == s, two.state.tokens == tokens_at,
+        two.gu[0].words[0] == at("gu", s, plan.train_state), t.x_rows == at("x_rows", work, plan.backward),
+        rows["dw13"].out[0].words[0] == dw.data_ptr(), rows["dw2"].out[0].words[0] == gradients[3].data_ptr(),
+        rows["dw13"].bias == gradients[4].data_ptr(), rows["dw2"].bias == gradients[5].data_ptr(),
+        (rows["dw13"].m, rows["dw2"].m, t.dw_bytes, t.accumulate) == (144, 272, 2, 0), two.epoch == one.epoch,
         two.config_hash == one.config_hash, not dx.any(), not gradients[1].any()]  # zeros behind the count
     kinds = [[list(g.shape), str(g.dtype)] for g in gradients]
     forward(layer); backward(layer, call)
@@ -146,7 +149,7 @@ with on_cpu():
     call, found = forward(layer), []
     for only in (True, False):
         gradients = backward(layer, call, needs=[not only] * 2 + [True] * 4, only_weights=only)
-        found.append([g is None for g in gradients] + [argument().training.only_weights])
+        found.append([g is None for g in gradients] + [argument("backward").own.only_weights])
     try:
         backward(layer, call, only_weights=True)
     except ArgumentError as error:
@@ -170,21 +173,22 @@ with on_cpu():
     call = forward(layer)
     gradients = backward(layer, call, w=other)
     found.append([list(g.stride()) for g in gradients[2:5]])
-    t = argument().training
-    found.append([t.dw[0].words[0] == gradients[2].data_ptr(), map_of(t.dw[0])["strides"][:3]])
+    dw13 = argument("backward").gemm[2].out[0]
+    found.append([dw13.words[0] == gradients[2].data_ptr(), map_of(dw13)["strides"][:3]])
     found.append([g is None for g in backward(layer, call, needs=[True, False, False, True, False, False])])
-    t = argument().training
-    found.append([t.weights_wanted, t.db13, t.db2])
+    dw13, dw2 = argument("backward").gemm[2:4]
+    found.append([dw13.m, dw2.m, dw13.bias, dw2.bias])
     nothing = backward(layer, call, needs=[False] * 6)
-    found.append([g is None for g in nothing] + [argument().training.weights_wanted, argument().y != 0])
+    two = argument("backward")
+    found.append([g is None for g in nothing] + [any(row.m for row in two.gemm), two.rows_out != 0])
 print(json.dumps(found))
 """)
     strides, given, partly, wanted, nothing = seen
     assert strides == [[144 * 544, 272, 544, 1], [272 * 144, 144, 1], [288, 144, 1]]
     assert given == [True, [1088, 544, 144 * 1088]]
     assert partly == [False, True, True, False, True, True]
-    assert wanted == [2, None, None]
-    assert nothing == [True] * 6 + [0, True]
+    assert wanted == [0, 272, None, None]
+    assert nothing == [True] * 6 + [False, True]
 
 
 def test_gradients_are_added_where_the_caller_says(train):
@@ -193,8 +197,8 @@ def test_gradients_are_added_where_the_caller_says(train):
 def ones(name, dtype=torch.float32):
     return torch.ones(getattr(master, name).shape, dtype=dtype)
 def given():
-    t = argument().training
-    return [t.dw[0].words[0], t.dw[1].words[0], t.db13, t.db2]
+    dw13, dw2 = argument("backward").gemm[2:4]
+    return [dw13.out[0].words[0], dw2.out[0].words[0], dw13.bias, dw2.bias]
 with on_cpu():
     layer = mega.MegaBackend(problem, device="cpu")
     call, found = forward(layer), {}
@@ -207,9 +211,10 @@ with on_cpu():
         "strided": {"w2": torch.ones(7, 144, 272).transpose(1, 2)},
     }.items():
         gradients = backward(layer, call, into=into)
-        t, named = argument().training, ("w13", "w2", "b13", "b2")
+        t, named = argument("backward"), ("w13", "w2", "b13", "b2")
+        wanted = sum(1 << i for i, row in enumerate(t.gemm[2:4]) if row.m)
         found[name] = {
-            "returned": [g is not None for g in gradients[2:]], "flags": [t.weights_wanted, t.dw_bytes, t.accumulate],
+            "returned": [g is not None for g in gradients[2:]], "flags": [wanted, t.own.dw_bytes, t.own.accumulate],
             "direct": [n in into and into[n].data_ptr() == at for n, at in zip(named, given())],
             "kept": all(bool((v == 1).all()) for v in into.values()),
             "zero": all(bool((g == 0).all()) for g in gradients[2:] if g is not None),
@@ -306,18 +311,18 @@ with on_cpu():
     call(layer, weights=weights)
     def tries():
         x, ids, scores = tensors()
-        yield weights, 0, lambda w: call(layer, weights=w)
-        yield weights, 0, lambda w: layer.forward_train(x, ids, scores, w)
-        yield turned or master, 1, lambda w: backward(layer, call_of, **{"turned" if turned else "w": w})
-    for good, place, launch in tries():
+        yield "forward", weights, 0, lambda w: call(layer, weights=w)
+        yield "train", weights, 0, lambda w: layer.forward_train(x, ids, scores, w)
+        yield "backward", turned or master, 1, lambda w: backward(layer, call_of, **{"turned" if turned else "w": w})
+    for kind, good, place, launch in tries():
         launch(good)
         try:
             launch(crooked(good))
         except ArgumentError as error:
             found.append("16-byte aligned" in str(error))
         launch(good)
-        found.append(argument().gemm[place].b.words[0] == good.w13.data_ptr())
-        found.append(argument().gemm[1 - place].b.words[0] == good.w2.data_ptr())
+        found.append(argument(kind).gemm[place].b.words[0] == good.w13.data_ptr())
+        found.append(argument(kind).gemm[1 - place].b.words[0] == good.w2.data_ptr())
 print(json.dumps(found))
 """)
     assert seen == [True] * 9

@@ -1,0 +1,299 @@
+"""The table of a launch: one row for each of its GEMMs, csrc/megamoe/layout/args.h.
+
+A list of rows says what is known at a time: of the pool when a layer is made, of weights when they are given, of
+gradients with each call. What a row leaves None stays as it is. write() puts a list into a launch's argument; tests
+compare the same lists.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import by_plane, map_strides, plane_strides
+from megamoe.core.table import BF16
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.jit import abi
+from megamoe.jit.source import TILE
+
+# (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
+# dims and box are innermost first.
+Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
+ROWS, HALF = abi.WARPGROUP_ROWS, abi.TILES[TILE].half_columns  # of boxes
+
+
+class Map(NamedTuple):
+    """A tensor map: what an Encoder takes."""
+
+    base: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    size: int  # bytes of an element
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of a GEMM, by its name in GemmId. Maps by plane: the last stands for those behind it.
+
+    Pointers are addresses, 0 for null.
+    """
+
+    gemm: str
+    a: Sequence[Map] | None = None
+    a_small: Map | None = None
+    b: Map | None = None
+    out: Sequence[Map] | None = None
+    a_scale: int | None = None
+    b_scale: int | None = None
+    bias: int | None = None
+    out_scale: int | None = None
+    done: int | None = None
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
+
+
+_NUMBERS = ("a_scale", "b_scale", "bias", "out_scale", "done", "m", "n", "k")
+
+
+def write(args: Any, rows: Sequence[Row], encoder: Encoder) -> None:
+    """Put what rows say into a launch's argument, one of abi.LAUNCHES."""
+    table = args.gemm
+    for row in rows:
+        gemm = table[abi.GEMMS.index(row.gemm) if len(table) > 1 else 0]
+        for name in ("a", "out"):
+            maps = getattr(row, name)
+            if maps is not None:
+                set_maps(getattr(gemm, name), maps, encoder)
+        if row.a_small is not None:
+            set_map(gemm.a_small, encoder(*row.a_small))
+        if row.b is not None:
+            set_map(gemm.b, encoder(*row.b))
+        for name in _NUMBERS:
+            value = getattr(row, name)
+            if value is not None:
+                setattr(gemm, name, value)
+
+
+def set_maps(fields: Any, maps: Sequence[Map], encoder: Encoder) -> None:
+    """Fill an array of maps, one a plane; without a second plane, with the first one's twice."""
+    for i in range(len(fields)):
+        set_map(fields[i], encoder(*maps[min(i, len(maps) - 1)]))
+
+
+def set_map(field: Any, data: bytes) -> None:
+    if len(data) != ctypes.sizeof(field):
+        raise ValueError(f"a tensor map has {ctypes.sizeof(field)} bytes, not {len(data)}")
+    ctypes.memmove(ctypes.addressof(field), data, len(data))
+
+
+# --- maps ---
+
+
+def box(size: int, rows: int = ROWS, rank: int = 2) -> tuple[int, ...]:
+    """Return a box of 128 bytes a row."""
+    return (abi.SLOT_K_BYTES // size, rows, *[1] * (rank - 2))
+
+
+def rows_map(
+    base: int, rows: int, columns: int, size: int, box_rows: int = ROWS, rank: int = 2
+) -> Map:
+    """Return the map of [rows, columns], contiguous, behind rank - 2 dimensions of one."""
+    row = columns * size
+    dims, strides = (columns, rows, *[1] * (rank - 2)), (row, *[row * rows] * (rank - 2))
+    return Map(base, dims, strides, box(size, box_rows, rank), size)
+
+
+def plane_maps(
+    base: int, rows: int, planes: int, columns: int, size: int = BF16.bytes
+) -> list[Map]:
+    """Return the maps of [rows, planes, columns], contiguous, by plane."""
+    row = columns * size
+    return [
+        Map(base + p * row, (columns, rows), (planes * row,), box(size), size)
+        for p in range(planes)
+    ]
+
+
+def matrix_map(
+    place: tuple[int, tuple[int, ...]], shape: tuple[int, int, int, int], size: int, box_rows: int
+) -> Map:
+    """Return the map of weights or their gradient. place: address and strides; shape: L, planes, rows, columns."""
+    experts, planes, height, width = shape
+    dims = (width, height, planes, max(experts, 1))
+    return Map(place[0], dims, place[1], box(size, box_rows, 4), size)
+
+
+def place_of(
+    name: str, w: Tensor, planes: int, shape: tuple[int, ...], other: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return a matrix' address and strides in bytes; without local experts `other` and any legal ones."""
+    if not shape[0]:
+        return other, (shape[-1] * w.element_size(),) * 3
+    base = w.data_ptr()
+    if base % 16:
+        raise ArgumentError(name, hex(base), "16-byte aligned storage")
+    return base, plane_strides(w, planes)
+
+
+# --- rows ---
+
+
+def forward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
+    """Rows of a forward launch, also of one that trains, without weights. address: of the workspace's regions."""
+    p, rows = plan.strided, plan.pool_rows
+    x, h = p.formats.x, p.formats.h
+
+    def maps(name: str, width: int, size: int) -> dict[str, Any]:
+        whole = rows_map(address[name], rows, width, size)
+        return {"a": [whole], "a_small": whole._replace(box=box(size, abi.SMALL_BOX_ROWS))}
+
+    of_x, of_h = (
+        maps("x_pool", x.width(p.hidden), x.bytes),
+        maps("h", h.width(p.intermediate), h.bytes),
+    )
+    y = rows_map(address["y_rows"], rows, p.hidden, BF16.bytes)
+    h_scale = address.get("h_scale")
+    return [
+        Row("gemm1", **of_x, out=of_h["a"], a_scale=address.get("x_pool_scale"), out_scale=h_scale,
+            done=address["gemm1_done"], n=p.intermediate, k=p.hidden),
+        Row("gemm2", **of_h, out=[y], a_scale=h_scale, done=address["gemm2_done"],
+            n=p.hidden, k=p.intermediate),
+    ]  # fmt: skip
+
+
+def backward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
+    """Rows of a backward launch, without weights and gradients. address: of both workspaces' regions."""
+    p, rows = plan.strided, plan.pool_rows
+    hidden, width, planes, x = p.hidden, p.intermediate, p.activation.planes, p.formats.x
+    dgu = plane_maps(address["dgu"], rows, planes, width)
+    pool = rows_map(address["x_pool"], rows, hidden, x.bytes)
+    scale, dgu_scale = address.get("x_pool_scale"), address.get("dgu_scale")
+    dgu_rows, x_rows = dgu, rows_map(address["x_rows"], rows, hidden, BF16.bytes)
+    dy = rows_map(address.get("dy_rows", address["x_pool"]), rows, hidden, BF16.bytes)
+    if x.scaled:
+        dgu_rows = plane_maps(address["dgu_rows"], rows, planes, width, x.bytes)
+    x_of_k = rows_map(address["x_rows"], rows, hidden, BF16.bytes, rank=4)
+    hs_of_k = rows_map(address["hs"], rows, width, BF16.bytes, rank=4)
+    return [
+        Row("gemm1", a=[pool], out=dgu, a_scale=scale, out_scale=dgu_scale,
+            done=address["gemm1_done"], n=width, k=hidden),
+        Row("gemm2", a=dgu_rows, out=[rows_map(address["y_rows"], rows, hidden, BF16.bytes)],
+            a_scale=dgu_scale, done=address["gemm2_done"], n=hidden, k=width),
+        Row("dw13", a=dgu, b=x_of_k, n=hidden),
+        Row("dw2", a=[dy], b=hs_of_k, n=width),
+        Row("recompute", a=[pool if x.scaled else x_rows], out=dgu, a_scale=scale, n=width, k=hidden),
+    ]  # fmt: skip
+
+
+def weight_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Row]:
+    """Rows of a forward launch: weights, scales, biases. A rank without experts gets maps that are never used.
+
+    weights: with a contiguous b13, see ExpertWeights.with_flat_bias. other: any legal address.
+    """
+    p, stored = problem, problem.formats.w
+    local, planes, size = p.num_local_experts(p.rank), p.activation.planes, stored.bytes
+    inner = stored.width(abi.SLOT_K_BYTES // p.formats.x.bytes)  # h's numbers have as many bytes
+    found = []
+    for gemm, w, w_planes, height, k, scale, bias in (
+        ("gemm1", weights.w13, planes, p.intermediate, p.hidden, weights.w13_scale, weights.b13),
+        ("gemm2", weights.w2, 1, p.hidden, p.intermediate, weights.w2_scale, weights.b2),
+    ):
+        width = stored.width(k)
+        base, strides = other, (width * size,) * 3
+        if local:
+            base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
+        if base % 16:
+            raise ArgumentError("weights", hex(base), "16-byte aligned storage")
+        b_scale = address_of(scale)
+        if stored.block_scales > 1 and b_scale % 16:
+            raise ArgumentError("weights' scales", hex(b_scale), "16-byte aligned storage")
+        b = Map(base, (width, height, w_planes, max(local, 1)), strides, (inner, HALF, 1, 1), size)
+        found.append(Row(gemm, b=b, b_scale=b_scale, bias=address_of(bias)))
+    return found
+
+
+def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Row]:
+    """Rows of a backward launch in BF16: weights as they lie, MN-major, and w13 as forward has it, for recompute.
+
+    weights: bf16 w13 and w2, of any strides that TMA takes, and with a contiguous b13. other: any legal address.
+    """
+    p, size = problem, BF16.bytes
+    local = p.num_local_experts(p.rank)
+    of_w2, of_w13 = (
+        (local, 1, p.hidden, p.intermediate),
+        (local, p.activation.planes, p.intermediate, p.hidden),
+    )
+    for name in ("w2", "w13"):
+        dtype = getattr(weights, name).dtype
+        if dtype != BF16.dtype:
+            raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16 masters, for backward")
+    w2 = place_of("weights.w2", weights.w2, 1, of_w2, other)
+    w13 = place_of("weights.w13", weights.w13, of_w13[1], of_w13, other)
+    return [
+        Row("gemm1", b=matrix_map(w2, of_w2, size, ROWS)),
+        Row("gemm2", b=matrix_map(w13, of_w13, size, ROWS)),
+        Row("recompute", b=matrix_map(w13, of_w13, size, HALF), bias=address_of(weights.b13)),
+    ]
+
+
+def turned_rows(problem: Problem, turned: TurnedWeights, other: int) -> list[Row]:
+    """Rows of a backward launch in FP8: transposed copies, and w13 as forward has it, for recompute.
+
+    turned: of weights with a contiguous b13. other: any legal address.
+    """
+    p, forward, size = problem, turned.forward, problem.formats.w.bytes
+    local, planes, h, i = p.num_local_experts(p.rank), p.activation.planes, p.hidden, p.intermediate
+    assert forward.w13_scale is not None
+    found = []
+    for gemm, name, w, scale, shape in (
+        ("gemm1", "turned.w2", turned.w2, turned.w2_scale, (local, 1, i, h)),
+        ("gemm2", "turned.w13", turned.w13, turned.w13_scale, (local, planes, h, i)),
+        ("recompute", "forward.w13", forward.w13, forward.w13_scale, (local, planes, i, h)),
+    ):
+        place = place_of(name if gemm == "recompute" else name, w, shape[1], shape, other)
+        b = matrix_map(place, shape, size, HALF)
+        found.append(Row(gemm, b=b, b_scale=scale.data_ptr()))
+    found[-1].bias = address_of(forward.b13)
+    return found
+
+
+def gradient_rows(
+    problem: Problem,
+    dw13: Tensor | None,
+    dw2: Tensor | None,
+    db13: Tensor | None,
+    db2: Tensor | None,
+    other: int,
+    size: int,
+) -> list[Row]:
+    """Rows of a backward launch: where it puts the experts' gradients, and which are wanted.
+
+    dw13: [L, P*I, H] or [L, P, I, H], dw2: [L, H, I], of elements of `size` bytes; None: not wanted. db13, db2: fp32.
+    """
+    p = problem
+    local, planes = p.num_local_experts(p.rank), p.activation.planes
+    found = []
+    for name, dw, db, shape in (
+        ("dw13", dw13, db13, (local, planes, p.intermediate, p.hidden)),
+        ("dw2", dw2, db2, (local, 1, p.hidden, p.intermediate)),
+    ):
+        place = other, (shape[-1] * size,) * 3  # any legal one
+        if dw is not None:
+            place = place_of(name, dw, shape[1], shape, other)
+        out = matrix_map(place, shape, size, ROWS)
+        wanted = 0 if dw is None else shape[2]
+        found.append(Row(name, out=[out], bias=address_of(db), m=wanted))
+    return found
+
+
+def address_of(t: Tensor | None) -> int:
+    """Return a tensor's address, 0 for none."""
+    return 0 if t is None else t.data_ptr()
