@@ -9,7 +9,7 @@
 //   WeightsOperand<T>   B: load(to, full, slot, half, both): one half
 //
 // `both`: into both CTAs of the pair. Columns at or past the end of a plane, and rows at or past the pool's,
-// are zeros (TMA). Weights that were expanded in memory are fp4/panels.cuh's PanelRows.
+// are zeros (TMA).
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/gemm.cuh"
