@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from command import parser_of
 
-from bench.hf.run import worker
 from bench.ranks import add_launch_arguments, launch
 
 
@@ -41,6 +40,8 @@ def main() -> int:
         parser.error('transformers are missing: pip install "megamoe[hf]"')
     if args.ranks is None and (args.cpu or not torch.cuda.is_available()):
         args.ranks = 1
+    from bench.hf.run import worker  # which needs transformers, and takes long to import
+
     return launch(worker, args)
 
 

@@ -18,12 +18,7 @@ from bench.ranks import Rank
 from megamoe.backends.reference.route import Rows
 from megamoe.launch.arguments import Plan
 from megamoe.testing import same_bits
-from megamoe.testing.gradients import (
-    BACKWARD_STAGES,
-    GRADIENTS,
-    OF_EXPERTS,
-    GradientChecker,
-)
+from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS, GradientChecker
 
 MAX_MAIN_GRAD_BYTES = 8 << 30  # beyond, nothing is added to fp32 gradients
 MAIN_GRAD = 0.5  # what they hold before

@@ -25,11 +25,7 @@ Gradients = dict[str, Any]  # tensors; None where nobody needs one
 
 
 def check_everywhere(
-    checker: GradientChecker,
-    d: Drawn,
-    found: Gradients,
-    stages: dict[str, Tensor],
-    saved: Tensor,
+    checker: GradientChecker, d: Drawn, found: Gradients, stages: dict[str, Tensor], saved: Tensor
 ) -> None:
     """Check all gradients of weights, all dx_rows and all hs of this rank. Not collective.
 

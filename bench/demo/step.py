@@ -19,8 +19,9 @@ from bench.demo.curves import compare_curves, memory
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import WINDOW, Recipe, Setup, train
 from bench.ranks import Rank
-from megamoe.core.config import Problem
+from bench.shapes import problem_of
 from megamoe.layer.functional import choose
+from megamoe.testing.shapes import Shape
 
 CPU_MODEL = ModelConfig()
 GPU_MODEL = ModelConfig(
@@ -37,17 +38,6 @@ def other_setup(how: str, this: Setup, me: Rank) -> Setup | None:
     return replace(this, group=group) if me.is_first else None
 
 
-def problem_of(recipe: Recipe, me: Rank, precision: str) -> Problem:
-    m = recipe.model
-    sizes = (m.hidden, m.intermediate, m.num_experts, m.top_k, me.size, me.rank)
-    return Problem(*sizes, max_tokens=recipe.batch // me.size * m.context, precision=precision)
-
-
-def choose_backend(recipe: Recipe, me: Rank, precision: str) -> str:
-    """Ask once, not in every layer, what "auto" is; if it is not the kernel, a line says why. Collective."""
-    return choose("auto", problem_of(recipe, me, precision), dist.group.WORLD, me.device)
-
-
 def worker(me: Rank, args: argparse.Namespace) -> int:
     on_gpu = me.device.type == "cuda"
     steps = args.steps or (400 if on_gpu else 300)
@@ -55,17 +45,19 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     recipe = Recipe(GPU_MODEL if on_gpu else CPU_MODEL, batch=batch, steps=steps, seed=args.seed)
     if batch % me.size:
         raise SystemExit(f"--batch {batch} does not divide over {me.size} ranks")
-    backend = args.backend
-    if backend == "auto":
-        backend = choose_backend(recipe, me, args.precision) if on_gpu else "staged"
+    m, world, backend = recipe.model, dist.group.WORLD, args.backend
+    shape = Shape("demo", m.hidden, m.intermediate, m.num_experts, m.top_k)
+    problem = problem_of(shape, batch // me.size * m.context, me, args.precision)
+    if (
+        backend == "auto"
+    ):  # asked once, not in every layer; if it is not the kernel, a line says why
+        backend = choose("auto", problem, world, me.device) if on_gpu else "staged"
     text = shared_corpus()
-    m = recipe.model
-    me.print(megamoe.memory_report(problem_of(recipe, me, args.precision))["line"])
+    me.print(megamoe.memory_report(problem)["line"])
     me.print(
         f"{len(text) / 1e6:.2f} MB of English; {m.num_blocks} blocks of attention and {m.num_experts} experts "
         f"(top {m.top_k}) on {me.size} ranks, {me.device.type}, backend {backend}, {args.precision}"
     )
-    world = dist.group.WORLD
     this = Setup(recipe, text, me.device, world, {"backend": backend, "precision": args.precision})
     if args.curves is not None:
         good, _ = compare_curves(this, args.seeds or [args.seed], args.curves, me.print)

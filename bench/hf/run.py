@@ -3,34 +3,32 @@
 import argparse
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
 import megamoe
 from bench.demo.checks import report
-from bench.demo.curves import draw, final_loss, write
+from bench.demo.curves import Key, draw, final_loss, write
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import Recipe, Setup
+from bench.hf.generate import Decoder
+from bench.hf.model import CPU_SIZES, GPU_SIZES, OURS, Sizes, saved_model
+from bench.hf.training import Run, compare, train
 from bench.ranks import Rank
+from bench.shapes import problem_of
 from bench.tables import header
-from megamoe.core.config import Problem
 from megamoe.layer.functional import choose
-
-if TYPE_CHECKING:
-    from bench.demo.curves import Key
-    from bench.hf.model import Sizes
-    from bench.hf.training import Run
+from megamoe.testing.shapes import Shape
 
 PROMPT = b"A class is "
 
 
-def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, "Sizes"]:
+def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, Sizes]:
     """Return the recipe on these ranks, and the sizes of the model. Collective."""
-    from bench.hf.model import CPU_SIZES, GPU_SIZES
-
     on_gpu = me.device.type == "cuda"
     sizes = GPU_SIZES if on_gpu else CPU_SIZES
     steps = args.steps or (300 if on_gpu else 60)
@@ -44,17 +42,10 @@ def setup_of(args: argparse.Namespace, me: Rank) -> tuple[Setup, "Sizes"]:
     return Setup(recipe, shared_corpus(), me.device, dist.group.WORLD, {}), sizes
 
 
-def choose_backend(name: str, sizes: "Sizes", me: Rank) -> str:
+def choose_backend(name: str, sizes: Sizes, me: Rank) -> str:
     """Ask once, not in every layer, what "auto" is; a line says why it is not the kernel. Collective."""
-    problem = Problem(
-        sizes.hidden,
-        sizes.intermediate,
-        sizes.experts,
-        sizes.top_k,
-        ep_size=me.size,
-        rank=me.rank,
-        max_tokens=sizes.batch * sizes.context,
-    )
+    shape = Shape("demo", sizes.hidden, sizes.intermediate, sizes.experts, sizes.top_k)
+    problem = problem_of(shape, sizes.batch * sizes.context, me)
     chosen = choose(name, problem, dist.group.WORLD, me.device)
     me.print(
         f"{sizes.layers} layers of {sizes.experts} experts (top {sizes.top_k}) on {me.size} ranks, "
@@ -71,11 +62,6 @@ def own_experts(name: str | None, me: Rank) -> str:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    import transformers
-
-    from bench.hf.model import OURS, saved_model
-    from bench.hf.training import compare, train
-
     adapter: Any = import_module("megamoe.adapters.transformers")
     if me.size > 1 and adapter.EPImplementationInterface is None:
         version = transformers.__version__
@@ -107,13 +93,13 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     if me.is_first and args.curves is not None:
         curves(args.curves, {(name, "bf16", args.seed): run for name, run in runs.items()}, setup)
     if me.is_first and args.generate:
-        generate(args.generate, sizes, runs[OURS].weights, me)
+        show_text(args.generate, sizes, runs[OURS].weights, me)
         experts.close()
     dist.barrier()
     return int(not good)
 
 
-def curves(path: Path, runs: "dict[Key, Run]", setup: Setup) -> None:
+def curves(path: Path, runs: dict[Key, Run], setup: Setup) -> None:
     """Draw the losses; write them as CSV, with each step's seconds and the tokens of all ranks in it."""
     losses = {key: run.losses for key, run in runs.items()}
     tokens = setup.recipe.batch * setup.recipe.model.context
@@ -127,13 +113,8 @@ def curves(path: Path, runs: "dict[Key, Run]", setup: Setup) -> None:
     print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)
 
 
-def generate(num_bytes: int, sizes: "Sizes", weights: dict[str, Tensor], me: Rank) -> None:
+def show_text(num_bytes: int, sizes: Sizes, weights: dict[str, Tensor], me: Rank) -> None:
     """Print text of the trained model, all of it on this rank."""
-    import transformers
-
-    from bench.hf.generate import Decoder
-    from bench.hf.model import OURS
-
     model = transformers.AutoModelForCausalLM.from_config(
         sizes.config(), dtype=torch.bfloat16, experts_implementation=OURS
     )

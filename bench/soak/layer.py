@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 
 import megamoe
+from bench import shapes
 from bench.ranks import Rank
 from megamoe.backends import reference
 from megamoe.backends.mega import MegaBackend
 from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
+from megamoe.testing.shapes import Shape
 
 # relative error of y; docs/numerics.md
 LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "bf16xmxfp4": 5e-3, "fp8xmxfp4": 1e-2, "bf16xnvfp4": 5e-3}
+SMALL = Shape("soak", hidden=1024, intermediate=512, num_experts=32, top_k=4)
 BLOCK = 500  # calls between two looks at the device
 FEW_TOKENS = 64  # below, one rounding step of h weighs more: four times the limit
 
@@ -49,17 +52,7 @@ def gather(me: Rank, value: object) -> list[Any]:
 
 
 def problem_of(me: Rank, precision: str = "bf16", **changes: Any) -> megamoe.Problem:
-    small = megamoe.Problem(
-        hidden=1024,
-        intermediate=512,
-        num_experts=32,
-        top_k=4,
-        ep_size=me.size,
-        rank=me.rank,
-        max_tokens=512,
-        precision=precision,
-    )
-    return replace(small, **changes)
+    return replace(shapes.problem_of(SMALL, 512, me, precision), **changes)
 
 
 def chosen(options: dict[str, Any]) -> dict[str, Any]:

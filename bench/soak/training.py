@@ -21,7 +21,6 @@ from megamoe.window.window import Window
 LOOK = 250  # iterations between two looks at the device
 RATE = 2e-3  # of a step's length over the weights' own
 ROUTES = (*ROUTINGS, OVERLOADED)
-Update = Callable[[Tensor, Tensor], None]
 
 
 def descend(w: Tensor, gradient: Tensor) -> None:

@@ -29,7 +29,7 @@ RUN |= {"loss_tolerance": 5e-3, "gradient_tolerance": 0.05}
 @pytest.fixture
 def run(alone, monkeypatch, capsys):
     """Return a function that trains and compares: arguments -> exit code, what was printed."""
-    monkeypatch.setattr(hf_model, "CPU_SIZES", SIZES)
+    monkeypatch.setattr(train_hf, "CPU_SIZES", SIZES)
     monkeypatch.setattr(train_hf, "shared_corpus", lambda: TEXT)
 
     def call(**changed):
@@ -95,8 +95,8 @@ def test_planted_faults_are_seen(fault, part, run, monkeypatch):
 
 def test_a_run_without_our_layers_is_no_run(run, monkeypatch):
     """Otherwise transformers' own experts would be compared with themselves."""
-    monkeypatch.setattr(hf_model, "OURS", "eager")
-    monkeypatch.setattr(training, "OURS", "eager")
+    for module in (hf_model, training, train_hf):
+        monkeypatch.setattr(module, "OURS", "eager")
     code, said = run(compare="grouped_mm")
     assert code == 1
     assert "FAIL: 0 of 2 layers by megamoe" in said
