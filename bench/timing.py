@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,11 +68,8 @@ class Timer:
         self.device, self.samples, self.watch = device, samples, watch
         self.on_gpu = device.type == "cuda"
         self.flag = torch.zeros(1, device=device)
-
-    @cached_property
-    def _flushed(self) -> torch.Tensor:
         num_bytes = FLUSH_BYTES if self.on_gpu else 0
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._flushed = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def flush(self) -> None:
         """Write more than the L2 holds."""

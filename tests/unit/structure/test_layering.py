@@ -147,6 +147,11 @@ def of_the_checkout(path, text):
     return found
 
 
+def test_a_command_is_short():
+    lengths = {p.name: len(p.read_text().splitlines()) for p in (ROOT / "tools").glob("*.py")}
+    assert {name for name, lines in lengths.items() if lines > 80} == set()
+
+
 @pytest.mark.parametrize("place", ["megamoe", "jit", "bench", "tools"])
 def test_nothing_imports_commands_or_tests_and_no_product_imports_bench(place):
     for path in (ROOT / place).rglob("*.py"):
