@@ -76,6 +76,13 @@ def run(tool: str | Path, *arguments: object, path: Path = ROOT) -> subprocess.C
     return start([program, *arguments], path=[program.parent, path, ROOT])
 
 
+def passes(tool: str | Path, *arguments: object, path: Path = ROOT) -> str:
+    """Run one of tools/, which has to succeed; return what it printed."""
+    done = run(tool, *arguments, path=path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_code(code: str, **variables: str) -> str:
     """Run Python text that may import commands of tools/; return what it printed."""
     done = start(["-c"], code, [ROOT / "tools", ROOT], **variables)

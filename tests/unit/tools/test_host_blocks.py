@@ -1,25 +1,23 @@
 """tools/host_blocks.py: blocks of transformers with both experts agree, and a fault in ours is told."""
 
 import pytest
-from programs import run, run_code
+from programs import passes, run_code
 
 pytest.importorskip("transformers", minversion="5.20")
 TINY = ("--shape", "tiny", "--tokens", "24", "--samples", "1", "--backend", "staged")
 
 
 def test_blocks_agree():
-    done = run("host_blocks.py", *TINY, "--precision", "bf16", "fp8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines()[2:]]
+    said = passes("host_blocks.py", *TINY, "--precision", "bf16", "fp8")
+    rows = [line.split("  ")[0] for line in said.splitlines()[2:]]
     assert rows == ["transformers eager", "megamoe bf16", "megamoe fp8"]
 
 
 @pytest.mark.slow
 def test_blocks_over_two_ranks_agree():
     pytest.importorskip("transformers", minversion="5.23")
-    done = run("host_blocks.py", "--ranks", "2", "--cpu", *TINY, "--precision", "bf16", "fp8")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines()[2:]]
+    said = passes("host_blocks.py", "--ranks", "2", "--cpu", *TINY, "--precision", "bf16", "fp8")
+    rows = [line.split("  ")[0] for line in said.splitlines()[2:]]
     assert rows == ["transformers eager", "megamoe bf16", "megamoe fp8"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import ROOT, run, run_code, tool
+from programs import ROOT, passes, run, run_code, tool
 
 from bench import compile_report
 from bench.demo.checks import FREE_STEPS, Replay, checks_of_curves, largest
@@ -46,18 +46,16 @@ def csv_rows(path: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("backend", ["staged", "reference"])
 def test_rank_check_passes(backend):
-    done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--tokens", 17, "--precision", "bf16",
-               "--routing", "uniform", "dropped", "--repeat", 2)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 configurations are right" in done.stdout
+    said = passes("rank_check.py", "--backend", backend, "--ranks", 2, "--tokens", 17, "--precision", "bf16",
+                  "--routing", "uniform", "dropped", "--repeat", 2)  # fmt: skip
+    assert "2 of 2 configurations are right" in said
 
 
 @pytest.mark.parametrize(("backend", "count"), [("staged", 5), ("emulate", 3)])
 def test_rank_check_random_configurations(backend, count, tmp_path):
-    done = run("rank_check.py", "--backend", backend, "--ranks", 2, "--random", count,
-               "--csv", tmp_path / "cases.csv")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{count} of {count} configurations are right" in done.stdout
+    said = passes("rank_check.py", "--backend", backend, "--ranks", 2, "--random", count,
+                  "--csv", tmp_path / "cases.csv")  # fmt: skip
+    assert f"{count} of {count} configurations are right" in said
     rows = csv_rows(tmp_path / "cases.csv")
     assert [(r["backend"], r["ranks"], r["verdict"]) for r in rows] == [
         (backend, "2", "ok")
@@ -71,7 +69,7 @@ def test_rank_check_random_configurations(backend, count, tmp_path):
             backend == "emulate"
         ):  # which rounds where the first oracle does; staged sums no partials
             assert y < fp32
-        assert f"{precision}: worst relative error of y {y:.2e}, against fp32" in done.stdout
+        assert f"{precision}: worst relative error of y {y:.2e}, against fp32" in said
 
 
 def test_rank_check_finds_one_wrong_element(tmp_path):
@@ -91,10 +89,9 @@ def test_rank_check_finds_one_wrong_element(tmp_path):
     ],
 )
 def test_rank_check_of_gradients(direction, cases, good, tmp_path):
-    done = run("rank_check.py", "--backend", "staged", "--ranks", 2, *cases, "--repeat", 2,
-               "--direction", direction, "--csv", tmp_path / "cases.csv")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{good} of {good} configurations are right" in done.stdout
+    said = passes("rank_check.py", "--backend", "staged", "--ranks", 2, *cases, "--repeat", 2,
+                  "--direction", direction, "--csv", tmp_path / "cases.csv")  # fmt: skip
+    assert f"{good} of {good} configurations are right" in said
     rows = csv_rows(tmp_path / "cases.csv")
     assert [r["direction"] for r in rows] == [direction] * good
     names = ["dx", "d_topk_weights", "dw13", "dw2"] + ["db13", "db2"] * (direction == "step")
@@ -105,12 +102,11 @@ def test_rank_check_of_gradients(direction, cases, good, tmp_path):
 
 def test_rank_check_of_passes_on_one_rank():
     """One rank has several, the other one: what both do together must not depend on it."""
-    done = run("rank_check.py", "--backend", "emulate", "--ranks", 2, "--tokens", 180, "--precision", "bf16",
-               "--direction", "step", "--least-pool", "--routing", "one_rank", "uniform", "--top-k", 3,
-               "--verbose")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 configurations are right" in done.stdout
-    one_rank, uniform = done.stdout.split("\nok: ")[1:]
+    said = passes("rank_check.py", "--backend", "emulate", "--ranks", 2, "--tokens", 180, "--precision", "bf16",
+                  "--direction", "step", "--least-pool", "--routing", "one_rank", "uniform", "--top-k", 3,
+                  "--verbose")  # fmt: skip
+    assert "2 of 2 configurations are right" in said
+    one_rank, uniform = said.split("\nok: ")[1:]
     assert "dgu" not in one_rank  # stages of the last pass are those of no pass before
     assert "dx_fp32" in one_rank
     assert "least pool" in uniform
@@ -194,10 +190,9 @@ def test_copies_are_compared_bit_by_bit():
 
 
 def test_latency_sweep_writes_a_table(tmp_path):
-    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8, 16,
-               "--mode", "both", "--samples", 3, "--out", tmp_path, "--precision", "fp8",
-               "--quantized-x")  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8, 16,
+           "--mode", "both", "--samples", 3, "--out", tmp_path, "--precision", "fp8",
+           "--quantized-x")  # fmt: skip
     rows = csv_rows(tmp_path / "latency.csv")
     assert [(r["tokens"], r["mode"], r["direction"]) for r in rows] == [
         (tokens, mode, direction)
@@ -241,26 +236,24 @@ time.perf_counter = lambda: now[0]
 
 def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(PLANTED_TIMES)
-    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8,
-               "--mode", "both", "--samples", 5, "--out", tmp_path, path=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f", tree {tree_hash(ROOT)}: " in done.stdout.splitlines()[0]
-    assert (tmp_path / "latency.csv").read_text().startswith(done.stdout.splitlines()[0] + "\n")
+    said = passes("latency_sweep.py", "--shape", "tiny", "--backend", "staged", "--ranks", 2, "--tokens", 8,
+                  "--mode", "both", "--samples", 5, "--out", tmp_path, path=tmp_path)  # fmt: skip
+    assert f", tree {tree_hash(ROOT)}: " in said.splitlines()[0]
+    assert (tmp_path / "latency.csv").read_text().startswith(said.splitlines()[0] + "\n")
     rows = csv_rows(tmp_path / "latency.csv")
     assert [r["mode"] for r in rows] == ["cool", "hot"]
     assert [float(r["us"]) for r in rows] == pytest.approx([60.0, 60.0], abs=1e-6)
     flops = 2 * 8 * 2 * 3 * 64 * 48  # tokens, top_k, matrices, H, I
     assert [float(r["tflops"]) for r in rows] == pytest.approx([flops / 60e-6 / 1e12] * 2)
-    line = done.stdout.splitlines()[-2].split()
+    line = said.splitlines()[-2].split()
     assert "60.0" in line
 
 
 @pytest.mark.parametrize("direction", [pytest.param("backward", marks=pytest.mark.slow), "step"])
 def test_latency_sweep_of_training(direction, tmp_path):
-    done = run("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
-               "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
-               "default", "--baseline", "staged", "autograd", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
+           "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
+           "default", "--baseline", "staged", "autograd", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
     rows = csv_rows(tmp_path / "latency.csv")
     own = [("reference", "fp8", g, r) for g in ("bf16", "main_grad") for r in ("0", "")]
     quantizes = [("reference", "fp8", "", "")] * (direction == "step")
@@ -301,11 +294,10 @@ def test_a_sweep_of_before_training_is_read(tmp_path):
 
 
 def test_train_step_equals_one_rank():
-    done = run("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
-               "--target", 6)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASS") == 8
-    assert "PASS: backward by staged; peak memory" in done.stdout
+    said = passes("train_step.py", "--ranks", 2, "--backend", "staged", "--steps", 6, "--batch", 4,
+                  "--target", 6)  # fmt: skip
+    assert said.count("PASS") == 8
+    assert "PASS: backward by staged; peak memory" in said
 
 
 # Faults of a layer whose experts are spread over ranks. Loss curves hide both for long; AdamW hides the second.
