@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.ranks import Rank
-from bench.shapes import shapes_from
-from bench.tables import header
+from bench.sweep import compare_all
 from bench.timing import Contender, Timer, worst
 from megamoe.core.table import PRECISIONS
 from megamoe.testing.compare import compare
@@ -241,7 +240,4 @@ def compare_blocks(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    me.print(header())
-    with torch.no_grad():
-        good = [compare_blocks(shape, me, args) for shape in shapes_from(args)]
-    return 0 if all(good) else 1
+    return compare_all(me, args, compare_blocks)

@@ -36,6 +36,12 @@ class Rank:
         """That of all ranks, as backends and layers take it; None for one alone."""
         return dist.group.WORLD if self.size > 1 else None
 
+    def gather(self, value: object) -> list[Any]:
+        """Return every rank's value. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     def print(self, *words: object) -> None:
         """Print on rank 0 only."""
         if self.is_first:

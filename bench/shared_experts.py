@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.ranks import Rank
-from bench.shapes import problem_of, shapes_from
-from bench.tables import header
+from bench.shapes import problem_of
+from bench.sweep import compare_all
 from bench.timing import Contender, Timer
 from megamoe import ExpertWeights, Layer, Problem, SharedExperts
 from megamoe.core.table import PRECISIONS, SCALE_GROUP
@@ -95,7 +95,4 @@ def compare_ways(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    me.print(header())
-    with torch.no_grad():
-        good = [compare_ways(shape, me, args) for shape in shapes_from(args)]
-    return 0 if all(good) else 1
+    return compare_all(me, args, compare_ways)

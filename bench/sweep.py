@@ -1,6 +1,9 @@
 """tools/latency_sweep.py: layers over shapes and token counts, in turns with baselines, beside the floors."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -8,7 +11,7 @@ import megamoe
 from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
-from bench.shapes import local_shapes
+from bench.shapes import local_shapes, shapes_from
 from bench.tables import header, write_table
 from bench.timing import Timer, modes_of
 from megamoe.core.table import PRECISIONS
@@ -91,25 +94,47 @@ def line(m: Measurement) -> str:
     )
 
 
-def worker(me: Rank, args: argparse.Namespace) -> int:
+def measure_all(
+    me: Rank, args: argparse.Namespace, heads: str, measure: Callable[[Shape, str], list[Any]]
+) -> tuple[str, list[Any]]:
+    """Measure each shape in each precision below a title and heads; write OUT/NAME.csv. Collective.
+
+    Returns the title and all rows, of which `measure` prints those that it returns.
+    """
     title = header()
     me.print(title)
-    me.print(COLUMNS)
-    found: list[Measurement] = []
+    me.print(heads)
+    found: list[Any] = []
     with torch.no_grad():
         for shape in local_shapes(args):
             for precision in args.precision:
-                found += sweep(shape, precision, me, args)
+                found += measure(shape, precision)
                 if me.device.type == "cuda":
                     torch.cuda.empty_cache()
     if me.is_first:
+        write_table(args.out / f"{args.name}.csv", title, found)
+    return title, found
+
+
+def compare_all(
+    me: Rank, args: argparse.Namespace, compare: Callable[[Shape, Rank, argparse.Namespace], bool]
+) -> int:
+    """Compare each shape below a title; return 1 if one disagrees. Collective."""
+    me.print(header())
+    with torch.no_grad():
+        good = [compare(shape, me, args) for shape in shapes_from(args)]
+    return 0 if all(good) else 1
+
+
+def worker(me: Rank, args: argparse.Namespace) -> int:
+    title, found = measure_all(me, args, COLUMNS, partial(sweep, me=me, args=args))
+    if me.is_first:
         table = args.out / f"{args.name}.csv"
-        write_table(table, title, found)
         picture = table.with_suffix(".png")
-        drawn = plot(found, title, picture)
-        print(
-            f"wrote {table}" + (f" and {picture}" if drawn else "; no picture without matplotlib")
+        drawn = (
+            f" and {picture}" if plot(found, title, picture) else "; no picture without matplotlib"
         )
+        print(f"wrote {table}{drawn}")
     return 0
 
 

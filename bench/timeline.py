@@ -224,9 +224,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
             timer.synchronize()
             dist.barrier()
             contender.timed(before)
-        marks = layer.backend.profile.cpu()
-        everyone: list[Any] = [None] * me.size
-        dist.all_gather_object(everyone, marks)
+        everyone = me.gather(layer.backend.profile.cpu())
     return write(everyone, args) if me.is_first else 0
 
 

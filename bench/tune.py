@@ -2,13 +2,11 @@
 
 import argparse
 from dataclasses import dataclass
-
-import torch
+from functools import partial
 
 from bench.layers import Entry, layers_of
 from bench.ranks import Rank
-from bench.shapes import local_shapes
-from bench.tables import header, write_table
+from bench.sweep import measure_all
 from bench.timing import Timer
 from megamoe.testing.shapes import Shape
 
@@ -28,22 +26,27 @@ class Choice:
     us: float
 
 
-def measure(
-    shape: Shape, precision: str, me: Rank, args: argparse.Namespace
-) -> dict[int, list[Choice]]:
-    """Return tokens -> every choice, the formula's first. Collective."""
+def measure(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> list[Choice]:
+    """Return every choice, the formula's first, of each number of tokens; print a line for each. Collective."""
     gradients = None if args.direction == "forward" else "bf16"
     entries = [
         Entry("mega", precision, args.direction, gradients, 0, step_blocks=blocks)
         for blocks in (0, *args.steps)
     ]
-    timer, found = Timer(me.device, args.samples), {}
+    timer, found = Timer(me.device, args.samples), []
     with layers_of(shape, entries, max(args.tokens), me) as layers:
         for tokens in args.tokens:
             medians = timer.medians([layer.contender(tokens) for layer in layers.values()])
             place = (shape.name, precision, args.direction, me.size, tokens)
             pairs = zip(layers, medians, strict=True)
-            found[tokens] = [Choice(*place, e.step_blocks or 0, us) for e, us in pairs]
+            choices = [Choice(*place, e.step_blocks or 0, us) for e, us in pairs]
+            best, over = over_best(choices)
+            times = "".join(f"{us:9.1f}" for us in medians)
+            me.print(
+                f"{shape.name:<16}{precision:<11}{tokens:>6}{times}"
+                f"{best.step_blocks or 'formula':>9}{over:9.1%}"
+            )
+            found += choices
     return found
 
 
@@ -54,23 +57,7 @@ def over_best(choices: list[Choice]) -> tuple[Choice, float]:
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    title = header()
-    me.print(title)
     columns = "".join(f"{n:>9}" for n in ("formula", *args.steps, "best", "over"))
-    me.print(f"{'shape':<16}{'prec':<11}{'T':>6}{columns}")
-    found: list[Choice] = []
-    with torch.no_grad():
-        for shape in local_shapes(args):
-            for precision in args.precision:
-                for tokens, choices in measure(shape, precision, me, args).items():
-                    best, over = over_best(choices)
-                    times = "".join(f"{c.us:9.1f}" for c in choices)
-                    me.print(
-                        f"{shape.name:<16}{precision:<11}{tokens:>6}{times}"
-                        f"{best.step_blocks or 'formula':>9}{over:9.1%}"
-                    )
-                    found += choices
-                torch.cuda.empty_cache()
-    if me.is_first:
-        write_table(args.out / f"{args.name}.csv", title, found)
+    heads = f"{'shape':<16}{'prec':<11}{'T':>6}{columns}"
+    measure_all(me, args, heads, partial(measure, me=me, args=args))
     return 0

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from bench.check.backward import check_backward
 from bench.check.cases import Case, listed_cases, random_case, release_memory
@@ -52,8 +51,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
             checkers = check(case, me, args)
         errors = {name: error for c in checkers for name, error in c.errors.items()}
         lines = [line for c in checkers for line in c.lines]
-        reports: list[Any] = [None] * me.size
-        dist.all_gather_object(reports, (all(c.good for c in checkers), lines, errors))
+        reports = me.gather((all(c.good for c in checkers), lines, errors))
         bad = [rank for rank, (good, _, _) in enumerate(reports) if not good]
         row = {
             "case": str(case),

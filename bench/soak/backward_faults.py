@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.ranks import Rank
 from bench.soak.faults import TIMEOUT_S, error_of, faults
-from bench.soak.layer import Outcome, gather
+from bench.soak.layer import Outcome
 from bench.soak.training import Trainer, shared_layers
 from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
 
@@ -78,7 +78,7 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
         ]
     for title, run, kinds, words in cases:
         saved = forward()
-        gather(me, None)
+        me.gather(None)
         faults(me, out, title, partial(run, saved), kinds, words)
         broken = error_of(partial(backward, 0, 0, saved[0][1]))
         out.require(isinstance(broken, WindowBroken), f"{title}: a broken window took a backward")

@@ -8,7 +8,7 @@ import torch
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import BLOCK, Layer, Outcome, Static, each_precision, gather, problem_of
+from bench.soak.layer import BLOCK, Layer, Outcome, Static, each_precision, problem_of
 from megamoe.testing import make_weights
 from megamoe.window.window import Window
 
@@ -100,7 +100,7 @@ def busy(me: Rank, args: argparse.Namespace) -> Outcome:
     ]
     for name, called, occupy, ranks in cases:
         torch.cuda.synchronize()
-        gather(me, None)
+        me.gather(None)
         start = time.monotonic()
         if me.rank < ranks:
             occupy()

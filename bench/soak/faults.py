@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import megamoe
 from bench.ranks import Rank
-from bench.soak.layer import Layer, Outcome, device_of, gather, problem_of
+from bench.soak.layer import Layer, Outcome, device_of, problem_of
 from bench.tree import ROOT
 from megamoe.backends.mega import MegaBackend
 from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
@@ -54,7 +54,7 @@ def faults(
         isinstance(error, (*kinds, PeerFault)), f"{text}: expected {[k.__name__ for k in kinds]}"
     )
     # The message alone: the title, too, names what was made different.
-    named = any(all(word in said for word in words) for said in gather(me, str(error)))
+    named = any(all(word in said for word in words) for said in me.gather(str(error)))
     out.require(named, f"{title}: no rank's message holds {words}")
 
 
@@ -69,7 +69,7 @@ def late(me: Rank, args: argparse.Namespace) -> Outcome:
         layer.call(0)
         layer.backend.check()
 
-    gather(me, None)
+    me.gather(None)
     faults(me, out, "late", too_late, (ProtocolTimeout,), ["routes_ready", f"for rank {last}"])
     out.require(
         isinstance(error_of(lambda: layer.call(0)), WindowBroken), "a broken window took a call"
@@ -103,7 +103,7 @@ def mismatch(me: Rank, args: argparse.Namespace) -> Outcome:
         layers[me.rank == last].call(0)
         window.check()
 
-    gather(me, None)
+    me.gather(None)
     words = [f"rank {last} runs another configuration"]
     faults(me, out, "other order of layers", in_another_order, (RankMismatch,), words)
     window.reset()
@@ -170,7 +170,7 @@ def killed_rank(args: argparse.Namespace) -> None:
     if args.mode.endswith("backward"):
         call = partial(layer.backward, 0, layer.save(0))
     layer.backend.check()
-    gather(me, None)
+    me.gather(None)
     if rank == ranks - 1:
         if args.mode.startswith("during"):
             call()  # publishes its routes, then waits for the others

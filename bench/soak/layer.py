@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megamoe
 from bench import shapes
@@ -42,13 +41,6 @@ def device_of(rank: int) -> torch.device:
     device = gpu_of(rank)
     torch.cuda.set_device(device)
     return device
-
-
-def gather(me: Rank, value: object) -> list[Any]:
-    """Return every rank's value."""
-    values: list[Any] = [None] * me.size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def problem_of(me: Rank, precision: str = "bf16", **changes: Any) -> megamoe.Problem:

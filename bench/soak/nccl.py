@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from bench.ranks import Rank
-from bench.soak.layer import Layer, Outcome, gather, problem_of
+from bench.soak.layer import Layer, Outcome, problem_of
 from bench.soak.training import Trainer, shared_layers, verdict
 
 
@@ -55,7 +55,7 @@ def nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     layer = Layer(me, problem_of(me), reserve_sms=None).start()  # None: the default, for training
     out.require(layer.backend.share.join_ns > 0, "a launch waits for all SMs beside NCCL")
     gathers, ctas = AllGathers(me), set()
-    gather(me, None)
+    me.gather(None)
     order, wrong, start = random.Random(3), 0, time.monotonic()
     for n in range(1, total + 1):
         i = order.randrange(len(layer.inputs))
@@ -94,7 +94,7 @@ def train_nccl(me: Rank, args: argparse.Namespace) -> Outcome:
     for batch in trainer.draw(0):
         trainer.backward(*batch, trainer.forward(*batch), add=False)
     torch.cuda.synchronize()
-    gather(me, None)
+    me.gather(None)
     held = 0
 
     def step(n: int) -> None:

@@ -13,7 +13,7 @@ from bench.ranks import Rank
 from bench.soak.backward_faults import train_faults
 from bench.soak.calls import busy, calls, graph, streams
 from bench.soak.faults import kill, killed_rank, late, mismatch
-from bench.soak.layer import Outcome, device_of, gather, problem_of
+from bench.soak.layer import Outcome, device_of, problem_of
 from bench.soak.nccl import nccl, train_nccl
 from bench.soak.training import train, train_graph
 from bench.tables import header
@@ -61,7 +61,7 @@ def under_torchrun(args: argparse.Namespace) -> int:
     for name in args.scenario:
         refuse(name, ranks)
         out = run_rank(rank, name, args)
-        outcomes = gather(Rank(rank, dist.get_world_size(), torch.device("cpu")), out)
+        outcomes = Rank(rank, dist.get_world_size(), torch.device("cpu")).gather(out)
         code |= (
             report(name, len(outcomes), outcomes)
             if rank == 0

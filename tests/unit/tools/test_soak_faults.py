@@ -81,9 +81,9 @@ def stage(monkeypatch):
     def problem_of(me, precision="bf16", **changes):
         return replace(SMALL, **changes)
 
+    monkeypatch.setattr(Rank, "gather", gathered)
     for module in (faults, layers):
         monkeypatch.setattr(module, "MegaBackend", Backend)
-        monkeypatch.setattr(module, "gather", gathered)
         monkeypatch.setattr(module, "problem_of", problem_of)
     monkeypatch.setattr(faults, "Window", lambda *a, **k: windows[-1])
     monkeypatch.setattr(faults.time, "sleep", lambda seconds: None)
