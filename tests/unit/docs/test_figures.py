@@ -37,7 +37,6 @@ PRINTED = {
 # figures that a reader can work out, and waits that the code has as constants
 STATED = {
     "docs/measurements.md": ("80 GB",),  # the device's memory
-    "docs/ops.md": ("8 %",),  # 64 * 128 / 98304
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
 EP1, EP4 = "2026-11-23-e841b3a-sweep-ep1.csv", "2026-11-22-7ea8cae-sweep-ep4.csv"
