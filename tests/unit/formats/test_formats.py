@@ -21,7 +21,7 @@ from megamoe.formats.quantization import codec
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.source import Variant, variants
 from megamoe.launch import layout
-from megamoe.testing import gradients, make_inputs, make_weights, stages
+from megamoe.testing import gradients, intermediates, make_inputs, make_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted(
@@ -57,7 +57,7 @@ def test_the_checker_sees_every_way_to_compare() -> None:
 
 
 def test_tables_by_precision_have_every_row() -> None:
-    tables = [stages.LIMIT, stages.SUM_NOISE, soak.LIMIT, compile_report.REQUIRED]
+    tables = [intermediates.LIMIT, intermediates.SUM_NOISE, soak.LIMIT, compile_report.REQUIRED]
     assert set(gradients.FP32_LIMIT) == set(table.TRAINED)
     for found in (*tables, floors.GEMM_TFLOPS, sweep.FLOPS_PER_SM_CLOCK):
         assert set(found) == set(table.PRECISIONS)
@@ -120,7 +120,7 @@ def test_backends_refuse_an_unknown_format(
     with pytest.raises(ConfigError, match="precision is 'dummy', expected one that has a kernel"):
         Variant(problem.precision, problem.activation.kind)  # what mega and emulate begin with
     with pytest.raises(KeyError, match="dummy"):
-        stages.StageChecker(problem).limit(1)
+        intermediates.StageChecker(problem).limit(1)
     assert "dummy" not in {v.precision for v in variants()}
 
 
