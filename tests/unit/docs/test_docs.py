@@ -17,6 +17,7 @@ from bench import api_reference as reference
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
+MAX_WORDS = 22_000
 PLACES = ("bench", "csrc", "docs", "jit", "megamoe", "tests", "tools")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.md")])
 
@@ -126,6 +127,34 @@ def test_the_reference_has_what_python_sees():
             seen = inspect.signature(getattr(megamoe, name)).parameters
             stated = [re.match(r"\W*(\w+)", a) for a in reference.arguments(node)]
             assert [s[1] for s in stated if s] == list(seen), name
+
+
+def words(text):
+    """Return the number of words outside of code blocks; rules, bars and arrows of tables are none."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return sum(1 for word in prose.split() if re.search(r"\w", word))
+
+
+def test_the_guides_stay_short():
+    """A page that grows takes words from another: what was tried, and when, is in the history."""
+    guides = [p for p in DOCUMENTS if p.stem != "api" and not p.is_relative_to(CSRC)]
+    assert sum(words(p.read_text()) for p in guides) <= MAX_WORDS
+    assert words("One two.\n\n```\nthree\n```\n\n| four | -> |\n|---|---|\n") == 3
+
+
+def reading_list():
+    """Return the files that README says to read, in its order."""
+    text = (ROOT / "README.md").read_text().partition("\n## Read the code\n")[2]
+    items = re.findall(r"^\d+\. (.*)$", text, re.MULTILINE)
+    return [ROOT / name for item in items for name in re.findall(r"`([^`]+)`", item)]
+
+
+def test_the_reading_list_is_as_short_as_it_says():
+    lines = sum(len(path.read_text().splitlines()) for path in reading_list())
+    said = re.search(r"about ([\d,]+) lines", (ROOT / "README.md").read_text())[1]
+    assert len(reading_list()) == 11
+    assert lines <= 2500
+    assert abs(lines - int(said.replace(",", ""))) < 100
 
 
 def test_planted_mistakes_are_seen():

@@ -394,7 +394,7 @@ CLAIMS = {
         "`megamoe.memory_report(layer)` has it: ",
         " FP8 layers",
         lambda: [state_gb("dsv3", 4096), state_gb("qwen3-30b", 8192)],
-        beside=r"DeepSeek-V3|4096 tokens|Qwen3-30B|8192 \(EP4, BF16\)",
+        beside=r"DeepSeek-V3|4096 tokens|Qwen3-30B|8192\s\(EP4, BF16\)",
     ),
 }
 
