@@ -3,6 +3,8 @@
 #include "megamoe/base/portable.h"
 
 namespace megamoe {
+constexpr int max_smem_bytes = 227 * 1024;  // of a CTA, on Hopper
+
 // Storage types; arithmetic is fp32.
 struct bf16_t {
     uint16_t bits;

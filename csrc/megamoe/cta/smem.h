@@ -89,7 +89,7 @@ struct MoverSmem {
     SumJob job[num_movers];
 };
 
-// Of a grouped launch, whose rows stand sorted by expert where the caller has them: each expert's first block
+// A grouped launch finds its rows sorted by expert where the caller has them: each expert's first block
 // and first row; behind the last expert, where the blocks and the rows of all end.
 struct ExpertTable {
     int32_t first_block[max_local_experts + 1];

@@ -130,7 +130,7 @@ class Expander {
         }
         arch::warp_sync();
     }
-    // Of all panels of the pass.
+    // Are all panels of the pass made?
     static MEGAMOE_DEVICE bool finished(const Context& ctx) {
         if (arch::warp_idx() >= first_math_warp) return true;
         const ExpanderState& s = state();
@@ -172,7 +172,7 @@ class Expander {
             int expert = at.expert, rows = rows_of(ctx, expert);
             int rows_before = rows_of(ctx, expert - own<T>(args).rooms);
             int blocks_before = ceil_div(rows_before, T::Tiling::rows);
-            // Of all experts, also such as have no panels: the room may hold those of an earlier one.
+            // Also for experts without panels: their room may hold those of an earlier one.
             if (!is_free(ctx, id, at.block_before, blocks_before)) return false;
             arch::warp_sync();  // all lanes have read
             if (arch::lane_idx() == 0) {

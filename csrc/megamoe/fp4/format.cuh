@@ -7,9 +7,9 @@
 
 namespace megamoe {
 
-// Of each 128 columns, word 8 * q + j at 4 * j + q: MMAs whose operand comes from registers give a lane of
-// quad q one word of every 16 bytes, which are 32 neighbouring columns then (docs/fp4.md). Rows have whole
-// groups, with zeros behind the last column.
+// Word 8 * q + j of every 128 columns stands at 4 * j + q: MMAs whose operand comes from registers give a
+// lane of quad q one word of every 16 bytes, which are 32 neighbouring columns then (docs/fp4.md). Rows have
+// whole groups, with zeros behind the last column.
 struct QuadWords {
     static constexpr bool is_plain = false;
     static MEGAMOE_DEVICE int place(int column) {
@@ -103,7 +103,7 @@ struct Fp4Weights {
             half0_ = reinterpret_cast<const uint8_t*>(scale) + rows.first * columns * block_bytes;
             to_half1_ = rows.to_half1 * columns * block_bytes;
         }
-        // Of weights that are e4m3 in memory: those of the next 128 of K.
+        // Where weights were expanded in memory: the scales of the next 128 of K.
         MEGAMOE_DEVICE void fetch() {
             largest_[0] = *half0_;
             largest_[1] = half0_[to_half1_];
@@ -114,7 +114,7 @@ struct Fp4Weights {
             for (int half = 0; half < 2; ++half)
                 slot[half] = ScaleHeader::power_of(ScaleHeader::exponent_of(largest_[half]));
         }
-        // Of a half, the block at 128 * k.
+        // The block of a half at 128 * k.
         MEGAMOE_DEVICE const uint8_t* block(int half, int k) const {
             return half0_ + half * to_half1_ + k * block_bytes;
         }

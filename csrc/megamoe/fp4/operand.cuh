@@ -29,7 +29,7 @@ struct PackedRows {
         row = static_cast<unsigned>(f.warpgroup * warpgroup_rows + f.column),
         quad = static_cast<unsigned>(f.quad);
     }
-    // Of 16 bytes; eight rows on, that is the same for the swizzle.
+    // Where 16 bytes of this thread's row are; the swizzle is the same eight rows on.
     MEGAMOE_DEVICE unsigned vector(unsigned c) const {
         return Packed::swizzled(row * Packed::row_bytes) ^ c * 16;
     }

@@ -16,7 +16,7 @@ struct PanelShape {
     MEGAMOE_DEVICE int patches() const { return T::Tiling::columns / patch_rows * slots; }
 };
 
-// Of all rooms, in slots of K: where a panel begins.
+// Where a panel begins among all rooms, counted in slots of K.
 template <class T>
 MEGAMOE_DEVICE int panel_slot(const Args& args, GemmId id, int expert, int n) {
     PanelShape<T> first(args, GemmId::gemm1), second(args, GemmId::gemm2);

@@ -11,7 +11,7 @@ template <class T>
 MEGAMOE_DEVICE int slot_steps(const Tile& tile) {
     return tile.shared == Shared::a && tile.rows() <= warpgroup_rows ? 2 : 1;
 }
-// Of the tile's slot i, and which is its first.
+// Which steps of K the slot i of a tile holds.
 template <class T>
 struct SlotSteps {
     int first, num;

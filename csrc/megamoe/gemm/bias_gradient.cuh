@@ -6,8 +6,8 @@
 
 namespace megamoe {
 
-// Of a math warpgroup's 64 columns a warp has 16: a lane two of them, of every fourth row. Summed in that
-// order whatever else happens, so that the bits repeat.
+// A warp has 16 of its warpgroup's 64 columns, a lane two of them in every fourth row. They are summed in
+// that order whatever else happens, so that the bits repeat.
 template <class T>
 class BiasGradient {
   public:

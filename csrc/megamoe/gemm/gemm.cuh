@@ -50,7 +50,7 @@ struct Shape {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
                ceil_div(gemm_of<T>(args, id).k, slot_k(id));
     }
-    // Of B's scales, one every `group` of all its K.
+    // Columns of B's scales: one every `group` of all its K.
     static MEGAMOE_DEVICE int scale_columns(const Args& args, GemmId id, int group) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::k_planes; }) *
                ceil_div(gemm_of<T>(args, id).k, group);

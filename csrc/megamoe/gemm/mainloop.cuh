@@ -197,7 +197,7 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
 }
 
-// The same of a weight tile, and its bias' gradient beside it. Its sums are not those of multiply(): where
+// The K of a weight tile, with its bias' gradient beside it. Its sums are not those of multiply(): where
 // the two meet, ptxas finds no registers for promoted products beside sums in place.
 template <class T>
 MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {

@@ -122,7 +122,7 @@ struct RowsOperand {
         load_2d(both, to, from, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
     }
 
-    // Of a block that is not full no more rows are fetched than it has, up to whole small boxes: 64 rows
+    // A block that is not full has no more rows fetched than it holds, up to whole small boxes: 64 rows
     // where 8 are meant would be an eighth of what tiles read from L2, and take 3 % of the time
     // (docs/tuning.md). What lies in a slot behind them is other tiles', and what comes of it, each row of a
     // row, is read by nobody; but where a launch trains, weight gradients read the rows of gu and h that come

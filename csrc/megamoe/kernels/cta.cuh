@@ -7,6 +7,7 @@ namespace megamoe {
 
 template <class T>
 MEGAMOE_DEVICE void init_barriers() {
+    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= max_smem_bytes, "more than a CTA can have");
     using S = typename T::Tiling;
     auto& smem = tile_smem<T>();
     if (arch::thread_idx() == 0) {

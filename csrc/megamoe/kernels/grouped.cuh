@@ -47,8 +47,8 @@ struct GroupedWeightGradient : GroupedWeightsKind {
     using Gemm2 = WeightGemm;
 };
 
-// Of a thread. No transport warp needs what it has in the layer: math takes it, whose epilogues spill with
-// 184.
+// Registers of a thread. Here transport warps need fewer than in the layer; math gets them, since its
+// epilogues spill with 184.
 constexpr int grouped_math_registers = 208;
 constexpr int grouped_other_registers = (512 - 2 * grouped_math_registers) / 2;
 
@@ -78,7 +78,6 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
 
 template <class T>
 MEGAMOE_DEVICE void grouped(const Args& args) {
-    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
     arch::wait_for_previous_grid();

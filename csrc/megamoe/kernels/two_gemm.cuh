@@ -187,7 +187,6 @@ MEGAMOE_DEVICE void join(Context& ctx) {
 
 template <class T>
 MEGAMOE_DEVICE void two_gemm(const Args& args) {
-    static_assert(sizeof(CtaSmem<typename T::Tiling>) <= 232448, "a Hopper CTA has 227 KB of shared memory");
     Smem& smem = cta_smem<T>().common;
     Context ctx{args, smem, cta_smem<T>().routing, Memory(args)};
     arch::wait_for_previous_grid();

@@ -69,16 +69,20 @@ struct HReady {
     }
 };
 
+// A look at how many tiles of a block are done: a poll, not a wait.
+struct TilesDone {
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell done, uint32_t tiles) {
+        return mem.load(done, Order::acquire, Scope::gpu) >= tiles;
+    }
+};
+
 // gemm2 -> reduce: tiles of y_rows, by TMA store. Read by ordinary loads.
-struct YRowsReady {
+struct YRowsReady : TilesDone {
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE void publish(Mem& mem, Cell cell) {
         mem.async_complete();
         mem.add(cell, 1, Order::release);
-    }
-    template <class Mem, class Cell>
-    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell cell, uint32_t tiles) {  // a poll, not a wait
-        return mem.load(cell, Order::acquire, Scope::gpu) >= tiles;
     }
 };
 
@@ -99,12 +103,7 @@ struct PanelReady {
 
 // The tiles of a block, gemm1's or gemm2's -> expand, which overwrites the panels that they read by TMA:
 // those loads completed on the mbarriers that math awaited, before the tiles were published.
-struct RoomFree {
-    template <class Mem, class Cell>
-    static MEGAMOE_DEVICE bool ready(Mem& mem, Cell done, uint32_t tiles) {  // a poll, not a wait
-        return mem.load(done, Order::acquire, Scope::gpu) >= tiles;
-    }
-};
+struct RoomFree : TilesDone {};
 
 // gemm1 and restore -> both loaders of weight tiles, once a pass. Each store thread arrives once, behind the
 // last tile of gemm1 that its CTA has, and each transport warp behind its last row of x. TMA stores (dgu, hs)

@@ -3,8 +3,8 @@
 // `empty` with the arrivals of all consumers. Written, like protocol/edges.h, on a policy alone, so the model
 // checker runs the very code that the kernel runs.
 //
-//   producer: acquire, [expect bytes, copies, writes], commit, advance    consumer: await, reads, release,
-//   advance
+//   producer: acquire, [expect bytes, copies, writes], commit, advance
+//   consumer: await, reads, release, advance
 //
 // A `Mem` policy offers, for a barrier of the type B that the ring's `Slots` have in full[] or empty[]:
 //   void wait(B&, uint32_t parity)                  returns when the phase with this parity has completed

@@ -3,9 +3,9 @@
 // before weight gradients. The ring positions
 // live across passes, like the barriers' phases.
 //
-// Of the operand that a pair of CTAs shares, either CTA loads one half into both. Both walk the same units,
-// and a slot is refilled only when the math warps of both have released it; so bytes of the partner can reach
-// a full barrier before this CTA's own expect_tx, but never in another phase.
+// Where a pair of CTAs shares an operand, either CTA loads one half of it into both. Both walk the same
+// units, and a slot is refilled only when the math warps of both have released it; so bytes of the partner
+// can reach a full barrier before this CTA's own expect_tx, but never in another phase.
 //
 // load_b also tells the math warps which tile begins, so that they need neither tables nor registers for
 // that; a slot without data and with a tile that is not valid ends the pass.

@@ -105,7 +105,7 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
             YRowsReady::publish(ctx.mem, gemm_of<T>(args, GemmId::gemm2).done + tile.block);
     }
     stored.look(ctx, true);
-    // Of tiles that no edge says are there: the next phase reads them, or the next launch.
+    // No edge says that these tiles are there: the next phase reads them, or the next launch.
     if constexpr (!T::Blocks::in_pool || T::WeightTiles::any) ctx.mem.async_complete();
 }
 

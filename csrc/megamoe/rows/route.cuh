@@ -208,7 +208,7 @@ struct ExchangedRoutes {
         count_and_scan(ctx);
     }
 };
-// Of the forward launch whose state this one was given.
+// The routes are those of the forward launch whose state this one was given.
 struct RoutesOfState {
     // As many as forward had; the count on the device may be another microbatch's by now.
     template <class T>

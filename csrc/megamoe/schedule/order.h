@@ -43,7 +43,7 @@ MEGAMOE_PURE Slices slices_of(int vectors, int step, int most) {
     int steps = ceil_div(vectors, step), per_slice = ceil_div(steps, max_of(1, min_of(most, steps)));
     return {ceil_div(steps, per_slice), per_slice * step};
 }
-// Of a token's partials, and of its y. Each slice has a flag of its own, so all ranks must cut alike,
+// How a token's partials and its y are cut. Each slice has a flag of its own, so all ranks must cut alike,
 // whatever CTAs take part. Four times as many as an H200 has warps that sum: else some are done long before
 // others.
 constexpr int sum_vector = 8;  // values of bf16 in 16 bytes

@@ -8,9 +8,8 @@
 
 namespace megamoe::arch {
 
-// PTX ISA "Matrix descriptor": address >> 4 in bits 0-13, leading byte offset >> 4 in 16-29, stride byte
-// offset
-// >> 4 in 32-45: 1024 bytes between groups of 8 rows of 128 bytes; bits 62-63 = 1: 128-byte swizzle.
+// PTX ISA, "Matrix descriptor". Bits 0-13: address >> 4; 16-29: leading byte offset >> 4; 32-45: stride byte
+// offset >> 4, here 1024 bytes between eight rows of 128 bytes and the next; 62-63: 1, the 128-byte swizzle.
 struct Desc {
     uint64_t bits;
 };
