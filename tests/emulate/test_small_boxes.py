@@ -55,7 +55,7 @@ FLAWS = {
         "small = &gemm.a_small;",
         "small = &gemm_of<T>(ctx.args, tile.gemm == GemmId::gemm2 ? GemmId::gemm1 : GemmId::gemm2).a_small;",
     ),
-    "both CTAs load the same": ("gemm/load_slots.cuh", "both ? sharing.half : 0,", "0,"),
+    "both CTAs load the same": ("gemm/load_slots.cuh", "both ? sharing.mine : 0,", "0,"),
     "scales of one box": (
         "gemm/load_slots.cuh",
         "small * small_box_rows * sizeof(float) :",

@@ -148,9 +148,9 @@ struct Codes {
     uint32_t magnitudes, odd, even;  // bytes of `odd` and `even` have a sign on top
     MEGAMOE_DEVICE explicit Codes(uint32_t word)
         : magnitudes(word & 0x77777777), odd(word), even(word << 4) {}
-    MEGAMOE_DEVICE uint32_t magnitudes_of(int half) const { return magnitudes >> 16 * half; }
-    MEGAMOE_DEVICE uint32_t signs_of(int half) const {
-        return arch::prmt(even, odd, half == 0 ? 0x5140 : 0x7362) & 0x80808080;
+    MEGAMOE_DEVICE uint32_t magnitudes_of(int part) const { return magnitudes >> 16 * part; }
+    MEGAMOE_DEVICE uint32_t signs_of(int part) const {
+        return arch::prmt(even, odd, part == 0 ? 0x5140 : 0x7362) & 0x80808080;
     }
 };
 
@@ -246,9 +246,9 @@ struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
                 arch::pack_e4m3x2(2 * one, 3 * one) | uint32_t{arch::pack_e4m3x2(4 * one, 6 * one)} << 16};
     }
 
-    // Four numbers, those of a word's lower or upper half.
-    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, const LookUp& look_up, int half) {
-        out[0] = look_up.of(codes.magnitudes_of(half)) | codes.signs_of(half);
+    // Four numbers, those of a word's lower or upper 16 bits.
+    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, const LookUp& look_up, int part) {
+        out[0] = look_up.of(codes.magnitudes_of(part)) | codes.signs_of(part);
     }
 };
 
@@ -271,10 +271,10 @@ struct ExpandTo<Bf16Rows, Weights> {
         for (int i = 0; i < num; ++i)
             to[i] = Weights::template factor<all_plain>(scales[i / of_word], i % of_word);
     }
-    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp factor, int half) {
+    static MEGAMOE_DEVICE void expand(uint32_t* out, const Codes& codes, LookUp factor, int part) {
         constexpr Magnitudes upper = Weights::upper, lower = {0xc0800000, 0xc0804000};
-        uint32_t high = upper.of(codes.magnitudes_of(half)) | codes.signs_of(half);
-        uint32_t low = lower.of(codes.magnitudes_of(half));
+        uint32_t high = upper.of(codes.magnitudes_of(part)) | codes.signs_of(part);
+        uint32_t low = lower.of(codes.magnitudes_of(part));
         out[0] = arch::mul_bf16x2(arch::prmt(low, high, 0x5140), factor);
         out[1] = arch::mul_bf16x2(arch::prmt(low, high, 0x7362), factor);
     }

@@ -48,7 +48,7 @@ MEGAMOE_DEVICE void load_packed(Context& ctx, PipelineRing<T>& ring, const Tile&
         ring.commit(ctx.mem, smem.pipeline, 2 * num * (Packed::num_bytes + Packed::scale_bytes));
         auto load_step = [&](int s) {
             if (both) {
-                weights.load(slot.b[sharing.half] + s * Packed::num_bytes, full, first + s, sharing.half,
+                weights.load(slot.b[sharing.mine] + s * Packed::num_bytes, full, first + s, sharing.mine,
                              true);
             } else {
                 weights.load(slot.b[0] + s * Packed::num_bytes, full, first + s, 0, false);

@@ -10,7 +10,7 @@ namespace megamoe {
 // its own, and who this CTA is is asked once a tile.
 template <bool both>
 struct Sharing {
-    int half = pair_member();  // that this CTA loads for both
+    int mine = pair_member();  // the box or half that this CTA loads for both
 };
 template <class F>
 MEGAMOE_DEVICE void of_sharing(bool both, F f) {
@@ -48,10 +48,10 @@ MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile
         ring.acquire(ctx.mem, smem.pipeline);
         ring.commit(ctx.mem, smem.pipeline, bytes);
         if constexpr (is_small) {
-            load_small(to, full, i, rows, small, both ? sharing.half : 0, both ? pair_ctas : 1, both);
+            load_small(to, full, i, rows, small, both ? sharing.mine : 0, both ? pair_ctas : 1, both);
         } else if (both) {
-            if (sharing.half == 0 || tall)
-                rows.load(to + sharing.half * box_bytes, full, i, sharing.half, true);
+            if (sharing.mine == 0 || tall)
+                rows.load(to + sharing.mine * box_bytes, full, i, sharing.mine, true);
         } else {
             rows.load(to, full, i, 0, false);
             if (tall) rows.load(to + box_bytes, full, i, 1, false);
@@ -75,7 +75,7 @@ MEGAMOE_DEVICE void load_weights(Context& ctx, PipelineRing<T>& ring, const Tile
         ring.acquire(ctx.mem, smem.pipeline);
         ring.expect(ctx.mem, smem.pipeline, sizeof(b));
         if (both) {
-            weights.load(b[sharing.half], full, i, sharing.half, true);
+            weights.load(b[sharing.mine], full, i, sharing.mine, true);
         } else {
             weights.load(b[0], full, i, 0, false);
             weights.load(b[1], full, i, 1, false);

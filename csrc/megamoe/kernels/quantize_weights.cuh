@@ -82,9 +82,9 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     for (int i = 0; i < edge; ++i) {
         E4m3x8 out;
         MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half)
-            out.quads[half] = quads[half][i] =
-                e4m3_of_bf16(v[i].pairs[2 * half], v[i].pairs[2 * half + 1], inverse);
+        for (int quad = 0; quad < 2; ++quad)
+            out.quads[quad] = quads[quad][i] =
+                e4m3_of_bf16(v[i].pairs[2 * quad], v[i].pairs[2 * quad + 1], inverse);
         if (!is_inside(row0 + i)) continue;
         int64_t at = (of_plane * args.rows + row0 + i) * args.columns + column;
         *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
@@ -98,18 +98,18 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     if (args.turned == nullptr) return;
 
     MEGAMOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int quad = 0; quad < 2; ++quad) {
         uint32_t upper[4], lower[4];  // rows 0 to 3, and 4 to 7
         MEGAMOE_UNROLL
         for (int i = 0; i < 4; ++i) {
-            upper[i] = quads[half][i];
-            lower[i] = quads[half][4 + i];
+            upper[i] = quads[quad][i];
+            lower[i] = quads[quad][4 + i];
         }
         transpose_bytes(upper);
         transpose_bytes(lower);
         MEGAMOE_UNROLL
         for (int i = 0; i < 4; ++i)
-            s_turned.at(thread % lanes * edge + half * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
+            s_turned.at(thread % lanes * edge + quad * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
     }
     __syncthreads();
     // 16 bytes of a row of the transpose a thread, so that 8 write a line.
