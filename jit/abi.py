@@ -112,7 +112,8 @@ def _structure(
         offset += ctypes.sizeof(ctype)
     pad_to(widest)
     alignments[name] = widest
-    found: dict[str, Any] = {"_fields_": laid_out, "alignment": widest}
+    # Without slots a name that the header has not would become an attribute of its own, in silence.
+    found: dict[str, Any] = {"_fields_": laid_out, "alignment": widest, "__slots__": ()}
     if any(field == "args" for field, _ in laid_out):  # what all launches have
         found["_anonymous_"] = ("args",)
     return type(name, (ctypes.Structure,), found)

@@ -204,12 +204,9 @@ class Emulation:
         def fill(index: int, args: Any) -> None:
             rank = self.ranks[index]
             training.fill_backward(args, rank.plan, rank.backward.data_ptr(), encode_emulated)
-            if turned is None:
-                training.fill_masters(
-                    args, rank.plan, masters[index].with_flat_bias(), encode_emulated
-                )
-            else:
-                training.fill_turned(args, rank.plan, kept.turned(turned[index]), encode_emulated)
+            of_rank = masters[index].with_flat_bias()
+            given = of_rank if turned is None else kept.turned(turned[index])
+            training.fill_backward_weights(args, rank.plan, given, encode_emulated)
             state = kept.flat(states[index])
             training.fill_train_state(args, rank.plan, state.data_ptr(), encode_emulated)
             training.fill_gradients(args, rank.plan, encode_emulated, **targets[index].arguments)

@@ -21,10 +21,9 @@ from megamoe.launch.launches import launch_lock, launch_order
 from megamoe.launch.training import (
     fill_backward,
     fill_backward_call,
+    fill_backward_weights,
     fill_gradients,
-    fill_masters,
     fill_train_state,
-    fill_turned,
 )
 
 ALIGNMENT = 16  # of what TMA and vector loads read
@@ -193,12 +192,10 @@ class Training:
         problem, args = self._plan.problem, self._backward.argument
         masters = replace(problem, precision="bf16") if weights.w13_scale is None else problem
         weights.validate(masters, self._device)
-        if turned is None:
-            fill_masters(args, self._plan, w, self._encode)
-        else:
+        if turned is not None:
             turned = replace(turned, forward=w)
             turned.validate(problem, self._device)
-            fill_turned(args, self._plan, turned, self._encode)
+        fill_backward_weights(args, self._plan, w if turned is None else turned, self._encode)
         self._keep("backward", key, w)
 
     def _keep(self, kernel: str, key: tuple[Any, ...], w: ExpertWeights) -> None:

@@ -1,8 +1,8 @@
 """Fills what a launch that trains has besides: the state of its call, and for backward the other operands.
 
 A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
-arguments.fill_static; fill_backward and fill_masters, in FP8 fill_turned, here, once for each layer and set of
-weights; fill_train_state, fill_gradients and fill_backward_call for each call. Args must be its own: what the two
+arguments.fill_static; fill_backward and fill_backward_weights here, once for each layer and set of weights;
+fill_train_state, fill_gradients and fill_backward_call for each call. Args must be its own: what the two
 directions share lies elsewhere.
 """
 
@@ -73,22 +73,19 @@ def _workspace_base(args: Any, plan: Plan) -> int:
     return int(args.y_rows) - plan.workspace["y_rows"].offset
 
 
-def fill_masters(args: Any, plan: Plan, weights: ExpertWeights, encoder: Encoder) -> None:
+def fill_backward_weights(
+    args: Any, plan: Plan, weights: ExpertWeights | TurnedWeights, encoder: Encoder
+) -> None:
     """Fill the weights of a backward launch. A rank without experts gets maps that are never used.
 
-    weights: bf16 w13 and w2, of any strides that TMA takes, and with a contiguous b13.
+    weights: bf16 w13 and w2, of any strides that TMA takes, or in FP8 turned ones; with a contiguous b13.
     """
-    write(args, master_rows(plan.problem, weights, args.y_rows), encoder)
-    args.own.b2 = address_of(weights.b2)
-
-
-def fill_turned(args: Any, plan: Plan, turned: TurnedWeights, encoder: Encoder) -> None:
-    """Do as fill_masters for a layer with e4m3 weights.
-
-    turned: of weights with a contiguous b13.
-    """
-    write(args, turned_rows(plan.problem, turned, args.y_rows), encoder)
-    args.own.b2 = address_of(turned.forward.b2)
+    if isinstance(weights, TurnedWeights):
+        forward, rows = weights.forward, turned_rows(plan.problem, weights, args.y_rows)
+    else:
+        forward, rows = weights, master_rows(plan.problem, weights, args.y_rows)
+    write(args, rows, encoder)
+    args.own.b2 = address_of(forward.b2)
 
 
 def fill_gradients(

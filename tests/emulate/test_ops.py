@@ -16,6 +16,10 @@ from megamoe.jit import abi, host
 SEEDS = (0, 1, 2, 3)
 
 
+class KeepingArgs(abi.LAUNCHES["forward"]):
+    """Args with an attribute for what they have addresses of."""
+
+
 @pytest.fixture(scope="module")
 def library() -> Any:
     source = Path(__file__).with_name("ops_test.cpp").read_text()
@@ -24,7 +28,7 @@ def library() -> Any:
 
 def make_args(numbers: list[int], **fields: Any) -> Any:
     """Return Args; tensors and arrays become addresses, bytes become tensor maps."""
-    args = abi.aligned(abi.LAUNCHES["forward"])
+    args = abi.aligned(KeepingArgs)
     args.keep = [np.array(numbers, np.int32), *fields.values()]
     args.topk_ids = args.keep[0].ctypes.data
     maps = {"map_a": args.gemm[0].a[0], "map_b": args.gemm[0].b, "map_out": args.gemm[1].out[0]}

@@ -99,6 +99,14 @@ def test_aligned_instances():
         assert bytes(args) == bytes(ctypes.sizeof(args))
 
 
+def test_a_name_that_the_header_has_not_is_refused():
+    args = abi.aligned(abi.LAUNCHES["backward"])
+    args.rows_in = args.own.x = args.gemm[4].k = 1
+    for structure in (args, args.own, args.gemm[0], args.state):
+        with pytest.raises(AttributeError, match="training"):
+            structure.training = 1
+
+
 def test_roles_are_the_warps_of_a_cta():
     warps = [warp for _, first, count in abi.ROLES for warp in range(first, first + count)]
     assert warps == list(range(16))

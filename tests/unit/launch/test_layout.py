@@ -477,10 +477,10 @@ def filled_backward(problem, dtype=torch.bfloat16, **gradients):
     training.fill_backward(forward, plan, BACKWARD, recorder)
     if problem.formats.w.scaled:
         turned = TurnedWeights.of(problem, weights.quantized(problem))
-        training.fill_turned(forward, plan, turned, recorder)
+        training.fill_backward_weights(forward, plan, turned, recorder)
         given_back = weights, turned
     else:
-        training.fill_masters(forward, plan, weights, recorder)
+        training.fill_backward_weights(forward, plan, weights, recorder)
         given_back = weights, None
     training.fill_train_state(forward, plan, STATE, recorder)
     given = {"dw13": torch.empty_like(weights.w13, dtype=dtype), **gradients}
@@ -637,7 +637,7 @@ def test_gradients_that_no_launch_can_write_are_refused():
             training.fill_gradients(args, plan, Recorder(), **tensors)
     weights.w2 = weights.w2.float()
     with pytest.raises(ArgumentError, match="weights.w2.dtype"):
-        training.fill_masters(args, plan, weights, Recorder())
+        training.fill_backward_weights(args, plan, weights, Recorder())
 
 
 def test_backward_maps_are_legal_without_experts():
