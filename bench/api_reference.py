@@ -16,6 +16,8 @@ INNER |= {"of_tables", "refuse", "replicas", "without_pool"}
 PARTS = {
     "Layer": (("megamoe.layer.runtime", "Opened"), ("megamoe.layer.moves", "Placed")),
     "MegaMoE": (("megamoe.layer.placed_module", "PlacedModule"),),
+    "MegaMoELayer": (("megamoe.adapters.host_layer", "HostModule"),),
+    "MegaRoutedExperts": (("megamoe.adapters.host_layer", "HostModule"),),
 }
 
 Definition = ast.ClassDef | ast.FunctionDef

@@ -19,14 +19,12 @@ from flashinfer.moe_ep.core.kernel.registry import register_mega_kernel
 from flashinfer.moe_ep.core.validation.common import validate_mega_forward_inputs
 from torch import Tensor
 
-from megamoe.adapters.host_windows import borrow_window, return_window
+from megamoe.adapters.host_layer import HostLayer, check
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
 from megamoe.formats.cache import quantize_weights
 from megamoe.formats.weights import ExpertWeights
-from megamoe.layer.functional import check_options, resolve
-from megamoe.layer.layer import Layer
 
 NAME = "megamoe"
 
@@ -52,14 +50,13 @@ class MegaMoEConfig:
 class Workspace:
     """A layer of one capacity and, between stage_inputs() and compute(), what it is called with."""
 
-    def __init__(self, layer: Layer, window: dict[str, Any]) -> None:
-        self.layer, self._window = layer, window
+    def __init__(self, layer: HostLayer) -> None:
+        self.layer = layer
         self.staged: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
     def destroy(self) -> None:
         """Free the layer. Collective."""
         self.layer.close()
-        return_window(self._window)
 
 
 @register_mega_kernel(NAME)
@@ -84,9 +81,8 @@ class MegaMoEKernel(MegaKernelBackend):
 
     def validate_init(self, bootstrap: Any, fleet_params: Any) -> None:
         """Raise ConfigError for sizes and options that no layer could have, before memory is taken."""
-        problem = self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)
-        check_options(replace(problem, ep_size=1, rank=0), None, self._stated.options)
-        resolve(self._stated.backend)
+        self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)  # raises
+        check(self._stated.backend, self._stated.options)
         if bootstrap.stream:
             raise ConfigError("bootstrap.stream", bootstrap.stream, "0: torch's current stream")
 
@@ -146,15 +142,11 @@ class MegaMoEKernel(MegaKernelBackend):
         problem, weights = self._here(fleet_params), self._transformed_weights
         if weights is None:
             raise ConfigError("weights", None, "a pack, or transformed_weights, before a workspace")
-        group = self.ep_comm_group if self.ep_world_size > 1 else None
-        of = self._stated.backend, self._stated.options
-        window = borrow_window(problem, group, weights.w13.device, *of)
-        options = self._stated.options | window
-        layer = Layer(
-            problem, "alone" if group is None else group, backend=self._stated.backend, **options
-        )
+        group = self.ep_comm_group if problem.ep_size > 1 else None
+        stated = self._stated.backend, self._stated.options
+        layer = HostLayer(problem, group, weights.w13.device, *stated)
         layer.prepare(weights)
-        return Workspace(layer, window)
+        return Workspace(layer)
 
     def _here(self, fleet_params: Any) -> Problem:
         return self._problem(fleet_params, self.ep_world_size, self.ep_rank)

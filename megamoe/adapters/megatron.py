@@ -23,8 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
+from megamoe.adapters.host_layer import MAX_TOKENS, HostLayer, HostModule, check, close_in, ranks_of
 from megamoe.adapters.host_parameters import expect_writes
-from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.megatron_experts import (
     activation_of,
     adds_to_main_grad,
@@ -41,10 +41,6 @@ from megamoe.adapters.megatron_experts import (
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.group.agreement import together
-from megamoe.layer.functional import check_options, resolve
-from megamoe.layer.layer import Layer
-
-MAX_TOKENS = 8192
 
 
 class _Undispatched(MoETokenDispatcher):
@@ -88,7 +84,7 @@ class _EqualToItsBase(ABCMeta):
     __hash__ = ABCMeta.__hash__
 
 
-class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
+class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
     """Megatron's MoELayer with the routed experts in a megamoe layer; the first four arguments are MoELayer's.
 
     backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
@@ -119,41 +115,34 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
             intermediate=config.moe_ffn_hidden_size,
             num_experts=config.num_moe_experts,
             top_k=config.moe_router_topk,
-            ep_size=pg_collection.ep.size(),
-            rank=pg_collection.ep.rank(),
             max_tokens=max_tokens,
             precision=precision,
             activation=activation_of(config),
             bias=config.add_bias_linear,
+            **ranks_of(pg_collection.ep),
         )
-        if not self._problem.formats.trains:
-            raise ConfigError("precision", repr(precision), "'bf16' or 'fp8', of bf16 parameters")
-        group = None if self._problem.ep_size == 1 else pg_collection.ep
-        check_options(self._problem, group, options)
-        resolve(backend)
+        check(backend, options, trains=self._problem)
         super().__init__(config, submodules, layer_number, pg_collection)
         check_experts(self.experts)
         tie_experts(self.experts)
         expect_writes(self.experts)
         self.token_dispatcher = _Undispatched(config, pg_collection)
-        self._backend, self._delay_wgrad, self._options = backend, delay_wgrad, options
-        self._layer: Layer | None = None
+        self._stated, self._delay_wgrad = (backend, options), delay_wgrad
         self._descending = False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""
         x, topk_ids, topk_weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        if self._layer is None:
-            self._layer = self._open(x.device)
+        layer = self._opened(x.device)
         await_parameters(self.experts)
-        adding = self._layer.accumulate_into_main_grad
+        adding = layer.accumulate_into_main_grad
         reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
         weights = weights_of(self.experts, adding=adding, **reads)
         if self._descending:
             topk_ids = turned_ids(topk_ids, self.num_local_experts)
-        return self._layer(x, topk_ids, topk_weights, weights), None
+        return layer(x, topk_ids, topk_weights, weights), None
 
-    def _open(self, device: torch.device) -> Layer:
+    def _open(self, device: torch.device) -> HostLayer:
         group = None if self._problem.ep_size == 1 else self.ep_group
 
         def state() -> bool:
@@ -163,15 +152,14 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.
         self._descending = all(together(group, "set-up", state).values())
-        self._window = borrow_window(self._problem, group, device, self._backend, self._options)
-        return Layer(
+        return HostLayer(
             self._problem,
-            "alone" if group is None else group,
-            backend=self._backend,
+            group,
+            device,
+            *self._stated,
             apply_router_weight_on_input=self.config.moe_apply_probs_on_input,
             accumulate_into_main_grad=adds_to_main_grad(self.experts),
             delay_wgrad=self._delay_wgrad,
-            **self._options | self._window,
         )
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
@@ -184,13 +172,6 @@ class MegaMoELayer(MoELayer, metaclass=_EqualToItsBase):
                 raise ConfigError("delay_wgrad", self._delay_wgrad, "True, and a call before")
             self._layer.backward_dw()
         super().backward_dw(routed_experts=False, shared_experts=shared_experts)
-
-    def close(self) -> None:
-        """Free what the layer holds; a call makes it anew. Collective."""
-        if self._layer is not None:
-            self._layer.close()
-            self._layer = None
-            return_window(self._window)
 
 
 def replace(spec: Any, **options: Any) -> Any:
@@ -218,6 +199,4 @@ def replace(spec: Any, **options: Any) -> Any:
 
 def close(model: nn.Module) -> None:
     """Free what the layers of a model hold. Collective."""
-    for module in model.modules():
-        if isinstance(module, MegaMoELayer):
-            module.close()
+    close_in(model)

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.adapters.host_layer import HostLayer, HostLayers, check, ranks_of
 from megamoe.adapters.host_patches import Patches, found
-from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.core.config import Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.layer.functional import check_options, resolve
-from megamoe.layer.layer import Layer
 
 log = logging.getLogger("megamoe")
 
@@ -61,26 +59,24 @@ class Buffer:
         backend: str = "auto",
         options: dict[str, Any] | None = None,
     ) -> None:
-        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         self.group, self.num_topk = group, num_topk
         self.num_experts, self.num_max_tokens_per_rank = num_experts, num_max_tokens_per_rank
-        self._sizes = {
-            "hidden": hidden,
-            "intermediate": intermediate_hidden,
-            "num_experts": num_experts,
-            "top_k": num_topk,
-            "ep_size": size,
-            "rank": rank,
-            "max_tokens": num_max_tokens_per_rank,
-            "precision": "fp8",
-        }
-        if num_experts % size:
-            raise ConfigError("num_experts", num_experts, f"a multiple of {size}, the ranks")
-        self._group = None if size == 1 else group
-        self._backend, self._options = backend, options or {}
-        check_options(Problem(**self._sizes), self._group, self._options)
+        self._problem = Problem(
+            hidden=hidden,
+            intermediate=intermediate_hidden,
+            num_experts=num_experts,
+            top_k=num_topk,
+            max_tokens=num_max_tokens_per_rank,
+            precision="fp8",
+            **ranks_of(group),
+        )
+        if num_experts % self._problem.ep_size:
+            expected = f"a multiple of {self._problem.ep_size}, the ranks"
+            raise ConfigError("num_experts", num_experts, expected)
+        self._stated = backend, options or {}
+        check(*self._stated)
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
-        self._layers: dict[float | None, tuple[Layer, dict[str, Any]]] = {}
+        self._layers = HostLayers()  # by clamp
         self._call: tuple[Tensor, Tensor, Tensor] | None = None
 
     def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -95,25 +91,17 @@ class Buffer:
         if self._call is None:
             raise ArgumentError("buffer", "empty", "one that mega_moe_pre_dispatch_sm90 has filled")
         (x, topk_ids, topk_weights), self._call = self._call, None
-        self._layer(clamp, x.device)(x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
-
-    def _layer(self, clamp: float | None, device: torch.device) -> Layer:
         if clamp not in self._layers:
-            clamped = {} if clamp is None else {"limit": float(clamp)}
-            kind = "swiglu" if clamp is None else "clamped_swiglu"
-            problem = Problem(**self._sizes, activation=Activation(kind, **clamped))
-            window = borrow_window(problem, self._group, device, self._backend, self._options)
-            group = "alone" if self._group is None else self._group
-            layer = Layer(problem, group, backend=self._backend, **self._options | window)
-            self._layers[clamp] = layer, window
-        return self._layers[clamp][0]
+            problem = self._problem
+            if clamp is not None:
+                clamped = Activation("clamped_swiglu", limit=float(clamp))
+                problem = replace(problem, activation=clamped)
+            self._layers[clamp] = HostLayer(problem, self.group, x.device, *self._stated)
+        self._layers[clamp](x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
 
     def close(self) -> None:
         """Free what the layers hold; a call makes them anew. Collective."""
-        for layer, window in self._layers.values():
-            layer.close()
-            return_window(window)
-        self._layers.clear()
+        self._layers.close()
         self._call = None
 
 
@@ -234,8 +222,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     global _installed
     if _installed is not None:
         raise ConfigError("install()", "called again", "one call, or uninstall() before")
-    check_options(Problem(128, 128, 1, 1, precision="fp8"), None, options)
-    resolve(backend)
+    check(backend, options)
     try:
         import deep_gemm
         from sglang.srt.layers.moe import mega_moe_sm90 as host

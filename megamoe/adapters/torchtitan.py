@@ -20,8 +20,8 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
+from megamoe.adapters.host_layer import MAX_TOKENS, HostLayer, HostModule, check, close_in, ranks_of
 from megamoe.adapters.host_parameters import expect_writes
-from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.torchtitan_experts import (
     activation_of,
     check_class,
@@ -32,13 +32,9 @@ from megamoe.adapters.torchtitan_experts import (
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import invalidate
-from megamoe.layer.functional import check_options, resolve
-from megamoe.layer.layer import Layer
-
-MAX_TOKENS = 8192
 
 
-class MegaRoutedExperts(RoutedExperts):
+class MegaRoutedExperts(HostModule, RoutedExperts):
     """torchtitan's RoutedExperts in a megamoe layer: its parameters, no token dispatcher.
 
     Config's backend: of megamoe.Layer. precision: "bf16" or "fp8", of the products. max_tokens: of a call on one rank:
@@ -61,13 +57,10 @@ class MegaRoutedExperts(RoutedExperts):
         check_class(config.inner_experts)
         self._config = config
         self._stated = self._problem_over(None)
-        check_options(self._stated, None, config.options)
-        resolve(config.backend)
+        check(config.backend, config.options, trains=self._stated)
         super().__init__(config)
         expect_writes(self.inner_experts)
         self._mesh: Any = None
-        self._layer: Layer | None = None
-        self._window: dict[str, Any] = {}
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Spread the experts as torchtitan does; remember over which ranks."""
@@ -90,59 +83,39 @@ class MegaRoutedExperts(RoutedExperts):
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
         """x_BLD: [B, L, H], the next two: [B, L, K] -> [B, L, H] in x_BLD's type. The last is not used."""
-        if self._layer is None:
-            self._layer = self._open(x_BLD.device)
+        layer = self._opened(x_BLD.device)
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
         weights = weights_of(self.inner_experts)
-        held = self._layer.problem.num_local_experts()
+        held = layer.problem.num_local_experts()
         found = weights.w13.shape[0], weights.w2.shape[-1]
         if found != (held, self._stated.intermediate):
             expected = f"{(held, self._stated.intermediate)}: no tensor-parallel experts"
             raise ConfigError("experts and their hidden_dim on this rank", found, expected)
-        return self._layer(x, ids, scores, weights).to(x_BLD.dtype).view_as(x_BLD)
+        return layer(x, ids, scores, weights).to(x_BLD.dtype).view_as(x_BLD)
 
     def _problem_over(self, group: Any) -> Problem:
         config = self._config
         inner = config.inner_experts
-        problem = Problem(
+        return Problem(
             hidden=inner.dim,
             intermediate=inner.hidden_dim,
             num_experts=inner.num_experts,
             top_k=config.token_dispatcher.top_k,
-            ep_size=1 if group is None else group.size(),
-            rank=0 if group is None else group.rank(),
             max_tokens=config.max_tokens,
             precision=config.precision,
             activation=activation_of(inner),
             bias=isinstance(inner, GptOssGroupedExperts.Config),
+            **ranks_of(group),
         )
-        if not problem.formats.trains:
-            value = repr(config.precision)
-            raise ConfigError("precision", value, "'bf16' or 'fp8', of bf16 parameters")
-        return problem
 
-    @torch.compiler.disable(
-        reason="megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
-    )
-    def _open(self, device: torch.device) -> Layer:
+    def _open(self, device: torch.device) -> HostLayer:
         if spmd_types.is_type_checking():
             raise ConfigError("debug.spmd_typechecking", True, "False with a megamoe layer")
         check_modules(self.inner_experts)
         group = None if self._mesh is None else self._mesh.get_group()
-        problem, config = self._problem_over(group), self._config
-        self._window = borrow_window(problem, group, device, config.backend, config.options)
-        options = config.options | self._window
-        return Layer(
-            problem, "alone" if group is None else group, backend=config.backend, **options
-        )
-
-    def close(self) -> None:
-        """Free what the layer holds; a call makes it anew. Collective."""
-        if self._layer is not None:
-            self._layer.close()
-            self._layer = None
-            return_window(self._window)
+        config = self._config
+        return HostLayer(self._problem_over(group), group, device, config.backend, config.options)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="Experts in a megamoe layer.")
@@ -174,6 +147,4 @@ def megamoe(
 
 def close(model: nn.Module) -> None:
     """Free what the layers of a model hold. Collective."""
-    for module in model.modules():
-        if isinstance(module, MegaRoutedExperts):
-            module.close()
+    close_in(model)

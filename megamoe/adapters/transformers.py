@@ -18,15 +18,21 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
+from megamoe.adapters.host_layer import (
+    MAX_TOKENS,
+    HostLayer,
+    at_first_call,
+    check,
+    ranks_of,
+    return_window,
+)
 from megamoe.adapters.host_parameters import expect_writes
-from megamoe.adapters.host_windows import borrow_window, return_window
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
@@ -38,8 +44,6 @@ from megamoe.adapters.transformers_weights import (
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights
-from megamoe.layer.functional import check_options, resolve
-from megamoe.layer.layer import Layer
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -47,13 +51,12 @@ except ImportError:  # before 5.23
     EPImplementationInterface = None
 
 NAME = "megamoe"
-MAX_TOKENS = 8192
 _numbers = itertools.count(1)
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class _Layers(dict[Any, Layer]):
+class _Layers(dict[Any, HostLayer]):
     """Layers of one module, as an attribute of it, where torch.compile sees them. Copies of the module have none."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Layers:
@@ -81,16 +84,14 @@ class Experts:
         **options: Any,
     ) -> None:
         stated = "bf16" if precision is None else precision
-        problem = Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)
-        check_options(problem, None, options)
-        resolve(backend)
-        self._backend, self._precision, self._max_tokens = backend, precision, max_tokens
-        self._options = options
+        Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
+        check(backend, options)
+        self._stated, self._precision, self._max_tokens = (backend, options), precision, max_tokens
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
-        self._formulas: WeakKeyDictionary[Layer, tuple[Any, ...]] = WeakKeyDictionary()
+        self._formulas: WeakKeyDictionary[HostLayer, tuple[Any, ...]] = WeakKeyDictionary()
         # Closing is collective, and garbage is not collected at the same time on all ranks.
-        self._spread: list[Layer] = []
-        self._windows: list[dict[str, Any]] = []  # borrowed, one for each layer
+        self._spread: list[HostLayer] = []
+        self._windows: list[dict[str, Any]] = []  # borrowed, by layers of lost modules, too
         self._number = next(_numbers)
 
     def __call__(
@@ -155,7 +156,7 @@ class Experts:
         self._windows.clear()
         arranged.clear()
 
-    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> Layer:
+    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> HostLayer:
         key = self._number, weights.w2.device, top_k  # a module may be moved
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get(key)
@@ -163,22 +164,16 @@ class Experts:
             layer = self._make(module, weights, key, group)
         return layer
 
-    def _follows(self, module: Any, layer: Layer) -> bool:
+    def _follows(self, module: Any, layer: HostLayer) -> bool:
         """Whether the layer has the module's activation; where it does not, another one is made. Equal on all ranks."""
         return self._formulas.get(layer) == formula_of(module)
 
-    @torch.compiler.disable(
-        reason="megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
-    )
-    def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> Layer:
+    @at_first_call
+    def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> HostLayer:
         _, device, top_k = key
         problem = self._problem(module, weights, top_k, group)
-        window = borrow_window(problem, group, device, self._backend, self._options)
-        self._windows.append(window)
-        options = self._options | window
-        layer = Layer(
-            problem, "alone" if group is None else group, backend=self._backend, **options
-        )
+        layer = HostLayer(problem, group, device, *self._stated)
+        self._windows.append(layer.borrowed)
         if not hasattr(module, "_megamoe_layers"):
             module._megamoe_layers = _Layers()
             expect_writes(module)
@@ -199,20 +194,19 @@ class Experts:
         if stored and precision not in stored:
             expected = f"{' or '.join(stored)}, as {type(module).__name__} stores its weights"
             raise ConfigError("precision", precision, expected)
-        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        ranks = ranks_of(group)
         activation = activation_of(module)
         planes, rows = activation.planes, weights.w13.shape[1:-1].numel()
         return Problem(
             hidden=hidden,
             intermediate=rows // planes,
-            num_experts=num_experts * size,
+            num_experts=num_experts * ranks["ep_size"],
             top_k=top_k,
-            ep_size=size,
-            rank=rank,
             max_tokens=self._max_tokens,
             precision=precision,
             activation=activation,
             bias=module.has_bias,
+            **ranks,
         )
 
 

@@ -18,11 +18,10 @@ import vllm.model_executor.layers.quantization.fp8 as fp8
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
+from megamoe.adapters.host_layer import check
 from megamoe.adapters.host_patches import Patches, found
 from megamoe.adapters.vllm_experts import Experts, Layers, PrepareAndFinalize
-from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.layer.functional import check_options, resolve
 
 
 class Installed:
@@ -55,8 +54,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     global _installed
     if _installed is not None:
         raise ConfigError("install()", "called again", "one call, or uninstall() before")
-    check_options(Problem(128, 128, 1, 1), None, options)
-    resolve(backend)
+    check(backend, options)
     made = Installed(Layers(backend, options))
     hosts = (
         (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),

@@ -19,41 +19,31 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
+from megamoe.adapters.host_layer import HostLayer, HostLayers
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.functional import resolve
-from megamoe.layer.layer import Layer
 
 _PRECISIONS = {(None, None): "bf16", (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8"}
 _PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}
 _CLAMPED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
-class Layers:
+class Layers(HostLayers):
     """The layers of this process, one for all MoE layers of one problem. backend, options: of megamoe.Layer."""
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
+        super().__init__()
         self.backend, self.options = backend, options
-        self._made: dict[Any, Layer] = {}
 
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def of(self, problem: Problem, device: torch.device) -> Layer:
+    def of(self, problem: Problem, device: torch.device) -> HostLayer:
         """Return the layer over vLLM's expert-parallel group. Collective where it is made."""
         group = None if problem.ep_size == 1 else parallel_state.get_ep_group().device_group
         key = problem, group, device
-        if key not in self._made:
-            where = "alone" if group is None else group
-            self._made[key] = Layer(problem, where, backend=self.backend, **self.options)
-        return self._made[key]
-
-    def close(self) -> None:
-        """Free what the layers hold; calls make them anew. Collective."""
-        for layer in self._made.values():
-            layer.close()
-        self._made.clear()
+        if key not in self:
+            self[key] = HostLayer(*key, self.backend, self.options)
+        return self[key]
 
 
 class Experts(mk.FusedMoEExpertsModular):

@@ -1,15 +1,12 @@
 """Experts that are a parameter each: where they are read in place, where gradients go; activations found by trying."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megamoe.adapters import host_windows
 from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import as_one, joined, tie
-from megamoe.core.config import ACTIVATIONS, Activation, Problem
+from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ConfigError
 
 
@@ -81,29 +78,6 @@ def test_gradients_reach_each_parameter_that_wants_one(tied):
     assert given[1].grad is None
     assert torch.equal(given[2].grad, dy[2])
     assert not joined(given[1:2]).requires_grad
-
-
-def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch):
-    made, closed = [], []
-    chosen = ["mega"]
-    monkeypatch.setattr(host_windows, "choose", lambda *_: chosen[-1])
-    window = type("Window", (), {"close": lambda self: closed.append(self)})
-    monkeypatch.setattr(host_windows, "Window", lambda *_, **__: made.append(window()) or made[-1])
-    small, cuda = Problem(64, 48, 6, 2, max_tokens=64), torch.device("cuda", 0)
-    problems = [small, replace(small, num_experts=8), replace(small, top_k=3)]
-    taken = [host_windows.borrow_window(p, None, cuda, "auto", {}) for p in problems]
-    assert [made.index(t["window"]) for t in taken] == [0, 0, 1]
-    host_windows.return_window(taken[0])
-    assert not closed
-    host_windows.return_window(taken[1])
-    assert closed == made[:1]
-    assert host_windows.borrow_window(small, None, cuda, "auto", {"window": made[1]}) == {}
-    chosen.append("staged")
-    assert host_windows.borrow_window(small, None, cuda, "auto", {}) == {}
-    host_windows.return_window({})
-    host_windows.return_window(taken[2])
-    assert closed == made
-    assert not host_windows._windows
 
 
 def test_activations_are_found_by_what_they_give():

@@ -1,0 +1,142 @@
+"""What all adapters do alike: refuse what no layer could be, open a layer at a first call, share its window, close it.
+
+An adapter says how its host's parameters are read, what of the host's configuration no layer follows, and where it
+hooks in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
+from megamoe.core.uncompiled import uncompiled
+from megamoe.group.agreement import ALONE
+from megamoe.layer.functional import check_options, choose, resolve
+from megamoe.layer.layer import Layer
+from megamoe.window.window import Window, WindowSpec
+
+MAX_TOKENS = 8192  # of a call, where neither the host nor its user says
+
+_windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
+
+at_first_call = uncompiled(
+    "megamoe layers are made by a first call: make one before torch.compile(fullgraph=True)"
+)
+
+
+def check(backend: str, options: Mapping[str, Any], trains: Problem | None = None) -> None:
+    """Raise ConfigError for what no layer of a host could have: this backend, options, a `trains` that does not."""
+    if trains is not None and not trains.formats.trains:
+        expected = "'bf16' or 'fp8', of bf16 parameters"
+        raise ConfigError("precision", repr(trains.precision), expected)
+    check_options(Problem(128, 128, 1, 1), None, options)
+    resolve(backend)
+
+
+def ranks_of(group: Any) -> dict[str, int]:
+    """Return ep_size and rank of a Problem over a process group; None: this rank holds all experts."""
+    if group is None:
+        return {"ep_size": 1, "rank": 0}
+    return {"ep_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
+
+
+class HostLayer(Layer):
+    """A layer in the place of a host's experts; those of one size share a window, which takes hundreds of MB.
+
+    group: the process group of problem.ep_size ranks; not looked at for one rank. device: of the experts.
+    backend, options: as the host's user stated them. more: further arguments of megamoe.Layer.
+    Attributes: borrowed, what return_window() takes of a layer that is dropped without close().
+    Collective.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any,
+        device: torch.device,
+        backend: str,
+        options: dict[str, Any],
+        **more: Any,
+    ) -> None:
+        group = None if problem.ep_size == 1 else group
+        self.borrowed = borrow_window(problem, group, device, backend, options)
+        group = ALONE if group is None else group
+        super().__init__(problem, group, backend=backend, **more, **options | self.borrowed)
+
+    def close(self) -> None:
+        """Free what it holds, its window with the last that uses it. Collective."""
+        super().close()
+        return_window(self.borrowed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # type: ignore[override]
+        """Leave nothing to a copy of its module, whose first call makes one."""
+
+
+class HostLayers(dict[Any, HostLayer]):
+    """Layers by what they are for."""
+
+    def close(self) -> None:
+        """Free what they hold; calls make them anew. Collective."""
+        for layer in self.values():
+            layer.close()
+        self.clear()
+
+
+class HostModule:
+    """A host's module of experts with a layer of its own: `_open(device)` returns a new one, for a first call."""
+
+    _layer: HostLayer | None = None
+    _open: Callable[[torch.device], HostLayer]
+
+    def _opened(self, device: torch.device) -> HostLayer:
+        """Return the layer. Collective where there is none."""
+        return self._layer or self._make(device)
+
+    @at_first_call
+    def _make(self, device: torch.device) -> HostLayer:
+        self._layer = self._open(device)
+        return self._layer
+
+    def close(self) -> None:
+        """Free what the layer holds; a call makes it anew. Collective."""
+        if self._layer is not None:
+            self._layer.close()
+            self._layer = None
+
+
+def close_in(model: torch.nn.Module) -> None:
+    """Close the modules of a model. Collective."""
+    for module in model.modules():
+        if isinstance(module, HostModule):
+            module.close()
+
+
+def borrow_window(
+    problem: Problem, group: Any, device: torch.device, backend: str, options: Mapping[str, Any]
+) -> dict[str, Window]:
+    """Return the option `window` for a layer where the kernel runs, nothing elsewhere. Collective."""
+    chosen = choose(backend, problem, group, device, options)
+    if chosen != "mega" or options.get("window") is not None:
+        return {}
+    key = WindowSpec.of(problem), group, device
+    if key not in _windows:
+        _windows[key] = Window(problem, group, device=device), [0]
+    window, users = _windows[key]
+    users[0] += 1
+    return {"window": window}
+
+
+def return_window(borrowed: dict[str, Window]) -> None:
+    """Give back what borrow_window returned, once its layer is closed; the last one closes the window. Collective."""
+    for key, (window, users) in list(_windows.items()):
+        if window is borrowed.get("window"):
+            users[0] -= 1
+            if not users[0]:
+                del _windows[key]
+                window.close()
+    borrowed.clear()

@@ -1,0 +1,82 @@
+"""What adapters do alike, without a host: what is refused, modules with a layer of their own, windows of one size."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe.adapters import host_layer
+from megamoe.adapters.host_layer import HostLayer, HostModule, check, close_in
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError
+from megamoe.testing import make_inputs, make_weights, same_bits
+
+PROBLEM = Problem(64, 48, 6, 2, max_tokens=64)
+
+
+class Experts(HostModule, torch.nn.Module):
+    """Those of a host."""
+
+    def __init__(self):
+        super().__init__()
+        self.opened = 0
+
+    def _open(self, device):
+        self.opened += 1
+        return HostLayer(PROBLEM, None, device, "staged", {})
+
+    def forward(self, inputs, weights):
+        layer = self._opened(inputs.x.device)
+        return layer(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
+
+
+def test_a_module_opens_its_layer_at_a_first_call_and_again_after_close():
+    experts, call = Experts(), (make_inputs(PROBLEM, 5), make_weights(PROBLEM))
+    y = experts(*call)
+    assert same_bits(experts(*call), y)
+    assert experts.opened == 1
+    other = copy.deepcopy(experts)
+    assert other._layer is None
+    assert same_bits(other(*call), y)
+    assert other.opened == 2
+    close_in(torch.nn.Sequential(experts, other))
+    assert experts._layer is other._layer is None
+    assert same_bits(experts(*call), y)
+    assert experts.opened == 2
+    experts.close()
+
+
+def test_what_no_layer_could_have_is_refused():
+    check("staged", {"reserve_sms": 4}, trains=PROBLEM)
+    with pytest.raises(ConfigError, match="backend is 'magma'"):
+        check("magma", {})
+    with pytest.raises(ConfigError, match="option is 'reserve_sm'"):
+        check("auto", {"reserve_sm": 4})
+    packed = replace(PROBLEM, intermediate=64, precision="bf16xmxfp4")
+    check("auto", {})
+    with pytest.raises(ConfigError, match="precision is 'bf16xmxfp4', expected 'bf16' or 'fp8'"):
+        check("auto", {}, trains=packed)
+
+
+def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch):
+    made, closed = [], []
+    chosen = ["mega"]
+    monkeypatch.setattr(host_layer, "choose", lambda *_: chosen[-1])
+    window = type("Window", (), {"close": lambda self: closed.append(self)})
+    monkeypatch.setattr(host_layer, "Window", lambda *_, **__: made.append(window()) or made[-1])
+    small, cuda = Problem(64, 48, 6, 2, max_tokens=64), torch.device("cuda", 0)
+    problems = [small, replace(small, num_experts=8), replace(small, top_k=3)]
+    taken = [host_layer.borrow_window(p, None, cuda, "auto", {}) for p in problems]
+    assert [made.index(t["window"]) for t in taken] == [0, 0, 1]
+    host_layer.return_window(taken[0])
+    assert not closed
+    host_layer.return_window(taken[1])
+    assert closed == made[:1]
+    assert host_layer.borrow_window(small, None, cuda, "auto", {"window": made[1]}) == {}
+    chosen.append("staged")
+    assert host_layer.borrow_window(small, None, cuda, "auto", {}) == {}
+    host_layer.return_window({})
+    host_layer.return_window(taken[2])
+    assert closed == made
+    assert not host_layer._windows
