@@ -10,10 +10,19 @@ _MISSING = object()
 
 
 class Patches:
-    """Attributes of modules that have been set, and what they were before."""
+    """Attributes of modules that have been set, and what they were before.
+
+    Attributes: made, what install() has returned, None before it and after undo().
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
+        self.made: Any = None
+
+    def check_none(self) -> None:
+        """Raise ConfigError where install() was called before."""
+        if self.made is not None:
+            raise ConfigError("install()", "called again", "one call, or uninstall() before")
 
     def put(self, module: Any, name: str, value: Any) -> None:
         """Set an attribute until undo()."""
@@ -28,6 +37,7 @@ class Patches:
                 delattr(module, name)
             else:
                 setattr(module, name, value)
+        self.made = None
 
 
 def found(host: str, module: Any, name: str) -> Any:

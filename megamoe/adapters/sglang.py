@@ -111,7 +111,6 @@ class Installed:
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self._backend, self._options = backend, options
         self._buffers: list[Buffer] = []
-        self._patches = Patches()
 
     def get_symm_buffer_for_mega_moe(
         self,
@@ -205,12 +204,10 @@ class Installed:
 
     def uninstall(self) -> None:
         """Give SGLang the functions back that it had; models that were loaded since are of no use then."""
-        global _installed
-        self._patches.undo()
-        _installed = None
+        _patches.undo()
 
 
-_installed: Installed | None = None
+_patches = Patches()
 
 
 def install(*, backend: str = "auto", **options: Any) -> Installed:
@@ -219,9 +216,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     backend, options: of megamoe.Layer. Raises ConfigError for options that no layer could have, where it was called
     before, and where SGLang or DeepGEMM lack what is replaced.
     """
-    global _installed
-    if _installed is not None:
-        raise ConfigError("install()", "called again", "one call, or uninstall() before")
+    _patches.check_none()
     check(backend, options)
     try:
         import deep_gemm
@@ -231,11 +226,10 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     name = "build_sm90_mega_moe_experts_weights"
     build = found("SGLang 0.5.23", host, name)
     made = Installed(backend, options)
-    put = made._patches.put
-    put(host, name, _built_in_order(build))
+    _patches.put(host, name, _built_in_order(build))
     for name in ("get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"):
-        put(deep_gemm, name, getattr(made, name))
-    _installed = made
+        _patches.put(deep_gemm, name, getattr(made, name))
+    _patches.made = made
     return made
 
 
@@ -244,7 +238,7 @@ def plugin() -> None:
     from sglang.srt.environ import envs
 
     named = [name.strip() for name in (envs.SGLANG_PLUGINS.get() or "").split(",")]
-    if NAME in named and _installed is None:
+    if NAME in named and _patches.made is None:
         install()
         log.info("SGLang's FP8 experts with --moe-a2a-backend megamoe are megamoe layers")
 

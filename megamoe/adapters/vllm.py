@@ -28,7 +28,7 @@ class Installed:
     """What install() has set, and the layers since."""
 
     def __init__(self, layers: Layers) -> None:
-        self.layers, self.patches = layers, Patches()
+        self.layers = layers
 
     def close(self) -> None:
         """Free what the layers hold; calls make them anew. Collective."""
@@ -36,12 +36,10 @@ class Installed:
 
     def uninstall(self) -> None:
         """Give vLLM its experts back, for layers that are made from then on."""
-        global _installed
-        self.patches.undo()
-        _installed = None
+        _patches.undo()
 
 
-_installed: Installed | None = None
+_patches = Patches()
 
 
 def install(*, backend: str = "auto", **options: Any) -> Installed:
@@ -51,9 +49,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     ConfigError. Raises it here for options that no layer could have, where it was called before, and for a vLLM that
     lacks what is replaced.
     """
-    global _installed
-    if _installed is not None:
-        raise ConfigError("install()", "called again", "one call, or uninstall() before")
+    _patches.check_none()
     check(backend, options)
     made = Installed(Layers(backend, options))
     hosts = (
@@ -64,17 +60,18 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
              for verb, noun in (("select", "backend"), ("make", "kernel"))]  # fmt: skip
     theirs = {name: found("vLLM 0.33", host, name) for host, name in names}
     for host, kind, layout in hosts:
-        made.patches.put(host, f"select_{kind}_moe_backend", _select(layout))
+        _patches.put(host, f"select_{kind}_moe_backend", _select(layout))
         make = theirs[f"make_{kind}_moe_kernel"]
-        made.patches.put(host, f"make_{kind}_moe_kernel", _make(make))
-    made.patches.put(Experts, "layers", made.layers)
-    _installed = made
+        _patches.put(host, f"make_{kind}_moe_kernel", _make(make))
+    _patches.put(Experts, "layers", made.layers)
+    _patches.made = made
     return made
 
 
 def installed() -> Installed | None:
     """Return what install() has returned, None before it and after uninstall()."""
-    return _installed
+    made: Installed | None = _patches.made
+    return made
 
 
 def _select(layout: Any) -> Callable[..., Any]:

@@ -117,7 +117,7 @@ def test_layers_of_a_model_and_batches_share_one_buffer(installed):
 
 
 def _over_two_ranks(rank):
-    adapter.install(backend="staged")
+    made = adapter.install(backend="staged")
     experts, call = built(rank, 2), tokens(20 if rank else 0, seed=5)
     y = run(experts, call, dist.group.WORLD, activation_clamp=10.0, routed_scaling_factor=2.5)
     try:
@@ -126,7 +126,7 @@ def _over_two_ranks(rank):
         error = "none"
     except MegaMoEError as raised:
         error = str(raised)
-    adapter.install.__globals__["_installed"].close()
+    made.close()
     return y, call, error
 
 
@@ -209,7 +209,7 @@ def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
     assert hasattr(deep_gemm, "fp8_mega_moe")
     with pytest.raises(ConfigError, match=r"install\(\) is called again"):
         adapter.install()
-    deep_gemm.fp8_mega_moe.__globals__["_installed"].uninstall()
+    adapter._patches.made.uninstall()
     assert not hasattr(deep_gemm, "fp8_mega_moe")
     (found,) = entry_points(group=GENERAL_PLUGINS_GROUP, name="megamoe")  # where the host looks
     assert found.load() is adapter.plugin
@@ -222,4 +222,4 @@ def test_wrong_options_are_named():
     for options in ({"backend": "magma"}, {"reserve_sm": 3}):
         with pytest.raises(ConfigError, match="magma|reserve_sm"):
             adapter.install(**options)
-    assert adapter._installed is None
+    assert adapter._patches.made is None
