@@ -61,35 +61,6 @@ def joined(parameters: Sequence[Any], *, adding: bool = False) -> Tensor:
     """
     if torch.compiler.is_compiling():  # which knows no addresses
         return torch.stack(tuple(parameters))
-    joint = None
-    if adding and torch.is_grad_enabled():
-        joint = main_grad.Joint(parameters, torch.unbind, as_one)
-    whole: Any = _Joined.apply(joint, *parameters)
-    if joint is not None and whole.requires_grad:
-        joint.give(whole)
-    return whole
-
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, joint: main_grad.Joint | None, *parameters: Tensor) -> Tensor:
-        ctx.joint = joint
-        ctx.set_materialize_grads(False)
-        whole = as_one(parameters)
-        if whole is None:
-            return torch.stack(parameters)
-        ctx.save_for_backward(*parameters)  # the view counts writes to the first one only
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.joint is not None and ctx.joint.used:
-            _ = ctx.saved_tensors
-            return None, *ctx.joint.add(grad)
-        if grad is None:
-            return (None,) * len(ctx.needs_input_grad)
-        _ = ctx.saved_tensors  # raises where one was written to
-        parts = grad.unbind(0)
-        return None, *(
-            g if n else None for g, n in zip(parts, ctx.needs_input_grad[1:], strict=True)
-        )
+    return main_grad.joined(
+        parameters, as_one, torch.unbind, torch.stack, parameters if adding else None
+    )

@@ -1,4 +1,4 @@
-"""Gate and up projections that are tensors of their own, as one view."""
+"""Tensors that a layer takes as one, without a copy where they lie so: gate and up projections, experts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,45 @@ from megamoe.core.errors import ArgumentError
 
 
 class Joined(torch.autograd.Function):
-    """w1 and w3 as one view [L, 2, I, H]; the gradient goes back to both."""
+    """Tensors as one: a view where they lie so, else a copy; the gradient goes back to each.
+
+    as_one: the tensors -> a view of them, or None. copied: the tensors -> a new one, where as_one may return None.
+    cut: what is joined -> a part for each tensor. joint: where gradients go that are added to main_grad, see
+    megamoe/layer/main_grad.py.
+    """
 
     @staticmethod
-    def forward(ctx: Any, w1: Tensor, w3: Tensor) -> Tensor:
-        distance = w3.storage_offset() - w1.storage_offset()
-        (num, rows, width), (expert, row, column) = w1.shape, w1.stride()
-        ctx.save_for_backward(w1, w3)  # the view counts writes to w1 only
-        return w1.detach().as_strided((num, 2, rows, width), (expert, distance, row, column))
+    def forward(ctx: Any, as_one: Any, cut: Any, copied: Any, joint: Any, *parts: Tensor) -> Tensor:
+        ctx.cut, ctx.joint = cut, joint
+        ctx.set_materialize_grads(False)
+        whole: Tensor | None = as_one(parts)
+        if whole is None:
+            made: Tensor = copied(parts)
+            return made
+        ctx.save_for_backward(*parts)  # the view counts writes to the first one only
+        return whole
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises where one was written to
-        d1, d3 = grad.unbind(1)
-        return d1, d3
+        if ctx.joint is not None and ctx.joint.used:
+            return None, None, None, None, *ctx.joint.add(grad)
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, None, None, *ctx.cut(grad)
+
+
+def join_w1_w3(w1: Tensor, w3: Tensor) -> Tensor:
+    """Return w1 and w3, which check_joinable() has let pass, as one view [L, 2, I, H]."""
+    whole: Tensor = Joined.apply(_planes, lambda whole: whole.unbind(1), None, None, w1, w3)
+    return whole
+
+
+def _planes(parts: tuple[Tensor, Tensor]) -> Tensor:
+    w1, w3 = parts
+    (num, rows, width), (expert, row, column) = w1.shape, w1.stride()
+    strides = expert, w3.storage_offset() - w1.storage_offset(), row, column
+    return w1.detach().as_strided((num, 2, rows, width), strides)
 
 
 def check_joinable(w1: Tensor, w3: Tensor) -> None:

@@ -13,7 +13,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, check_kind, check_memory, check_strides
 from megamoe.formats import mxfp4, nvfp4
 from megamoe.formats.fp4 import read_biases
-from megamoe.formats.joined import Joined, check_joinable, join_pair
+from megamoe.formats.joined import check_joinable, join_pair, join_w1_w3
 from megamoe.formats.quantization import codec, transpose_blocks
 from megamoe.formats.versions import made_of
 
@@ -64,7 +64,7 @@ class ExpertWeights:
         b13 = join_pair("biases", b1, b3, torch.stack)
         w13_scale = join_pair("scales", s1, s3, torch.cat)
         check_joinable(w1, w3)
-        w13: Tensor = Joined.apply(w1, w3)
+        w13 = join_w1_w3(w1, w3)
         made_of(w13, (w1, w3), trains=w1.requires_grad or w3.requires_grad)
         return cls(w13, w2, b13, b2, w13_scale, w2_scale)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
+from megamoe.formats.joined import Joined
 from megamoe.formats.weights import ExpertWeights, check_tensor
 
 NAMES = ("w13", "w2")
@@ -100,6 +101,22 @@ class Joint:
             elif others is not None:
                 p.main_grad.add_(others[i].reshape(p.shape))
         return found
+
+
+def joined(
+    parts: Sequence[Tensor], as_one: Any, cut: Any, copied: Any, parameters: Sequence[Any] | None
+) -> Tensor:
+    """Return tensors as one, see Joined; the gradient goes back to each.
+
+    parameters: whose main_grad it is added to by a layer that does; None: no such layer.
+    """
+    joint = None
+    if parameters is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        joint = Joint(parameters, cut, as_one)
+    whole: Tensor = Joined.apply(as_one, cut, copied, joint, *parts)
+    if joint is not None and whole.requires_grad:
+        joint.give(whole)
+    return whole
 
 
 def _plain(p: Any) -> bool:

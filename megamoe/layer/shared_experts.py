@@ -225,48 +225,24 @@ def _apart(name: str, theirs: Any, mine: Tensor, planes: int) -> bool:
 
 def _joined(routed: Tensor, shared: Tensor, adds_to: tuple[Any, Any] | None) -> Tensor:
     """adds_to: whose main_grad gradients are added to."""
-    joint = None
-    if adds_to is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        sizes = len(routed), len(shared)
-        joint = main_grad.Joint(adds_to, lambda whole: whole.split(sizes), _as_one)
-    whole: Tensor = _Joined.apply(joint, routed, shared)
-    if joint is not None and whole.requires_grad:
-        joint.give(whole)
-    return whole
+    sizes = len(routed), len(shared)
+    parts, cut = (routed, shared), lambda whole: whole.split(sizes)
+    return main_grad.joined(parts, _as_one, cut, _copied, adds_to)
 
 
 def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Return rows of one tensor and those of another as a view, where they lie so."""
     routed, shared = parts
-    if not _lies_behind(routed, shared):
+    if torch.compiler.is_compiling() or not _lies_behind(routed, shared):
         return None
     shape = len(routed) + len(shared), *routed.shape[1:]
     return routed.detach().as_strided(shape, routed.stride())
 
 
-class _Joined(torch.autograd.Function):
-    """Rows of one tensor, then those of another, as one; a view where they lie so."""
-
-    @staticmethod
-    def forward(ctx: Any, joint: main_grad.Joint | None, routed: Tensor, shared: Tensor) -> Tensor:
-        ctx.num, ctx.joint = len(routed), joint
-        ctx.set_materialize_grads(False)
-        whole = None if torch.compiler.is_compiling() else _as_one((routed, shared))
-        if whole is not None:
-            ctx.save_for_backward(routed, shared)  # the view counts writes to the former only
-            return whole
-        # As integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16.
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[routed.element_size()]
-        return torch.cat([t.view(bits) for t in (routed, shared)]).view(routed.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises where one was written to
-        if ctx.joint is not None and ctx.joint.used:
-            return None, *ctx.joint.add(grad)
-        if grad is None:
-            return None, None, None
-        return None, grad[: ctx.num], grad[ctx.num :]
+def _copied(parts: Sequence[Tensor]) -> Tensor:
+    """As integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].element_size()]
+    return torch.cat([t.view(bits) for t in parts]).view(parts[0].dtype)
 
 
 def _lies_behind(routed: Tensor, shared: Tensor) -> bool:
