@@ -1,4 +1,4 @@
-"""Fills the argument block of a grouped launch: csrc/megamoe/kernels/grouped.cuh, one function a stage.
+"""What a grouped launch is given, and how its argument block is filled: csrc/megamoe/kernels/grouped.cuh.
 
 Tensors are checked. Maps of outputs are ragged: dimensions (columns, 64, rows + 1, 1), the distance between rows in
 both of the middle ones, and a base 64 rows before the tensor. A box that begins at 64 - n, row + n covers rows row ..
@@ -7,6 +7,8 @@ row + n - 1 (csrc/megamoe/cta/blocks.cuh). For stores alone: loads through such 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,147 +28,99 @@ from megamoe.launch.table import (
     set_maps,
     write,
 )
+from megamoe.ops.operands import Operands, by_k
 
-Scales = tuple[Tensor | None, Tensor | None]
 
+@dataclass(slots=True)
+class Gemm:
+    """Rows times their experts' matrices, and what its epilogue reads and leaves.
 
-def fill_product(
-    args: Any,
-    encode: Encoder,
-    x: Tensor,
-    w: Tensor,
-    offs: Any,
-    out: Tensor,
-    bias: Tensor | None,
-    scales: Scales = (None, None),
-) -> None:
-    """x: [M, K] or in planes of K [M, P, K], w: [E, P, K, N], either major, out: [M, N], bias: [E, N] fp32.
-
-    scales: of x, by block, and of w, with e4m3.
+    out: [M, N], or [M, P, N] in planes. bias: [E, P*N] fp32. gu: [M, P, N], pre-activations that are left; where `h`
+    is, too, those that a gradient reads: then out is the gradient of them, and h [M, N] is made again. out_scale: by
+    block, of e4m3.
     """
-    _fill_rows(args, offs, w.shape[0], [out])
-    by_k = w.stride(3) != 1
-    row = Row(
-        "gemm1",
-        a=[_rows(x)] if x.dim() == 2 else [_rows(x[:, p]) for p in range(2)],
-        b=_k_major(w.transpose(2, 3)) if by_k else _n_major(w),
-        out=[_ragged(out)],
-        bias=address_of(bias),
-        n=w.shape[3],
-        k=w.shape[2],
-    )
-    _write(args, encode, row, scales)
+
+    operands: Operands
+    offs: Tensor | None
+    out: Tensor
+    bias: Tensor | None = None
+    activation: Activation | None = None
+    gu: Tensor | None = None
+    h: Tensor | None = None
+    out_scale: Tensor | None = None
+
+    def fill(self, args: Any, encode: Encoder) -> None:
+        """Fill a zeroed `abi.LAUNCHES["grouped"]`."""
+        (x, w, x_scale, w_scale), act, own = self.operands, self.activation, args.own
+        args.num_local_experts = w.shape[0]
+        own.ends, own.num_rows = address_of(self.offs), self.out.shape[0]
+        written = (t for t in (self.out, self.gu if self.h is None else self.h) if t is not None)
+        for i, t in enumerate(written):
+            own.cleared[i] = t.data_ptr()
+            own.cleared_row_bytes[i] = t[0].numel() * t.element_size()
+        if act is not None:
+            args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
+        if self.gu is not None:
+            of_gu = _ragged if self.h is None else _rows
+            set_maps(args.gu, [of_gu(t) for t in _planes(self.gu)], encode)
+        if self.h is not None:
+            set_map(args.hs, encode(*_ragged(self.h)))
+        for scale in (x_scale, self.out_scale):
+            if scale is not None:
+                args.pool_rows = scale.shape[1]
+        row = Row(
+            "gemm1",
+            a=[_rows(t) for t in _planes(x)],
+            b=_k_major(w) if by_k(w) else _n_major(w.transpose(2, 3)),
+            out=[_ragged(t) for t in _planes(self.out)],
+            a_scale=address_of(x_scale),
+            b_scale=address_of(w_scale),
+            out_scale=address_of(self.out_scale),
+            bias=address_of(self.bias),
+            n=w.shape[2],
+            k=w.shape[3],
+        )
+        write(args, [row], encode)
 
 
-def fill_activation(
-    args: Any,
-    encode: Encoder,
-    x: Tensor,
-    w: Tensor,
-    offs: Any,
-    h: Tensor,
-    gu: Tensor | None,
-    bias: Tensor | None,
-    activation: Activation,
-    scales: Scales = (None, None),
-    h_scale: Tensor | None = None,
-) -> None:
-    """x: [M, H], w: [E, P, I, H], h: [M, I], gu: [M, P, I] or None, bias: [E, P*I] fp32.
+@dataclass(slots=True)
+class Outer:
+    """Sums of the outer products of each expert's rows.
 
-    scales: of x, by block, and of w, with e4m3. h_scale: of h, by block, where that is e4m3.
+    a: [M, N1], b: [M, N2]; tails: of both, see tails.py. out: [E, N1, N2] bf16 or fp32. sums: of a's columns [E, N1]
+    fp32.
     """
-    _fill_rows(args, offs, w.shape[0], [h, gu])
-    _fill_activation(args, activation)
-    n, k = w.shape[2:]
-    row = Row(
-        "gemm1", a=[_rows(x)], b=_k_major(w), out=[_ragged(h)], bias=address_of(bias), n=n, k=k
-    )
-    if gu is not None:
-        set_maps(args.gu, [_ragged(gu[:, p]) for p in range(w.shape[1])], encode)
-    _write(args, encode, row, scales, h_scale)
+
+    a: Tensor
+    b: Tensor
+    tails: tuple[Tensor, Tensor]
+    offs: Tensor | None
+    out: Tensor
+    sums: Tensor | None
+    accumulate: bool
+
+    def fill(self, args: Any, encode: Encoder) -> None:
+        """Fill a zeroed `abi.LAUNCHES["grouped_weights"]`."""
+        own, out, size = args.own, self.out, self.out.element_size()
+        args.num_local_experts = out.shape[0]
+        own.ends, own.num_rows = address_of(self.offs), self.a.shape[0]
+        own.dw_bytes, own.accumulate = size, self.accumulate
+        set_map(own.tails_b, encode(*_n_major(self.tails[1][None, None])))
+        row = Row(
+            "dw13",
+            a=[_rows(self.a), _rows(self.tails[0])],
+            b=_n_major(self.b[None, None]),
+            out=[Map(*_place(out.unsqueeze(1)), box(size, rank=4), size)],
+            bias=address_of(self.sums),
+            m=out.shape[1],
+            n=out.shape[2],
+        )
+        write(args, [row], encode)
 
 
-def fill_gradient(
-    args: Any,
-    encode: Encoder,
-    dy: Tensor,
-    w: Tensor,
-    gu: Tensor,
-    offs: Any,
-    dgu: Tensor,
-    h: Tensor,
-    activation: Activation,
-) -> None:
-    """dy: [M, H], w: [E, H, I], gu, dgu: [M, P, I], h: [M, I]."""
-    _fill_rows(args, offs, w.shape[0], [dgu, h])
-    _fill_activation(args, activation)
-    planes = range(gu.shape[1])
-    out = [_ragged(dgu[:, p]) for p in planes]
-    b = _n_major(w.unsqueeze(1))
-    _write(args, encode, Row("gemm1", a=[_rows(dy)], b=b, out=out, n=w.shape[2], k=w.shape[1]))
-    set_maps(args.gu, [_rows(gu[:, p]) for p in planes], encode)
-    set_map(args.hs, encode(*_ragged(h)))
-
-
-def fill_weights(
-    args: Any,
-    encode: Encoder,
-    a: Tensor,
-    b: Tensor,
-    tails: tuple[Tensor, Tensor],
-    offs: Any,
-    out: Tensor,
-    sums: Tensor | None,
-    accumulate: bool,
-) -> None:
-    """a: [M, N1], b: [M, N2], out: [E, N1, N2] bf16 or fp32, sums: of a's columns [E, N1] fp32 or None.
-
-    tails: of a and b, see tails.py.
-    """
-    own, size = args.own, out.element_size()
-    args.num_local_experts = out.shape[0]
-    own.ends, own.num_rows = address_of(offs), a.shape[0]
-    own.dw_bytes, own.accumulate = size, accumulate
-    set_map(own.tails_b, encode(*_n_major(tails[1][None, None])))
-    row = Row(
-        "dw13",
-        a=[_rows(a), _rows(tails[0])],
-        b=_n_major(b[None, None]),
-        out=[Map(*_place(out.unsqueeze(1)), box(size, rank=4), size)],
-        bias=address_of(sums),
-        m=a.shape[1],
-        n=b.shape[1],
-    )
-    _write(args, encode, row)
-
-
-def _fill_rows(args: Any, offs: Tensor | None, num_experts: int, outputs: list[Any]) -> None:
-    args.num_local_experts = num_experts
-    own = args.own
-    own.ends = address_of(offs)
-    for i, out in enumerate(t for t in outputs if t is not None):
-        own.num_rows = out.shape[0]
-        own.cleared[i] = out.data_ptr()
-        own.cleared_row_bytes[i] = out[0].numel() * out.element_size()
-
-
-def _write(
-    args: Any,
-    encode: Encoder,
-    row: Row,
-    scales: Scales = (None, None),
-    of_out: Tensor | None = None,
-) -> None:
-    """Write the launch's only row. scales: of A, by block, and of B; of_out: of out, by block."""
-    row.a_scale, row.b_scale, row.out_scale = map(address_of, (*scales, of_out))
-    for scale in (scales[0], of_out):
-        if scale is not None:
-            args.pool_rows = scale.shape[1]
-    write(args, [row], encode)
-
-
-def _fill_activation(args: Any, act: Activation) -> None:
-    args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
+def _planes(t: Tensor) -> Sequence[Tensor]:
+    """t: [M, C] or [M, P, C]."""
+    return [t] if t.dim() == 2 else t.unbind(1)
 
 
 def _row_bytes(t: Tensor) -> int:

@@ -12,6 +12,8 @@ from megamoe.core.config import MAX_LOCAL_EXPERTS
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
 from megamoe.core.uncompiled import uncompiled
+from megamoe.formats.quantization import num_groups
+from megamoe.ops.scales import num_places
 
 E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256
@@ -137,10 +139,37 @@ def check_bias(
         refuse(f"{name}.device", bias.device, str(x.device))
 
 
-def check_quantizable(name: str, w: Tensor) -> None:
+def is_dynamic(scales: object) -> bool:
+    """Say whether operands are quantized in the call."""
+    if isinstance(scales, str) and scales != "dynamic":
+        refuse("scales", repr(scales), "two tensors, 'dynamic' or None")
+    return isinstance(scales, str)
+
+
+def type_of(scales: object) -> torch.dtype:
+    """Return the type of the operands that `scales` asks for."""
+    return torch.bfloat16 if scales is None or is_dynamic(scales) else E4M3
+
+
+def check_quantizable(name: str, w: Tensor, scales: object) -> None:
     """w: [E, ..., N, K] bf16, whose copies in e4m3, the transposed ones too, have rows of 16-byte units."""
-    if any(width % STRIDE_BYTES for width in w.shape[-2:]):
+    if is_dynamic(scales) and any(width % STRIDE_BYTES for width in w.shape[-2:]):
         refuse(f"{name}.shape", list(w.shape), f"widths that are multiples of {STRIDE_BYTES}")
+
+
+def check_operands(
+    scales: Any, x: Tensor, num_experts: int, planes: int, height: int
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return scales of x [M, K] by block and of w [E, P, height, K], and whether the call makes both."""
+    if scales is None or is_dynamic(scales):
+        return None, None, scales is not None
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        refuse("scales", type(scales).__name__, "two tensors: of rows, of weights")
+    groups = num_groups(x.shape[1])
+    of_weights = num_experts, planes * num_groups(height), groups
+    _check_scales("scales[0]", scales[0], (groups, num_places(x.shape[0], num_experts)), x)
+    _check_scales("scales[1]", scales[1], of_weights, x)
+    return scales[0], scales[1], False
 
 
 def check_experts(name: str, num_experts: int) -> None:
@@ -154,7 +183,7 @@ def check_place(name: str, t: Tensor) -> None:
         refuse(f"{name}.data_ptr()", hex(t.data_ptr()), f"a multiple of {STRIDE_BYTES}")
 
 
-def check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
+def _check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
     """scale: of a shape, fp32, contiguous, 16-byte aligned."""
     if not isinstance(scale, Tensor):
         refuse(name, scale, f"scales {list(shape)} of e4m3")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.formats import quantization
-from megamoe.formats.quantization import num_groups
-from megamoe.ops import checks, dynamic, gradients, operators
-from megamoe.ops.scales import by_block, num_places
+from megamoe.ops import checks, gradients, operators
+from megamoe.ops.operands import rows_by_block
+from megamoe.ops.scales import by_block
 
 Scales = tuple[Tensor, Tensor] | Literal["dynamic"]
 gradients.register()
-dynamic.register()
 
 
 def grouped_mm(
@@ -37,12 +36,11 @@ def grouped_mm(
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_mode(x=x, w=w, bias=bias)
-    checks.check_rows("x", x, dtype=_type(scales))
+    checks.check_rows("x", x, dtype=checks.type_of(scales))
     checks.check_weights("w", w, x)
     if w.shape[1] != x.shape[1]:
         checks.refuse("w.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
-    if _is_dynamic(scales):
-        checks.check_quantizable("w", w)
+    checks.check_quantizable("w", w, scales)
     return _product(x, w, offs, bias, scales)
 
 
@@ -70,27 +68,20 @@ def grouped_mm_swiglu(
     """
     act = activation_by_name(activation)
     checks.check_mode(x=x, w_up=w_up, bias=bias)
-    checks.check_rows("x", x, dtype=_type(scales))
+    checks.check_rows("x", x, dtype=checks.type_of(scales))
     w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
     checks.check_offs(offs, w.shape[0], x)
     checks.check_bias("bias", bias, w.shape[0], act.planes * w.shape[2], x, act.planes)
-    if scales is not None or quantize:
-        if save_pre_activation:
-            checks.refuse("save_pre_activation", True, "False with scales or quantize")
-        if quantize and w.shape[2] % 16:
-            checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
-        call, options = (x, w, offs, bias), (act.kind, _numbers(act), quantize)
-        if _is_dynamic(scales):
-            checks.check_quantizable("w_up", w)
-            found = dynamic.grouped_activation_dynamic(*call, *options)
-        else:
-            shape = w.shape[0], act.planes * num_groups(w.shape[2]), num_groups(w.shape[3])
-            of = (None, None) if scales is None else _checked(scales, x, shape)
-            found = operators.grouped_activation_e4m3(*call, *of, *options)
-        return tuple(found) if quantize else found[0]
-    saves = save_pre_activation or _records(x, w, bias)
-    h, gu = operators.grouped_activation(x, w, offs, bias, act.kind, _numbers(act), saves)
-    return (h, gu) if save_pre_activation else h
+    if save_pre_activation and (scales is not None or quantize):
+        checks.refuse("save_pre_activation", True, "False with scales or quantize")
+    if quantize and w.shape[2] % 16:
+        checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
+    checks.check_quantizable("w_up", w, scales)
+    of = checks.check_operands(scales, x, *w.shape[:3])
+    saves = save_pre_activation or (scales is None and not quantize and _records(x, w, bias))
+    options = act.kind, _numbers(act), saves, quantize
+    found = operators.grouped_activation(x, w, offs, bias, *of, *options)
+    return tuple(found) if quantize or save_pre_activation else found[0]
 
 
 def grouped_mm_downproj(
@@ -109,13 +100,12 @@ def grouped_mm_downproj(
     Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_mode(h=h, w_down=w_down, bias=bias)
-    checks.check_rows("h", h, dtype=_type(scales))
+    checks.check_rows("h", h, dtype=checks.type_of(scales))
     if w_down.dim() != 3 or w_down.shape[2] != h.shape[1] or w_down.shape[1] % 8:
         expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
         checks.refuse("w_down.shape", list(w_down.shape), expected)
     checks.check_weights("w_down", w_down.transpose(1, 2), h)
-    if _is_dynamic(scales):
-        checks.check_quantizable("w_down", w_down)
+    checks.check_quantizable("w_down", w_down, scales)
     return _product(h, w_down.transpose(1, 2), offs, bias, scales)
 
 
@@ -211,15 +201,12 @@ def grouped_mlp(
     checks.check_offs(offs, num, x)
     checks.check_bias("b13", b13, num, planes * width, x, planes)
     checks.check_bias("b2", b2, num, x.shape[1], x)
-    if scales is not None:
-        if not _is_dynamic(scales):
-            checks.refuse("scales", type(scales).__name__, "'dynamic' or None")
-        checks.check_quantizable("w13", w13)
-        of_mlp = x, w13, w2, offs, b13, b2, act.kind, _numbers(act)
-        quantized: Tensor = dynamic.grouped_mlp_dynamic(*of_mlp)
-        return quantized
-    saves = _records(x, w13, w2, b13, b2)
-    call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves
+    dynamic = checks.is_dynamic(scales)
+    if scales is not None and not dynamic:
+        checks.refuse("scales", type(scales).__name__, "'dynamic' or None")
+    checks.check_quantizable("w13", w13, scales)
+    saves = not dynamic and _records(x, w13, w2, b13, b2)
+    call = x, w13, w2, offs, b13, b2, dynamic, act.kind, _numbers(act), saves
     y: Tensor = operators.grouped_mlp(*call)[0]
     return y
 
@@ -237,8 +224,7 @@ def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor
     if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % 16:
         checks.refuse("x.shape", list(x.shape), "[rows, a multiple of 16]")
     num = checks.num_ends(offs, x)
-    q, scale = quantization.quantize_rows(x)
-    return q, by_block(scale, offs, num)
+    return rows_by_block(x, offs, num)
 
 
 def quantize_weights(w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
@@ -269,46 +255,16 @@ def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     return by_block(scale, offs, num)
 
 
-def _is_dynamic(scales: Any) -> bool:
-    if isinstance(scales, str) and scales != "dynamic":
-        checks.refuse("scales", repr(scales), "two tensors, 'dynamic' or None")
-    return isinstance(scales, str)
-
-
-def _type(scales: Scales | None) -> torch.dtype:
-    return torch.bfloat16 if scales is None or _is_dynamic(scales) else checks.E4M3
-
-
-def _checked(given: Any, x: Tensor, of_weights: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return x's scales by block, and those of w, of a stated shape."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        checks.refuse("scales", type(given).__name__, "two tensors: of rows, of weights")
-    places = num_groups(x.shape[1]), num_places(x.shape[0], of_weights[0])
-    checks.check_scales("scales[0]", given[0], places, x)
-    checks.check_scales("scales[1]", given[1], of_weights, x)
-    return given
-
-
 def _product(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    given: Scales | None,
+    x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None, scales: Scales | None
 ) -> Tensor:
     """x: [M, K], w: [E, K, N], both checked -> [M, N]."""
-    num, depth, width = w.shape
+    num, _, width = w.shape
     checks.check_offs(offs, num, x)
     checks.check_bias("bias", bias, num, width, x)
-    if given is None:
-        out: Tensor = operators.grouped_mm(x, w, offs, bias)
-        return out
-    if _is_dynamic(given):
-        here: Tensor = dynamic.grouped_mm_dynamic(x, w, offs, bias)
-        return here
-    of = _checked(given, x, (num, num_groups(width), num_groups(depth)))
-    quantized: Tensor = operators.grouped_mm_e4m3(x, w, offs, bias, *of)
-    return quantized
+    of = checks.check_operands(scales, x, num, 1, width)
+    out: Tensor = operators.grouped_mm(x, w, offs, bias, *of)
+    return out
 
 
 def _numbers(act: Activation) -> list[float]:

@@ -1,8 +1,15 @@
-"""Gradients of the operators in BF16, by the operators; of FP8 products: dynamic.py. e4m3 operands have none."""
+"""Gradients of the operators, by the operators. Parts of backward passes have none, and e4m3 operands: that is said.
+
+With `dynamic` they are straight through: those of products of quantized operands, as if quantizing were the identity.
+The gradient of rows is such a product again, of quantized dy and the same e4m3 weights: blocks of 128 x 128 are those
+of the transpose, too. Weight gradients are products of what was given, in BF16. Pre-activations are computed again: a
+call saves its arguments alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,163 +17,172 @@ from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.errors import MegaMoEError
+from megamoe.formats.quantization import GROUP
 from megamoe.ops.operators import (
-    grouped_activation,
     grouped_activation_gradient,
-    grouped_mlp,
     grouped_mm,
     grouped_mm_planes,
+    grouped_pre_activation,
     grouped_wgrad,
 )
 from megamoe.ops.reference import activation_gradient
 
+Found = dict[str, Tensor | None]  # by the names of arguments
 
-def rows_of(t: Tensor) -> Tensor:
+
+def _of_mm(call: Any, dy: Tensor) -> Found:
+    dy, w, columns = _rows_of(dy), call.w, call.w.stride(2) == 1 and not call.needs["bias"]
+    found: Found = {"x": _product(dy, w.transpose(1, 2), call) if call.needs["x"] else None}
+    if columns and call.needs["w"]:
+        found["w"] = grouped_wgrad(call.x, dy, call.offs, w.shape[0], False, False)[0]
+    elif not columns:
+        dw, found["bias"] = _of_weights(dy, call.x, "w", "bias", call)
+        found["w"] = dw if dw is None else dw.transpose(1, 2)
+    return found
+
+
+def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
+    dgu = d_gu
+    if dh is not None:
+        if call.quantizes:
+            raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
+        gu = _pre_activation(call.w, call.bias, call)
+        dgu, _ = _through(gu, dh, call)
+        dgu = (dgu if d_gu is None else dgu + d_gu).to(gu.dtype)
+    assert dgu is not None
+    return _of_first(dgu.contiguous(), "w", "bias", call)
+
+
+def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
+    dy, gu = _rows_of(dy), _pre_activation(call.w13, call.b13, call)
+    if call.dynamic:
+        dgu, h = (t.to(gu.dtype) for t in _through(gu, _product(dy, call.w2, call), call))
+    else:
+        of = call.w2, gu, call.offs, call.kind, call.numbers
+        dgu, h = grouped_activation_gradient(dy, *of)
+    found = _of_first(dgu, "w13", "b13", call)
+    found["w2"], found["b2"] = _of_weights(dy, h, "w2", "b2", call)
+    return found
+
+
+# --- parts of them ---
+
+
+def _rows_of(t: Tensor) -> Tensor:
     """Return a gradient as kernels take it."""
     legal = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[-1]
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
-def of_bias(sums: Tensor, bias: Tensor | None, needed: bool) -> Tensor | None:
-    """Return sums of columns as the gradient of the bias that was given."""
-    return None if bias is None or not needed else sums.view_as(bias).to(bias)
+def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
+    """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
+    return grouped_mm(rows, w, call.offs, None, None, None, call.dynamic)
 
 
-def of_product(
-    x: Tensor,
-    dy: Tensor,
-    offs: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    needs: Sequence[bool],
+def _of_weights(
+    dy: Tensor, x: Tensor, w: str, bias: str, call: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of w [E, K, N], in its major, and of its bias."""
-    if not any(needs):
+    """dy: [M, N], x: [M, K] -> gradients of the weights of this name [E, N, K], and of their bias, where needed."""
+    of_w, of_bias = call.needs[w], call.needs[bias]
+    if not (of_w or of_bias):
         return None, None
-    num = w.shape[0]
-    if w.stride(2) == 1 and not needs[1]:
-        return grouped_wgrad(x, dy, offs, num, False, False)[0], None
-    dw, db = grouped_wgrad(dy, x, offs, num, False, needs[1])
-    return dw.transpose(1, 2), of_bias(db, bias, needs[1])
+    dw, sums = grouped_wgrad(dy, x, call.offs, getattr(call, w).shape[0], False, of_bias)
+    given = getattr(call, bias)
+    return dw if of_w else None, sums.view_as(given).to(given) if of_bias else None
 
 
-def save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what of_mm() needs."""
-    ctx.save_for_backward(*inputs)
+def _of_first(dgu: Tensor, w: str, bias: str, call: Any) -> Found:
+    """dgu: [M, P, I] -> gradients of x, of the weights of this name [E, P, I, H], and of their bias."""
+    given = getattr(call, w)
+    dx = _of_planes(dgu, given, call) if call.needs["x"] else None
+    dw, db = _of_weights(dgu.flatten(1), call.x, w, bias, call)
+    return {"x": dx, w: dw if dw is None else dw.view(given.shape), bias: db}
 
 
-def of_mm(product: Callable[..., Tensor]) -> Callable[..., tuple[Any, ...]]:
-    """Return the backward pass of a product (x, w, offs, bias), whose gradient of x is such a product again."""
-
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, w, offs, bias = ctx.saved_tensors
-        needs, dy = ctx.needs_input_grad, rows_of(dy)
-        dx = product(dy, w.transpose(1, 2), offs, None) if needs[0] else None
-        dw, db = of_product(x, dy, offs, w, bias, (needs[1], needs[3]))
-        return dx, dw if needs[1] else None, None, db
-
-    return backward
-
-
-def of_planes(dgu: Tensor, w13: Tensor, offs: Tensor | None) -> Tensor:
-    """dgu: [M, P, I], w13: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
-    planes, width = w13.shape[1:3]
-    if planes == 1 or w13.stride(1) == width * w13.stride(2):
-        # A view here, a copy in a compiled graph that lays w13 out anew: as_strided would read past it.
-        return grouped_mm(dgu.flatten(1), w13.flatten(1, 2), offs, None)
-    return grouped_mm_planes(dgu, w13, offs)
+def _of_planes(dgu: Tensor, w: Tensor, call: Any) -> Tensor:
+    """dgu: [M, P, I], w: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
+    planes, width = w.shape[1:3]
+    alone = call.dynamic and width % GROUP != 0  # else a group of scales would be of two planes
+    if planes == 1 or (w.stride(1) == width * w.stride(2) and not alone):
+        # A view here, a copy in a compiled graph that lays w out anew: as_strided would read past it.
+        return _product(dgu.flatten(1), w.flatten(1, 2), call)
+    if not call.dynamic:
+        return grouped_mm_planes(dgu, w, call.offs)
+    first, second = (_product(dgu[:, p], w[:, p], call) for p in range(2))
+    return first + second
 
 
-def of_planes_weights(
-    dgu: Tensor,
-    x: Tensor,
-    offs: Tensor | None,
-    w13: Tensor,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of w13 [E, P, I, H] and of its bias."""
-    if not any(needs):
-        return None, None
-    dw, db = grouped_wgrad(dgu.flatten(1), x, offs, w13.shape[0], False, needs[1])
-    return dw.view(w13.shape), of_bias(db, bias, needs[1])
+def _pre_activation(w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+    """Return those that were saved [M, P, I], or with `dynamic` make them again."""
+    saved: Tensor = call.saved
+    return grouped_pre_activation(call.x, w, call.offs, bias) if call.dynamic else saved
 
 
-def _save_activation(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, offs, bias, ctx.kind, ctx.numbers, saves = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, w, offs, bias, output[1] if saves else None)
+def _through(gu: Tensor, dh: Tensor, call: Any) -> tuple[Tensor, Tensor]:
+    """Return dgu [M, P, I] and h [M, I], both fp32, by what can be differentiated again."""
+    act = Activation(call.kind, *call.numbers)
+    dgu, h = activation_gradient(act, gu.flatten(1).float(), dh.float())
+    return dgu.view(gu.shape), h
 
 
-def _activation_backward(ctx: Any, dh: Tensor | None, d_gu: Tensor | None) -> tuple[Any, ...]:
-    x, w, offs, bias, gu = ctx.saved_tensors
-    needs, dgu = ctx.needs_input_grad, d_gu
-    if dh is not None:
-        act = Activation(ctx.kind, *ctx.numbers)
-        dgu = activation_gradient(act, gu.flatten(1).float(), dh.float())[0].view(gu.shape)
-        dgu = (dgu if d_gu is None else dgu + d_gu).to(gu.dtype)
-    if dgu is None:
-        return (None,) * 7
-    dgu = dgu.contiguous()
-    dx = of_planes(dgu, w, offs) if needs[0] else None
-    dw, db = of_planes_weights(dgu, x, offs, w, bias, (needs[1], needs[3]))
-    return dx, dw if needs[1] else None, None, db, None, None, None
+# --- registration ---
 
 
-def _save_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    *tensors, ctx.kind, ctx.numbers, saves = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, output[1] if saves else None)
-
-
-def _mlp_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
-    x, w13, w2, offs, b13, b2, gu = ctx.saved_tensors
-    if dy is None:
-        return (None,) * 9
-    needs, dy = ctx.needs_input_grad, rows_of(dy)
-    dgu, h = grouped_activation_gradient(dy, w2, gu, offs, ctx.kind, ctx.numbers)
-    dx = of_planes(dgu, w13, offs) if needs[0] else None
-    dw13, db13 = of_planes_weights(dgu, x, offs, w13, b13, (needs[1], needs[4]))
-    dw2 = db2 = None
-    if needs[2] or needs[5]:
-        dw2, db2 = grouped_wgrad(dy, h, offs, w2.shape[0], False, needs[5])
-        db2 = of_bias(db2, b2, needs[5])
-    return (
-        dx,
-        dw13 if needs[1] else None,
-        dw2 if needs[2] else None,
-        None,
-        db13,
-        db2,
-        None,
-        None,
-        None,
+def _refusal(name: str) -> MegaMoEError:
+    return MegaMoEError(
+        f"a result of megamoe::{name} was differentiated, expected first derivatives in bf16 operands only: this "
+        "operator, a part of backward passes or for e4m3, has none"
     )
 
 
-def refuse_to_differentiate(name: str) -> None:
+def _refuse(name: str) -> None:
     """Make a backward pass that comes to the operator of this name raise MegaMoEError."""
 
     def backward(ctx: Any, *_: Any) -> Any:
-        raise MegaMoEError(
-            f"a result of {name} was differentiated, expected first derivatives in bf16 operands only: this operator, "
-            "a part of backward passes or for e4m3, has none"
-        )
+        raise _refusal(name)
 
-    torch.library.register_autograd(name, backward)
+    torch.library.register_autograd(f"megamoe::{name}", backward)
+
+
+def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
+    """Let an operator's gradients be those of a function (call, *gradients of results), or None without these.
+
+    `call` has the arguments by name, which of them `needs` a gradient, and the pre-activations that it `saved`.
+    """
+    names = [a.name for a in getattr(torch.ops.megamoe, name).default._schema.arguments]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        given = dict(zip(names, inputs, strict=True))
+        dynamic, quantizes = given["dynamic"], given.get("quantizes")
+        ctx.refused = given.get("x_scale") is not None or (quantizes and not dynamic)
+        if ctx.refused:
+            return
+        if isinstance(output, tuple):
+            ctx.set_materialize_grads(False)
+            if dynamic or name == "grouped_mlp":
+                ctx.mark_non_differentiable(output[1])
+        given["saved"] = output[1] if given.get("saves") else None
+        tensors = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+        ctx.names, ctx.others = [*tensors], {n: t for n, t in given.items() if n not in tensors}
+        ctx.save_for_backward(*tensors.values())
+
+    def backward(ctx: Any, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.refused:
+            raise _refusal(name)
+        if all(t is None for t in results):
+            return (None,) * len(names)
+        needs = dict(zip(names, ctx.needs_input_grad, strict=True))
+        tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        found = gradients(SimpleNamespace(needs=needs, **ctx.others, **tensors), *results)
+        return tuple(found.get(n) for n in names)
+
+    torch.library.register_autograd(f"megamoe::{name}", backward, setup_context=setup_context)
 
 
 def register() -> None:
     """Give the operators their gradients. Once."""
-    for name in (
-        "grouped_mm_planes",
-        "grouped_wgrad",
-        "grouped_activation_gradient",
-        "grouped_mm_e4m3",
-        "grouped_activation_e4m3",
-    ):
-        refuse_to_differentiate(f"megamoe::{name}")
-    grouped_mm.register_autograd(of_mm(grouped_mm), setup_context=save_mm)
-    grouped_activation.register_autograd(_activation_backward, setup_context=_save_activation)
-    grouped_mlp.register_autograd(_mlp_backward, setup_context=_save_mlp)
+    _differentiate("grouped_mm", _of_mm)
+    _differentiate("grouped_activation", _of_activation)
+    _differentiate("grouped_mlp", _of_mlp)
+    for part in ("mm_planes", "pre_activation", "activation_gradient", "wgrad"):
+        _refuse(f"grouped_{part}")

@@ -14,8 +14,32 @@ from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.full_fp32 import full_fp32
-from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows
 from megamoe.ops import scales
+from megamoe.ops.arguments import Gemm
+from megamoe.ops.operands import rows_by_block
+
+
+def run(gemm: Gemm) -> None:
+    """Do what the kernel does with the same record."""
+    (x, w, x_scale, w_scale), offs, act = gemm.operands, gemm.offs, gemm.activation
+    if x_scale is not None and w_scale is not None:
+        x, w = numbers_of(x, w, offs, x_scale, w_scale)
+    if act is None:
+        matrices = w.transpose(2, 3).flatten(1, 2)
+        gemm.out.copy_(product(x.flatten(1), matrices, offs, gemm.bias))
+    elif gemm.h is not None and gemm.gu is not None:
+        dgu, h = gradient(x, w[:, 0].transpose(1, 2), gemm.gu, offs, act)
+        gemm.out.copy_(dgu)
+        gemm.h.copy_(h)
+    else:
+        h, gu = activation(x, w, offs, gemm.bias, act)
+        if gemm.out_scale is not None:
+            h, scale = rows_by_block(h, offs, w.shape[0])
+            gemm.out_scale.copy_(scale)
+        if gemm.gu is not None:
+            gemm.gu.copy_(gu)
+        gemm.out.copy_(h)
 
 
 def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]]:
@@ -68,12 +92,6 @@ def numbers_of(
     wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
     dtype = torch.bfloat16 if x.is_cuda else torch.float32
     return dequantize_rows(x, by_row).to(dtype), wide.to(dtype)
-
-
-def quantized(h: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
-    """h: [M, I] -> e4m3, and scales by block."""
-    q, scale = quantize_rows(h)
-    return q, scales.by_block(scale, offs, num_experts)
 
 
 def gradient(

@@ -18,6 +18,7 @@ from megamoe.formats.quantization import (
 )
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
 from megamoe.ops import arguments, machines, operators, scales
+from megamoe.ops.operands import Operands
 from megamoe.testing.compare import compare
 
 ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and fp32 sums
@@ -185,7 +186,7 @@ def test_bad_ends_write_nothing_else(ends):
     out, offs = whole[64:-64], torch.tensor(ends, dtype=torch.int32)
     machines.fibers.run(
         GroupedVariant("product-columns"),
-        lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, None),
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), offs, out).fill,
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()

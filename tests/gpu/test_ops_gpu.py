@@ -25,6 +25,7 @@ from megamoe.jit.__main__ import main as jit
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import arguments, operators, reference
 from megamoe.ops.machines import Gpu, machine_of
+from megamoe.ops.operands import Operands
 from megamoe.ops.scales import by_row
 from megamoe.testing.compare import compare
 
@@ -191,7 +192,7 @@ def test_nothing_behind_the_output_is_written(ends):
     variant = GroupedVariant("product-columns")
     machine_of(DEVICE, variant).run(
         variant,
-        lambda *to: arguments.fill_product(*to, x, w.unsqueeze(1), offs, out, None),
+        arguments.Gemm(Operands(x, w.transpose(1, 2).unsqueeze(1)), offs, out).fill,
     )
     assert (whole[:64] == 7).all()
     assert (whole[-64:] == 7).all()

@@ -31,9 +31,9 @@ FUNCTIONS = {
 WITHOUT = {  # name, scales, which leaf's gradient is differentiated again
     ("interleaved", None, 0): "grouped_mm_planes",
     ("mlp", None, 0): "grouped_activation_gradient",
-    ("swiglu", "dynamic", 0): "grouped_planes_dynamic",
-    ("interleaved", "dynamic", 0): "grouped_planes_dynamic",
-    ("mlp", "dynamic", 0): "grouped_planes_dynamic",
+    ("swiglu", "dynamic", 0): "grouped_pre_activation",
+    ("interleaved", "dynamic", 0): "grouped_pre_activation",
+    ("mlp", "dynamic", 0): "grouped_pre_activation",
 }
 
 

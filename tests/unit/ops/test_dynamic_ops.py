@@ -276,19 +276,21 @@ def test_compiled():
     ):
         near(found, expected, 1e-2)
     ours = torch.ops.megamoe
-    assert {ours.grouped_mlp_dynamic.default, ours.grouped_mm_dynamic.default} <= graphs[0]
-    assert {ours.grouped_planes_dynamic.default, ours.grouped_mm_dynamic.default} <= graphs[1]
+    assert {ours.grouped_mlp.default, ours.grouped_mm.default} <= graphs[0]
+    assert {ours.grouped_pre_activation.default, ours.grouped_mm.default} <= graphs[1]
 
 
 def test_opcheck():
     x, w13 = rand(M, H).requires_grad_(), rand(3, 2, I, H).requires_grad_()
-    w2, numbers, mine = rand(3, H, I).requires_grad_(), [1.0, 1e9, 0.0], torch.ops.megamoe
+    w2, mine = rand(3, H, I).requires_grad_(), torch.ops.megamoe
+    dynamic, act = (None, None, True), ("clamped_swiglu", [1.0, 1e9, 0.0])
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
-        (mine.grouped_mm_dynamic, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, None)),
-        (mine.grouped_planes_dynamic, (x, w13, OFFS, None)),
-        (mine.grouped_activation_dynamic, (x, w13, OFFS, None, "clamped_swiglu", numbers, False)),
-        (mine.grouped_mlp_dynamic, (x, w13, w2, OFFS, None, None, "clamped_swiglu", numbers)),
+        (mine.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, None, *dynamic)),
+        (mine.grouped_pre_activation, (x, w13, OFFS, None)),
+        (mine.grouped_activation, (x, w13, OFFS, None, *dynamic, *act, False, False)),
+        (mine.grouped_activation, (x, w13, OFFS, None, *dynamic, *act, False, True)),
+        (mine.grouped_mlp, (x, w13, w2, OFFS, None, None, True, *act, False)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 

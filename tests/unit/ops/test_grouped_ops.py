@@ -229,19 +229,21 @@ def test_scales_stand_by_block():
 
 
 def test_what_has_no_gradient_says_so():
-    offs, x, w13, _, of_first, _ = fp8_operands(ACTIVATIONS["swiglu"])
-    bias = torch.zeros(3, 2 * 272, requires_grad=True)
+    offs, x, w13, w2, of_first, s2 = fp8_operands(ACTIVATIONS["swiglu"])
+    bias, b2 = (torch.zeros(3, width, requires_grad=True) for width in (2 * 272, 144))
+    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=of_first, quantize=True)
     a = rand(M, H).requires_grad_()
-    results = {
-        "grouped_activation_e4m3": ops.grouped_mm_swiglu(x, w13, offs, bias, scales=of_first),
-        "grouped_wgrad": ops.grouped_mm_wgrad(a, a, OFFS),
-        "grouped_activation_gradient": ops.grouped_mm_dswiglu(
-            a, rand(3, H, I), rand(M, 2, I), OFFS
-        )[0],
-    }
-    for name, result in results.items():
-        with pytest.raises(MegaMoEError, match=f"a result of megamoe::{name} was differentiated"):
-            result.sum().backward()
+    results = [
+        ("mm", ops.grouped_mm_downproj(h, w2, offs, b2, scales=(h_scale, s2))),
+        ("activation", ops.grouped_mm_swiglu(x, w13, offs, bias, scales=of_first)),
+        ("activation", ops.grouped_mm_swiglu(a, rand(3, 2 * I, H), OFFS, quantize=True)[0]),
+        ("wgrad", ops.grouped_mm_wgrad(a, a, OFFS)),
+        ("activation_gradient", ops.grouped_mm_dswiglu(a, rand(3, H, I), rand(M, 2, I), OFFS)[0]),
+    ]
+    for name, result in results:
+        said = f"a result of megamoe::grouped_{name} was differentiated"
+        with pytest.raises(MegaMoEError, match=said):
+            result.float().sum().backward()
 
 
 def test_fullgraph_forward_and_backward():
@@ -273,11 +275,12 @@ def test_opcheck():
     x, w13, w2, b13, b2 = operands(ACTIVATIONS["swiglu"])
     w13, numbers, ours = w13.unflatten(1, (2, I)), [1.0, 1e9, 0.0], torch.ops.megamoe
     wanted = (x.requires_grad_(), w13.requires_grad_(), w2.requires_grad_())
+    in_bf16, act = (None, None, False), ("clamped_swiglu", numbers)
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
-        (ours.grouped_mlp, (*wanted, OFFS, b13, b2, "clamped_swiglu", numbers, True)),
-        (ours.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, b13)),
-        (ours.grouped_activation, (x, w13, OFFS, b13, "clamped_swiglu", numbers, True)),
+        (ours.grouped_mlp, (*wanted, OFFS, b13, b2, False, *act, True)),
+        (ours.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, b13, *in_bf16)),
+        (ours.grouped_activation, (x, w13, OFFS, b13, *in_bf16, *act, True, False)),
         (ours.grouped_wgrad_add, (rand(M, I), rand(M, H), OFFS, torch.zeros(3, I, H))),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)

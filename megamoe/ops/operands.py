@@ -1,0 +1,56 @@
+"""What products multiply: rows and weights in bf16, or in e4m3 with their scales, given or made here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megamoe.core.table import E4M3_BLOCKS
+from megamoe.formats.cache import quantize_weights
+from megamoe.formats.quantization import quantize_rows
+from megamoe.ops.scales import by_block
+
+
+class Operands(NamedTuple):
+    """x: [M, K], or [M, P, K] in planes of K; its scales by block. w: [E, P, N, K]; its scales by 128 x 128 of a plane.
+
+    Without scales both are bf16, with them e4m3.
+    """
+
+    x: Tensor
+    w: Tensor
+    x_scale: Tensor | None = None
+    w_scale: Tensor | None = None
+
+
+def by_k(w: Tensor) -> bool:
+    """Say whether w [E, P, N, K] is contiguous in K; else it is in N."""
+    return w.stride(2) != 1
+
+
+def quantized(given: Operands, offs: Tensor | None) -> Operands:
+    """Quantize what has no scales yet. w: contiguous in K, or in N with one plane; then in K."""
+    x, w, x_scale, w_scale = given
+    if x_scale is None:
+        x, x_scale = rows_by_block(x, offs, w.shape[0])
+    if w_scale is None:
+        w, w_scale = _matrices(w)
+    return Operands(x, w, x_scale, w_scale)
+
+
+def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> e4m3, and scales by block."""
+    q, scale = quantize_rows(x)
+    return q, by_block(scale, offs, num_experts)
+
+
+def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:
+    """w: [E, P, N, K] -> e4m3, contiguous in K, and [E, P * ceil(N/128), ceil(K/128)]."""
+    if by_k(w):
+        (q, scale), _ = quantize_weights(w, w.shape[1], E4M3_BLOCKS, None, False, None)
+        return q.view(w.shape), scale
+    # Blocks of 128 x 128 are those of the transpose, too.
+    _, turned = quantize_weights(w[:, 0].transpose(1, 2), 1, E4M3_BLOCKS, None, True, None)
+    assert turned is not None
+    return turned
