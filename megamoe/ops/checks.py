@@ -12,10 +12,9 @@ from megamoe.core.config import MAX_LOCAL_EXPERTS
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
 from megamoe.core.uncompiled import uncompiled
-from megamoe.formats.quantization import num_groups
+from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.ops.scales import num_places
 
-E4M3 = torch.float8_e4m3fn
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
 
@@ -105,14 +104,11 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
     if not isinstance(offs, Tensor):
         refuse("offs", offs, "a tensor, int32")
     check_memory("offs", offs)
-    if offs.dtype != torch.int32:
-        refuse("offs.dtype", offs.dtype, "int32")
+    _check_type("offs", offs, x, torch.int32)
     if tuple(offs.shape) != (num_experts,):
         refuse("offs.shape", list(offs.shape), f"[{num_experts}]: where each expert ends")
     if not offs.is_contiguous():
         refuse("offs.stride()", offs.stride(), "1")
-    if offs.device != x.device:
-        refuse("offs.device", offs.device, str(x.device))
 
 
 def num_ends(offs: Tensor | None, x: Tensor) -> int:
@@ -129,14 +125,11 @@ def check_bias(
     """bias: [E, width], or by plane [E, P, width / P], fp32 or bf16."""
     if bias is None:
         return
-    if bias.dtype not in (torch.float32, torch.bfloat16):
-        refuse(f"{name}.dtype", bias.dtype, "float32 or bfloat16")
+    _check_type(name, bias, x, torch.float32, torch.bfloat16)
     apart = (num_experts, planes, width // planes)
     if tuple(bias.shape) not in ((num_experts, width), apart):
         expected = f"[{num_experts}, {width}]" + (f" or {list(apart)}" if planes > 1 else "")
         refuse(f"{name}.shape", list(bias.shape), expected)
-    if bias.device != x.device:
-        refuse(f"{name}.device", bias.device, str(x.device))
 
 
 def is_dynamic(scales: object) -> bool:
@@ -188,19 +181,18 @@ def _check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like:
     if not isinstance(scale, Tensor):
         refuse(name, scale, f"scales {list(shape)} of e4m3")
         return
-    if scale.dtype != torch.float32:
-        refuse(f"{name}.dtype", scale.dtype, "float32")
+    _check_type(name, scale, like, torch.float32)
     if tuple(scale.shape) != shape or not scale.is_contiguous():
         refuse(f"{name}.shape", list(scale.shape), f"{list(shape)}, contiguous")
-    if scale.device != like.device:
-        refuse(f"{name}.device", scale.device, str(like.device))
     check_place(name, scale)
     check_memory(name, scale)
 
 
-def _check_type(name: str, t: Tensor, like: Tensor | None, dtype: torch.dtype) -> None:
-    if t.dtype != dtype:
-        refuse(f"{name}.dtype", t.dtype, str(dtype).removeprefix("torch."))
+def _check_type(name: str, t: Tensor, like: Tensor | None, *types: torch.dtype) -> None:
+    """Refuse other types, and another device than that of `like`."""
+    if t.dtype not in types:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
+        refuse(f"{name}.dtype", t.dtype, expected)
     if like is not None and t.device != like.device:
         refuse(f"{name}.device", t.device, str(like.device))
 
@@ -213,12 +205,9 @@ def _check_width(name: str, width: int, t: Tensor) -> None:
 
 def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
     """out: of a shape, bf16 or fp32, as TMA writes it."""
-    if out.dtype not in (torch.bfloat16, torch.float32):
-        refuse(f"{name}.dtype", out.dtype, "bfloat16 or float32")
+    _check_type(name, out, like, torch.bfloat16, torch.float32)
     if tuple(out.shape) != shape:
         refuse(f"{name}.shape", list(out.shape), str(list(shape)))
-    if out.device != like.device:
-        refuse(f"{name}.device", out.device, str(like.device))
     if out.requires_grad:
         refuse(f"{name}.requires_grad", True, "False: it is written in place")
     check_strides(name, out)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.cache import quantize_weights
-from megamoe.formats.quantization import quantize_rows
-from megamoe.ops.scales import by_block
+from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.ops.scales import by_block, by_row
 
 
 class Operands(NamedTuple):
@@ -22,6 +23,11 @@ class Operands(NamedTuple):
     w: Tensor
     x_scale: Tensor | None = None
     w_scale: Tensor | None = None
+
+    @property
+    def suffix(self) -> str:
+        """Return what the names of these operands' kernels have, see jit/grouped.py."""
+        return "" if self.x_scale is None else "-e4m3"
 
 
 def by_k(w: Tensor) -> bool:
@@ -37,6 +43,17 @@ def quantized(given: Operands, offs: Tensor | None) -> Operands:
     if w_scale is None:
         w, w_scale = _matrices(w)
     return Operands(x, w, x_scale, w_scale)
+
+
+def dequantized(given: Operands, offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x and w as they are in bf16, and of e4m3 their values: in fp32, on GPUs in bf16."""
+    x, w, x_scale, w_scale = given
+    if x_scale is None or w_scale is None:
+        return x, w
+    of_rows = by_row(x_scale, offs, x.shape[0], w.shape[0])
+    wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
+    dtype = torch.bfloat16 if x.is_cuda else torch.float32
+    return dequantize_rows(x, of_rows).to(dtype), wide.to(dtype)
 
 
 def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:

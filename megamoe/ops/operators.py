@@ -26,11 +26,10 @@ from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.planes import STRIDE_BYTES
-from megamoe.formats.quantization import num_groups
+from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
-from megamoe.ops.checks import E4M3
 from megamoe.ops.machines import machine_of
 from megamoe.ops.operands import Operands, by_k, quantized
 from megamoe.ops.scales import num_places
@@ -74,7 +73,8 @@ def grouped_pre_activation(
     biases = [None] * planes if bias is None else bias.reshape(num, planes, width).unbind(1)
     found = []
     for p in range(planes):
-        given = Operands(q, matrices[:, p : p + 1], x_scale, of_planes[:, p].contiguous())
+        # a copy, which begins at a multiple of 16 bytes
+        given = Operands(q, matrices[:, p : p + 1], x_scale, of_planes[:, p].clone())
         found.append(_product(given, offs, biases[p]))
     return torch.stack(found, 1)
 
@@ -167,9 +167,9 @@ def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) ->
 
 def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias [M, N] bf16, of planes the sum."""
-    x, w, x_scale, _ = given
+    x, w = given.x, given.w
     major = "" if by_k(w) else "-columns" if x.dim() == 2 else "-planes"
-    variant = _variant("product" + ("-e4m3" if x_scale is not None else major))
+    variant = _variant("product" + given.suffix + major)
     out = x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
     _run(variant, Gemm(given._replace(x=_aligned(x)), offs, out, _fp32(bias)))
     return out
@@ -185,8 +185,7 @@ def _activated(
 ) -> tuple[Tensor, Tensor]:
     """Return h, and what stands beside it."""
     stage = "saving" if saves else "activation"
-    stage += "" if given.x_scale is None else "-e4m3"
-    stage += "-quantizes" if quantizes else ""
+    stage += given.suffix + ("-quantizes" if quantizes else "")
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
     gu, h_scale = beside if saves else None, beside if quantizes else None
     gemm = Gemm(given, offs, h, _fp32(bias), act, gu, out_scale=h_scale)

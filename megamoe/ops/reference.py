@@ -14,17 +14,15 @@ from torch import Tensor
 
 from megamoe.core.config import Activation
 from megamoe.core.full_fp32 import full_fp32
-from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows
 from megamoe.ops import scales
 from megamoe.ops.arguments import Gemm
-from megamoe.ops.operands import rows_by_block
+from megamoe.ops.operands import dequantized, rows_by_block
 
 
 def run(gemm: Gemm) -> None:
     """Do what the kernel does with the same record."""
-    (x, w, x_scale, w_scale), offs, act = gemm.operands, gemm.offs, gemm.activation
-    if x_scale is not None and w_scale is not None:
-        x, w = numbers_of(x, w, offs, x_scale, w_scale)
+    offs, act = gemm.offs, gemm.activation
+    x, w = dequantized(gemm.operands, offs)
     if act is None:
         matrices = w.transpose(2, 3).flatten(1, 2)
         gemm.out.copy_(product(x.flatten(1), matrices, offs, gemm.bias))
@@ -82,16 +80,6 @@ def activation(
     """x: [M, H], w: [E, P, I, H], bias: [E, P*I] -> h [M, I], pre-activations [M, P, I], both fp32."""
     gu = product(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
     return act(gu), gu.unflatten(1, (w.shape[1], w.shape[2]))
-
-
-def numbers_of(
-    x: Tensor, w: Tensor, offs: Tensor | None, x_scale: Tensor, w_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x: [M, K] e4m3, scales by block, w: [E, P, N, K] e4m3 -> both in fp32, on GPUs in bf16."""
-    by_row = scales.by_row(x_scale, offs, x.shape[0], w.shape[0])
-    wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
-    dtype = torch.bfloat16 if x.is_cuda else torch.float32
-    return dequantize_rows(x, by_row).to(dtype), wide.to(dtype)
 
 
 def gradient(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128
+from megamoe.launch.layout import BLOCK_ROWS
 
 
 def num_places(num_rows: int, num_experts: int) -> int:
     """Return P."""
-    return BLOCK * (num_rows // BLOCK + num_experts)
+    return BLOCK_ROWS * (num_rows // BLOCK_ROWS + num_experts)
 
 
 def ends_of(offs: Tensor, num_rows: int) -> Tensor:
@@ -30,8 +30,8 @@ def places(offs: Tensor | None, num_rows: int, num_experts: int, device: torch.d
         return rows
     ends = ends_of(offs, num_rows)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    blocks = (ends - starts + BLOCK - 1) // BLOCK
-    moved = (blocks.cumsum(0) - blocks) * BLOCK - starts
+    blocks = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    moved = (blocks.cumsum(0) - blocks) * BLOCK_ROWS - starts
     expert = torch.searchsorted(ends, rows, right=True)
     inside = rows + moved[expert.clamp(max=num_experts - 1)]
     last = num_places(num_rows, num_experts) - 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamoe.launch.table import ROWS
 from megamoe.ops.scales import ends_of
-
-ROWS = 64  # of a pipeline slot: warpgroup_rows of csrc/megamoe/schedule/tile_shape.h
 
 
 def tails(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:

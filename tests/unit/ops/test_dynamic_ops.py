@@ -16,6 +16,7 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
     quantize_rows,
 )
+from megamoe.ops import operators
 from megamoe.testing import same_bits
 from megamoe.testing.compare import compare
 
@@ -226,6 +227,16 @@ def test_frozen_parts_and_strided_weights(machine):
     assert same_bits(both["x"][0], both["all"][0])
     for alone, of_all in zip(both["weights"][1:], both["all"][1:], strict=True):
         assert same_bits(alone, of_all)
+
+
+def test_scales_of_each_plane_begin_where_kernels_take_them(monkeypatch):
+    """Those of one expert's second plane lie 8 bytes behind the first one's."""
+    given, run = [], operators._run
+    monkeypatch.setattr(operators, "_run", lambda *of: (given.append(of[1].operands), run(*of)))
+    w13 = rand(1, 2, I, H)
+    operators.grouped_pre_activation(rand(M, H), w13, None, None)
+    assert [len(of.w_scale.flatten()) for of in given] == [2, 2]
+    assert all(scale.data_ptr() % 16 == 0 for of in given for scale in of[2:])
 
 
 def test_written_arguments_are_seen():
