@@ -93,7 +93,7 @@ class MegaMoEKernel(MegaKernelBackend):
         if weights.w13_scale is None:
             made = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
             if stored.scaled:
-                made.validate(_masters(problem))
+                made.validate(replace(problem, precision="bf16"))
                 made = _quantized(problem, made)
         elif stored == E4M3_BLOCKS:
             scales = {"w13_scale": weights.w13_scale, "w2_scale": weights.w2_scale}
@@ -171,10 +171,6 @@ class MegaMoEKernel(MegaKernelBackend):
         weights.validate(problem)
         self._transformed_weights = weights
         return weights
-
-
-def _masters(problem: Problem) -> Problem:
-    return replace(problem, precision="bf16")
 
 
 def _quantized(problem: Problem, masters: ExpertWeights) -> ExpertWeights:

@@ -50,9 +50,12 @@ class HostLayer(Layer):
 
     group: the process group of problem.ep_size ranks; not looked at for one rank. device: of the experts.
     backend, options: as the host's user stated them. more: further arguments of megamoe.Layer.
-    Attributes: borrowed, what return_window() takes of a layer that is dropped without close().
+    Attributes: borrowed, what return_window() takes of a layer that is dropped without close(); made_for, for adapters
+    that replace a layer when its module changes.
     Collective.
     """
+
+    made_for: Any = None
 
     def __init__(
         self,

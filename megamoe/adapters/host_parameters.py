@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from megamoe.formats.versions import invalidate
+from megamoe.formats.versions import invalidate, made_of
+from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
 
 _ALIGNMENT = 16  # bytes, of TMA's strides
@@ -64,3 +66,32 @@ def joined(parameters: Sequence[Any], *, adding: bool = False) -> Tensor:
     return main_grad.joined(
         parameters, as_one, torch.unbind, torch.stack, parameters if adding else None
     )
+
+
+def local(parameter: Any) -> Tensor:
+    """Return this rank's part of a DTensor; another tensor is its own."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def in_turn(t: Tensor) -> Tensor:
+    """Rows g0, u0, g1, ... -> [L, 2, I, ...], a view."""
+    return t.unflatten(1, (-1, 2)).transpose(1, 2)
+
+
+def weights_from(
+    matrices: Sequence[Tensor],
+    sources: Sequence[Sequence[Any]],
+    biases: Sequence[Tensor | None] = (),
+) -> ExpertWeights:
+    """Return experts as a layer takes them: copied where matrices are not bf16, or biases not fp32.
+
+    matrices: w13 and w2, computed just now. sources: the parameters that each was computed from, so that an FP8 copy
+        lives as long as they stay what they are; empty where there are no such copies. biases: b13 and b2.
+    """
+    made = []
+    for w, parameters in zip(matrices, sources, strict=True):
+        made.append(w.bfloat16())
+        if parameters:
+            wanted = any(p.requires_grad for p in parameters)
+            made_of(made[-1], [local(p) for p in parameters], trains=wanted)
+    return ExpertWeights(*made, *[None if b is None else b.float() for b in biases])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megamoe.core.errors import ConfigError
@@ -10,7 +11,7 @@ _MISSING = object()
 
 
 class Patches:
-    """Attributes of modules that have been set, and what they were before.
+    """What install() of an adapter has set in the host's modules, and what was there before.
 
     Attributes: made, what install() has returned, None before it and after undo().
     """
@@ -24,10 +25,12 @@ class Patches:
         if self.made is not None:
             raise ConfigError("install()", "called again", "one call, or uninstall() before")
 
-    def put(self, module: Any, name: str, value: Any) -> None:
-        """Set an attribute until undo()."""
-        self._before.append((module, name, getattr(module, name, _MISSING)))
-        setattr(module, name, value)
+    def put(self, made: Any, new: Sequence[tuple[Any, str, Any]]) -> None:
+        """Set attributes until undo(). made: what install() is about to return. new: module, name and value of each."""
+        self.made = made
+        for module, name, value in new:
+            self._before.append((module, name, getattr(module, name, _MISSING)))
+            setattr(module, name, value)
 
     def undo(self) -> None:
         """Set all of them back."""

@@ -17,10 +17,9 @@ from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEG
 from torch import Tensor
 
 from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import as_one, joined, tie
+from megamoe.adapters.host_parameters import as_one, joined, tie, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
-from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 # Options of TransformerConfig that a layer does not follow: what they have to be instead.
@@ -186,14 +185,12 @@ def weights_of(
         held, hidden = experts.num_local_experts, experts.config.hidden_size
         w13 = experts.weight1.view(held, hidden, -1).transpose(1, 2).contiguous()
         w2 = experts.weight2.view(held, -1, hidden).transpose(1, 2).contiguous()
-        matrices = {"w13": w13, "w2": w2}
     else:
-        matrices = {n: joined(parameters[n], adding=adding) for n in ("w13", "w2")}
-    for name in matrices if copies else ():  # hundreds of parameters: not for nothing
-        wanted = any(p.requires_grad for p in parameters[name])
-        made_of(matrices[name], parameters[name], trains=wanted)
-    biases = {n: torch.stack(parameters[n]).float() for n in ("b13", "b2") if n in parameters}
-    return ExpertWeights(**matrices, **biases)
+        w13, w2 = (joined(parameters[n], adding=adding) for n in ("w13", "w2"))
+    # Hundreds of parameters: not for nothing.
+    sources = [parameters[n] if copies else () for n in ("w13", "w2")]
+    biases = [torch.stack(parameters[n]) for n in ("b13", "b2") if n in parameters]
+    return weights_from((w13, w2), sources, biases)
 
 
 def _parameters(experts: Any) -> dict[str, list[Any]]:

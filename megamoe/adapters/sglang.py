@@ -226,10 +226,9 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     name = "build_sm90_mega_moe_experts_weights"
     build = found("SGLang 0.5.23", host, name)
     made = Installed(backend, options)
-    _patches.put(host, name, _built_in_order(build))
-    for name in ("get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"):
-        _patches.put(deep_gemm, name, getattr(made, name))
-    _patches.made = made
+    ours = "get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"
+    new = [(deep_gemm, name, getattr(made, name)) for name in ours]
+    _patches.put(made, [(host, name, _built_in_order(build)), *new])
     return made
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
 
 from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import joined, tie
+from megamoe.adapters.host_parameters import in_turn, joined, local, tie, weights_from
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.core.errors import ConfigError
-from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 
@@ -41,29 +38,12 @@ def weights_of(experts: Any) -> ExpertWeights:
     biases: tuple[Tensor, ...] = ()
     if isinstance(experts, GptOssGroupedExperts):
         first, second = (experts.mlp1_weight_EGD,), experts.mlp2_weight_EDF
-        b13, b2 = _local(experts.mlp1_bias_EG), _local(experts.mlp2_bias_ED)
-        w13, b13 = (_in_turn(t) for t in (_local(first[0]), b13))
-        biases = b13.float(), b2.float()
+        w13, b13 = (in_turn(local(p)) for p in (first[0], experts.mlp1_bias_EG))
+        biases = b13, local(experts.mlp2_bias_ED)
     else:
         first, second = (experts.w1_EFD, experts.w3_EFD), experts.w2_EDF
-        w13 = joined([_local(p) for p in first]).transpose(0, 1)
-    w2 = _local(second).bfloat16()
-    return ExpertWeights(_of(first, w13.bfloat16()), _of((second,), w2), *biases)
-
-
-def _of(parameters: Sequence[Any], made: Tensor) -> Tensor:
-    """Say which parameters it was made of, so that its FP8 copy lives as long as they stay what they are."""
-    wanted = any(p.requires_grad for p in parameters)
-    return made_of(made, [_local(p) for p in parameters], trains=wanted)
-
-
-def _in_turn(t: Tensor) -> Tensor:
-    """Rows g0, u0, g1, ... -> [L, 2, I, ...]."""
-    return t.unflatten(1, (-1, 2)).transpose(1, 2)
-
-
-def _local(parameter: Any) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        w13 = joined([local(p) for p in first]).transpose(0, 1)
+    return weights_from((w13, local(second)), (first, (second,)), biases)
 
 
 def check_class(config: Any) -> None:

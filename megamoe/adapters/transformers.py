@@ -88,7 +88,6 @@ class Experts:
         check(backend, options)
         self._stated, self._precision, self._max_tokens = (backend, options), precision, max_tokens
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
-        self._formulas: WeakKeyDictionary[HostLayer, tuple[Any, ...]] = WeakKeyDictionary()
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[HostLayer] = []
         self._windows: list[dict[str, Any]] = []  # borrowed, by layers of lost modules, too
@@ -160,13 +159,12 @@ class Experts:
         key = self._number, weights.w2.device, top_k  # a module may be moved
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get(key)
-        if layer is None or not (torch.compiler.is_compiling() or self._follows(module, layer)):
+        if layer is not None and torch.compiler.is_compiling():
+            return layer
+        # One whose module has another activation since is replaced: on all ranks, or on none.
+        if layer is None or layer.made_for != formula_of(module):
             layer = self._make(module, weights, key, group)
         return layer
-
-    def _follows(self, module: Any, layer: HostLayer) -> bool:
-        """Whether the layer has the module's activation; where it does not, another one is made. Equal on all ranks."""
-        return self._formulas.get(layer) == formula_of(module)
 
     @at_first_call
     def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> HostLayer:
@@ -181,7 +179,7 @@ class Experts:
         if old is not None and group is None:
             old.close()
         module._megamoe_layers[key] = layer
-        self._formulas[layer] = formula_of(module)
+        layer.made_for = formula_of(module)
         self._modules[module] = None
         if group is not None:
             self._spread.append(layer)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megamoe.adapters.host_activations import candidates, matching
+from megamoe.adapters.host_parameters import in_turn, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import SCALE_GROUP
-from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
 
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # as modules name them
@@ -66,21 +66,16 @@ def matrices_of(module: Any) -> tuple[Tensor, Tensor]:
 
 def _masters(module: Any) -> ExpertWeights:
     given = matrices_of(module)
-    w13, w2 = (w.to(torch.bfloat16) for w in given)
+    w13, w2 = (w.bfloat16() for w in given)
     b13 = b2 = None
     if module.has_bias:
         b13 = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
-        b13, b2 = b13.float(), module.down_proj_bias.float()
+        b2 = module.down_proj_bias
     if module.is_transposed:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
-        w13 = w13.unflatten(1, (-1, 2)).transpose(1, 2)
-        b13 = None if b13 is None else b13.unflatten(1, (-1, 2)).transpose(1, 2)
-    # A copy, new in every call, is quantized where its parameter has changed.
-    w13, w2 = (
-        made_of(w, [p], trains=p.requires_grad) for w, p in zip((w13, w2), given, strict=True)
-    )
-    return ExpertWeights(w13, w2, b13, b2)
+        w13, b13 = (None if t is None else in_turn(t) for t in (w13, b13))
+    return weights_from((w13, w2), [[p] for p in given], (b13, b2))
 
 
 def _scales(module: Any) -> tuple[Tensor, Tensor]:

@@ -52,19 +52,15 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     _patches.check_none()
     check(backend, options)
     made = Installed(Layers(backend, options))
-    hosts = (
+    new: list[tuple[Any, str, Any]] = [(Experts, "layers", made.layers)]
+    for host, kind, layout in (
         (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),
         (fp8, "fp8", Fp8MoeBackend.TRITON),
-    )
-    names = [(host, f"{verb}_{kind}_moe_{noun}") for host, kind, _ in hosts
-             for verb, noun in (("select", "backend"), ("make", "kernel"))]  # fmt: skip
-    theirs = {name: found("vLLM 0.33", host, name) for host, name in names}
-    for host, kind, layout in hosts:
-        _patches.put(host, f"select_{kind}_moe_backend", _select(layout))
-        make = theirs[f"make_{kind}_moe_kernel"]
-        _patches.put(host, f"make_{kind}_moe_kernel", _make(make))
-    _patches.put(Experts, "layers", made.layers)
-    _patches.made = made
+    ):
+        select, make = f"select_{kind}_moe_backend", f"make_{kind}_moe_kernel"
+        _, theirs = (found("vLLM 0.33", host, name) for name in (select, make))
+        new += [(host, select, _select(layout)), (host, make, _make(theirs))]
+    _patches.put(made, new)
     return made
 
 
