@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pages import programs
 
+from megamoe import Layer
 from megamoe.adapters import host_layer
-from megamoe.adapters.host_layer import HostLayer, HostModule, check, close_in
+from megamoe.adapters.host_layer import check, close_in
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.testing import make_inputs, make_weights, same_bits
@@ -15,25 +17,29 @@ from megamoe.testing import make_inputs, make_weights, same_bits
 PROBLEM = Problem(64, 48, 6, 2, max_tokens=64)
 
 
-class Experts(HostModule, torch.nn.Module):
-    """Those of a host."""
+(PROGRAM,) = programs("docs/adapters.md", "host")
+exec(PROGRAM, NAMES := {})
 
-    def __init__(self):
-        super().__init__()
-        self.opened = 0
+
+class Experts(NAMES["MegaExperts"]):
+    """The document's, which count the layers that they open."""
+
+    opened = 0
 
     def _open(self, device):
         self.opened += 1
-        return HostLayer(PROBLEM, None, device, "staged", {})
-
-    def forward(self, inputs, weights):
-        layer = self._opened(inputs.x.device)
-        return layer(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
+        return super()._open(device)
 
 
 def test_a_module_opens_its_layer_at_a_first_call_and_again_after_close():
-    experts, call = Experts(), (make_inputs(PROBLEM, 5), make_weights(PROBLEM))
+    i, weights = make_inputs(PROBLEM, 5), make_weights(PROBLEM)
+    call = i.x, i.topk_ids, i.topk_weights
+    experts = Experts(weights.w13, weights.w2, PROBLEM.top_k, backend="staged")
     y = experts(*call)
+    assert same_bits(y, Layer(PROBLEM, backend="staged")(*call, weights))
+    y.backward(torch.ones_like(y))
+    assert experts.gate_up.grad.any()
+    assert experts.down.grad.any()
     assert same_bits(experts(*call), y)
     assert experts.opened == 1
     other = copy.deepcopy(experts)

@@ -8,6 +8,7 @@ from megamoe.adapters.host_activations import candidates, matching
 from megamoe.adapters.host_parameters import as_one, joined, tie
 from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ConfigError
+from megamoe.formats.joined import join_w1_w3
 
 
 def parameters(count=3, dtype=torch.bfloat16):
@@ -78,6 +79,26 @@ def test_gradients_reach_each_parameter_that_wants_one(tied):
     assert given[1].grad is None
     assert torch.equal(given[2].grad, dy[2])
     assert not joined(given[1:2]).requires_grad
+
+
+class NoGradient(torch.autograd.Function):
+    """A use that gives the second argument no gradient, as a layer whose weight gradients wait."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+def test_a_use_without_a_gradient_leaves_parts_without_one():
+    x, given = torch.zeros(3, requires_grad=True), parameters(2)
+    halves = [part.requires_grad_() for part in torch.randn(2, 3, 4, 8).unbind()]
+    for whole, parts in ((joined(given), given), (join_w1_w3(*halves), halves)):
+        NoGradient.apply(x, whole).sum().backward()
+        assert all(p.grad is None for p in parts)
 
 
 def test_activations_are_found_by_what_they_give():
