@@ -1,4 +1,7 @@
-"""What products multiply: rows and weights in bf16, or in e4m3 with their scales, given or made here."""
+"""What products multiply: rows and weights in bf16, or in e4m3 with their scales, given or made here.
+
+A further format is this file, its type and the shapes of its scales in checks.py, and its kernels in jit/grouped.py.
+"""
 
 from __future__ import annotations
 

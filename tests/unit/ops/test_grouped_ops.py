@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -269,6 +271,20 @@ def test_fullgraph_forward_and_backward():
     assert {ours.grouped_activation_gradient.default, ours.grouped_wgrad.default} <= graphs[1]
     strided = torch.ops.aten.as_strided.default  # wrong where inductor lays weights out anew
     assert strided not in graphs[0] | graphs[1]
+
+
+def marked(argument) -> str:
+    written = argument.alias_info is not None and argument.alias_info.is_write
+    return argument.name + "?" * (str(argument.type) == "Optional[Tensor]") + "!" * written
+
+
+def test_the_operators_are_those_that_their_file_lists():
+    found = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("megamoe::grouped"):
+            schema = getattr(torch.ops.megamoe, name.removeprefix("megamoe::")).default._schema
+            found[name] = ", ".join(map(marked, schema.arguments))
+    assert dict(re.findall(r"(megamoe::\w+)\((.*?)\)", operators.__doc__)) == found
 
 
 def test_opcheck():
