@@ -90,7 +90,7 @@ def weights_from(
     """
     made = []
     for w, parameters in zip(matrices, sources, strict=True):
-        made.append(w.bfloat16())
+        made.append(w if w.dtype == torch.bfloat16 else w.bfloat16())
         if parameters:
             wanted = any(p.requires_grad for p in parameters)
             made_of(made[-1], [local(p) for p in parameters], trains=wanted)

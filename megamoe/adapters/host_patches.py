@@ -27,10 +27,10 @@ class Patches:
 
     def put(self, made: Any, new: Sequence[tuple[Any, str, Any]]) -> None:
         """Set attributes until undo(). made: what install() is about to return. new: module, name and value of each."""
-        self.made = made
         for module, name, value in new:
             self._before.append((module, name, getattr(module, name, _MISSING)))
             setattr(module, name, value)
+        self.made = made
 
     def undo(self) -> None:
         """Set all of them back."""
