@@ -29,13 +29,19 @@ at_first_call = uncompiled(
 )
 
 
-def check(backend: str, options: Mapping[str, Any], trains: Problem | None = None) -> None:
-    """Raise ConfigError for what no layer of a host could have: this backend, options, a `trains` that does not."""
+def check(
+    backend: str, options: dict[str, Any], trains: Problem | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Return backend and options, as a host's user stated them for megamoe.Layer.
+
+    Raises ConfigError for those that no layer could have, and for a problem `trains` whose precision does not.
+    """
     if trains is not None and not trains.formats.trains:
         expected = "'bf16' or 'fp8', of bf16 parameters"
         raise ConfigError("precision", repr(trains.precision), expected)
     check_options(Problem(128, 128, 1, 1), None, options)
     resolve(backend)
+    return backend, options
 
 
 def ranks_of(group: Any) -> dict[str, int]:
@@ -49,7 +55,7 @@ class HostLayer(Layer):
     """A layer in the place of a host's experts; those of one size share a window, which takes hundreds of MB.
 
     group: the process group of problem.ep_size ranks; not looked at for one rank. device: of the experts.
-    backend, options: as the host's user stated them. more: further arguments of megamoe.Layer.
+    backend, options: those of check(). more: further arguments of megamoe.Layer.
     Attributes: borrowed, what return_window() takes of a layer that is dropped without close(); made_for, for adapters
     that replace a layer when its module changes.
     Collective.

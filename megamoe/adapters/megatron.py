@@ -121,14 +121,13 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
             bias=config.add_bias_linear,
             **ranks_of(pg_collection.ep),
         )
-        check(backend, options, trains=self._problem)
+        self._stated = check(backend, options, trains=self._problem)
         super().__init__(config, submodules, layer_number, pg_collection)
         check_experts(self.experts)
         tie_experts(self.experts)
         expect_writes(self.experts)
         self.token_dispatcher = _Undispatched(config, pg_collection)
-        self._stated, self._delay_wgrad = (backend, options), delay_wgrad
-        self._descending = False
+        self._delay_wgrad, self._descending = delay_wgrad, False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""

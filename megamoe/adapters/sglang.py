@@ -73,8 +73,7 @@ class Buffer:
         if num_experts % self._problem.ep_size:
             expected = f"a multiple of {self._problem.ep_size}, the ranks"
             raise ConfigError("num_experts", num_experts, expected)
-        self._stated = backend, options or {}
-        check(*self._stated)
+        self._stated = check(backend, options or {})
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
         self._layers = HostLayers()  # by clamp
         self._call: tuple[Tensor, Tensor, Tensor] | None = None

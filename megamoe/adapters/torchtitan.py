@@ -55,9 +55,8 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         check_class(config.inner_experts)
-        self._config = config
-        self._stated = self._problem_over(None)
-        check(config.backend, config.options, trains=self._stated)
+        self._config, alone = config, self._problem_over(None)
+        self._stated = check(config.backend, config.options, trains=alone)
         super().__init__(config)
         expect_writes(self.inner_experts)
         self._mesh: Any = None
@@ -89,8 +88,8 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
         weights = weights_of(self.inner_experts)
         held = layer.problem.num_local_experts()
         found = weights.w13.shape[0], weights.w2.shape[-1]
-        if found != (held, self._stated.intermediate):
-            expected = f"{(held, self._stated.intermediate)}: no tensor-parallel experts"
+        if found != (held, layer.problem.intermediate):
+            expected = f"{(held, layer.problem.intermediate)}: no tensor-parallel experts"
             raise ConfigError("experts and their hidden_dim on this rank", found, expected)
         return layer(x, ids, scores, weights).to(x_BLD.dtype).view_as(x_BLD)
 
@@ -114,8 +113,7 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
             raise ConfigError("debug.spmd_typechecking", True, "False with a megamoe layer")
         check_modules(self.inner_experts)
         group = None if self._mesh is None else self._mesh.get_group()
-        config = self._config
-        return HostLayer(self._problem_over(group), group, device, config.backend, config.options)
+        return HostLayer(self._problem_over(group), group, device, *self._stated)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="Experts in a megamoe layer.")

@@ -85,8 +85,8 @@ class Experts:
     ) -> None:
         stated = "bf16" if precision is None else precision
         Problem(128, 128, 1, 1, max_tokens=max_tokens, precision=stated)  # raises
-        check(backend, options)
-        self._stated, self._precision, self._max_tokens = (backend, options), precision, max_tokens
+        self._stated = check(backend, options)
+        self._precision, self._max_tokens = precision, max_tokens
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
         self._spread: list[HostLayer] = []

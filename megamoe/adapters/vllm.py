@@ -50,8 +50,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     lacks what is replaced.
     """
     _patches.check_none()
-    check(backend, options)
-    made = Installed(Layers(backend, options))
+    made = Installed(Layers(*check(backend, options)))
     new: list[tuple[Any, str, Any]] = [(Experts, "layers", made.layers)]
     for host, kind, layout in (
         (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),
