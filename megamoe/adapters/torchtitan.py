@@ -55,8 +55,8 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         check_class(config.inner_experts)
-        self._config, alone = config, self._problem_over(None)
-        self._stated = check(config.backend, config.options, trains=alone)
+        self._config = config
+        self._stated = check(config.backend, config.options, trains=self._problem_over(None))
         super().__init__(config)
         expect_writes(self.inner_experts)
         self._mesh: Any = None
