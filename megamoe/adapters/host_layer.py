@@ -87,7 +87,13 @@ class HostLayer(Layer):
 
 
 class HostLayers(dict[Any, HostLayer]):
-    """Layers by what they are for."""
+    """Layers by what they are for. Copies have none."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
+        return HostLayers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostLayers, ()
 
     def close(self) -> None:
         """Free what they hold; calls make them anew. Collective."""

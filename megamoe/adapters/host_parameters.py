@@ -39,17 +39,18 @@ def _invalidate(*_: Any) -> None:
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return a view [L, ...] of contiguous tensors that lie at equal distances in one storage, in order; else None."""
     first = tensors[0]
-    starts = [t.data_ptr() for t in tensors]
-    size = first.element_size()
-    step = starts[1] - starts[0] if len(starts) > 1 else first.numel() * size
-    if step < first.numel() * size or step % _ALIGNMENT or step % size:
-        return None
-    if starts != [starts[0] + i * step for i in range(len(starts))]:
-        return None
+    starts, size = [t.data_ptr() for t in tensors], first.element_size()
+    nbytes = first.numel() * size
+    step = starts[1] - starts[0] if len(starts) > 1 else nbytes
     storage = first.untyped_storage()
-    if starts[-1] + first.numel() * size > storage.data_ptr() + storage.nbytes():
-        return None
-    if not all(t.is_contiguous() for t in tensors):
+    if (
+        step < nbytes
+        or step % _ALIGNMENT
+        or step % size
+        or starts != [starts[0] + i * step for i in range(len(starts))]
+        or starts[-1] + nbytes > storage.data_ptr() + storage.nbytes()
+        or not all(t.is_contiguous() for t in tensors)
+    ):
         return None
     shape, stride = (len(tensors), *first.shape), (step // size, *first.stride())
     return first.detach().as_strided(shape, stride)

@@ -27,6 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 from megamoe.adapters.host_layer import (
     MAX_TOKENS,
     HostLayer,
+    HostLayers,
     at_first_call,
     check,
     ranks_of,
@@ -54,16 +55,6 @@ NAME = "megamoe"
 _numbers = itertools.count(1)
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class _Layers(dict[Any, HostLayer]):
-    """Layers of one module, as an attribute of it, where torch.compile sees them. Copies of the module have none."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Layers:
-        return _Layers()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Layers, ()
 
 
 class Experts:
@@ -173,7 +164,7 @@ class Experts:
         layer = HostLayer(problem, group, device, *self._stated)
         self._windows.append(layer.borrowed)
         if not hasattr(module, "_megamoe_layers"):
-            module._megamoe_layers = _Layers()
+            module._megamoe_layers = HostLayers()  # where torch.compile sees them
             expect_writes(module)
         old = module._megamoe_layers.pop(key, None)
         if old is not None and group is None:
