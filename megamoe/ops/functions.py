@@ -79,8 +79,8 @@ def grouped_mm_swiglu(
     checks.check_quantizable("w_up", w, scales)
     of = checks.check_operands(scales, x, *w.shape[:3])
     saves = save_pre_activation or (scales is None and not quantize and _records(x, w, bias))
-    options = act.kind, _numbers(act), saves, quantize
-    found = operators.grouped_activation(x, w, offs, bias, *of, *options)
+    call = x, w, offs, bias, act.kind, _numbers(act), saves
+    found = operators.grouped_activation(*call, *of, quantize)
     return tuple(found) if quantize or save_pre_activation else found[0]
 
 
@@ -206,7 +206,7 @@ def grouped_mlp(
         checks.refuse("scales", type(scales).__name__, "'dynamic' or None")
     checks.check_quantizable("w13", w13, scales)
     saves = not dynamic and _records(x, w13, w2, b13, b2)
-    call = x, w13, w2, offs, b13, b2, dynamic, act.kind, _numbers(act), saves
+    call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves, dynamic
     y: Tensor = operators.grouped_mlp(*call)[0]
     return y
 

@@ -76,7 +76,7 @@ def _rows_of(t: Tensor) -> Tensor:
 
 def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
     """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, None, None, None, call.dynamic)
+    return grouped_mm(rows, w, call.offs, None, dynamic=call.dynamic)
 
 
 def _of_weights(
@@ -171,7 +171,7 @@ def _differentiate(name: str, gradients: Callable[..., Found]) -> None:
             raise _refusal(name)
         if all(t is None for t in results):
             return (None,) * len(names)
-        needs = dict(zip(names, ctx.needs_input_grad, strict=True))
+        needs = dict(zip(names, ctx.needs_input_grad, strict=False))  # torch leaves defaults out
         tensors = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         found = gradients(SimpleNamespace(needs=needs, **ctx.others, **tensors), *results)
         return tuple(found.get(n) for n in names)

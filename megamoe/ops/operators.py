@@ -3,10 +3,10 @@
     megamoe::grouped_mm(x, w, offs?, bias?, x_scale?, w_scale?, dynamic) -> out
     megamoe::grouped_mm_planes(x, w, offs?) -> out                     x and w in planes of K
     megamoe::grouped_pre_activation(x, w, offs?, bias?) -> gu          quantized here
-    megamoe::grouped_activation(x, w, offs?, bias?, x_scale?, w_scale?, dynamic, kind, numbers, saves, quantizes)
+    megamoe::grouped_activation(x, w, offs?, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic, quantizes)
         -> (h, gu or scales of h)
     megamoe::grouped_activation_gradient(dy, w, gu, offs?, kind, numbers) -> (dgu, h)
-    megamoe::grouped_mlp(x, w13, w2, offs?, b13?, b2?, dynamic, kind, numbers, saves) -> (y, gu)
+    megamoe::grouped_mlp(x, w13, w2, offs?, b13?, b2?, kind, numbers, saves, dynamic) -> (y, gu)
     megamoe::grouped_wgrad(a, b, offs?, num_experts, fp32, sums) -> (out, sums)
     megamoe::grouped_wgrad_add(a, b, offs?, out!) -> ()
 
@@ -46,19 +46,19 @@ def grouped_mm(
     w: Tensor,
     offs: Tensor | None,
     bias: Tensor | None,
-    x_scale: Tensor | None,
-    w_scale: Tensor | None,
-    dynamic: bool,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    dynamic: bool = False,
 ) -> Tensor:
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
-    given = Operands(x, w.transpose(1, 2).unsqueeze(1), x_scale, w_scale)
+    given = Operands(_aligned(x), w.transpose(1, 2).unsqueeze(1), x_scale, w_scale)
     return _product(quantized(given, offs) if dynamic else given, offs, bias)
 
 
 @_op("megamoe::grouped_mm_planes", mutates_args=())
 def grouped_mm_planes(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
     """x: [M, 2, K], w: [E, 2, K, N], contiguous in N -> [M, N], the sum over both planes."""
-    return _product(Operands(x, w.transpose(2, 3)), offs, None)
+    return _product(Operands(_aligned(x), w.transpose(2, 3)), offs, None)
 
 
 @_op("megamoe::grouped_pre_activation", mutates_args=())
@@ -85,13 +85,13 @@ def grouped_activation(
     w: Tensor,
     offs: Tensor | None,
     bias: Tensor | None,
-    x_scale: Tensor | None,
-    w_scale: Tensor | None,
-    dynamic: bool,
     kind: str,
     numbers: Sequence[float],
     saves: bool,
-    quantizes: bool,
+    x_scale: Tensor | None = None,
+    w_scale: Tensor | None = None,
+    dynamic: bool = False,
+    quantizes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
     given, act = Operands(x, w, x_scale, w_scale), Activation(kind, *numbers)
@@ -120,10 +120,10 @@ def grouped_mlp(
     offs: Tensor | None,
     b13: Tensor | None,
     b2: Tensor | None,
-    dynamic: bool,
     kind: str,
     numbers: Sequence[float],
     saves: bool,
+    dynamic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
     first, act = Operands(x, w13), Activation(kind, *numbers)
@@ -171,7 +171,7 @@ def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tenso
     major = "" if by_k(w) else "-columns" if x.dim() == 2 else "-planes"
     variant = _variant("product" + given.suffix + major)
     out = x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
-    _run(variant, Gemm(given._replace(x=_aligned(x)), offs, out, _fp32(bias)))
+    _run(variant, Gemm(given, offs, out, _fp32(bias)))
     return out
 
 
@@ -239,8 +239,11 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 
 @grouped_activation.register_fake
-def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty_hidden(x, w, *rest[-2:])
+def _(
+    x: Tensor, w: Tensor, offs: Any, bias: Any, kind: str, numbers: Any, saves: bool, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    quantizes = len(rest) == 4 and rest[3]  # torch leaves defaults out
+    return _empty_hidden(x, w, saves, quantizes)
 
 
 @grouped_activation_gradient.register_fake
@@ -250,7 +253,7 @@ def _(dy: Tensor, w: Tensor, gu: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 @grouped_mlp.register_fake
 def _(x: Tensor, w13: Tensor, w2: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], w2.shape[1]), _empty_hidden(x, w13, rest[-1], False)[1]
+    return x.new_empty(x.shape[0], w2.shape[1]), _empty_hidden(x, w13, rest[5], False)[1]
 
 
 @grouped_wgrad.register_fake

@@ -299,9 +299,9 @@ def test_opcheck():
     for op, arguments in (
         (mine.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, None, *dynamic)),
         (mine.grouped_pre_activation, (x, w13, OFFS, None)),
-        (mine.grouped_activation, (x, w13, OFFS, None, *dynamic, *act, False, False)),
-        (mine.grouped_activation, (x, w13, OFFS, None, *dynamic, *act, False, True)),
-        (mine.grouped_mlp, (x, w13, w2, OFFS, None, None, True, *act, False)),
+        (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, False)),
+        (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, True)),
+        (mine.grouped_mlp, (x, w13, w2, OFFS, None, None, *act, False, True)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 
