@@ -1,7 +1,8 @@
-"""What adapters do alike, without a host: what is refused, modules with a layer of their own, windows of one size."""
+"""What adapters do alike, without a host: what is refused, modules with a layer, windows of one size, patches."""
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pages import programs
 from megamoe import Layer
 from megamoe.adapters import host_layer
 from megamoe.adapters.host_layer import check, close_in
+from megamoe.adapters.host_patches import Patches, found
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.testing import make_inputs, make_weights, same_bits
@@ -86,3 +88,18 @@ def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch)
     host_layer.return_window(taken[2])
     assert closed == made
     assert not host_layer._windows
+
+
+def test_patches_are_put_once_and_undone():
+    host, made, patches = SimpleNamespace(__name__="host", old=1), object(), Patches()
+    assert found("host 1.0", host, "old") == 1
+    with pytest.raises(ConfigError, match="host.new is missing, expected host 1.0"):
+        found("host 1.0", host, "new")
+    for _ in range(2):
+        patches.check_none()
+        patches.put(made, [(host, "old", 2), (host, "new", 3), (host, "old", 4)])
+        assert (host.old, host.new, patches.made) == (4, 3, made)
+        with pytest.raises(ConfigError, match="called again, expected one call, or uninstall"):
+            patches.check_none()
+        patches.undo()
+        assert (vars(host), patches.made) == ({"__name__": "host", "old": 1}, None)
