@@ -72,10 +72,11 @@ class HostLayer(Layer):
         options: dict[str, Any],
         **more: Any,
     ) -> None:
-        group = None if problem.ep_size == 1 else group
-        self.borrowed = borrow_window(problem, group, device, backend, options)
-        group = ALONE if group is None else group
-        super().__init__(problem, group, backend=backend, **more, **options | self.borrowed)
+        group = ALONE if problem.ep_size == 1 else group
+        super().__init__(problem, group, backend=backend, **more, **options)
+        # Behind what ranks may differ in, which raises before memory is taken.
+        self.borrowed = borrow_window(self.problem, self.group, device, backend, options)
+        self._options = options | self.borrowed
 
     def close(self) -> None:
         """Free what it holds, its window with the last that uses it. Collective."""

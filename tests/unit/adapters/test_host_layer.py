@@ -67,6 +67,14 @@ def test_what_no_layer_could_have_is_refused():
         check("auto", {}, trains=packed)
 
 
+def test_no_window_is_taken_for_a_layer_that_is_refused(monkeypatch):
+    monkeypatch.setattr(host_layer, "borrow_window", lambda *_: pytest.fail("taken"))
+    with pytest.raises(ConfigError, match="apply_router_weight_on_input"):
+        host_layer.HostLayer(
+            *(PROBLEM, None, torch.device("cpu"), "staged", {}), apply_router_weight_on_input=True
+        )
+
+
 def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch):
     made, closed = [], []
     chosen = ["mega"]
