@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.uncompiled import uncompiled
-from megamoe.group.agreement import ALONE
+from megamoe.group.group import ALONE
 from megamoe.layer.functional import check_options, choose, resolve
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
@@ -75,7 +75,7 @@ class HostLayer(Layer):
         group = ALONE if problem.ep_size == 1 else group
         super().__init__(problem, group, backend=backend, **more, **options)
         # Behind what ranks may differ in, which raises before memory is taken.
-        self.borrowed = borrow_window(self.problem, self.group, device, backend, options)
+        self.borrowed = borrow_window(self.problem, self.ranks, device, backend, options)
         self._options = options | self.borrowed
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def borrow_window(
         return {}
     key = WindowSpec.of(problem), group, device
     if key not in _windows:
-        _windows[key] = Window(problem, group, device=device), [0]
+        _windows[key] = Window(problem, group, device=device, agreed=True), [0]  # by choose()
     window, users = _windows[key]
     users[0] += 1
     return {"window": window}

@@ -40,7 +40,7 @@ from megamoe.adapters.megatron_experts import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.group.agreement import together
+from megamoe.group.group import Facts, Group
 
 
 class _Undispatched(MoETokenDispatcher):
@@ -143,14 +143,15 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
 
     def _open(self, device: torch.device) -> HostLayer:
         group = None if self._problem.ep_size == 1 else self.ep_group
+        ranks = Group(group)
 
-        def state() -> bool:
+        def state() -> Facts:
             check_experts(self.experts)  # again: they may have been wrapped
             check_types(self.experts)  # not before: Float16Module casts
-            return lie_descending(self.experts)
+            return Facts(lie_descending(self.experts))
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.
-        self._descending = all(together(group, "set-up", state).values())
+        self._descending = all(ranks.agree("set-up", state).values())
         return HostLayer(
             self._problem,
             group,

@@ -17,8 +17,8 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
-from megamoe.group.group import Group, TorchGroup, as_group
-from megamoe.group.order import BACKWARD, RECORDED, REFUSED, Mark, meet
+from megamoe.group.group import Group
+from megamoe.group.order import BACKWARD, RECORDED, REFUSED, mark_of
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
 
@@ -37,8 +37,8 @@ class EmulateBackend:
         pool_rows: int | None = None,
     ) -> None:
         layout.check_window(problem)
-        self.problem, self.group = problem, as_group(group)
-        self.mark = Mark.make(problem, group)
+        self.problem, self.group = problem, Group.of(group)
+        self.mark = self.group.mark(problem)
         self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._statistics: Statistics | None = None
         self._emulation: Emulation | None = None
@@ -52,7 +52,8 @@ class EmulateBackend:
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile the kernel. Collective."""
-        _on_rank_0(self.group, lambda: self.emulation.kernel() and None)
+        mark = mark_of("prepare the kernel")
+        _on_rank_0(self.group, mark, lambda: self.emulation.kernel() and None)
 
     @property
     def state_bytes(self) -> int:
@@ -186,16 +187,16 @@ class EmulateBackend:
         )
         mine = tuple(_to(t, "cpu") if isinstance(t, Tensor) else t for t in given)
         experts = ExpertWeights(**{n: _to(t, "cpu") for n, t in weights.named().items()})
-        self._meet(flags)
-        everyone = self.group.all_gather((*mine, pack(experts)))
-        *columns, packed = map(list, zip(*everyone, strict=True))
+        mark = self.mark.ints(flags)
+        everyone = self.group.gather(mark, (*mine, pack(experts)))
+        *columns, packed = map(list, zip(*everyone.values(), strict=True))
 
         def on_rank_0() -> list[Any]:
             results = run(*columns, [unpack(e) for e in packed])
             found = [self.emulation.statistics(r) if counted else None for r in range(len(results))]
             return list(zip(results, found, strict=True))
 
-        result, found = _on_rank_0(self.group, on_rank_0)[self.problem.rank]
+        result, found = _on_rank_0(self.group, mark, on_rank_0)[self.problem.rank]
         if found is not None:
             self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
         return result
@@ -206,11 +207,7 @@ class EmulateBackend:
 
     def refuse(self) -> None:
         """Tell the ranks that meet for a call that this one makes none. Collective."""
-        self._meet(REFUSED)
-
-    def _meet(self, flags: int) -> None:
-        if isinstance(self.group, TorchGroup):
-            meet(self.group.process_group, self.mark.ints(flags))
+        self.group.meet(self.mark.ints(REFUSED))
 
     def check(self) -> None:
         """Nothing can be pending: forward raises where it fails."""
@@ -236,7 +233,7 @@ def _to(tensor: Tensor | None, device: str) -> Tensor | None:
     return None if tensor is None else tensor.detach().to(device)
 
 
-def _on_rank_0(group: Group, function: Any) -> Any:
+def _on_rank_0(group: Group, mark: list[int], function: Any) -> Any:
     """Return function() of rank 0 on all ranks; its exception is everybody's."""
     result, error = None, None
     if group.rank == 0:
@@ -247,7 +244,7 @@ def _on_rank_0(group: Group, function: Any) -> Any:
         except Exception as caught:  # the other ranks wait for an answer, whatever it is
             error = MegaMoEError(f"rank 0 could not emulate: {type(caught).__name__}: {caught}")
     if group.size > 1:
-        result, error = group.all_gather((result, error))[0]
+        result, error = group.gather(mark, (result, error))[0]
         # An unpickled tensor looks as if it had hooks already, and autograd would call no others.
         result = tree_map_only(Tensor, Tensor.detach, result)
     if error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,15 @@ from torch import Tensor
 from megamoe.backends import kernels
 from megamoe.backends.kernels import MAX_RUN, PAIR_CTAS, LayerKernels
 from megamoe.backends.mega_training import Training
-from megamoe.backends.reserve import agree_on, share_of
+from megamoe.backends.reserve import Share, check_shares, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
-from megamoe.group.group import all_or_none, as_group
+from megamoe.group.group import Facts, Group
+from megamoe.jit import cache
 from megamoe.jit.source import Variant
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_pointers, fill_weights
@@ -34,7 +35,7 @@ from megamoe.launch.launches import (
     on_device,
     refuse_capture,
 )
-from megamoe.window.window import Window
+from megamoe.window.window import SOURCES, Window
 
 
 def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
@@ -51,6 +52,30 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
     return None
 
 
+class Stated(NamedTuple):
+    """What a rank says of its launches before memory is taken."""
+
+    sources: str  # key of the kernels' sources
+    share: Share
+    training: Share  # of launches that train
+
+    @classmethod
+    def here(cls, group: Group, reserve_sms: int | None) -> Stated:
+        """Return what this rank says. Raises ConfigError for a variable that says no number."""
+        shares = (share_of(group, reserve_sms, trains) for trains in (False, True))
+        return cls(cache.content_key(""), *shares)
+
+
+def check_stated(by_rank: Mapping[int, Stated]) -> None:
+    """Raise RankMismatch where ranks would run other sources, or only some of them share their SMs."""
+    first = min(by_rank)
+    for rank, stated in by_rank.items():
+        key, expected = stated.sources, by_rank[first].sources
+        if key != expected:
+            raise RankMismatch(f"{SOURCES} is {key} on rank {rank}, {expected} on rank {first}")
+    check_shares([stated.share for stated in by_rank.values()])
+
+
 class MegaBackend:
     """One layer on one rank. Making and closing it is collective; calls are, too, in the sense that every
     rank makes the same calls of a window in the same order, with zero tokens where it has none.
@@ -58,7 +83,8 @@ class MegaBackend:
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
     never results. reserve_sms: SMs left to others; None: see backends/reserve.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
-    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz().
+    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). agreed: what each rank stated,
+    where the ranks have compared that and the problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
     must be ordered by the user's streams.
@@ -77,6 +103,7 @@ class MegaBackend:
         profile: bool = False,
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
+        agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
 
@@ -84,10 +111,17 @@ class MegaBackend:
             raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_RUN}")
         self.problem = problem
         self._owns_window = window is None
-        self.window = window or Window(problem, group, device=device)
+        group = Group.of(group)
+        self.window = window or Window(problem, group, device=device, agreed=agreed is not None)
         if not self._owns_window:
             self.window.admit(problem)
-            self.window.agree(problem)
+            if agreed is None:
+                self.window.agree(problem)
+        if agreed is None:
+            mine = partial(Stated.here, group, reserve_sms)
+            agreed = self.window.group.agree("make_backend()", lambda: Facts(mine()))
+            check_stated(agreed)
+        self._stated = agreed
         self.device = self.window.device
         self._ordinal = self.device.index or 0
         self._order = launch_order(self._ordinal)
@@ -98,8 +132,7 @@ class MegaBackend:
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
-        self._share_of = partial(share_of, as_group(group), reserve_sms)
-        reserve, *patience_ns = self.share = self._share_of()
+        reserve, *patience_ns = self.share = agreed[self.window.group.rank].share
         sms = device_attribute(self._ordinal, "MULTIPROCESSOR_COUNT")
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
@@ -139,9 +172,8 @@ class MegaBackend:
         """
         if self._launcher is None:
             refuse_capture("call prepare(weights) before CUDA graph capture")
-            agree_on(self.window.group, self.share)
             load = partial(self._kernels.load_forward, self.variant)
-            self._launcher_of = all_or_none(self.window.group, load, "prepare the kernel")
+            self._launcher_of = self.window.group.all_or_none("prepare the kernel", load)
             self._launcher = self._launcher_of(0)
             self._args = self._launcher.argument  # of all
         self._set_weights(weights)
@@ -236,11 +268,11 @@ class MegaBackend:
         if self._training is None:
             refuse_capture("run one step, forward and backward, before CUDA graph capture")
             # A layer may have been made without gradients, by a validation before the first step.
-            share = self._share_of(trains=True)
-            agree_on(self.window.group, share)
-            kernels = replace(self._kernels, patience_ns=share[1:])
+            group, shares = self.window.group, [s.training for s in self._stated.values()]
+            check_shares(shares)
+            kernels = replace(self._kernels, patience_ns=self._stated[group.rank].training[1:])
             make = partial(Training, kernels, self.variant)
-            self._training = all_or_none(self.window.group, make, "prepare the kernels of training")
+            self._training = group.all_or_none("prepare the kernels of training", make)
         return self._training.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
 
     def backward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,14 @@ def share_of(group: Group, reserve_sms: int | None, trains: bool = False) -> Sha
     return Share(0, JOIN_NS, PEERS_NS) if beside_others else Share(0, 0, 0)
 
 
-def agree_on(group: Group, share: Share) -> None:
-    """Refuse ranks of which some share their SMs and some do not, and so never say that they have begun. Collective.
+def check_shares(shares: Sequence[Share]) -> None:
+    """Refuse ranks of which some share their SMs and some do not, and so never say that they have begun.
 
-    Raises RankMismatch on all ranks.
+    shares: by rank. Raises RankMismatch.
     """
-    shares = group.all_gather(share.join_ns > 0)
-    if len(set(shares)) > 1:
-        free, all_ = shares.index(True), shares.index(False)
+    joins = [share.join_ns > 0 for share in shares]
+    if len(set(joins)) > 1:
+        free, all_ = joins.index(True), joins.index(False)
         raise RankMismatch(
             f"the ranks of this group differ: launches of rank {free} take the SMs that are free, those of rank {all_} "
             f"all of theirs. State reserve_sms (or MEGAMOE_RESERVE_SMS) on every rank or on none, and make the layer "

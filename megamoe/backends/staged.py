@@ -19,15 +19,8 @@ from megamoe.core.planes import rows_of
 from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
-from megamoe.group.order import (
-    GRAD_OF_ROWS,
-    GRAD_OF_X,
-    MARK_INTS,
-    RECORDED,
-    REFUSED,
-    Mark,
-    meet,
-)
+from megamoe.group.group import Group
+from megamoe.group.order import GRAD_OF_ROWS, GRAD_OF_X, MARK_INTS, RECORDED, REFUSED
 
 
 class _AllToAll(torch.autograd.Function):
@@ -91,8 +84,8 @@ class StagedBackend:
     name = "staged"
 
     def __init__(self, problem: Problem, group: Any = None) -> None:
-        self.problem, self.group = problem, group
-        self.mark = Mark.make(problem, group)
+        self.problem, self.group = problem, Group.of(group)
+        self.mark = self.group.mark(problem)
         self._device = torch.device("cpu")
         self._statistics: Statistics | None = None
 
@@ -102,9 +95,8 @@ class StagedBackend:
 
     def refuse(self) -> None:
         """Take part in the exchange of the others' call and tell them that this rank makes none. Collective."""
-        if self.group is not None:
-            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-            meet(self.group, self.mark.ints(REFUSED), [nothing] * self.problem.ep_size)
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+        self.group.meet(self.mark.ints(REFUSED), [nothing] * self.problem.ep_size)
 
     def check(self) -> None:
         """Nothing can be pending: torch.distributed raises where it fails."""
@@ -153,7 +145,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 def moe(
     problem: Problem,
-    group: Any,
+    group: Group,
     x: Tensor | QuantizedRows,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -172,7 +164,7 @@ def moe(
 
 def _moe(
     problem: Problem,
-    group: Any,
+    group: Group,
     x: Tensor | QuantizedRows,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -189,10 +181,10 @@ def _moe(
     order = order[: int(valid.sum())]
     rows = _RowsOfTokens.apply(_source(problem, x), order, top_k)
     counts = torch.bincount(flat[order], minlength=experts)
-    if group is not None:
+    if group.size > 1:
         call = [mark[0] | _gradients(rows, dense), mark[1]]
         send, receive, received = _exchange_counts(problem, group, counts, call)
-        rows = _AllToAll.apply(rows, send, receive, group)
+        rows = _AllToAll.apply(rows, send, receive, group.process_group)
     else:
         received = counts
 
@@ -205,7 +197,9 @@ def _moe(
 
     # the way back
     y_sent = torch.empty_like(y_rows).index_copy(0, by_expert, y_rows)
-    y_sorted = y_sent if group is None else _AllToAll.apply(y_sent, receive, send, group)
+    y_sorted = y_sent
+    if group.size > 1:
+        y_sorted = _AllToAll.apply(y_sent, receive, send, group.process_group)
     y_routes = y_sorted.new_zeros(tokens * top_k, problem.hidden).index_copy(0, order, y_sorted)
 
     # combine: weights in fp32; those of dropped routes may be anything, even NaN
@@ -238,12 +232,12 @@ def _gradients(rows: Tensor, dense: ExpertWeights) -> int:
 
 
 def _exchange_counts(
-    problem: Problem, group: Any, counts: Tensor, mark: list[int]
+    problem: Problem, group: Group, counts: Tensor, mark: list[int]
 ) -> tuple[list[int], list[int], Tensor]:
     """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L]."""
     per_rank = [problem.num_local_experts(rank) for rank in range(problem.ep_size)]
     parts = counts.split(per_rank)
-    table, found = meet(group, mark, parts)
+    table, found = group.meet(mark, parts)
     here = slice(MARK_INTS, MARK_INTS + per_rank[problem.rank])
     receive = found[:, here].sum(1).tolist()
     send = torch.stack([part.sum() for part in parts]).tolist()

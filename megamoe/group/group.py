@@ -1,174 +1,337 @@
-"""The few collective operations that set-up needs, over torch.distributed, threads of a process, or nobody."""
+"""The ranks of a layer: who takes part, what they agree on before memory is taken, and how they meet off the kernel."""
 
 from __future__ import annotations
 
-import socket
+import os
+import pickle
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megamoe.core import env
-from megamoe.core.errors import ConfigError, MegaMoEError
+from megamoe.core.config import Problem
+from megamoe.core.errors import ConfigError, MegaMoEError, RankMismatch
+from megamoe.group.order import MARK_INTS, WIDTH, Mark, check_marks, mark_of
 
 T = TypeVar("T")
 
+ALONE = "alone"
+EXPECTED = (
+    f'a process group that this process is in, a DeviceMesh of one dimension, None or "{ALONE}"'
+)
+_HEAD = 2  # numbers beside a mark that say how long a value is
+_ROOM = 4 * (WIDTH - MARK_INTS - _HEAD)  # bytes of a value that go with the mark
 
-class Group(Protocol):
-    """Ranks that share windows. All operations are collective and wait on the host."""
-
-    rank: int
-    size: int
-    in_process: bool  # all ranks live in this process
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank."""
-
-    def barrier(self) -> None:
-        """Wait until all ranks are here."""
+_made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # what was made on each group
 
 
-class Alone:
-    """A group of one."""
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says before memory is taken: `own` may differ; `equal`, name -> value, and `problem` must not."""
 
-    rank, size, in_process = 0, 1, True
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return [value]."""
-        return [value]
-
-    def barrier(self) -> None:
-        """Return at once."""
+    own: Any = None
+    equal: Mapping[str, Any] = field(default_factory=dict)
+    problem: Problem | None = None  # with the rank that it was given
 
 
-class TorchGroup:
-    """A process group of torch.distributed, of any backend."""
+class Group:
+    """Ranks that share layers: those of a process group of torch.distributed, or one that is alone.
 
-    in_process = False
+    process_group: of any backend; None: alone. Groups over one process group are equal.
+    in_process: whether no other process takes part.
 
-    def __init__(self, process_group: Any) -> None:
+    Every exchange is collective, waits on the host, and begins with a mark, so that ranks that come for different calls
+    are named on all of them: RankMismatch.
+    """
+
+    in_process: bool
+
+    def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self.rank = dist.get_rank(process_group)
-        self.size = dist.get_world_size(process_group)
+        alone = process_group is None
+        self.rank = 0 if alone else dist.get_rank(process_group)
+        self.size = 1 if alone else dist.get_world_size(process_group)
+        self.in_process = self.size == 1
+        # torch's "fake" backend exchanges nothing
+        self._exchanges = self.size > 1 and dist.get_backend(process_group) != "fake"
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Pickle, exchange, unpickle."""
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self.process_group)
-        return gathered
+    @staticmethod
+    def of(given: Any) -> Group:
+        """Return the group that a user's argument stands for; a Group is handed through.
+
+        None is refused where several processes were started but torch.distributed is not set up, since
+        dist.group.WORLD is None then: "alone" says that each rank is meant to hold all experts. Raises ConfigError.
+        """
+        if isinstance(given, Group):
+            return given
+        if given is None:
+            size = os.environ.get("WORLD_SIZE", "")
+            started = size.isdigit() and int(size) > 1
+            if started and dist.is_available() and not dist.is_initialized():
+                raise ConfigError(
+                    f"group is None, and so is dist.group.WORLD until dist.init_process_group(), which was not called "
+                    f"though WORLD_SIZE is {size}: each rank would hold all experts. Call it before, or say "
+                    f'group="{ALONE}" if that is meant'
+                )
+            return Group()
+        if isinstance(given, str) and given == ALONE:
+            return Group()
+        if isinstance(given, DeviceMesh):
+            if given.ndim != 1:
+                names = f" {given.mesh_dim_names}" if given.mesh_dim_names else ""
+                mesh = f"a mesh of {given.ndim} dimensions{names}"
+                raise ConfigError("group", mesh, 'a DeviceMesh of one dimension: mesh["ep"], say')
+            given = given.get_group()
+        outside = isinstance(given, int)  # what dist.new_group returns to processes it leaves out
+        if not outside and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
+            raise ConfigError("group", repr(given), EXPECTED)
+        if outside or dist.get_rank(given) < 0:
+            who = f"process {dist.get_rank()}" if dist.is_initialized() else "this process"
+            raise ConfigError("group", f"one that {who} is not in", EXPECTED)
+        return Group(given)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.process_group is other.process_group
+
+    def __hash__(self) -> int:
+        return hash(self.process_group)
+
+    def number(self, what: str) -> int:
+        """Count one more of `what`, made on this group: equal on all ranks, since that is collective. Alone: 0."""
+        if self.process_group is None:
+            return 0
+        counts = _made.setdefault(self.process_group, Counter())
+        counts[what] += 1
+        return counts[what]
+
+    def mark(self, problem: Problem) -> Mark:
+        """Return the mark of a backend that is made now."""
+        return Mark(self.number("backends"), problem.fingerprint() & 0x7FFFFFFF)
+
+    # --- exchanges ---
+
+    def meet(self, mark: Sequence[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """Exchange WIDTH numbers with each rank: the mark, then what `parts` [R] has for it. Collective.
+
+        mark: Mark.ints(), or mark_of(). Raises RankMismatch unless all meet for the same. Returns what came
+        [R, WIDTH] int32, and its copy in CPU memory.
+        """
+        device = parts[0].device if parts else self._device()
+        label = torch.tensor(mark, dtype=torch.int64, device=device)
+        padding = torch.zeros(WIDTH, dtype=torch.int64, device=device)
+        rows = [
+            (label, part, padding[MARK_INTS + part.numel() :])
+            for part in parts or [padding[:0]] * self.size
+        ]
+        sent = torch.cat([piece for row in rows for piece in row]).to(torch.int32)
+        sent = sent.view(self.size, WIDTH)
+        if not self._exchanges:
+            return sent, sent.cpu()
+        table = self._swap(sent)
+        found = table.cpu()
+        check_marks(found[:, :MARK_INTS].tolist(), self.rank)
+        return table, found
+
+    def gather(self, mark: Sequence[int], value: Any) -> dict[int, Any]:
+        """Return rank -> its value, picklable. Collective: one exchange where all fit beside the mark, else two."""
+        if not self._exchanges:
+            return {self.rank: value}
+        data, device = pickle.dumps(value), self._device()
+        packed = _padded(data[:_ROOM], _ROOM).view(torch.int32).long()
+        size = torch.tensor(divmod(len(data), 1 << 30), device="cpu")
+        _, found = self.meet(mark, [torch.cat([size, packed]).to(device)] * self.size)
+        numbers = found[:, MARK_INTS:]
+        sizes = [(high << 30) + low for high, low in numbers[:, :_HEAD].tolist()]
+        rows = numbers[:, _HEAD:].contiguous().view(torch.uint8)
+        if max(sizes) > _ROOM:
+            row = _padded(data, max(sizes)).to(device)
+            rows = self._swap(row.expand(self.size, -1).contiguous()).cpu()
+        pairs = zip(rows, sizes, strict=True)
+        return {
+            rank: pickle.loads(row[:n].numpy().tobytes()) for rank, (row, n) in enumerate(pairs)
+        }
+
+    def begin(self, call: str, refused: bool = False) -> None:
+        """Begin a collective call of CALLS: raise RankMismatch, on all ranks, unless all come for it. Collective.
+
+        refused: this rank only tells the others that it refuses its arguments.
+        """
+        if self._exchanges:
+            self.meet(mark_of(call, refused))
 
     def barrier(self) -> None:
-        """Exchange nothing: unlike NCCL's barrier, this holds the host on every backend."""
-        self.all_gather(None)
+        """Wait until all ranks are here: the host waits, on every backend, unlike in NCCL's barrier."""
+        self.begin("a barrier")
+
+    def _device(self) -> torch.device:
+        """Return where small tensors of an exchange lie, as dist.all_gather_object chooses it."""
+        nccl = self._exchanges and dist.get_backend(self.process_group) == "nccl"
+        return torch.device("cuda" if nccl else "cpu")
+
+    def _swap(self, rows: Tensor) -> Tensor:
+        """rows: [R, N], one for each rank -> those that came from each, as bytes: one kind of collective for all."""
+        out, ones = torch.empty_like(rows), [1] * self.size
+        as_bytes = (t.view(torch.uint8) for t in (out, rows))
+        dist.all_to_all_single(*as_bytes, ones, ones, group=self.process_group)
+        return out
+
+    # --- what ranks agree on ---
+
+    def agree(self, call: str, state: Callable[[], Facts]) -> dict[int, Any]:
+        """Return rank -> Facts.own of what state() returned there. Collective.
+
+        call: what this begins, of CALLS.
+        Raises this rank's error, or else RankMismatch with the first error of another rank, or where what has to be
+        equal is not: on all ranks or on none.
+        """
+        facts, error = _attempt(state)
+        try:
+            found = self.gather(mark_of(call), (facts, _text(error)))
+        except RankMismatch:
+            if error is None:
+                raise
+            raise error from None
+        if error is not None:
+            raise error
+        for rank, (_, text) in found.items():
+            if text is not None:
+                raise RankMismatch(f"rank {rank} of the group failed: {text}")
+        by_rank: dict[int, Facts] = {rank: stated for rank, (stated, _) in found.items()}
+        self._check_equal(by_rank)
+        return {rank: stated.own for rank, stated in by_rank.items()}
+
+    def _check_equal(self, by_rank: Mapping[int, Facts]) -> None:
+        for rank, facts in by_rank.items():
+            if self.size > 1 and facts.problem is not None and facts.problem.rank != rank:
+                stated = facts.problem.rank
+                raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
+        first = min(by_rank)
+        of_first = by_rank[first]
+        for rank, facts in by_rank.items():
+            differing = [
+                f"the problem has {name}={value!r} on rank {rank}, {name}={other!r} on rank {first}"
+                for name, value, other in _unequal(facts.problem, of_first.problem)
+            ] + [
+                f"{what} is {value} on rank {rank}, {of_first.equal[what]} on rank {first}"
+                for what, value in facts.equal.items()
+                if value != of_first.equal[what]
+            ]
+            if differing:
+                raise RankMismatch("; ".join(differing))
+
+    def all_or_none(self, what: str, do: Callable[[], T]) -> T:
+        """Return do(); raise its error, or name the first other rank that could not do `what`, of CALLS. Collective."""
+        made, error = _attempt(do)
+        texts = self.gather(mark_of(what), _text(error))
+        if error is not None:
+            raise error
+        for rank, text in texts.items():
+            if text is not None:
+                raise MegaMoEError(f"rank {rank} could not {what}: {text}")
+        return made  # type: ignore[return-value]
+
+    def tell(self, call: str, error: Exception) -> None:
+        """Take part in the others' agree() with an error that this rank raises afterwards."""
+
+        def fail() -> Facts:
+            raise error
+
+        try:
+            self.agree(call, fail)
+        except Exception as raised:
+            if raised is not error:
+                raise
 
 
-class _Meeting:
-    """What the threads of one ThreadGroup share."""
+@contextmanager
+def begins(call: str, *groups: Group) -> Iterator[None]:
+    """Check a call's arguments in this block, then begin it on each of these groups, or raise on all ranks. Collective.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size)
-        self.values: list[Any] = [None] * size
+    call: of CALLS.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    for group in groups:
+        try:
+            group.begin(call, refused=error is not None)
+        except RankMismatch as caught:  # the ranks of the groups that follow wait, too
+            error = caught
+    if error is not None:
+        raise error
 
 
-class ThreadGroup:
+class ThreadGroup(Group):
     """Ranks that are threads of one process; for tests, and for one process that drives several GPUs."""
 
-    in_process = True
-
     def __init__(self, meeting: _Meeting, rank: int, timeout_s: float) -> None:
+        super().__init__()
         self._meeting, self._timeout_s = meeting, timeout_s
-        self.rank, self.size = rank, meeting.size
+        self.rank, self.size = rank, len(meeting.rows)
+        self._exchanges = self.size > 1
+        self._counts: Counter[str] = Counter()
 
     @classmethod
     def create(cls, size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
         """Return one member for each thread."""
-        meeting = _Meeting(size)
+        meeting = _Meeting(threading.Barrier(size), [torch.empty(0, device="cpu")] * size)
         return [cls(meeting, rank, timeout_s) for rank in range(size)]
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Exchange references."""
-        self._meeting.values[self.rank] = value
-        self._meeting.barrier.wait(self._timeout_s)
-        gathered = list(self._meeting.values)
-        self._meeting.barrier.wait(self._timeout_s)
-        return gathered
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
-    def barrier(self) -> None:
-        """Wait for the other threads."""
+    def number(self, what: str) -> int:
+        """Count likewise."""
+        self._counts[what] += 1
+        return self._counts[what]
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _swap(self, rows: Tensor) -> Tensor:
+        self._meeting.rows[self.rank] = rows
         self._meeting.barrier.wait(self._timeout_s)
+        came = torch.stack([of_rank[self.rank] for of_rank in self._meeting.rows])
+        self._meeting.barrier.wait(self._timeout_s)
+        return came
 
 
-@lru_cache(maxsize=1)
-def _this_host() -> str:
+@dataclass(eq=False)
+class _Meeting:
+    """What the threads of one ThreadGroup share."""
+
+    barrier: threading.Barrier
+    rows: list[Tensor]  # by the rank that sends them
+
+
+def _padded(data: bytes, size: int) -> Tensor:
+    """Return [size] uint8: the data, then zeros."""
+    return torch.frombuffer(bytearray(data).ljust(size, b"\0"), dtype=torch.uint8)
+
+
+def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot[:8]}".strip()
-
-
-def host_name() -> str:
-    """Return what tells this rank's host from others: its name and this boot of it, or MEGAMOE_HOST."""
-    return env.host() or _this_host()
-
-
-def spans_hosts(hosts: Sequence[str]) -> str | None:
-    """hosts: host_name() of each rank. Return why the ranks cannot share a window, or None when they can."""
-    if len(set(hosts)) == 1:
-        return None
-    ranks = {host: [r for r, h in enumerate(hosts) if h == host] for host in hosts}
-    where = "; ".join(f"{_ranges(there)} on {host}" for host, there in ranks.items())
-    return f"the group spans {len(ranks)} hosts, whose GPUs share no memory (ranks {where})"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    first, last = ranks[0], ranks[-1]
-    if len(ranks) > 2 and last - first == len(ranks) - 1:
-        return f"{first}..{last}"
-    return ", ".join(map(str, ranks))
-
-
-def mesh_group(group: Any) -> Any:
-    """Return the process group of a one-dimensional DeviceMesh; anything else is handed through."""
-    if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
-        names = f" {group.mesh_dim_names}" if group.mesh_dim_names else ""
-        given = f"a mesh of {group.ndim} dimensions{names}"
-        raise ConfigError("group", given, 'a DeviceMesh of one dimension: mesh["ep"], say')
-    return group.get_group()
-
-
-def as_group(group: Any) -> Group:
-    """Wrap what users pass: None, a torch process group, a one-dimensional DeviceMesh, or a Group."""
-    group = mesh_group(group)
-    if group is None:
-        return Alone()
-    if hasattr(group, "in_process"):
-        wrapped: Group = group
-        return wrapped
-    if dist.get_world_size(group) == 1:
-        return Alone()
-    return TorchGroup(group)
-
-
-def all_or_none(group: Group, attempt: Callable[[], T], what: str) -> T:
-    """Return attempt(); raise its error, or name the first other rank that could not do `what`. Collective."""
-    made: list[T] = []
-    failure: Exception | None = None
-    try:
-        made.append(attempt())
+        return do(), None
     except Exception as error:
-        failure = error
-    texts = group.all_gather(failure and f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise MegaMoEError(f"rank {rank} could not {what}: {text}")
-    return made[0]
+        return None, error
+
+
+def _text(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _unequal(mine: Problem | None, other: Problem | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, this value, the other's) of what differs in two ranks' problems."""
+    for part in fields(Problem) if mine is not None and other is not None else ():
+        values = getattr(mine, part.name), getattr(other, part.name)
+        if part.name != "rank" and values[0] != values[1]:
+            yield part.name, *values

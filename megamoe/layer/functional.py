@@ -6,22 +6,21 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError, RankMismatch
+from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
-from megamoe.group.agreement import check_equal, process_group, together
-from megamoe.group.group import host_name, spans_hosts
+from megamoe.group.group import Facts, Group
+from megamoe.group.hosts import host_name, spans_hosts
 from megamoe.launch.layout import check_window
 
 log = logging.getLogger("megamoe")
@@ -161,7 +160,7 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
     if major != 9:
         return f"compute capability is {major}.{minor}, the kernel needs 9.x (Hopper)"
     try:
-        mega = importlib.import_module("megamoe.backends.mega")
+        mega = _mega()
     except ImportError as error:
         return f"megamoe.backends.mega cannot be imported: {error}"
     lacking: str | None = mega.why_not(problem, group, device)
@@ -184,27 +183,24 @@ def backend_class(name: str) -> Any:
         raise ConfigError("backend", repr(name), f"one that can be imported ({error})") from error
 
 
-def agree(
-    group: Any, name: str, state: Callable[[], tuple[Problem, Any]], call: str = "a new layer"
-) -> tuple[Problem, dict[int, Any]]:
-    """Raise on all ranks unless all were configured alike and asked for one backend. Collective.
+class Question(NamedTuple):
+    """What a layer asks all ranks before memory is taken."""
 
-    state: returns this rank's problem and what else it has to say, or raises.
-    call: what this begins, of order.CALLS. Returns this rank's problem, and rank -> what else.
+    state: Callable[[], Any]  # returns what this rank says, or raises
+    check: Callable[[dict[int, Any]], None]  # of what each rank said: raises on all ranks alike
+
+
+@dataclass(frozen=True)
+class Opening:
+    """As which part of which call a backend is made.
+
+    call: of order.CALLS. layer: its number on the group, since a rank may open layers that are alike in another order.
+    questions: asked together with the choice of the backend.
     """
 
-    def mine() -> Any:
-        asked = resolve(name)
-        return (*state(), asked)
-
-    stated = together(group, call, mine)
-    for rank, (problem, *_) in stated.items():
-        if problem.rank != rank and group is not None:
-            raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {problem.rank}")
-    check_equal("the problem", {r: repr(replace(s[0], rank=0)) for r, s in stated.items()})
-    check_equal("backend", {r: repr(s[2]) for r, s in stated.items()})
-    own = stated[0 if group is None else dist.get_rank(group)][0]
-    return own, {r: s[1] for r, s in stated.items()}
+    call: str = "set-up"
+    layer: int = 0
+    questions: Sequence[Question] = ()
 
 
 def choose(
@@ -212,43 +208,65 @@ def choose(
     problem: Problem,
     group: Any,
     device: torch.device,
-    options: Any = None,
-    call: str = "set-up",
-    layer: int = 0,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the backend that `name` stands for, agreed on over the group (collective). call: as agree() has it.
+    """Return the backend that `name` stands for, agreed on over the group. Collective."""
+    return _choose(name, problem, Group.of(group), device, options or {}, Opening())[0]
 
-    layer: which of the group's layers, by number_layer(): equal ones may be opened in another order on some rank.
-    """
 
-    def state() -> tuple[Problem, Any]:
-        check_options(problem, group, options or {})
+def _choose(
+    name: str,
+    problem: Problem,
+    group: Group,
+    device: torch.device,
+    options: Mapping[str, Any],
+    opening: Opening,
+) -> tuple[str, dict[int, Any]]:
+    """Do so as part of `opening`; return it, and what each rank stated of its launches, for "mega"."""
+
+    def state() -> Facts:
+        check_options(problem, group, options)
         asked = resolve(name)
-        kernel_wanted = asked in ("auto", "mega")
-        reason = why_not_mega(problem, group, device) if kernel_wanted else None
+        wanted, launches = asked in ("auto", "mega"), None
+        reason = why_not_mega(problem, group, device) if wanted else None
         if asked != "auto" and reason is None:
             backend_class(asked)
-        given = (options or {}).get("window") is not None
-        return problem, (given, host_name(), reason, layer)
+        if wanted and reason is None:
+            launches = _mega().Stated.here(group, options.get("reserve_sms"))
+        answers = [question.state() for question in opening.questions]
+        return Facts(
+            (host_name(), reason, launches, answers),
+            {
+                "backend": repr(asked),
+                "window is given": options.get("window") is not None,
+                "what is opened": f"layer {opening.layer} of the group",
+            },
+            problem,
+        )
 
-    _, stated = agree(group, name, state, call)
-    check_equal("window is given", {rank: entry[0] for rank, entry in stated.items()})
-    numbers = {rank: f"layer {entry[3]} of the group" for rank, entry in stated.items()}
-    check_equal("what is opened", numbers)
+    said = group.agree(opening.call, state)
+    for i, question in enumerate(opening.questions):
+        question.check({rank: answers[i] for rank, (*_, answers) in said.items()})
     asked = resolve(name)
     if asked not in ("auto", "mega"):
-        return asked
-    why = spans_hosts([host for _, host, *_ in stated.values()])
-    for rank, (_, _, own, _) in stated.items():
+        return asked, {}
+    why = spans_hosts([host for host, *_ in said.values()])
+    for rank, (_, own, *_) in said.items():
         if why is None and own is not None:
-            why = f"rank {rank}: {own}" if len(stated) > 1 else own
+            why = f"rank {rank}: {own}" if len(said) > 1 else own
     if why is None:
-        return "mega"
+        stated = {rank: launches for rank, (*_, launches, _) in said.items()}
+        _mega().check_stated(stated)
+        return "mega", stated
     if asked == "mega":
         raise cannot_run(why)
     if problem.rank == 0:
         _say_why(why)
-    return "staged"
+    return "staged", {}
+
+
+def _mega() -> Any:
+    return importlib.import_module("megamoe.backends.mega")
 
 
 @cache
@@ -274,7 +292,7 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
     for option in options.keys() - set(OPTIONS):
         raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
-    size = 1 if group is None else dist.get_world_size(group)
+    size = 1 if group is None else Group.of(group).size
     if size != problem.ep_size:
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
 
@@ -305,25 +323,26 @@ def make_backend(
     Raises ConfigError for unknown names and options and for "mega" where it cannot run, RankMismatch where ranks
     differ.
     """
-    where = process_group(group), torch.device(device)
-    return open_backend(name, problem, *where, options, "make_backend()")
+    where = Group.of(group), torch.device(device)
+    return open_backend(name, problem, *where, options, Opening("make_backend()"))
 
 
 def open_backend(
     name: str,
     problem: Problem,
-    group: Any,
+    group: Group,
     device: torch.device,
     options: Mapping[str, Any],
-    call: str,
-    layer: int = 0,
+    opening: Opening,
 ) -> Backend:
-    """Do the same for a group that process_group() returned. call, layer: as choose() has them."""
-    chosen = choose(name, problem, group, device, options, call, layer)
+    """Do the same as part of another call."""
+    chosen, stated = _choose(name, problem, group, device, options, opening)
     make = backend_class(chosen)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
     if "device" in accepted:
         given["device"] = device
+    if "agreed" in accepted:
+        given["agreed"] = stated
     backend: Backend = make(problem, group, **given)
     return backend

@@ -17,17 +17,17 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, messag
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.group.agreement import ALONE, check_equal, process_group, tell
-from megamoe.group.order import announce, number_layer
+from megamoe.group.group import ALONE, Facts, Group
 from megamoe.layer import main_grad
 from megamoe.layer.autograd import apply, apply_quantized, refuse_tangents, watched
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.functional import (
-    agree,
+    Opening,
     check_call,
     check_options,
     check_overlap,
     open_backend,
+    resolve,
 )
 from megamoe.layer.known import KnownCalls, records, tensors_of, unsaved
 from megamoe.layer.moves import Placed
@@ -35,6 +35,7 @@ from megamoe.layer.placement import ExpertPlacement
 from megamoe.layer.replicas import Replicas
 from megamoe.layer.rows import Weighting, rows_of, scales_of
 from megamoe.layer.runtime import Opened, Runtime, flat
+from megamoe.layer.shards import Distinct
 
 log = logging.getLogger("megamoe")
 
@@ -102,22 +103,22 @@ class Layer(Opened, Placed):
         placement: ExpertPlacement | None = None,
         **options: Any,
     ) -> None:
-        group = process_group(group)
+        self.ranks = ranks = Group.of(group)
+        self.group = ranks.process_group
 
-        def state() -> tuple[Problem, tuple[Any, ...]]:
-            made = problem(group) if callable(problem) else problem
-            check_options(made, group, options)
+        def state() -> Facts:
+            made = problem(self.group) if callable(problem) else problem
+            check_options(made, ranks, options)
             made = self._placed_problem(made, placement)
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
             of = None if placement is None else placement.expert_of
-            return made, (*weighting, bool(delay_wgrad), of)
+            equal = zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True)
+            return Facts(made, {"backend": repr(resolve(backend)), **dict(equal)}, made)
 
-        self.problem, stated = agree(group, backend, state)
-        for i, name in enumerate(_AGREED):
-            check_equal(name, {rank: of_rank[i] for rank, of_rank in stated.items()})
-        self.group, self.backend = group, backend
-        self._number = number_layer(group)
+        self.problem: Problem = ranks.agree("a new layer", state)[ranks.rank]
+        self.backend = backend
+        self._number = ranks.number("layers")
         # checked by state()
         self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
@@ -125,8 +126,9 @@ class Layer(Opened, Placed):
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
-        made = None if placement is None else Replicas(placement, self.problem, group)
+        made = None if placement is None else Replicas(placement, self.problem, ranks)
         self._replicas = made
+        self.distinct: Distinct | None = None  # what the module that owns the weights asks
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
@@ -313,7 +315,7 @@ class Layer(Opened, Placed):
             return
         log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
         if self._runtime is None:
-            tell(self.group, call, error)  # the others are about to prepare
+            self.ranks.tell(call, error)  # the others are about to prepare
         else:
             self._runtime.refuse()
 
@@ -347,12 +349,11 @@ class Layer(Opened, Placed):
                 self.refuse(error, call)
             raise
         if self._runtime is None:
-            if self._replicas is not None:
-                self._replicas.check(weights.named(), call)
-            device = weights.w13.device
-            where = self.problem, self.group, device
-            backend = open_backend(self.backend, *where, self._options, call, self._number)
-            self._runtime = Runtime(self.problem, self.group, backend, self._replicas)
+            asking = [asks for asks in (self._replicas, self.distinct) if asks is not None]
+            opening = Opening(call, self._number, [asks.question(weights) for asks in asking])
+            where = self.problem, self.ranks, weights.w13.device
+            backend = open_backend(self.backend, *where, self._options, opening)
+            self._runtime = Runtime(self.problem, self.ranks, backend, self._replicas)
             self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))
 
@@ -383,7 +384,7 @@ class Layer(Opened, Placed):
         runtime = self._runtime
         if runtime is None:
             return
-        announce(self.group, "close()")  # a barrier that says who comes for something else
+        self.ranks.begin("close()")  # a barrier that says who comes for something else
         self._runtime = None
         self._known.clear()
         if self._delayed is not None and len(self._delayed):

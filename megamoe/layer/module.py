@@ -25,7 +25,8 @@ from megamoe.layer.optimizers import watch
 from megamoe.layer.placed_module import PlacedModule
 from megamoe.layer.placement import ExpertPlacement
 from megamoe.layer.quantized import QUANTIZED, check_kind, check_state, check_taken
-from megamoe.layer.shards import Place, check_different, distributed, read, write
+from megamoe.layer.runtime import is_open
+from megamoe.layer.shards import Distinct, Place, distributed, read, write
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
@@ -117,8 +118,10 @@ class MegaMoE(PlacedModule):
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
-        self._checked: set[Any] = set()  # surroundings in which no two ranks held the same experts
-        self._loaded = False
+        self._distinct: Distinct | None = None
+        if self.problem.ep_size > 1:
+            of = self._layer.replicas
+            self._distinct = self._layer.distinct = Distinct(self.problem, self._layer.ranks, of)
         self.averaged: type | None = None  # what average_expert_gradients() took
         self._known: ExpertWeights | None = None  # of the last call
         masters = expected_weights(replace(self.problem, precision="bf16"))
@@ -159,10 +162,10 @@ class MegaMoE(PlacedModule):
 
         As Layer.__call__, with the parameters as weights.
         """
-        if self.problem.ep_size > 1 and not torch.compiler.is_compiling():
-            around = self._surroundings()
-            if around not in self._checked and self._check_experts("a first call"):
-                self._checked.add(around)
+        if self._distinct is not None and not torch.compiler.is_compiling():
+            self._distinct.around = around = self._surroundings()
+            if around not in self._distinct.passed:
+                self._ask(self._distinct, "a first call")
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", True, expected)
@@ -208,24 +211,18 @@ class MegaMoE(PlacedModule):
 
         Call it before torch.compile or graph capture.
         """
+        if self._distinct is not None and not self._distinct.passed:
+            self._distinct.around = None  # once more in the first call: DDP may come in between
+            self._ask(self._distinct, "prepare()")
         self._layer.prepare(self.expert_weights())
-        if self.problem.ep_size > 1 and not self._checked:
-            # and once more in the first call: DDP may come in between
-            self._check_experts("prepare()")
 
-    def _check_experts(self, call: str) -> bool:
-        """Raise RankMismatch if another rank holds the same experts; return whether that could be asked."""
+    def _ask(self, distinct: Distinct, call: str) -> None:
+        """Raise RankMismatch if another rank holds the same experts; where the layer opens now, that asks."""
         if self.averaged not in (None, type(self)):
             called = "called before fully_shard(), which divides by other ranks"
             raise ArgumentError("average_expert_gradients", called, "called after it")
-        w13 = self.expert_weights().w13
-        if w13.is_meta or torch._C._len_torch_dispatch_stack():
-            return False
-        if w13.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if self._may_differ(call):
-            check_different(self.problem, self.group, w13, self._loaded, call)
-        return True
+        if is_open(self._layer):
+            distinct.ask(self.expert_weights(), call)
 
     @torch.no_grad()
     def load_fp8_weights(
@@ -296,7 +293,9 @@ class MegaMoE(PlacedModule):
         check_state(self.problem, state_dict, prefix, self.w13.dtype)
         self._check_slots(state_dict, prefix)
         parameters = {name: getattr(self, name) for name in _NAMES}
-        self._loaded = read(self.place, state_dict, prefix, metadata, parameters)
+        said = read(self.place, state_dict, prefix, metadata, parameters)
+        if self._distinct is not None:
+            self._distinct.loaded = said
         given = {name: state_dict.get(prefix + name) for name in QUANTIZED}
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())

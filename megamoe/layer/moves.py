@@ -14,7 +14,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
-from megamoe.group.agreement import check_equal, together
+from megamoe.group.group import Facts, Group
 from megamoe.layer.experts import is_dtensor
 from megamoe.layer.placement import ExpertPlacement
 from megamoe.layer.replicas import Replicas, exchange
@@ -74,13 +74,16 @@ class Placed:
         return placement.problem(problem)
 
 
+_MOVED = "what moves (weights, grad, main_grad, moments)"
+
+
 @torch.no_grad()
 def _move(
     replicas: Replicas, new: ExpertPlacement, weights: Any, optimizers: Any, num_delayed: int
 ) -> None:
     """Move this rank's experts to the slots of `new`, see Layer.move_experts(). Collective."""
 
-    def state() -> tuple[Any, ...]:
+    def state() -> Facts:
         if num_delayed:
             raise ArgumentError("backward_dw()", f"due {num_delayed} times", "called before")
         if not isinstance(new, ExpertPlacement):
@@ -92,12 +95,10 @@ def _move(
             raise ConfigError("placement", what, expected)
         tensors.update(_moving(replicas, weights, optimizers))
         kinds = [(n, str(t.dtype), tuple(t.shape[1:])) for n, t in tensors.items()]
-        return new.expert_of, kinds
+        return Facts(equal={"placement": new.expert_of, _MOVED: kinds})
 
     tensors: dict[str, Tensor] = {}
-    found = together(replicas.group, "move_experts()", state)
-    for i, what in enumerate(("placement", "what moves (weights, grad, main_grad, moments)")):
-        check_equal(what, {rank: entry[i] for rank, entry in found.items()})
+    replicas.group.agree("move_experts()", state)
     moves = _Moves(replicas.placement, new, replicas.problem)
     for tensor in tensors.values():
         moves.make_(tensor, replicas.group)
@@ -201,7 +202,7 @@ class _Moves:
             else:
                 self._arrived.append((i, arriving[expert]))
 
-    def make_(self, tensor: Tensor, group: Any) -> None:
+    def make_(self, tensor: Tensor, group: Group) -> None:
         """tensor: [L, ...], moved in place. Collective."""
         if tensor.element_size() == 1:
             tensor = tensor.view(torch.uint8)  # e4m3 cannot be indexed everywhere

@@ -134,14 +134,6 @@ class PlacedModule(nn.Module):
             value = None if given is None else given.tolist()
             raise ArgumentError(f"state_dict[{prefix + _SLOTS!r}]", value, expected)
 
-    def _may_differ(self, call: str) -> bool:
-        """Whether no two ranks may hold the same experts. Raises RankMismatch for replicas that differ. Collective."""
-        replicas = self._layer.replicas
-        if replicas is None:
-            return True
-        replicas.check(dict(self.named_parameters(recurse=False)), call)
-        return not replicas.alike()
-
     def _refuse_shards(self, sharded: bool) -> None:
         """Raise ConfigError for DTensors of slots: reductions over them round replicas differently."""
         if self.placement is None:

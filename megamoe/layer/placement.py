@@ -18,7 +18,7 @@ from torch import Tensor
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
-from megamoe.group.agreement import begins, process_group
+from megamoe.group.group import Group, begins
 
 
 class ExpertPlacement:
@@ -88,7 +88,7 @@ class ExpertPlacement:
 
     def fill_(self, weights: Any, source: ExpertPlacement, group: Any = None) -> None:
         """Refuse: a layer that does not know its slots trains them apart. Collective; always raises ConfigError."""
-        with begins("move_experts()", process_group(group)):
+        with begins("move_experts()", Group.of(group)):
             expected = "move_experts() of a layer that was given placement="
             raise ConfigError("fill_()", "called", expected)
 
@@ -98,20 +98,17 @@ class ExpertPlacement:
         statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
         Raises ArgumentError for statistics of another number of slots.
         """
-        group = process_group(group)
-        with begins("ExpertPlacement.counters()", group):
+        ranks = Group.of(group)
+        with begins("ExpertPlacement.counters()", ranks):
             if not isinstance(statistics, Statistics):
                 raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
-            counts, ranks = (
-                statistics.tokens_per_expert.long(),
-                1 if group is None else group.size(),
-            )
-            if len(counts) * ranks != self.num_physical:
-                what = f"of {len(counts) * ranks} slots"
+            counts = statistics.tokens_per_expert.long()
+            if len(counts) * ranks.size != self.num_physical:
+                what = f"of {len(counts) * ranks.size} slots"
                 raise ArgumentError("statistics", what, f"{self.num_physical}")
-        if group is not None:
-            every = [torch.empty_like(counts) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, counts, group=group)
+        if ranks.size > 1:
+            every = [torch.empty_like(counts) for _ in range(ranks.size)]
+            dist.all_gather(every, counts, group=ranks.process_group)
             counts = torch.cat(every)
         experts = torch.tensor(self.expert_of, device=counts.device)
         return counts.new_zeros(self.num_logical).index_add_(0, experts, counts)

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
-from megamoe.group.agreement import together
-from megamoe.group.order import BACKWARD, MARK_INTS, Mark, meet
+from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Group
+from megamoe.group.order import BACKWARD, MARK_INTS, Mark
+from megamoe.layer.functional import Question
 from megamoe.layer.placement import ExpertPlacement
 
 WEIGHTS = ("w13", "w2", "b13", "b2")
@@ -39,7 +41,7 @@ WEIGHTS = ("w13", "w2", "b13", "b2")
 class Replicas:
     """The placement of one layer. `problem` counts slots as experts."""
 
-    def __init__(self, placement: ExpertPlacement, problem: Problem, group: Any) -> None:
+    def __init__(self, placement: ExpertPlacement, problem: Problem, group: Group) -> None:
         self.placement, self.problem, self.group = placement, problem, group
         self._tables: tuple[Tensor, ...] | None = None
         self._sums: _Sums | None = None
@@ -100,10 +102,10 @@ class Replicas:
         return found
 
     def _agree(self, needs: tuple[bool, ...], mark: Mark, device: torch.device) -> None:
-        if self.group is None or needs in self._agreed or dist.get_backend(self.group) == "fake":
+        if needs in self._agreed:
             return
         part = torch.tensor(needs, dtype=torch.int64, device=device)
-        _, found = meet(self.group, mark.ints(BACKWARD), [part] * self.problem.ep_size)
+        _, found = self.group.meet(mark.ints(BACKWARD), [part] * self.problem.ep_size)
         for rank, row in enumerate(found[:, MARK_INTS : MARK_INTS + len(needs)].tolist()):
             if tuple(map(bool, row)) != needs:
                 wanted = [
@@ -141,28 +143,30 @@ class Replicas:
             for table, content in zip(self._tables, made, strict=True):
                 table.copy_(content)
 
-    @torch.no_grad()
-    def check(self, weights: Mapping[str, Tensor], call: str = "prepare()") -> None:
-        """Raise RankMismatch, on all ranks, where replicas of an expert are not equal. Collective."""
+    def question(self, weights: ExpertWeights) -> Question:
+        """Return what asks all ranks whether replicas of an expert are equal: RankMismatch where they are not."""
         begin, of = self.problem.expert_begin(), self.placement
         count = self.problem.num_local_experts()
         several = [i for i in range(count) if len(of.slots_of[of.expert_of[begin + i]]) > 1]
 
-        def mine() -> dict[int, Any]:
-            if any(t.is_meta for t in weights.values()):
+        @torch.no_grad()
+        def state() -> dict[int, Any]:
+            tensors = weights.named().values()
+            if any(t.is_meta for t in tensors):
                 return {}
-            return {begin + i: [_digest(t[i]) for t in weights.values()] for i in several}
+            return {begin + i: [_digest(t[i]) for t in tensors] for i in several}
 
-        found: dict[int, Any] = {}
-        for part in together(self.group, call, mine).values():
-            found |= part
-        for slot in sorted(found):
-            first = of.slots_of[of.expert_of[slot]][0]
-            if first in found and found[first] != found[slot]:
-                raise RankMismatch(
-                    f"slots {first} and {slot} hold expert {of.expert_of[slot]}, and different weights: replicas have "
-                    "to start equal, and an optimizer has to treat all elements alike (docs/training.md)"
-                )
+        def check(by_rank: dict[int, dict[int, Any]]) -> None:
+            found = {slot: digest for said in by_rank.values() for slot, digest in said.items()}
+            for slot in sorted(found):
+                first = of.slots_of[of.expert_of[slot]][0]
+                if first in found and found[first] != found[slot]:
+                    raise RankMismatch(
+                        f"slots {first} and {slot} hold expert {of.expert_of[slot]}, and different weights: replicas "
+                        "have to start equal, and an optimizer has to treat all elements alike (docs/training.md)"
+                    )
+
+        return Question(state, check)
 
 
 class _Sums:
@@ -209,7 +213,7 @@ class _Sums:
             self._steps.append((index(i for i, _ in pairs), index(at for _, at in pairs)))
         self._of_row = index(experts.index(placement.expert_of[slot]) for slot in own)
 
-    def sum_(self, grad: Tensor, group: Any, before: Tensor | None) -> None:
+    def sum_(self, grad: Tensor, group: Group, before: Tensor | None) -> None:
         """grad: [L, ...]; its rows of replicas become sums, of `before`, [len(rows), ...], too. Collective."""
         own = grad[self.rows]
         pool = own.new_empty(len(own) + sum(self._sizes[0]), *grad.shape[1:])
@@ -227,14 +231,14 @@ class _Sums:
         grad.index_copy_(0, self.rows, made.to(grad.dtype))
 
 
-def exchange(out: Tensor, rows: Tensor, sizes: tuple[list[int], list[int]], group: Any) -> None:
+def exchange(out: Tensor, rows: Tensor, sizes: tuple[list[int], list[int]], group: Group) -> None:
     """Send rows [n, ...] to the ranks, by all_to_all as bytes; sizes: rows from each rank, to each rank."""
     width = (
         out.element_size() * out[:0].flatten(1).shape[1] if out.dim() > 1 else out.element_size()
     )
     as_bytes = (t.contiguous().view(-1).view(torch.uint8) for t in (out, rows))
     ways = ([n * width for n in way] for way in sizes)
-    dist.all_to_all_single(*as_bytes, *ways, group=group)
+    dist.all_to_all_single(*as_bytes, *ways, group=group.process_group)
 
 
 def _digest(row: Tensor) -> str:

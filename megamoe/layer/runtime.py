@@ -17,7 +17,8 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.group.order import Mark, announce
+from megamoe.group.group import Group
+from megamoe.group.order import Mark
 from megamoe.layer.functional import Backend
 from megamoe.layer.replicas import Replicas
 
@@ -27,7 +28,7 @@ class Runtime:
     """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
 
     problem: Problem
-    group: Any
+    group: Group
     backend: Backend
     replicas: Replicas | None = None  # whose gradients are summed
     cache: QuantizedCache = field(default_factory=QuantizedCache)
@@ -41,7 +42,7 @@ class Runtime:
     def __post_init__(self) -> None:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-        self.mark = getattr(self.backend, "mark", None) or Mark.make(self.problem, self.group)
+        self.mark = getattr(self.backend, "mark", None) or self.group.mark(self.problem)
         self.state_bytes = getattr(self.backend, "state_bytes", 0)
         _runtimes[number] = self
 
@@ -70,7 +71,7 @@ class Opened:
 
     _runtime: Runtime | None
     _options: Mapping[str, Any]
-    group: Any
+    ranks: Group
 
     @property
     def handle(self) -> Tensor:
@@ -108,13 +109,18 @@ class Opened:
 
         It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
         """
-        announce(self.group, "reset()")
+        self.ranks.begin("reset()")
         getattr(self._runtime and self._runtime.backend, "reset", nothing)()
 
     @property
     def needs_close(self) -> bool:
         """Whether close() has something to free together with other ranks."""
         return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
+
+
+def is_open(layer: Opened) -> bool:
+    """Return whether prepare() or a call has opened a layer, and close() not closed it."""
+    return layer._runtime is not None
 
 
 _numbers = itertools.count(1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.core.planes import check_memory
-from megamoe.group.agreement import together
-from megamoe.group.order import announce
+from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Facts, Group
 from megamoe.layer.experts import Experts, is_dtensor, noted
+from megamoe.layer.functional import Question
+from megamoe.layer.replicas import Replicas
 
 if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
     from torch.distributed.tensor import DTensor
@@ -178,26 +181,71 @@ class Place:
         return Experts.of(rows, first, total)
 
 
-def check_different(problem: Problem, group: Any, w13: Tensor, loaded: bool, call: str) -> None:
-    """Raise RankMismatch, on all ranks, where two ranks hold the same experts. Collective.
+class Distinct:
+    """Asks all ranks whether two of them hold the same experts: at the opening, and where others came around the layer.
 
     Nothing that overwrites experts (DDP, FSDP2 over the ranks of the group, another rank's file) tells the layer. Equal
     experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
-    call: what this begins, of order.CALLS.
     """
 
-    def mine() -> tuple[list[bytes], bool]:
-        check_memory("weights.w13", w13)
-        first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
-        return [bytes(row.tolist()) for row in first], loaded
+    def __init__(self, problem: Problem, group: Group, replicas: Replicas | None) -> None:
+        self._problem, self._group, self._replicas = problem, group, replicas
+        self.passed: set[Any] = set()  # surroundings in which no two ranks held the same experts
+        self.around: Any = None  # the surroundings of this call; None: of none that follows
+        self.loaded = False  # whether every tensor that was loaded said which experts it holds
 
-    found = together(group, call, mine)
+    def ask(self, weights: ExpertWeights, call: str) -> None:
+        """Do so as part of `call`, of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
+        if not _readable(weights.w13):
+            return
+        questions = [asks.question(weights) for asks in (self._replicas, self) if asks is not None]
+        said = self._group.agree(call, lambda: Facts([asked.state() for asked in questions]))
+        for i, asked in enumerate(questions):
+            asked.check({rank: answers[i] for rank, answers in said.items()})
+
+    def question(self, weights: ExpertWeights) -> Question:
+        """Return it. Ranks with replicas of the same experts may hold the same."""
+        around = self.around
+
+        def state() -> Any:
+            w13 = weights.w13
+            if not _readable(w13):
+                return None
+            check_memory("weights.w13", w13)
+            first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
+            return [_key(bytes(row.tolist())) for row in first], self.loaded
+
+        def check(by_rank: dict[int, Any]) -> None:
+            if None in by_rank.values():
+                return
+            if self._replicas is None or not self._replicas.alike():
+                check_different(self._problem, by_rank)
+            if around:
+                self.passed.add(around)
+
+        return Question(state, check)
+
+
+def _readable(tensor: Tensor) -> bool:
+    """Whether the host may look at what a tensor holds."""
+    if tensor.is_meta or torch._C._len_torch_dispatch_stack():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _key(row: bytes) -> bytes | None:
+    """Return what stands for an expert's first values; None: they are constant."""
+    return blake2b(row, digest_size=8).digest() if len(set(row)) > 2 else None
+
+
+def check_different(problem: Problem, found: dict[int, tuple[list[bytes | None], bool]]) -> None:
+    """Raise RankMismatch where two ranks hold the same experts. found: by rank, _key() of each, and `loaded`."""
     for b, (theirs, b_loaded) in found.items():
         for a in range(b):
             ours, a_loaded = found.get(a, ([], False))
             num = min(len(ours), len(theirs))
             meant = num == 1 and (a_loaded or b_loaded)
-            distinct = len(set(ours[:num])) == num and all(len(set(row)) > 2 for row in ours[:num])
+            distinct = len(set(ours[:num])) == num and None not in ours[:num]
             if num and ours[:num] == theirs[:num] and distinct and not meant:
                 raise RankMismatch(
                     f"ranks {a} and {b} of the group hold the same experts, not those from "
@@ -214,7 +262,7 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
         metadata[prefix[:-1]]["experts"] = span(place.problem)
     full = place.problem.ep_size > 1 and _full_is_wanted()
     if full:
-        announce(place.group, "a full state dict")
+        Group.of(place.group).begin("a full state dict")
     for name in names:
         value = state_dict.get(prefix + name)
         if isinstance(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.core.errors import ArgumentError
-from megamoe.group.agreement import begins
+from megamoe.group.group import Group, begins
 from megamoe.layer.experts import is_dtensor, is_fsdp
 from megamoe.layer.module import MegaMoE
 from megamoe.layer.optimizers import check_not_sharded
@@ -90,7 +90,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.0) -> Tensor:
-    groups = dict.fromkeys(layer.group for _, layer in _layers(_model(model)))
+    groups = dict.fromkeys(Group.of(layer.group) for _, layer in _layers(_model(model)))
     with begins("grad_norm() or clip_grad_norm_()", *groups):
         if (
             isinstance(max_norm, str)

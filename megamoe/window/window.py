@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,17 +21,20 @@ from megamoe.core.errors import (
     ConfigError,
     MegaMoEError,
     PeerFault,
-    RankMismatch,
     UnreachablePeer,
     WindowBroken,
     fault_to_error,
 )
-from megamoe.group.group import Group, all_or_none, as_group, host_name, spans_hosts
+from megamoe.group.group import Facts, Group
+from megamoe.group.hosts import host_name, spans_hosts
+from megamoe.group.order import mark_of
 from megamoe.jit import abi, cache
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
 from megamoe.launch.launches import on_device
 from megamoe.window.allocators import Transport, choose
+
+SOURCES = "version of the sources"  # of the kernels, as errors name it
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,10 @@ class WindowSpec:
 
 
 class Window:
-    """Symmetric memory of one group on one device. Creating, resetting and closing it is collective."""
+    """Symmetric memory of one group on one device. Creating, resetting and closing it is collective.
+
+    agreed: whether the ranks have compared what agree() compares.
+    """
 
     def __init__(
         self,
@@ -75,8 +81,9 @@ class Window:
         *,
         device: torch.device | str | None = None,
         transport: str | Transport | None = None,
+        agreed: bool = False,
     ) -> None:
-        self.group: Group = as_group(group)
+        self.group = Group.of(group)
         self.device = _device(device)
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
@@ -90,11 +97,12 @@ class Window:
         self._backward_workspaces: dict[tuple[Problem, int], Tensor] = {}
         self._layers = 0
         self.last_launch: tuple[int, str] | None = None  # layer and kernel
-        self.agree(problem)
+        if not agreed:
+            self.agree(problem)
         self.regions = layout.window_regions(problem)
         self.closed = True  # until all have theirs; nobody launches before all are zero
         made = transport or env.transport()
-        all_or_none(self.group, lambda: self._allocate(made), "make its window")
+        self.group.all_or_none("make its window", lambda: self._allocate(made))
         self.closed = False
 
     def _allocate(self, transport: str | Transport) -> None:
@@ -131,26 +139,16 @@ class Window:
 
     def agree(self, problem: Problem) -> None:
         """Refuse ranks that were configured differently, naming rank and field. Collective."""
-        skip = ("rank", "activation")
-        mine = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in skip}
-        mine.update((f"activation.{k}", v) for k, v in asdict(problem.activation).items())
-        mine["version of the sources"] = cache.content_key("")
-        everyone = self.group.all_gather((problem.rank, mine))
-        apart = spans_hosts(self.group.all_gather(host_name()))
+
+        def state() -> Facts:
+            if (size := self.group.size) != problem.ep_size:
+                raise ConfigError("ep_size", problem.ep_size, f"{size}, the group's size")
+            return Facts(host_name(), {SOURCES: cache.content_key("")}, problem)
+
+        hosts = self.group.agree("make its window", state)
+        apart = spans_hosts(list(hosts.values()))
         if apart is not None:
             raise UnreachablePeer(f'{apart}; use backend="staged"')
-        if len(everyone) != problem.ep_size:
-            raise ConfigError("ep_size", problem.ep_size, f"{len(everyone)}, the group's size")
-        for rank, (stated, theirs) in enumerate(everyone):
-            if stated != rank:
-                raise RankMismatch(f"rank {rank} of the group was given Problem.rank = {stated}")
-            differing = [
-                f"{name} is {theirs.get(name)} on rank {rank}, {value} on rank 0"
-                for name, value in everyone[0][1].items()
-                if theirs.get(name) != value
-            ]
-            if differing:
-                raise RankMismatch("the ranks of this group differ: " + "; ".join(differing))
 
     def admit(self, problem: Problem) -> None:
         """Raise ConfigError when a layer of `problem` cannot use this window."""
@@ -216,7 +214,8 @@ class Window:
         """
         self._check_open()
         self._synchronize()
-        last = max(self.group.all_gather(self.epoch()))  # here no rank's kernel runs
+        epochs = self.group.gather(mark_of("reset()"), self.epoch())  # here no rank's kernel runs
+        last = max(epochs.values())
         with on_device(self.device):
             for name in layout.WINDOW_CONTROL:
                 self.regions[name].view(self.memory).zero_()

@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.reference.backward import backward
@@ -19,7 +18,8 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.group.order import BACKWARD, RECORDED, REFUSED, Mark, meet
+from megamoe.group.group import Group
+from megamoe.group.order import BACKWARD, RECORDED, REFUSED
 
 # what has a gradient -> its name in backward's results
 RESULTS = {
@@ -39,8 +39,8 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
-        self.problem, self.group, self.rounding = problem, group, rounding
-        self.mark = Mark.make(problem, group)
+        self.problem, self.group, self.rounding = problem, Group.of(group), rounding
+        self.mark = self.group.mark(problem)
         self.number = next(_numbers)  # of the backend in this process: states carry it
         self._statistics: Statistics | None = None
 
@@ -159,18 +159,15 @@ class ReferenceBackend:
         device = tensors[0].device
         parts: list[Any] = [(*tensors, weights)]
         if self.problem.ep_size > 1:
-            meet(self.group, mark)
-            parts = [None] * self.problem.ep_size
-            dist.all_gather_object(parts, (*tensors, pack(weights)), group=self.group)
-            parts = [(*of_rank, unpack(packed)) for *of_rank, packed in parts]
+            found = self.group.gather(mark, (*tensors, pack(weights)))
+            parts = [(*of_rank, unpack(packed)) for *of_rank, packed in found.values()]
         *columns, experts = (list(column) for column in zip(*parts, strict=True))
         moved = [[None if t is None else t.to(device) for t in c] for c in columns]
         return [*moved, [_to(e, device) for e in experts]]
 
     def refuse(self) -> None:
         """Tell the ranks that meet for a call that this one makes none. Collective."""
-        if self.problem.ep_size > 1:
-            meet(self.group, self.mark.ints(REFUSED))
+        self.group.meet(self.mark.ints(REFUSED))
 
 
 def _without_rows_behind(topk_ids: Tensor, num_tokens_device: Tensor | None) -> Tensor:

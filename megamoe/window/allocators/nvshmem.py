@@ -9,6 +9,7 @@ import torch
 
 from megamoe.core.errors import ConfigError
 from megamoe.group.group import Group
+from megamoe.group.order import mark_of
 from megamoe.window.allocators import Allocation, checked_peers
 
 _started: dict[str, tuple[int, int]] = {}  # NVSHMEM starts once a process, for one set of ranks
@@ -29,7 +30,7 @@ def _start(device: torch.device, group: Group) -> Any:
         own.set_current()
         # The identifier is a small numpy record; rank 0's goes to everybody.
         uid = nvshmem.get_unique_id(empty=group.rank != 0)
-        uid._data[...] = group.all_gather(uid._data.copy())[0]
+        uid._data[...] = group.gather(mark_of("make its window"), uid._data.copy())[0]
         nvshmem.init(
             device=own, uid=uid, rank=group.rank, nranks=group.size, initializer_method="uid"
         )

@@ -6,6 +6,7 @@ import torch
 
 from megamoe.core.errors import ConfigError, UnreachablePeer
 from megamoe.group.group import Group
+from megamoe.group.order import mark_of
 from megamoe.window.allocators import Allocation, checked_peers
 
 
@@ -23,18 +24,19 @@ class SingleProcessTransport:
         start = -raw.data_ptr() % 256
         memory = raw[start : start + nbytes]
         self._open(device, group)
-        peers = checked_peers(group.all_gather(memory.data_ptr()), group)
+        bases = group.gather(mark_of("make its window"), memory.data_ptr())
+        peers = checked_peers(list(bases.values()), group)
         held = [raw]
         return Allocation(memory, peers, held.clear)
 
     @staticmethod
     def _open(device: torch.device, group: Group) -> None:
-        devices = group.all_gather(device)
+        devices = group.gather(mark_of("make its window"), device)
         if device.type != "cuda":
             return
         from megamoe.jit.driver import enable_peer_access
 
-        for rank, peer in enumerate(devices):
+        for rank, peer in devices.items():
             if peer.index == device.index:
                 continue
             if not torch.cuda.can_device_access_peer(device.index, peer.index):

@@ -23,7 +23,7 @@ class SymmMemTransport:
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         import torch.distributed._symmetric_memory as symm_mem
 
-        process_group: Any = getattr(group, "process_group", None)
+        process_group = group.process_group
         if process_group is None:
             raise UnreachablePeer('transport "symm_mem" needs a torch.distributed process group')
         memory = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)

@@ -16,6 +16,7 @@ from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Group
 from megamoe.layer.autograd import Runtime, apply
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
@@ -77,7 +78,7 @@ def by_staged(call, rank, group, count):
     problem = replace(call.problem, rank=rank)
     leaves = [call.x[rank], call.scores[rank], *call.weights[rank].named().values()]
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    runtime = Runtime(problem, group, StagedBackend(problem, group))
+    runtime = Runtime(problem, Group.of(group), StagedBackend(problem, group))
     y = apply(
         leaves[0], call.ids[rank], leaves[1], ExpertWeights(*leaves[2:]), runtime.handle, count
     )

@@ -1,23 +1,23 @@
 """Which SMs a launch takes beside other kernels: the default, what is stated, and how the launch is made."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 
-from megamoe.backends.reserve import JOIN_NS, PEERS_NS, Share, agree_on, share_of
+from megamoe.backends.reserve import JOIN_NS, PEERS_NS, Share, check_shares, share_of
 from megamoe.core.errors import RankMismatch
-from megamoe.group.group import Alone, ThreadGroup
+from megamoe.group.group import Group
 
 
-class Ranks:
-    rank, size, in_process = 0, 2, False
+class Ranks(Group):
+    def __init__(self):
+        super().__init__()
+        self.in_process, self.size = False, 2
 
 
 def test_a_launch_that_trains_beside_others_takes_what_is_free(monkeypatch):
     monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
     assert share_of(Ranks(), None) == Share(0, JOIN_NS, PEERS_NS)
-    assert share_of(Alone(), None) == Share(0, 0, 0)  # it waits for no other rank
+    assert share_of(Group(), None) == Share(0, 0, 0)  # it waits for no other rank
     with torch.no_grad():
         assert share_of(Ranks(), None) == Share(0, 0, 0)
         assert share_of(Ranks(), None, trains=True) == Share(0, JOIN_NS, PEERS_NS)
@@ -30,32 +30,22 @@ def test_a_number_is_kept_and_then_a_launch_has_all_of_its_ctas(monkeypatch):
 
 
 def test_ranks_of_which_some_share_are_refused(monkeypatch):
+    """On all ranks, since each knows what all stated: test_exchanges.py has a run of two."""
     monkeypatch.delenv("MEGAMOE_RESERVE_SMS", raising=False)
-    groups = ThreadGroup.create(2)
     shares = [share_of(Ranks(), stated) for stated in (8, None)]
-    with ThreadPoolExecutor(2) as pool:
-        for pair in (shares, shares[::-1]):
-            found = list(pool.map(refusal, groups, pair))
-            assert "take the SMs that are free" in found[0]
-            assert found[0] == found[1]
-        numbers = [share_of(Ranks(), stated) for stated in (8, 16)]
-        assert list(pool.map(refusal, groups, numbers)) == [None, None]
-
-
-def refusal(group, share):
-    try:
-        agree_on(group, share)
-    except RankMismatch as error:
-        return str(error)
-    return None
+    for pair, free in ((shares, 1), (shares[::-1], 0)):
+        with pytest.raises(RankMismatch, match=f"rank {free} take the SMs that are free"):
+            check_shares(pair)
+    check_shares([share_of(Ranks(), stated) for stated in (8, 16)])
 
 
 # Of a program: a rank that may have others in other processes.
 REMOTE = """
-class Ranks:
-    rank, size, in_process = 0, 1, False
-    def all_gather(self, value): return [value]
-    def barrier(self): pass
+from megamoe.group.group import Group
+class Ranks(Group):
+    def __init__(self):
+        super().__init__()
+        self.in_process = False
 """
 
 

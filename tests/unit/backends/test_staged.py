@@ -13,6 +13,7 @@ from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Group
 from megamoe.launch.layout import window_regions
 from megamoe.layer.autograd import Runtime, apply
 from megamoe.layer.functional import make_backend, why_not_mega
@@ -73,7 +74,7 @@ def run_case(case, rank, group, device="cpu"):
         arguments = leaves["x"], inputs.topk_ids, leaves["topk_weights"], weights
         backend = StagedBackend(problem, group)
         if way == "operator":
-            runtime = Runtime(problem, group, backend)
+            runtime = Runtime(problem, Group.of(group), backend)
             y = apply(*arguments, runtime.handle)
         else:
             y = backend.forward(*arguments)

@@ -13,7 +13,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe import MegaMoE, UnreachablePeer, make_backend
-from megamoe.group.group import spans_hosts
+from megamoe.group.hosts import spans_hosts
 from megamoe.testing import assert_close, make_inputs
 from megamoe.window.window import Window
 

@@ -333,11 +333,11 @@ def test_nothing_is_made_in_a_capture_nor_on_one_rank_alone(run):
         'PRECISION = "fp8"\n'
         + SETUP
         + """
-class Apart:  # a group whose other rank could not make its kernel, while `failing`
-    rank, size, in_process, failing = 0, 1, True, False
-    def all_gather(self, value):
-        return [value, "CompileError: no"] if self.failing and type(value) is not bool else [value]
-    def barrier(self): pass
+from megamoe.group.group import Group
+class Apart(Group):  # a group whose other rank could not make its kernel, while `failing`
+    failing = False
+    def gather(self, mark, value):
+        return {0: value, 1: "CompileError: no"} if self.failing else {0: value}
 with on_cpu():
     group = Apart()
     layer = mega.MegaBackend(problem, group, device="cpu")

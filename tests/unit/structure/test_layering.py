@@ -122,9 +122,9 @@ def test_no_module_of_bench_reaches_itself():
 
 
 def test_the_oracle_shares_no_arithmetic():
-    # a mark, a record of counts, a pair of tensors, a switch of torch's, the problem, and exceptions
+    # how ranks meet, a record of counts, a pair of tensors, a switch of torch's, the problem, and exceptions
     shared = {
-        "group.order",
+        "group",
         "backends.statistics",
         "formats.quantized",
         "core.full_fp32",

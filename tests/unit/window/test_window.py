@@ -9,7 +9,7 @@ import torch
 
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ConfigError, RankMismatch, UnreachablePeer, WindowBroken
-from megamoe.group.group import Alone, ThreadGroup, as_group
+from megamoe.group.group import Group, ThreadGroup
 from megamoe.window.allocators import checked_peers, choose
 from megamoe.window.window import Window, WindowSpec
 
@@ -158,10 +158,11 @@ def test_unreachable_peers_are_named():
 
 
 def test_groups_and_transports_by_name():
-    assert isinstance(as_group(None), Alone)
-    assert type(choose("auto", Alone())).__name__ == "SingleProcessTransport"
-    remote = type("Remote", (), {"in_process": False, "rank": 0, "size": 2})()
-    assert as_group(remote) is remote
+    assert (Group.of(None).size, Group.of(None).in_process) == (1, True)
+    assert type(choose("auto", Group())).__name__ == "SingleProcessTransport"
+    remote = Group()
+    remote.in_process, remote.size = False, 2
+    assert Group.of(remote) is remote
     assert type(choose("auto", remote)).__name__ == "SymmMemTransport"
     assert type(choose("nvshmem", remote)).__name__ == "NvshmemTransport"
     with pytest.raises(ConfigError, match="transport"):
@@ -177,7 +178,7 @@ def test_a_rank_without_memory_is_named_on_all():
         def allocate(self, nbytes, device, group):
             if group.rank == 1:
                 raise torch.OutOfMemoryError("no memory left")
-            return choose("single_process", Alone()).allocate(nbytes, device, Alone())
+            return choose("single_process", Group()).allocate(nbytes, device, Group())
 
     def body(member):
         return Window(replace(PROBLEM, rank=member.rank), member, device="cpu", transport=Failing())
