@@ -46,19 +46,20 @@ def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
     if dh is not None:
         if call.quantizes:
             raise RuntimeError("a quantized h has no gradient: use ops.grouped_mlp")
-        gu = _pre_activation(call.w, call.bias, call)
-        dgu, _ = _through(gu, dh, call)
-        dgu = (dgu if d_gu is None else dgu + d_gu).to(gu.dtype)
+        dgu = _through(dh, call.w, call.bias, call)[0]
+        dgu = (dgu if d_gu is None else dgu + d_gu).bfloat16()
     assert dgu is not None
     return _of_first(dgu.contiguous(), "w", "bias", call)
 
 
 def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
-    dy, gu = _rows_of(dy), _pre_activation(call.w13, call.b13, call)
+    dy = _rows_of(dy)
     if call.dynamic:
-        dgu, h = (t.to(gu.dtype) for t in _through(gu, _product(dy, call.w2, call), call))
+        wide = _through(_product(dy, call.w2, call), call.w13, call.b13, call)
+        dgu, h = (t.bfloat16() for t in wide)
+        del wide
     else:
-        of = call.w2, gu, call.offs, call.kind, call.numbers
+        of = call.w2, call.saved, call.offs, call.kind, call.numbers
         dgu, h = grouped_activation_gradient(dy, *of)
     found = _of_first(dgu, "w13", "b13", call)
     found["w2"], found["b2"] = _of_weights(dy, h, "w2", "b2", call)
@@ -112,14 +113,12 @@ def _of_planes(dgu: Tensor, w: Tensor, call: Any) -> Tensor:
     return first + second
 
 
-def _pre_activation(w: Tensor, bias: Tensor | None, call: Any) -> Tensor:
-    """Return those that were saved [M, P, I], or with `dynamic` make them again."""
-    saved: Tensor = call.saved
-    return grouped_pre_activation(call.x, w, call.offs, bias) if call.dynamic else saved
+def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
+    """Return dgu [M, P, I] and h [M, I], both fp32, by what can be differentiated again.
 
-
-def _through(gu: Tensor, dh: Tensor, call: Any) -> tuple[Tensor, Tensor]:
-    """Return dgu [M, P, I] and h [M, I], both fp32, by what can be differentiated again."""
+    Of the pre-activations that were saved, or with `dynamic` of those that w and bias make again.
+    """
+    gu = grouped_pre_activation(call.x, w, call.offs, bias) if call.dynamic else call.saved
     act = Activation(call.kind, *call.numbers)
     dgu, h = activation_gradient(act, gu.flatten(1).float(), dh.float())
     return dgu.view(gu.shape), h

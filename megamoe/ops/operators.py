@@ -31,7 +31,7 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.machines import machine_of
-from megamoe.ops.operands import Operands, by_k, quantized
+from megamoe.ops.operands import Operands, by_k, dequantized, quantized, rows_by_block
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
@@ -105,10 +105,14 @@ def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, kind: str, numbers: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     """dy: [M, H], w: [E, H, I], contiguous in I, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
-    given = Operands(_aligned(dy), w.transpose(1, 2).unsqueeze(1))
+    act, variant = Activation(kind, *numbers), _variant("gradient", kind)
+    machine = machine_of(dy.device, variant)
+    if machine is None:
+        dgu, h = reference.gradient(dy, w, gu, offs, act)
+        return dgu.bfloat16(), h.bfloat16()
     dgu, h = torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
-    gemm = Gemm(given, offs, dgu, activation=Activation(kind, *numbers), gu=gu, h=h)
-    _run(_variant("gradient", kind), gemm)
+    given = Operands(_aligned(dy), w.transpose(1, 2).unsqueeze(1))
+    _run(machine, variant, Gemm(given, offs, dgu, activation=act, gu=gu, h=h))
     return dgu, h
 
 
@@ -170,8 +174,13 @@ def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tenso
     x, w = given.x, given.w
     major = "" if by_k(w) else "-columns" if x.dim() == 2 else "-planes"
     variant = _variant("product" + given.suffix + major)
+    machine = machine_of(x.device, variant)
+    if machine is None:
+        x, w = dequantized(given, offs)
+        matrices = w.transpose(2, 3).flatten(1, 2)
+        return reference.product(x.flatten(1), matrices, offs, bias).bfloat16()
     out = x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
-    _run(variant, Gemm(given, offs, out, _fp32(bias)))
+    _run(machine, variant, Gemm(given, offs, out, _fp32(bias)))
     return out
 
 
@@ -186,19 +195,22 @@ def _activated(
     """Return h, and what stands beside it."""
     stage = "saving" if saves else "activation"
     stage += given.suffix + ("-quantizes" if quantizes else "")
+    variant = _variant(stage, act.kind)
+    machine = machine_of(given.x.device, variant)
+    if machine is None:
+        call = *dequantized(given, offs), offs, bias, act
+        if quantizes:
+            return rows_by_block(reference.activation(*call)[0], offs, given.w.shape[0])
+        h, gu = reference.activation(*call)
+        return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
     gu, h_scale = beside if saves else None, beside if quantizes else None
-    gemm = Gemm(given, offs, h, _fp32(bias), act, gu, out_scale=h_scale)
-    _run(_variant(stage, act.kind), gemm)
+    _run(machine, variant, Gemm(given, offs, h, _fp32(bias), act, gu, out_scale=h_scale))
     return h, beside
 
 
-def _run(variant: GroupedVariant, gemm: Gemm) -> None:
-    x = gemm.operands.x
-    machine = machine_of(x.device, variant)
-    if machine is None:
-        reference.run(gemm)
-    elif x.shape[0]:
+def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:
+    if gemm.out.shape[0]:
         machine.run(variant, gemm.fill)
 
 

@@ -15,29 +15,6 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.full_fp32 import full_fp32
 from megamoe.ops import scales
-from megamoe.ops.arguments import Gemm
-from megamoe.ops.operands import dequantized, rows_by_block
-
-
-def run(gemm: Gemm) -> None:
-    """Do what the kernel does with the same record."""
-    offs, act = gemm.offs, gemm.activation
-    x, w = dequantized(gemm.operands, offs)
-    if act is None:
-        matrices = w.transpose(2, 3).flatten(1, 2)
-        gemm.out.copy_(product(x.flatten(1), matrices, offs, gemm.bias))
-    elif gemm.h is not None and gemm.gu is not None:
-        dgu, h = gradient(x, w[:, 0].transpose(1, 2), gemm.gu, offs, act)
-        gemm.out.copy_(dgu)
-        gemm.h.copy_(h)
-    else:
-        h, gu = activation(x, w, offs, gemm.bias, act)
-        if gemm.out_scale is not None:
-            h, scale = rows_by_block(h, offs, w.shape[0])
-            gemm.out_scale.copy_(scale)
-        if gemm.gu is not None:
-            gemm.gu.copy_(gu)
-        gemm.out.copy_(h)
 
 
 def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]]:
