@@ -16,11 +16,6 @@ MEANINGS = {
     "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
     "pool_rows": "rows held at a time; fewer cost passes, never results",
     "timeout_s": "longest wait for a flag, in seconds",
-    "pdl": "programmatic dependent launch",
-    "profile": "the variant with timestamps",
-    "step_blocks": "blocks of a step of the tile order; 0: the kernel chooses",
-    "num_ctas": "emulated CTAs of each rank",
-    "rounding": '"kernel" rounds where the kernel does, "none" keeps fp32',
 }
 
 

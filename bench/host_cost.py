@@ -12,9 +12,11 @@ from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from bench.tables import header
 from bench.timing import Timer, stopwatch
-from megamoe.backends.kernels import kernel_span_ns
+from megamoe.backends.call import Backend, Call
+from megamoe.backends.kinds import kernel_span_ns
 from megamoe.backends.mega import MegaBackend
 from megamoe.layer import autograd, functional
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
 
 CALLS = 50
@@ -29,27 +31,18 @@ CHAIN, BETWEEN_LIMIT = 32, 3.0
 SPIN_CYCLES = 2_000_000  # 1 ms, in which the host queues a replay of the chain
 
 
-class Nothing:
-    """A backend that computes nothing, and saves as little for its backward pass."""
+class Nothing(Backend):
+    """A backend that computes nothing, and keeps as little for its backward pass."""
 
     state_bytes = 64
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
         self.problem = problem
 
-    def forward_train(self, x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.empty_like(x), x.new_empty(self.state_bytes, dtype=torch.uint8)
-
-    def forward(
-        self, x: torch.Tensor, *_: Any, out: torch.Tensor | None = None, **__: Any
-    ) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    def prepare(self, weights: megamoe.ExpertWeights) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def forward(self, call: Call, keep: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, _ = call.rows
+        state = x.new_empty(self.state_bytes, dtype=torch.uint8) if keep else None
+        return torch.empty_like(x), state
 
 
 def measure(
@@ -72,12 +65,14 @@ def measure(
     weights = layer.expert_weights()
     backend = autograd.runtime_of(inner.handle).backend
     given = autograd.runtime_of(inner.handle).weights(weights)
+    # As a layer gives it, which has looked at all that is alike in its calls.
+    of_layer = Call(*call, given, known=object())
     copy = torch.empty_like(inputs.x)
     ways = {
         "module": lambda: layer(*call),
         "Layer": lambda: inner(*call, weights),
-        "operator": lambda: autograd.apply(*call, weights, inner.handle),
-        "backend": lambda: backend.forward(*call, given),
+        "operator": lambda: autograd.apply(Inputs.of(*call, weights), inner.handle),
+        "backend": lambda: backend.forward(of_layer),
         "torch": lambda: copy.copy_(inputs.x),
     }
     found = {}
@@ -105,7 +100,8 @@ def captured(args: argparse.Namespace, precision: str, pdl: bool) -> tuple[float
     graph, y = torch.cuda.CUDAGraph(), inputs.x
     with torch.cuda.graph(graph):
         for i in range(CHAIN):
-            y = backends[i % 2].forward(y, inputs.topk_ids, inputs.topk_weights, weights)
+            call = Call(y, inputs.topk_ids, inputs.topk_weights, weights)
+            y, _ = backends[i % 2].forward(call)
     periods, kernels, between = [], [], []
     profiles = [p for p in (backend.profile for backend in backends) if p is not None]
     for _ in range(args.repeats):

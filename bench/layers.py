@@ -14,9 +14,11 @@ from bench.floors import HBM_BYTES_PER_US, NVLINK_BYTES_PER_US, Load
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.timing import Contender
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
+from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
@@ -78,10 +80,10 @@ class TimedLayer:
         plain = entry.backend == "autograd"
         with torch.set_grad_enabled(training):  # launches take the SMs that are free where it is on
             name = "staged" if plain else entry.backend
-            self.backend: Any = megamoe.make_backend(
+            self.backend: Any = make_backend(
                 name, self.problem, me.group, device=me.device, **options
             )
-            trains = getattr(self.backend, "state_bytes", 0) > 0 and not entry.through_layer
+            trains = self.backend.state_bytes > 0 and not entry.through_layer
             if entry.direction in ("backward", "step") and not (trains or plain):
                 self.backend.close()
                 self.layer = megamoe.Layer(
@@ -120,8 +122,8 @@ class TimedLayer:
         if self.infers:
             quantized = self.entry.direction == E4M3_FORWARD
             x = QuantizedRows(*quantize_rows(drawn.x)) if quantized else drawn.x
-            arguments = (x, drawn.topk_ids, drawn.topk_weights, self.weights())
-            found = Contender(name, lambda _: self.backend.forward(*arguments))
+            call = Call(x, drawn.topk_ids, drawn.topk_weights, self.weights())
+            found = Contender(name, lambda _: self.backend.forward(call))
         elif self.entry.direction == "quantize":
             found = Contender(name, lambda _: self.quantized_again())
         else:
@@ -139,17 +141,17 @@ class TimedLayer:
     def _launches(self, drawn: Inputs) -> Halves:
         """Of the backend; forward quantizes the weights if it is told that they are new."""
         x, ids, scores = drawn.x, drawn.topk_ids, drawn.topk_weights
-        dy, needs = torch.randn_like(x), [True] * 4 + [self.problem.bias] * 2
+        dy, biased = torch.randn_like(x), self.problem.bias
 
         def forward(new_weights: bool) -> Tensor:
             weights = self.quantized_again() if new_weights else self.weights()
-            return self.backend.forward_train(x, ids, scores, weights)[1]
+            return self.backend.forward(Call(x, ids, scores, weights), keep=True)[1]
 
         def backward(state: Tensor) -> object:
-            options: dict[str, Any] = {"into": self.into}
+            wanted = Wanted(Needs(b13=biased, b2=biased), self.into or {})
             if self.problem.formats.w.scaled:
-                options["turned"] = self.cache.turned(self.problem, self.masters)
-            return self.backend.backward(dy, x, ids, self.masters, state, needs, **options)
+                wanted = wanted._replace(turned=self.cache.turned(self.problem, self.masters))
+            return self.backend.backward(Call(x, ids, scores, self.masters), dy, state, wanted)
 
         return forward, backward
 
@@ -159,7 +161,9 @@ class TimedLayer:
         dy = torch.randn_like(drawn.x)
         named = {n: t.detach().requires_grad_() for n, t in self.masters.named().items()}
         leaves, weights = named.values(), replace(self.masters, **named)
-        run = self.backend.forward if self.layer is None else self.layer
+
+        def run(*call: Any) -> Tensor:
+            return self.backend.forward(Call(*call))[0] if self.layer is None else self.layer(*call)
 
         def forward(new_weights: bool) -> Tensor:
             if new_weights and self.layer is not None:

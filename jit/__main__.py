@@ -23,7 +23,7 @@ from megamoe.jit.compiler import (
     CompileResult,
     check_installed,
     compile_source,
-    prebuilt_flags,
+    every_flag,
 )
 from megamoe.jit.grouped import grouped_variants
 from megamoe.jit.source import ACTIVATIONS, PRECISIONS, QUANTIZE, QUANTIZE_SOURCE, variants
@@ -124,7 +124,7 @@ def _export(folder: Path, built: list[tuple[_Unit, CompileResult]]) -> None:
             prebuilt.Made(
                 unit.name,
                 unit.source,
-                prebuilt_flags(()),
+                every_flag(()),
                 result.cubin,
                 result.compiler,
                 result.log,
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError("--save", args.save, "a file in a folder that exists")
         if prebuilt.place() is None:  # else a kernel that is not there says what is missing
             check_installed()
-        print(f"cache {env.cache_dir()}, compiler {env.compiler()}")
+        print(f"cache {env.cache_dir()}")
         built = _build_all(units, args.log)
         if args.save and built:
             args.save.write_bytes(built[-1][1].cubin)

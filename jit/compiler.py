@@ -1,15 +1,13 @@
-"""CUDA source -> cubin, by NVRTC (default, pip wheels are enough) or by nvcc. Needs no GPU."""
+"""CUDA source -> cubin, by NVRTC, for which pip wheels are enough. Needs no GPU."""
 
 from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ NVRTC_FLAGS = (
     "--ptxas-options=-v",
     "--no-cache",
 )
-NVCC_FLAGS = ("-cubin", f"-arch={ARCH}", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def compile_source(
 def _prebuilt(source: str, name: str, flags: Sequence[str]) -> CompileResult | None:
     """Return the prebuilt kernel; None where there is none and it can be compiled, which is logged."""
     try:
-        found = prebuilt.lookup(source, name, prebuilt_flags(flags))
+        found = prebuilt.lookup(source, name, every_flag(flags))
     except prebuilt.NotPrebuilt as error:
         try:
             _check_compiler()
@@ -90,28 +87,23 @@ def _say_why(reason: str) -> None:
     logger.warning("kernels are compiled here, not taken as prebuilt: %s", reason)
 
 
-def prebuilt_flags(flags: Sequence[str]) -> tuple[str, ...]:
-    """Return what enters the key of a prebuilt kernel, whichever compiler made it."""
-    return (*NVRTC_FLAGS, *NVCC_FLAGS, *flags)
+def every_flag(flags: Sequence[str]) -> tuple[str, ...]:
+    """Return what enters the key of a kernel."""
+    return (*NVRTC_FLAGS, *flags)
 
 
 def _compiled(
     source: str, name: str, flags: Sequence[str], directory: Path | None
 ) -> CompileResult:
-    which = env.compiler()
-    base = NVRTC_FLAGS if which == "nvrtc" else NVCC_FLAGS
-    every_flag = (*base, *flags)
-    version = compiler_version(which)
-    key = cache.content_key(
-        source, flags=every_flag, compiler=version, extra_files=_version_headers()
-    )
+    options, version = every_flag(flags), compiler_version()
+    headers = _version_headers()
+    key = cache.content_key(source, flags=options, compiler=version, extra_files=headers)
     seconds = 0.0
 
     def build(target: Path) -> dict[str, Any]:
         nonlocal seconds
         start = time.perf_counter()
-        run = _nvrtc if which == "nvrtc" else _nvcc
-        cubin, log = run(source, name, every_flag, target)
+        cubin, log = _nvrtc(source, name, options)
         seconds = time.perf_counter() - start
         target.write_bytes(cubin)
         return {"name": name, "log": log, "seconds": round(seconds, 3)}
@@ -125,27 +117,20 @@ def _compiled(
     )
 
 
-@lru_cache(maxsize=2)
-def compiler_version(which: str) -> str:
+@once
+def compiler_version() -> str:
     """Return the compiler's name and version, as it enters the cache key."""
-    if which == "nvrtc":
-        try:
-            from cuda.bindings import nvrtc
+    try:
+        from cuda.bindings import nvrtc
 
-            major, minor = _check(nvrtc.nvrtcVersion())
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-        ) as error:  # no package, or one without its library
-            raise CompileError(f"NVRTC is missing ({error}): {paths.INSTALL}") from error
-        return f"nvrtc {major}.{minor}"
-    text = subprocess.run([_nvcc_path(), "--version"], capture_output=True, text=True).stdout
-    return "nvcc " + " ".join(re.findall(r"V[\d.]+", text))
+        major, minor = _check(nvrtc.nvrtcVersion())
+    except (ImportError, OSError, RuntimeError) as error:  # no package, or one without its library
+        raise CompileError(f"NVRTC is missing ({error}): {paths.INSTALL}") from error
+    return f"nvrtc {major}.{minor}"
 
 
 def _check_compiler() -> None:
-    compiler_version(env.compiler())
+    compiler_version()
     paths.include_dirs()
 
 
@@ -210,7 +195,7 @@ def _check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _nvrtc(source: str, name: str, flags: Sequence[str], target: Path) -> tuple[bytes, str]:
+def _nvrtc(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     program = _check(nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), 0, [], []))
@@ -227,26 +212,6 @@ def _nvrtc(source: str, name: str, flags: Sequence[str], target: Path) -> tuple[
         return cubin, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _nvcc_path() -> str:
-    path = paths.find_tool("nvcc")
-    if path is None:
-        raise CompileError("MEGAMOE_COMPILER=nvcc, but there is no nvcc: set CUDA_HOME")
-    return str(path)
-
-
-def _nvcc(source: str, name: str, flags: Sequence[str], target: Path) -> tuple[bytes, str]:
-    unit = target.with_name(name)
-    unit.write_text(source)
-    # nvcc has its own CUDA and CCCL headers; those of the wheels may be of another release.
-    includes = [f"-I{paths.CSRC}", f"-I{paths.cutlass_include()}"]
-    command = [_nvcc_path(), *flags, *includes, "-o", str(target), str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    log = (done.stdout + done.stderr).strip()
-    if done.returncode != 0:
-        raise CompileError(_failure(name, log))
-    return target.read_bytes(), log
 
 
 def _failure(name: str, log: str, most_lines: int = 40) -> str:

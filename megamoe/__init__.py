@@ -30,7 +30,6 @@ from megamoe.core.errors import (  # noqa: E402
 )
 from megamoe.formats.versions import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
-from megamoe.layer.functional import make_backend  # noqa: E402
 from megamoe.layer.layer import Layer  # noqa: E402
 from megamoe.layer.module import MegaMoE  # noqa: E402
 from megamoe.layer.placement import ExpertPlacement  # noqa: E402
@@ -81,7 +80,6 @@ __all__ = [
     "grad_norm",
     "ignore_experts_in_ddp",
     "invalidate",
-    "make_backend",
     "memory_report",
     "set_optimizer_state_dict",
 ]

@@ -15,8 +15,10 @@ from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
 from bench.check.projections import check_everywhere
 from bench.ranks import Rank
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.reference.route import Rows
 from megamoe.launch.arguments import Plan
+from megamoe.layer.functional import make_backend
 from megamoe.testing import same_bits
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS, GradientChecker
 
@@ -41,12 +43,10 @@ def through_backend(
     masters = d.masters[d.me.rank]
     biased = d.problem.bias
     needs = [name in wanted and (biased or not name.startswith("db")) for name in GRADIENTS]
-    y, state = backend.forward_train(x, ids, scores, d.weights, d.live)
+    y, state = backend.forward(Call(x, ids, scores, d.weights, d.live), keep=True)
     alone = not any(needs[:2])
-    call = {"num_tokens_device": d.live, "into": into, **d.turned}
-    if alone:
-        call["only_weights"] = True
-    found = backend.backward(dy, x, ids, masters, state, needs, **call)
+    asked = Wanted(Needs(*needs), into or {}, only_weights=alone, turned=d.turned)
+    found = backend.backward(Call(x, ids, scores, masters, d.live), dy, state, asked)
     return y, dict(zip(GRADIENTS, found, strict=True)), state
 
 
@@ -88,8 +88,8 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
     """Run forward and backward of one case on this rank, compare every gradient. Collective."""
     problem = case.problem(me.rank)
     options = case.options()
-    backend = megamoe.make_backend(args.backend, problem, me.group, device=me.device, **options)
-    own_backward = getattr(backend, "state_bytes", 0) > 0
+    backend = make_backend(args.backend, problem, me.group, device=me.device, **options)
+    own_backward = backend.state_bytes > 0
     flips = case.clamp is not None and (own_backward or problem.formats.x.scaled)
     checker = GradientChecker(problem, args.verbose, flips)
     try:
@@ -245,7 +245,7 @@ def check_again(
     """
     x, ids, scores = d.own
     masters = d.masters[d.me.rank]
-    plain = backend.forward(x, ids, scores, d.weights, d.live)
+    plain, _ = backend.forward(Call(x, ids, scores, d.weights, d.live))
     tokens = x.shape[0] if d.case.live is None else d.case.live[d.me.rank]
     checker.require(same_bits(plain[:tokens], y[:tokens]), "y is another one where forward saves")
     for call in range(1, repeat):
@@ -273,7 +273,7 @@ def check_fewer_sms(
 ) -> None:
     """Compare bits with those of another grid. Collective."""
     grid = {"reserve_sms": args.fewer_sms, "num_ctas": OTHER_CTAS, **d.case.options()}
-    other = megamoe.make_backend(args.backend, d.problem, d.me.group, device=d.me.device, **grid)
+    other = make_backend(args.backend, d.problem, d.me.group, device=d.me.device, **grid)
     try:
         other.prepare(d.weights)
         again, gradients, _ = through_backend(other, d)

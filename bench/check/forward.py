@@ -4,10 +4,11 @@ import argparse
 
 from torch import Tensor
 
-import megamoe
 from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
 from bench.ranks import Rank
+from megamoe.backends.call import Call
+from megamoe.layer.functional import make_backend
 from megamoe.testing import same_bits
 from megamoe.testing.intermediates import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 
@@ -17,20 +18,23 @@ def check_forward(case: Case, me: Rank, args: argparse.Namespace) -> StageChecke
     problem = case.problem(me.rank)
     # before the weights are drawn: a backend that cannot run here says so at once
     options = case.options()
-    backend = megamoe.make_backend(args.backend, problem, me.group, device=me.device, **options)
+    backend = make_backend(args.backend, problem, me.group, device=me.device, **options)
     try:
         d = Drawn(case, me)
         oracle, checker = Oracle(d), StageChecker(problem, args.verbose)
         x, ids, scores = d.own
         backend.prepare(d.weights)
-        y = backend.forward(x, ids, scores, d.weights).clone()
+        call = Call(x, ids, scores, d.weights)
+        y = backend.forward(call)[0].clone()
         stages = getattr(backend, "intermediates", dict)() | {"y": y}
         compare_stages(checker, oracle, stages)
         compare_fp32(checker, oracle, y)
-        for call in range(1, args.repeat):
-            again = backend.forward(x, ids, scores, d.weights)
-            checker.require(same_bits(again, y), f"call {call + 1} gives other bits than the first")
-        getattr(backend, "check", lambda: None)()
+        for repeat in range(1, args.repeat):
+            again, _ = backend.forward(call)
+            checker.require(
+                same_bits(again, y), f"call {repeat + 1} gives other bits than the first"
+            )
+        backend.check()
     finally:
         backend.close()
     dropped = ((ids < 0) | (ids >= problem.num_experts)).all(-1)

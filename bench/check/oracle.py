@@ -12,8 +12,8 @@ from bench.check.cases import Case, release_memory
 from bench.ranks import Rank
 from megamoe import ExpertWeights, Problem
 from megamoe.backends import reference
+from megamoe.backends.call import Call
 from megamoe.backends.reference.route import Rows, route
-from megamoe.backends.staged import without_rows_behind
 from megamoe.formats.weights import TurnedWeights
 from megamoe.testing.gradients import OF_EXPERTS
 
@@ -35,8 +35,8 @@ class Drawn:
         if case.live is not None:
             counts = [torch.tensor([n], dtype=torch.int32, device=me.device) for n in case.live]
             self.live = counts[me.rank]
-            pairs = zip(self.ids, counts, strict=True)
-            self.valid_ids = [without_rows_behind(ids, count) for ids, count in pairs]
+            calls = zip(self.x, self.ids, self.scores, self.masters, counts, strict=True)
+            self.valid_ids = [Call(*call).computed_ids() for call in calls]
 
     @cached_property
     def dy(self) -> list[Tensor]:
@@ -66,11 +66,11 @@ class Drawn:
         release_memory(self.me.device)
 
     @cached_property
-    def turned(self) -> dict[str, TurnedWeights]:
+    def turned(self) -> TurnedWeights | None:
         """What backward takes besides."""
         if not self.problem.formats.w.scaled:
-            return {}
-        return {"turned": TurnedWeights.of(self.problem, self.weights)}
+            return None
+        return TurnedWeights.of(self.problem, self.weights)
 
     @property
     def own(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -190,7 +190,7 @@ def train(
         progress.update(step + 1, tokens, sum(recent) / len(recent))
     progress.close()
     backend = model.blocks[0].moe.experts._layer._runtime.backend
-    saves = getattr(backend, "state_bytes", 0) > 0
+    saves = backend.state_bytes > 0
     curves.backward = setup.options["backend"] if saves else "staged"
     model.close()
     return curves

@@ -13,6 +13,7 @@ from bench.ranks import Rank
 from bench.soak.faults import TIMEOUT_S, error_of, faults
 from bench.soak.layer import Outcome
 from bench.soak.training import Trainer, shared_layers
+from megamoe.backends.call import Call
 from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
 
 # of both layers for the first microbatch, then for the second: input, state
@@ -36,9 +37,8 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
 
     def backward(layer: int, batch: int, state: Tensor) -> None:
         inputs, count = batches[batch]
-        dy, needs = torch.zeros_like(inputs.x), [True] * 4 + [False] * 2
-        call = dy, inputs.x, inputs.topk_ids, trainer.masters[layer], state, needs
-        layers[layer].backward(*call, num_tokens_device=count, **trainer.turned(layer))
+        call = trainer.call(layer, inputs.x, inputs, count)
+        layers[layer].backward(call, torch.zeros_like(inputs.x), state, trainer.wanted(layer))
         window.check()
 
     def late(saved: Saved) -> None:
@@ -48,12 +48,12 @@ def train_faults(me: Rank, args: argparse.Namespace) -> Outcome:
     def failed(saved: Saved) -> None:
         """Give backward the state of a forward that the last rank came too late for; reset() lies between."""
         inputs, count = batches[0]
-        weights, states = trainer.masters[0], [torch.zeros_like(saved[0][1])]
+        weights, states = trainer.masters[0], list[Any]([torch.zeros_like(saved[0][1])])
 
         def too_late() -> None:
             time.sleep(2 * TIMEOUT_S * is_last)
-            call = inputs.x, inputs.topk_ids, inputs.topk_weights, weights, count
-            states.append(layers[0].forward_train(*call)[1])
+            call = Call(inputs.x, inputs.topk_ids, inputs.topk_weights, weights, count)
+            states.append(layers[0].forward(call, keep=True)[1])
             window.check()
 
         out.require(error_of(too_late) is not None, "a forward that came too late was taken")

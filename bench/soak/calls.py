@@ -9,6 +9,7 @@ import torch
 import megamoe
 from bench.ranks import Rank
 from bench.soak.layer import BLOCK, Layer, Outcome, Static, each_precision, problem_of
+from megamoe.backends.call import Call
 from megamoe.testing import make_weights
 from megamoe.window.window import Window
 
@@ -46,12 +47,12 @@ def graph(me: Rank, args: argparse.Namespace) -> Outcome:
         layer = Layer(me, problem_of(me, precision)).start()
         static = Static(layer.problem, me.device)
         (x, ids, scores), y = vars(static.inputs).values(), torch.zeros_like(static.inputs.x)
-        options = {"num_tokens_device": static.count, "out": y}
-        layer.backend.forward(x, ids, scores, layer.weights, **options)
+        call = Call(x, ids, scores, layer.weights, static.count, y)
+        layer.backend.forward(call)
         layer.backend.check()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-            layer.backend.forward(x, ids, scores, layer.weights, **options)
+            layer.backend.forward(call)
         order, wrong = random.Random(2), 0
         for n in range(1, args.replays + 1):
             i = order.randrange(len(layer.inputs))

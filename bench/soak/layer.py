@@ -13,6 +13,7 @@ import megamoe
 from bench import shapes
 from bench.ranks import Rank
 from megamoe.backends import reference
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.mega import MegaBackend
 from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -127,21 +128,21 @@ class Layer:
         ] = []  # on the device: one for each call whose bits were compared
         self.worst, self.bad = 0.0, 0
 
-    def call(self, i: int) -> torch.Tensor:
+    def _call(self, i: int) -> Call:
         inputs = self.inputs[i]
-        return self.backend.forward(inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights)
+        return Call(inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights)
 
-    def save(self, i: int) -> torch.Tensor:
-        """Return the state of a forward that saves."""
-        inputs = self.inputs[i]
-        call = inputs.x, inputs.topk_ids, inputs.topk_weights, self.weights
-        return self.backend.forward_train(*call)[1]
+    def call(self, i: int) -> torch.Tensor:
+        return self.backend.forward(self._call(i))[0]
+
+    def save(self, i: int) -> Any:
+        """Return the state of a forward that keeps it."""
+        return self.backend.forward(self._call(i), keep=True)[1]
 
     def backward(self, i: int, state: torch.Tensor) -> list[Any]:
         """Return the gradients for a gradient of ones; BF16 only, where the weights are their own masters."""
-        inputs, needs = self.inputs[i], [True] * 4 + [False] * 2
-        call = torch.ones_like(inputs.x), inputs.x, inputs.topk_ids, self.weights, state, needs
-        return self.backend.backward(*call)
+        call, wanted = self._call(i), Wanted(Needs(b13=False, b2=False))
+        return list(self.backend.backward(call, torch.ones_like(self.inputs[i].x), state, wanted))
 
     def start(self) -> "Layer":
         """Make the first call of every input and compare it with the oracle."""

@@ -12,6 +12,7 @@ from torch import Tensor
 import megamoe
 from bench.ranks import Rank
 from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.mega import MegaBackend
 from megamoe.formats.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
@@ -58,11 +59,16 @@ class Trainer:
     def _given(self, w: megamoe.ExpertWeights, cache: QuantizedCache) -> megamoe.ExpertWeights:
         return cache.weights(self.problem, w, trains=True) if self.problem.formats.w.scaled else w
 
-    def turned(self, i: int) -> dict[str, Any]:
-        """Return what backward of layer i is given besides."""
-        if not self.problem.formats.w.scaled:
-            return {}
-        return {"turned": self.caches[i].turned(self.problem, self.masters[i])}
+    def wanted(self, i: int, into: dict[str, Tensor] | None = None) -> Wanted:
+        """Return what a backward of layer i is to make."""
+        turned = None
+        if self.problem.formats.w.scaled:
+            turned = self.caches[i].turned(self.problem, self.masters[i])
+        return Wanted(Needs(b13=False, b2=False), into or {}, turned=turned)
+
+    def call(self, i: int, x: Tensor, drawn: Inputs, count: Tensor | None) -> Call:
+        """Return a call of layer i as its backward is given it."""
+        return Call(x, drawn.topk_ids, drawn.topk_weights, self.masters[i], count)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -78,8 +84,8 @@ class Trainer:
         """Return the input of each layer and its state; y behind them."""
         x, passed = drawn.x, []
         for layer, w, cache in zip(self.layers, self.masters, self.caches, strict=True):
-            call = drawn.topk_ids, drawn.topk_weights, self._given(w, cache), count
-            y, state = layer.forward_train(x, *call)
+            call = Call(x, drawn.topk_ids, drawn.topk_weights, self._given(w, cache), count)
+            y, state = layer.forward(call, keep=True)
             passed.append((x, state))
             x = y
         return [*passed, (x, x)]
@@ -101,11 +107,9 @@ class Trainer:
         lost: Any = 0
         for i in (1, 0):
             x, state = passed[i]
-            needs = [True, True, True, True, False, False]
-            into = self.into[i] if add else None
-            call = dy, x, drawn.topk_ids, self.masters[i], state, needs
-            options = {"num_tokens_device": count, "into": into, **self.turned(i)}
-            dy, d_scores, *dw = self.layers[i].backward(*call, **options)[:4]
+            wanted = self.wanted(i, self.into[i] if add else None)
+            made = self.layers[i].backward(self.call(i, x, drawn, count), dy, state, wanted)
+            dy, d_scores, *dw = made[:4]
             found.insert(0, [self.into[i][n] for n in ("w13", "w2")] if add else dw)
             lost = lost + sum((~t.isfinite()).sum() for t in (dy, d_scores, *found[0]))
         row = torch.stack([t.double() for t in (*sums, _bits(dy), _bits(d_scores), lost)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from megamoe.backends.call import Call, Gradients, Wanted
 from megamoe.backends.emulation import DEFAULT_CTAS, Emulation
-from megamoe.backends.reference.backend import pack, unpack
+from megamoe.backends.gathered import Gathered
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import Group
-from megamoe.group.order import BACKWARD, RECORDED, REFUSED, mark_of
+from megamoe.group.order import BACKWARD, RECORDED, mark_of
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
 
 
-class EmulateBackend:
-    """The backend interface: rank 0 gathers what all ranks were given, emulates them all, and shares the results."""
+class EmulateBackend(Gathered):
+    """Rank 0 emulates all ranks and shares the results."""
 
     name = "emulate"
 
@@ -37,10 +37,8 @@ class EmulateBackend:
         pool_rows: int | None = None,
     ) -> None:
         layout.check_window(problem)
-        self.problem, self.group = problem, Group.of(group)
-        self.mark = self.group.mark(problem)
+        super().__init__(problem, group)
         self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
-        self._statistics: Statistics | None = None
         self._emulation: Emulation | None = None
 
     @property
@@ -56,161 +54,80 @@ class EmulateBackend:
         _on_rank_0(self.group, mark, lambda: self.emulation.kernel() and None)
 
     @property
-    def state_bytes(self) -> int:
+    def state_bytes(self) -> int:  # type: ignore[override]
         """Bytes of a call's state."""
         rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
         return Plan(self.problem, rows).train_state_bytes
 
-    def forward(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return y [T, H] bf16. Collective."""
+    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
 
-        scale = None
-        if isinstance(x, QuantizedRows):
-            x, scale = x.q.view(torch.uint8), x.scale
+        def run(calls: list[Call]) -> list[Any]:
+            xs, ids, scores, experts, counts, *_ = map(list, zip(*calls, strict=True))
+            given = (xs, ids, scores, experts)
+            if keep:
+                pairs = self.emulation.train_all(*given, num_tokens_device=counts)
+                results = list(zip(*pairs, strict=True))
+            else:
+                ys = self.emulation.forward_all(*given, num_tokens_device=counts)
+                results = [(y, None) for y in ys]
+            found = [self.emulation.statistics(rank) for rank in range(len(calls))]
+            return list(zip(results, found, strict=True))
 
-        def run(
-            xs: Any, ids: Any, scores: Any, counts: Any, scales: Any, experts: Any
-        ) -> list[Tensor]:
-            pairs = zip(xs, scales, strict=True)
-            xs = [x if scale is None else QuantizedRows(x, scale) for x, scale in pairs]
-            return self.emulation.forward_all(xs, ids, scores, experts, num_tokens_device=counts)
+        device = call.x.device
+        call.weights.validate(self.problem, device)
+        (y, state), found = self._run(run, RECORDED * keep, call._replace(out=None, known=None))
+        self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
+        y, state = y.to(device), None if state is None else state.to(device)
+        return y if call.out is None else call.out.copy_(y), state
 
-        y = self._run(run, 0, (x, topk_ids, topk_weights, num_tokens_device, scale), weights)
-        return y.to(x.device) if out is None else out.copy_(y)
-
-    def forward_train(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return y [T, H] bf16, and the state for backward [state_bytes] uint8. Collective."""
-
-        def run(xs: Any, ids: Any, scores: Any, counts: Any, experts: Any) -> list[Any]:
-            call = (xs, ids, scores, experts)
-            return list(
-                zip(*self.emulation.train_all(*call, num_tokens_device=counts), strict=True)
-            )
-
-        y, state = self._run(run, RECORDED, (x, topk_ids, topk_weights, num_tokens_device), weights)
-        return y.to(x.device), state.to(x.device)
-
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_ids: Tensor,
-        weights: ExpertWeights,
-        state: Tensor,
-        needs: Sequence[bool],
-        *,
-        num_tokens_device: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-        only_weights: bool = False,
-        turned: TurnedWeights | None = None,
-    ) -> list[Tensor | None]:
-        """Return the gradients of x, topk_weights, w13, w2, b13, b2 that `needs` asks for, else None. Collective.
-
-        weights: the bf16 masters. state: forward_train's. into: tensors by name ("w13", "w2", "b13", "b2") that
-        gradients are added to; the list then holds None for them. turned: with precision "fp8", what is multiplied.
-        """
-        if self.problem.formats.w.scaled != (turned is not None):
-            value = None if turned is None else "given"
-            raise ArgumentError("turned", value, "TurnedWeights with precision 'fp8', else None")
-        check_tensor("state", state, (self.state_bytes,), torch.uint8, x.device)
-        sums = {name: _to(t, "cpu") for name, t in (into or {}).items()}
-        packed = None
-        for name, need in zip(("w13", "w2"), needs[2:], strict=False):
-            dtype = getattr(weights, name).dtype
-            if need and dtype != torch.bfloat16:
-                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
-        if turned is not None:
-            turned.validate(self.problem, x.device)
-            packed = pack(turned.forward), pack(ExpertWeights(**turned.named()))
-        given = (
-            dy,
-            x,
-            topk_ids,
-            state,
-            num_tokens_device,
-            tuple(needs),
-            sums,
-            only_weights,
-            packed,
-        )
-
-        def run(dys: Any, xs: Any, ids: Any, states: Any, counts: Any, *rest: Any) -> list[Any]:
-            wanted, all_sums, only, all_packed, experts = rest
-            all_turned = None
-            if turned is not None:
-                pairs = [(unpack(forward), unpack(turns)) for forward, turns in all_packed]
-                all_turned = [TurnedWeights(forward, **turns.named()) for forward, turns in pairs]
-            found = self.emulation.backward_all(
-                *(dys, xs, ids, experts, states),
-                needs=wanted, into=all_sums, num_tokens_device=counts, only_weights=only,
-                turned=all_turned,
-            )  # fmt: skip
-            return list(zip(found, all_sums, strict=True))
-
-        found, sums = self._run(run, BACKWARD, given, weights, counted=False)
-        for name, target in (into or {}).items():
-            target.copy_(sums[name])
-        masters = (x, None, weights.w13, weights.w2, weights.b13, weights.b2)
-        return [
-            gradient if gradient is None else _laid_out(gradient, master, x.device)
-            for gradient, master in zip(found, masters, strict=True)
-        ]
-
-    def _run(
-        self,
-        run: Any,
-        flags: int,
-        given: tuple[Any, ...],
-        weights: ExpertWeights,
-        counted: bool = True,
-    ) -> Any:
-        """Return this rank's part of what run() returns: given what each rank has, then weights, as lists by rank."""
-        device = given[0].device
-        masters = not counted and weights.w13_scale is None
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients. Collective."""
+        weights, device = call.weights, dy.device
+        masters = weights.w13_scale is None
         weights.validate(
             replace(self.problem, precision="bf16") if masters else self.problem, device
         )
-        mine = tuple(_to(t, "cpu") if isinstance(t, Tensor) else t for t in given)
-        experts = ExpertWeights(**{n: _to(t, "cpu") for n, t in weights.named().items()})
+        self._check(call, state, wanted)
+
+        def run(everyone: list[Any]) -> list[Any]:
+            calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
+            xs, ids, _, experts, counts, *_ = map(list, zip(*calls, strict=True))
+            needs, into, only_weights, turned = map(list, zip(*all_wanted, strict=True))
+            found = self.emulation.backward_all(
+                *(dys, xs, ids, experts, states),
+                needs=needs, into=into, num_tokens_device=counts, only_weights=only_weights,
+                turned=None if turned[0] is None else turned,
+            )  # fmt: skip
+            return list(zip(found, into, strict=True))
+
+        mine = call._replace(out=None, known=None), dy, state, wanted
+        found, sums = self._run(run, BACKWARD, mine)
+        for name, target in wanted.into.items():
+            target.copy_(sums[name])
+        of = {"x": call.x, "topk_weights": None, **vars(weights)}
+        made = zip(Gradients._fields, found, strict=True)
+        return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
+
+    def _check(self, call: Call, state: Tensor, wanted: Wanted) -> None:
+        """Raise ArgumentError for what a backward launch cannot take."""
+        turned, device = wanted.turned, call.x.device
+        if self.problem.formats.w.scaled != (turned is not None):
+            value = None if turned is None else "given"
+            raise ArgumentError("turned", value, "TurnedWeights with precision 'fp8', else None")
+        check_tensor("state", state, (self.state_bytes,), torch.uint8, device)
+        for name in ("w13", "w2"):
+            dtype = getattr(call.weights, name).dtype
+            if getattr(wanted.needs, name) and dtype != torch.bfloat16:
+                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
+        if turned is not None:
+            turned.validate(self.problem, device)
+
+    def _run(self, run: Callable[[list[Any]], list[Any]], flags: int, mine: Any) -> Any:
+        """Return this rank's part of what run() returns of what each rank brings."""
+        everyone = self._gather(flags, mine, "cpu")
         mark = self.mark.ints(flags)
-        everyone = self.group.gather(mark, (*mine, pack(experts)))
-        *columns, packed = map(list, zip(*everyone.values(), strict=True))
-
-        def on_rank_0() -> list[Any]:
-            results = run(*columns, [unpack(e) for e in packed])
-            found = [self.emulation.statistics(r) if counted else None for r in range(len(results))]
-            return list(zip(results, found, strict=True))
-
-        result, found = _on_rank_0(self.group, mark, on_rank_0)[self.problem.rank]
-        if found is not None:
-            self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
-        return result
-
-    def statistics(self) -> Statistics:
-        """Return those of the last forward."""
-        return Statistics.of_last(self._statistics)
-
-    def refuse(self) -> None:
-        """Tell the ranks that meet for a call that this one makes none. Collective."""
-        self.group.meet(self.mark.ints(REFUSED))
-
-    def check(self) -> None:
-        """Nothing can be pending: forward raises where it fails."""
+        return _on_rank_0(self.group, mark, lambda: run(everyone))[self.problem.rank]
 
     def reset(self) -> None:
         """Make the emulated ranks usable again after a fault."""
@@ -227,10 +144,6 @@ def _laid_out(gradient: Tensor, master: Tensor | None, device: torch.device) -> 
     if master is None:
         return gradient.to(device)
     return torch.empty_like(master, dtype=gradient.dtype).copy_(gradient)
-
-
-def _to(tensor: Tensor | None, device: str) -> Tensor | None:
-    return None if tensor is None else tensor.detach().to(device)
 
 
 def _on_rank_0(group: Group, mark: list[int], function: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,31 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backends import kernels
-from megamoe.backends.kernels import MAX_RUN, PAIR_CTAS, LayerKernels
-from megamoe.backends.mega_training import Training
+from megamoe.backends import kinds
+from megamoe.backends.call import Backend, Call, Gradients, Wanted
+from megamoe.backends.kinds import MAX_RUN, PAIR_CTAS, Forward, LayerKernels, Training
 from megamoe.backends.reserve import Share, check_shares, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
 from megamoe.jit import cache
 from megamoe.jit.source import Variant
 from megamoe.launch import layout
-from megamoe.launch.arguments import Plan, fill_pointers, fill_weights
-from megamoe.launch.launches import (
-    alike,
-    allocator,
-    current_device,
-    launch_lock,
-    launch_order,
-    never,
-    on_device,
-    refuse_capture,
-)
+from megamoe.launch.arguments import Plan
+from megamoe.launch.launches import current_device, on_device, refuse_capture
 from megamoe.window.window import SOURCES, Window
 
 
@@ -42,7 +32,7 @@ def why_not(problem: Problem, group: Any, device: torch.device) -> str | None:
     """Return why the kernel cannot run on this rank, or None. Not collective; reads attributes only."""
     device = torch.device(device)
     variant = Variant(problem.precision, problem.activation.kind)
-    if (lacking := kernels.why_not(variant, device)) is not None:
+    if (lacking := kinds.why_not(variant, device)) is not None:
         return lacking
     own = torch.cuda.current_device() if device.index is None else device.index
     if problem.ep_size > 1:
@@ -76,7 +66,7 @@ def check_stated(by_rank: Mapping[int, Stated]) -> None:
     check_shares([stated.share for stated in by_rank.values()])
 
 
-class MegaBackend:
+class MegaBackend(Backend):
     """One layer on one rank. Making and closing it is collective; calls are, too, in the sense that every
     rank makes the same calls of a window in the same order, with zero tokens where it has none.
 
@@ -99,7 +89,7 @@ class MegaBackend:
         pool_rows: int | None = None,
         reserve_sms: int | None = None,
         timeout_s: float | None = None,
-        pdl: bool | None = None,
+        pdl: bool = False,
         profile: bool = False,
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
@@ -124,11 +114,11 @@ class MegaBackend:
         self._stated = agreed
         self.device = self.window.device
         self._ordinal = self.device.index or 0
-        self._order = launch_order(self._ordinal)
         self._on_gpu = self.device.type == "cuda"
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
         self.plan = Plan(problem, rows, self.window.spec.max_tokens)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
+        self.state_bytes = self.plan.train_state_bytes
         self.variant = Variant(problem.precision, problem.activation.kind, profile)
         self.closed = False
         self.window.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
@@ -137,7 +127,7 @@ class MegaBackend:
         if not 0 <= reserve <= sms - PAIR_CTAS:
             raise ConfigError("reserve_sms", reserve, f"0..{sms - PAIR_CTAS}")
         self.grid = (sms - reserve) // PAIR_CTAS * PAIR_CTAS
-        self.profile = kernels.new_profile(self.grid, self.device) if profile else None
+        self.profile = kinds.new_profile(self.grid, self.device) if profile else None
         self._kernels = LayerKernels(
             plan=self.plan,
             window=self.window,
@@ -145,23 +135,15 @@ class MegaBackend:
             grid=self.grid,
             patience_ns=patience_ns,
             timeout_ns=self.window.timeout_ns,
-            pdl=env.pdl() if pdl is None else pdl,
+            pdl=pdl,
             step_blocks=step_blocks,
             profile=self.profile,
         )
-        self._launcher: Any = None
-        self._launcher_of: Callable[[int], Any]  # by tokens
-        self._args: Any = None
+        self._forward: Forward | None = None
         self._training: Training | None = None
-        self._launched = self._kernels.layer, "forward"
-        self._weights_key: tuple[Any, ...] | None = None
-        self._bias: Tensor | None = None  # kept until other weights are set
-        self._make_y: Callable[[], Tensor]
-        self._checked: Callable[..., bool] = never  # are tensors like those checked last?
-        self._sealed: ExpertWeights | None = None  # whose addresses the launch has
 
     @property
-    def needs_close(self) -> bool:
+    def needs_close(self) -> bool:  # type: ignore[override]
         """Whether close() still has something to free together with other ranks."""
         return self._owns_window and not self.window.closed and self.window.group.size > 1
 
@@ -170,101 +152,33 @@ class MegaBackend:
 
         The ranks meet at the end, so that no rank's first launch waits while another compiles, or failed to.
         """
-        if self._launcher is None:
+        if self._forward is None:
             refuse_capture("call prepare(weights) before CUDA graph capture")
-            load = partial(self._kernels.load_forward, self.variant)
-            self._launcher_of = self.window.group.all_or_none("prepare the kernel", load)
-            self._launcher = self._launcher_of(0)
-            self._args = self._launcher.argument  # of all
-        self._set_weights(weights)
+            make = partial(Forward, self._kernels, self.variant)
+            self._forward = self.window.group.all_or_none("prepare the kernel", make)
+        self._forward.point_at(weights)
 
-    def _set_weights(self, weights: ExpertWeights) -> None:
-        """Point the launch at these weights; a map is encoded once per address and strides."""
-        self._sealed = None
-        w = weights if weights.b13 is None else weights.with_flat_bias()
-        key = kernels.weights_key(w)
-        if key != self._weights_key:
-            from megamoe.jit.driver import use_device
-            from megamoe.jit.tensormap import encode
-
-            use_device(self._ordinal)
-            self._bias, self._weights_key = w.b13, None  # until all is filled
-            w.validate(self.problem, self.device)
-            fill_weights(self._args, self.plan, w, encode)
-            self._weights_key = key
-        self._sealed = weights if type(weights) is SealedWeights else None
-
-    def forward(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Launch on the current stream and return y [T, H] bf16. The host waits for nothing.
+    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Launch on the current stream. The host waits for nothing.
 
         Reads x, topk_ids, topk_weights and the weights, in stream order; they may be changed by later work of that
         stream. On the default stream tensors that were made on another one need record_stream(), as for any operation
         of torch; on others this does it. Raises the fault of an earlier launch if one has become visible.
+        keep: the first such call makes the kernels and the workspace of training on all ranks together, so it cannot be
+        captured.
         """
         if self._on_gpu and current_device() != self._ordinal:
             with on_device(self.device):
-                return self.forward(x, topk_ids, topk_weights, weights, num_tokens_device, out)
-        x, x_scale = x if type(x) is QuantizedRows else (x, None)
+                return self.forward(call, keep)
         self.window.poll()
-        if self._launcher is None:
-            self.prepare(weights)
-        with launch_lock:
-            if x_scale is not None or not self._checked(x, topk_ids, topk_weights):
-                kernels.check_rows(self.problem, self.device, x, topk_ids, topk_weights, x_scale)
-                self._args.num_tokens = x.shape[0]
-                self._launcher = self._launcher_of(x.shape[0])
-                self._args.ids_are_int64 = topk_ids.dtype == torch.int64
-                shape, strides = tuple(x.shape), (x.shape[1], 1)
-                self._make_y = partial(allocator(self._on_gpu), shape, strides, torch.bfloat16)
-                self._checked = never if x_scale is not None else alike(x, topk_ids, topk_weights)
-            y = self._make_y() if out is None else out
-            if weights is not self._sealed:
-                self._set_weights(weights)
-            handle = self._order.before_launch()
-            tensors = x, topk_ids, topk_weights, y, num_tokens_device, x_scale
-            fill_pointers(self._args, *tensors)
-            self._launcher.launch(handle)
-            self.window.last_launch = self._launched
-        if handle:  # not the default stream
-            for tensor in tensors:
-                if tensor is not None and tensor.is_cuda:
-                    tensor.record_stream(self._order.stream)  # nothing if it was made there
-        return y
+        if self._forward is None:
+            self.prepare(call.weights)
+        if keep:
+            return self._trains().forward(call)
+        assert self._forward is not None
+        return self._forward(call), None
 
-    # --- training ---
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the state that forward_train() returns."""
-        return self.plan.train_state_bytes
-
-    def forward_train(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Launch a forward that saves; return y [T, H] bf16, the same bits, and the call's state [state_bytes] uint8.
-
-        As forward(). The first call makes the kernels and the workspace of training on all ranks together, so it
-        cannot be captured. The state belongs to the caller, who may move its bytes.
-        """
-        if self._on_gpu and current_device() != self._ordinal:
-            with on_device(self.device):
-                return self.forward_train(x, topk_ids, topk_weights, weights, num_tokens_device)
-        self.window.poll()
-        if self._launcher is None:
-            self.prepare(weights)
+    def _trains(self) -> Training:
         if self._training is None:
             refuse_capture("run one step, forward and backward, before CUDA graph capture")
             # A layer may have been made without gradients, by a validation before the first step.
@@ -273,40 +187,22 @@ class MegaBackend:
             kernels = replace(self._kernels, patience_ns=self._stated[group.rank].training[1:])
             make = partial(Training, kernels, self.variant)
             self._training = group.all_or_none("prepare the kernels of training", make)
-        return self._training.forward(x, topk_ids, topk_weights, weights, num_tokens_device)
+        return self._training
 
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_ids: Tensor,
-        weights: ExpertWeights,
-        state: Tensor,
-        needs: Sequence[bool],
-        *,
-        num_tokens_device: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-        only_weights: bool = False,
-        turned: TurnedWeights | None = None,
-    ) -> list[Tensor | None]:
-        """Launch the backward of the call that made `state`; return the gradients that are needed, else None.
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Launch the backward pass. Ranks may need different gradients: the launch is the same.
 
-        dy, x: [T, H] bf16, contiguous; x, topk_ids and num_tokens_device as that call had them.
-        weights: w13 and w2 in bf16, the masters; biases. turned: with precision "fp8", what is multiplied.
-        needs: 6 bools, for dx [T, H] bf16, d_topk_weights [T, K] fp32, and the gradients of w13, w2, b13, b2, each
-            like its master. Ranks may need different ones: the launch is the same.
-        into: name -> tensor like that master, fp32 or bf16, to which its gradient is added; it is not returned.
-        only_weights: the launch makes no dx and no d_topk_weights: on all ranks, a fault by name otherwise.
-        Collective, in the same order of calls on all ranks; the host waits for nothing. Raises as forward() does.
+        In the same order of calls on all ranks; the host waits for nothing. `only_weights` is a fault by name unless it
+        is the same on all ranks. Raises as forward() does.
         """
         self.window.poll()
         if self._training is None:
-            raise ArgumentError("state", "given", "one that forward_train() of this layer returned")
-        call = dy, x, topk_ids, weights, state, needs, num_tokens_device, into, only_weights
+            expected = "one that a forward of this layer has kept"
+            raise ArgumentError("state", "given", expected)
         if self._on_gpu and current_device() != self._ordinal:
             with on_device(self.device):
-                return self._training.backward(*call, turned)
-        return self._training.backward(*call, turned)
+                return self._training.gradients(call, dy, state, wanted)
+        return self._training.gradients(call, dy, state, wanted)
 
     # --- looking inside ---
 
@@ -324,7 +220,7 @@ class MegaBackend:
         A backward leaves what its forward did.
         """
         layer, kernel = self.window.last_launch or (None, "")
-        if self._launcher is None or layer != self._kernels.layer:
+        if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
                 "statistics() are those of the last call of a window, and that was another layer's, or there was none"
             )
@@ -354,24 +250,24 @@ class MegaBackend:
         if layer != self._kernels.layer:
             return {}
         single = int(self.statistics().passes) == 1
-        found = kernels.rows_of_forward(self.problem, self._tables(kernel)) if single else {}
+        found = kinds.rows_of_forward(self.problem, self._tables(kernel)) if single else {}
         if single and kernel == "backward" and self._training is not None:
             found = self._training.rows()
-        return found | kernels.home_rows(self.plan, self.window, kernel)
+        return found | kinds.home_rows(self.plan, self.window, kernel)
 
     def num_ctas(self) -> int:
         """Return how many CTAs took part in the last launch: fewer than `grid` where SMs were taken. Waits."""
-        return kernels.num_ctas(self._kernels)
+        return kinds.num_ctas(self._kernels)
 
     def clock_ghz(self) -> float:
         """Return the SM clock during the last launch, the median over CTAs. Needs profile=True; waits."""
-        return kernels.clock_ghz(self.profile)
+        return kinds.clock_ghz(self.profile)
 
     def close(self) -> None:
         """Free the window if it is this layer's own, after a barrier. Collective; idempotent."""
         if self.closed:
             return
         self.closed = True
-        self._launcher = self._training = None
+        self._forward = self._training = None
         if self._owns_window:
             self.window.close()

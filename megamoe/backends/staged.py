@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.call import Backend, Call
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.planes import rows_of
@@ -78,8 +79,11 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None
 
 
-class StagedBackend:
-    """Hold the problem and the group; one forward is two exchanges and two grouped matmuls."""
+class StagedBackend(Backend):
+    """Hold the problem and the group; one forward is two exchanges and two grouped matmuls.
+
+    It keeps no state: a backward pass computes the call again, see layer/backward.py.
+    """
 
     name = "staged"
 
@@ -98,44 +102,21 @@ class StagedBackend:
         nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         self.group.meet(self.mark.ints(REFUSED), [nothing] * self.problem.ep_size)
 
-    def check(self) -> None:
-        """Nothing can be pending: torch.distributed raises where it fails."""
-
     def statistics(self) -> Statistics:
         """Return those of the last forward."""
         return Statistics.of_last(self._statistics)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def forward(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-        out: Tensor | None = None,
-        recorded: bool = False,
-    ) -> Tensor:
+    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, None]:
         """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective.
 
-        recorded: a backward pass will recompute this call.
+        keep: the mark says that a backward pass will compute this call again.
         """
-        weights.validate(self.problem, x.device)
-        if num_tokens_device is not None:
-            topk_ids = without_rows_behind(topk_ids, num_tokens_device)
-        dense = weights.dense(self.problem, compute_dtype(x.device))
-        call = x, topk_ids, topk_weights, dense, self.mark.ints(RECORDED * recorded)
-        y, counts = moe(self.problem, self.group, *call)
+        call.weights.validate(self.problem, call.x.device)
+        dense = call.weights.dense(self.problem, compute_dtype(call.x.device))
+        given = call._replace(topk_ids=call.computed_ids(), weights=dense)
+        y, counts = moe(self.problem, self.group, given, self.mark.ints(RECORDED * keep))
         self._statistics = Statistics.without_pool(counts)
-        return y if out is None else out.copy_(y)
-
-
-def without_rows_behind(topk_ids: Tensor, num_tokens_device: Tensor) -> Tensor:
-    """Return topk_ids [T, K] with the routes of all tokens from num_tokens_device [1] on dropped."""
-    behind = torch.arange(topk_ids.shape[0], device=topk_ids.device) >= num_tokens_device
-    return topk_ids.masked_fill(behind[:, None], -1)
+        return y if call.out is None else call.out.copy_(y), None
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -143,34 +124,20 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def moe(
-    problem: Problem,
-    group: Group,
-    x: Tensor | QuantizedRows,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    dense: ExpertWeights,
-    mark: list[int],
-) -> tuple[Tensor, Tensor]:
+def moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[Tensor, Tensor]:
     """Return y [T, H] in x's dtype (bf16 where x is quantized), and the rows of each local expert, [L] int64.
 
-    y is differentiable in x, topk_weights and all tensors of `dense`.
-    mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and `dense` need
+    call: weights without scales; of num_tokens_device and `out` it knows nothing. y is differentiable in x,
+    topk_weights and all weights.
+    mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and weights need
     gradients, since the backward pass is collective too: RankMismatch otherwise.
     """
-    with torch.autocast(x.device.type, enabled=False):
-        return _moe(problem, group, x, topk_ids, topk_weights, dense, mark)
+    with torch.autocast(call.x.device.type, enabled=False):
+        return _moe(problem, group, call, mark)
 
 
-def _moe(
-    problem: Problem,
-    group: Group,
-    x: Tensor | QuantizedRows,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    dense: ExpertWeights,
-    mark: list[int],
-) -> tuple[Tensor, Tensor]:
+def _moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[Tensor, Tensor]:
+    x, topk_ids, topk_weights, dense, *_ = call
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
 
@@ -182,8 +149,8 @@ def _moe(
     rows = _RowsOfTokens.apply(_source(problem, x), order, top_k)
     counts = torch.bincount(flat[order], minlength=experts)
     if group.size > 1:
-        call = [mark[0] | _gradients(rows, dense), mark[1]]
-        send, receive, received = _exchange_counts(problem, group, counts, call)
+        marked = [mark[0] | _gradients(rows, dense), mark[1]]
+        send, receive, received = _exchange_counts(problem, group, counts, marked)
         rows = _AllToAll.apply(rows, send, receive, group.process_group)
     else:
         received = counts

@@ -61,7 +61,6 @@ TABLE: dict[str, Variable] = {
         Variable(
             "MEGAMOE_LOG", "warning", "log level", ("debug", "info", "warning", "error", "critical")
         ),
-        Variable("MEGAMOE_COMPILER", "nvrtc", "how kernels are compiled", ("nvrtc", "nvcc")),
         Variable(
             "MEGAMOE_TRANSPORT",
             "auto",
@@ -69,7 +68,6 @@ TABLE: dict[str, Variable] = {
             ("auto", "symm_mem", "nvshmem"),
         ),
         Variable("MEGAMOE_HOST", "", "the host that a rank is on; empty: machine's name and boot"),
-        Variable("MEGAMOE_PDL", "0", "1: programmatic dependent launch on entry", ("0", "1")),
         Variable("MEGAMOE_SHARE_GPUS", "0", "1: ranks of tests may share a GPU", ("0", "1")),
     )
 }
@@ -114,11 +112,6 @@ def log_level() -> str:
     return TABLE["MEGAMOE_LOG"].get().upper()
 
 
-def compiler() -> str:
-    """Return "nvrtc" or "nvcc"."""
-    return TABLE["MEGAMOE_COMPILER"].get()
-
-
 def transport() -> str:
     """Return "auto", "symm_mem" or "nvshmem"."""
     return TABLE["MEGAMOE_TRANSPORT"].get()
@@ -127,11 +120,6 @@ def transport() -> str:
 def host() -> str:
     """Return the name that this rank's host was given, or nothing."""
     return TABLE["MEGAMOE_HOST"].get()
-
-
-def pdl() -> bool:
-    """Return whether launches use programmatic dependent launch."""
-    return TABLE["MEGAMOE_PDL"].get() == "1"
 
 
 def share_gpus() -> bool:

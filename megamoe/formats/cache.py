@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -25,13 +25,15 @@ from megamoe.formats.versions import (
     Version,
     invalidations,
     kept_uncounted,
+    origin_of,
     same_storages,
+    steps,
     storages_of,
     trained,
     uncounted,
     version_of,
 )
-from megamoe.formats.weights import ExpertWeights, SealedWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 
 log = logging.getLogger("megamoe")
 
@@ -104,6 +106,37 @@ class _Entry:
     turned: Pair | None  # their transposes, once a backward pass needs them
 
 
+class _Seen(NamedTuple):
+    """Copies of masters that are parameters, or tensors of the caller, and to which torch counts all writes."""
+
+    known: Any
+    w13: Tensor
+    w2: Tensor
+    counts: tuple[int, int, int]  # of writes to them, and of optimizers' steps
+    asks: bool  # a graph that is captured quantizes them itself
+    turns: bool  # their transposes were made
+    weights: ExpertWeights
+
+    @classmethod
+    def of(cls, known: Any, w13: Tensor, w2: Tensor, made: ExpertWeights, turns: bool) -> _Seen:
+        counts = w13._version, w2._version, steps[0]
+        return cls(known, w13, w2, counts, trained(w13) or trained(w2), turns, made)
+
+    def holds(self, known: Any, masters: ExpertWeights, trains: bool) -> bool:
+        """Whether the copies are those of these masters still."""
+        w13, w2 = masters.w13, masters.w2
+        return (
+            known == self.known
+            and w13 is self.w13
+            and w2 is self.w2
+            and masters.b13 is self.weights.b13
+            and masters.b2 is self.weights.b2
+            and (w13._version, w2._version, steps[0]) == self.counts
+            and (self.turns or not trains)
+            and not (self.asks and _capturing(w13))
+        )
+
+
 class QuantizedCache:
     """Quantized copies of bf16 parameters, made once per parameter version and refreshed in place.
 
@@ -118,7 +151,7 @@ class QuantizedCache:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        self._last: tuple[tuple[Any, ...], ExpertWeights] | None = None  # what it was made of
+        self._seen: _Seen | None = None
         self._turned: tuple[list[Tensor], list[Version], TurnedWeights] | None = None
 
     @torch.inference_mode(False)  # a copy made here is written anew outside of that mode, too
@@ -136,12 +169,12 @@ class QuantizedCache:
         trains: their transposes are needed too, from now on.
         """
         version = version_of(w)
-        captured = trained(w) and _capturing(w)
+        captured, unseen = trained(w) and _capturing(w), _uncounted(w, version)
         entry, volatile = self._entries.get(name), captured
         out = turned_out = None
         if entry is not None:
             trains |= entry.turned is not None
-            counted = not (captured or entry.volatile or _uncounted(w, version))
+            counted = not (captured or entry.volatile or unseen)
             if counted and entry.version == version:
                 if trains and entry.turned is None:
                     _refuse_capture(w)
@@ -155,30 +188,32 @@ class QuantizedCache:
         return q, scale
 
     def weights(
-        self, problem: Problem, masters: ExpertWeights, trains: bool = False
+        self,
+        problem: Problem,
+        masters: ExpertWeights,
+        trains: bool = False,
+        known: Any = None,
     ) -> ExpertWeights:
-        """Return quantized weights of bf16 masters; biases handed through. The same object while all is the same.
+        """Return quantized weights of bf16 masters; biases handed through.
 
-        trains: turned() will be asked for their transposes.
+        trains: turned() will be asked for their transposes. known: stands for where the masters lie, see Call.known;
+            None: they are asked.
         """
-        w13, w2, last = masters.w13, masters.w2, self._last
-        # The versions' storages are kept by the entries; biases are the caller's, who may move them.
-        of13, of2 = version_of(w13), version_of(w2)
-        made_of = of13, of2, masters.b13, masters.b2
-        captured = (trained(w13) or trained(w2)) and _capturing(w13)
-        unseen = _uncounted(w13, of13) | _uncounted(w2, of2)  # both are asked, each time
-        same = last is not None and not unseen and _same(last[0], made_of)
-        if last is not None and same and not captured and (self._turns() or not trains):
-            return last[1]
-        stored = problem.formats.w
+        if known is None:
+            known = tuple([(t.data_ptr(), t.shape, t.stride()) for t in (masters.w13, masters.w2)])
+        seen = self._seen
+        if seen is not None and seen.holds(known, masters, trains):
+            return seen.weights
+        w13, w2, stored = masters.w13, masters.w2, problem.formats.w
         q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
         q2, s2 = self.get("w2", w2, 1, stored, trains)
-        if last is not None and same and not captured and not self._volatile():
-            return last[1]  # its transposes came just now
-        kind = SealedWeights if masters.b13 is None and masters.b2 is None else ExpertWeights
-        weights = kind(q13, q2, masters.b13, masters.b2, s13, s2)
-        self._last = None if self._volatile() else (made_of, weights)
-        return weights
+        made = ExpertWeights(q13, q2, masters.b13, masters.b2, s13, s2)
+        counted = not self._volatile() and all(
+            not t.is_inference() and origin_of(t) is None for t in (w13, w2)
+        )
+        turns = all(entry.turned is not None for entry in self._entries.values())
+        self._seen = _Seen.of(known, w13, w2, made, turns) if counted else None
+        return made
 
     def turned(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
         """Return what a backward pass multiplies: of bf16 masters what their forward pass made, biases as given.
@@ -204,9 +239,6 @@ class QuantizedCache:
         assert entry.turned is not None
         return entry.q, entry.scale, *entry.turned
 
-    def _turns(self) -> bool:
-        return all(entry.turned is not None for entry in self._entries.values())
-
     def _volatile(self) -> bool:
         return any(entry.volatile for entry in self._entries.values())
 
@@ -228,7 +260,7 @@ class QuantizedCache:
 
     def invalidate(self) -> None:
         """Forget all versions; the next get() quantizes again, into the same storage."""
-        self._last = None
+        self._seen = None
         if self._turned is not None:
             self._turned = self._turned[0], [], self._turned[2]
         for entry in self._entries.values():
@@ -241,10 +273,6 @@ def _refuse_capture(w: Tensor) -> None:
             "the transposes of FP8 weights are missing or old while a CUDA graph is captured: run a backward pass with "
             "these weights before the capture"
         )
-
-
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return a[:2] == b[:2] and a[2] is b[2] and a[3] is b[3]
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -22,14 +22,14 @@ from torch.optim.optimizer import (
 from megamoe.core.uncompiled import uncompiled
 
 # Steps of any optimizer of this process, twice.
-_steps = [0]
+steps = [0]
 # Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
 invalidations = [0]
 
 
 @uncompiled("traced, the count would be a guard, and every step a recompilation")
 def _count_step(*_: Any) -> None:
-    _steps[0] += 1
+    steps[0] += 1
 
 
 register_optimizer_step_pre_hook(_count_step)
@@ -61,7 +61,7 @@ class _Origin:
         self._offsets = [t.storage_offset() for t in sources]
         self._sources, self.trains, self._used = sources, trains, False
         copied = made.untyped_storage()._cdata != self.storages[0]._cdata
-        self.then = (self.places(), _steps[0]) if copied else None
+        self.then = (self.places(), steps[0]) if copied else None
 
     def places(self) -> tuple[Place, ...]:
         """Return where the sources were, and their version now."""
@@ -92,7 +92,7 @@ def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) ->
     return made
 
 
-def version_of(w: Tensor, steps: Sequence[int] = _steps) -> Version:
+def version_of(w: Tensor, steps: Sequence[int] = steps) -> Version:
     """Return what w's values are known by."""
     origin = getattr(w, "_megamoe_origin", None)
     if not origin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,19 +201,6 @@ class ExpertWeights:
             if found[1:] not in ([rows, width], apart):
                 expected = f"[L, {rows}, {width}] or [L, {', '.join(map(str, apart))}]"
                 raise ArgumentError(f"weights.{name}.shape", found, expected)
-
-
-class SealedWeights(ExpertWeights):
-    """Quantized copies without biases: fields cannot be set again, tensors, which nobody else has, keep their memory.
-
-    So who has looked at their addresses need not look again while it is given the same object.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field once."""
-        if name in self.__dict__:
-            raise AttributeError(f"{name} of sealed weights cannot be set: use dataclasses.replace")
-        super().__setattr__(name, value)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""What a launch of ours needs on the host besides its arguments: the order of launches on a device, and quick ways
-to look at tensors and make them.
-"""
+"""What a launch of ours needs on the host besides its arguments: the order of launches on a device, memory for y."""
 
 from __future__ import annotations
 
@@ -93,28 +91,3 @@ def refuse_capture(instead: str) -> None:
     """Raise MegaMoEError, which says what to do instead, where a CUDA graph is being captured."""
     if torch.cuda.is_current_stream_capturing():
         raise MegaMoEError(instead)
-
-
-def alike(*tensors: Tensor) -> Callable[..., bool]:
-    """Return a function that says whether other tensors have the shapes, strides, types and devices of these.
-
-    By what dynamo's guards call, in a third of the time that Python takes to look at them. It may also say no for
-    a reason that does not matter here, such as another mode of autograd.
-    """
-    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
-    if guards is None:
-        facts = _facts(tensors)
-        return lambda *others: _facts(others) == facts
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    check: Callable[..., bool] = found.check
-    return check
-
-
-def never(*_: Any) -> bool:
-    """Say that nothing is like what was seen before."""
-    return False
-
-
-def _facts(tensors: tuple[Tensor, ...]) -> list[Any]:
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]

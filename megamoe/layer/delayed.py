@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -12,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megamoe.backends.call import Needs, Wanted
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
 from megamoe.layer.backward import gradients
+from megamoe.layer.inputs import Inputs
 from megamoe.layer.runtime import Runtime
 
 NAMES = ("w13", "w2", "b13", "b2")
@@ -29,17 +30,14 @@ class _Pending:
 
     weights: ExpertWeights
     dy: Tensor | None
-    inputs: Sequence[Any]
+    inputs: Inputs
     state: Tensor | None
     versions: list[int]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        names = ("dy", "x", "topk_ids", "topk_weights", *NAMES, "w13_scale", "w2_scale")
-        given = zip(
-            (*names, "num_tokens_device", "state"), (self.dy, *self.inputs, self.state), strict=True
-        )
-        return [(name, t) for name, t in given if t is not None]
+        further = [("dy", self.dy), ("state", self.state)]
+        return [(name, t) for name, t in further if t is not None] + self.inputs.named()
 
     def check(self) -> None:
         """Raise ArgumentError where a tensor is not what it was."""
@@ -86,7 +84,7 @@ class Delayed:
         return len(self._queue)
 
     def add(
-        self, weights: ExpertWeights, dy: Tensor | None, inputs: Sequence[Any], state: Tensor | None
+        self, weights: ExpertWeights, dy: Tensor | None, inputs: Inputs, state: Tensor | None
     ) -> None:
         """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
         pending = _Pending(weights, None if dy is None else dy.detach(), inputs, state, [])
@@ -111,26 +109,24 @@ class Delayed:
                 )
             pending = self._queue[0]
             pending.check()
-            given = [getattr(pending.weights, name) for name in NAMES]
-            wanted = [w is not None and w.requires_grad for w in given]
+            given = {name: getattr(pending.weights, name) for name in NAMES}
+            asked = {name: w is not None and w.requires_grad for name, w in given.items()}
             if self._adding:
-                into = main_grad.targets(pending.weights, wanted[:2])
+                into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]))
         except ArgumentError:
             runtime.refuse()
             raise
         self.forget(1)
-        if not any(wanted):
+        if not any(asked.values()):
             return
         with torch.no_grad():
-            needs = [False, False, *wanted]
-            passed = pending.dy, pending.inputs, pending.state
-            found = gradients(runtime, *passed, needs, into, only_weights=True)[2:]
+            wanted = Wanted(Needs(False, False, **asked), into, only_weights=True)
+            found = gradients(runtime, pending.inputs, pending.dy, pending.state, wanted)._asdict()
         for name in into:
-            w: Any = getattr(pending.weights, name)
+            w: Any = given[name]
             joint = getattr(w, "joint_main_grad", None)
-            made = main_grad.added(w) if joint is None else joint.nothing(w)
-            found[NAMES.index(name)] = made
-        pairs = [(w, g) for w, g in zip(given, found, strict=True) if g is not None]
+            found[name] = main_grad.added(w) if joint is None else joint.nothing(w)
+        pairs = [(w, found[name]) for name, w in given.items() if found[name] is not None]
         if pairs:
             torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
 

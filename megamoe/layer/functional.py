@@ -1,4 +1,4 @@
-"""What a call may bring: argument checks; and what runs it: the table of backends, what "auto" means."""
+"""What runs a layer: the table of backends, their options, what "auto" means."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from megamoe.backends.statistics import Statistics
+from megamoe.backends.call import Backend
 from megamoe.core import env
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.core.errors import ConfigError
 from megamoe.group.group import Facts, Group
 from megamoe.group.hosts import host_name, spans_hosts
 from megamoe.launch.layout import check_window
@@ -32,120 +29,9 @@ BACKENDS = {
     "emulate": ("megamoe.backends.emulate", "EmulateBackend"),
     "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
 }
-# what the constructors of the backends take besides problem, group and device
-OPTIONS = (
-    *("window", "reserve_sms", "pool_rows", "timeout_s", "pdl", "profile"),
-    *("step_blocks", "num_ctas", "rounding"),
-)
-
-
-class Backend(Protocol):
-    """What every backend offers. Everything, Backend(problem, group) too, is collective.
-
-    state_bytes: of what a training forward saves; 0: without one, `staged` recomputes the backward pass.
-    """
-
-    state_bytes: int
-
-    def forward(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return y [T, H] bf16. Ranks may bring x in bf16 or, where the precision stores it so, quantized."""
-
-    def forward_train(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Return y, the same bits as forward's, and the call's state [state_bytes] uint8, which may move."""
-
-    def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        topk_ids: Tensor,
-        weights: ExpertWeights,
-        state: Tensor,
-        needs: Sequence[bool],
-        *,
-        num_tokens_device: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-        only_weights: bool = False,
-        turned: TurnedWeights | None = None,
-    ) -> list[Tensor | None]:
-        """Return dx [T, H] bf16, d_topk_weights [T, K] fp32, dw13, dw2 bf16 like the masters, db13, db2 fp32.
-
-        dy, x: [T, H] bf16, contiguous. weights: as the caller of the layer has them, bf16 masters wherever w13 or w2
-        need a gradient. turned: what is multiplied in FP8, of the same weights. state: unchanged.
-        needs: a flag for each; None in the list where it is False, and for "w13", "w2" of `into`: tensors like the
-        masters, fp32 or bf16, that these gradients are added to. Where both are needed, both are in `into` or none.
-        only_weights: no rank needs the first two in this pass; a backend may leave out what makes them.
-        """
-
-    def statistics(self) -> Statistics:
-        """Return what the last forward did, without waiting for it."""
-
-    def prepare(self, weights: ExpertWeights) -> None:
-        """Compile, allocate, map: everything that a first forward would otherwise do."""
-
-    def close(self) -> None:
-        """Free what is shared with other ranks, after a barrier of the group."""
-
-
-def check_call(
-    problem: Problem,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    out: Tensor | None = None,
-    num_tokens_device: Tensor | None = None,
-    x_scale: Tensor | None = None,
-) -> None:
-    """Raise ArgumentError unless the tensors of one call fit the problem. Reads no contents."""
-    stored = problem.formats.x
-    if x_scale is not None and not stored.scaled:
-        raise ArgumentError("x_scale", "given", f"None with precision {problem.precision!r}")
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        value = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ArgumentError("x.shape", value, f"[T, {problem.hidden}]")
-    tokens, device = x.shape[0], x.device
-    dtype = torch.bfloat16 if x_scale is None else stored.dtype
-    check_tensor("x", x, (tokens, problem.hidden), dtype, device)
-    if x_scale is not None:
-        groups = stored.scale_shape(tokens, problem.hidden)
-        check_tensor("x_scale", x_scale, groups, torch.float32, device)
-    if tokens > problem.max_tokens:
-        raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {problem.max_tokens}")
-    routes = (tokens, problem.top_k)
-    check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
-    check_tensor("topk_weights", topk_weights, routes, torch.float32, device)
-    if out is not None:
-        check_tensor("out", out, (tokens, problem.hidden), torch.bfloat16, device)
-        check_overlap(out, x)
-    if num_tokens_device is not None:
-        check_tensor("num_tokens_device", num_tokens_device, (1,), torch.int32, device)
-
-
-def overlap(out: Tensor, x: Tensor) -> bool:
-    """Whether `out` shares some memory with x but is not x: a row could be overwritten before it was read."""
-    first, second = out.data_ptr(), x.data_ptr()
-    shifted = first != second or out.element_size() != x.element_size()  # rows of e4m3 are shorter
-    return shifted and first < second + x.nbytes and second < first + out.nbytes
-
-
-def check_overlap(out: Tensor, x: Tensor) -> None:
-    """Raise ArgumentError where they overlap in part. Compiled, y is made first and then copied."""
-    if not torch.compiler.is_compiling() and overlap(out, x):
-        raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")
+# what the constructors of the backends take besides problem, group and device: users, and who works on megamoe
+OPTIONS = ("window", "reserve_sms", "pool_rows", "timeout_s")
+DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding")
 
 
 def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
@@ -290,7 +176,7 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     env.timeout_s(options.get("timeout_s"))
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
-    for option in options.keys() - set(OPTIONS):
+    for option in options.keys() - {*OPTIONS, *DEVELOPERS_OPTIONS}:
         raise ConfigError("option", repr(option), "one of " + ", ".join(OPTIONS))
     size = 1 if group is None else Group.of(group).size
     if size != problem.ep_size:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import Call, check_call, check_overlap
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.core.uncompiled import uncompiled
@@ -19,23 +20,17 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import ALONE, Facts, Group
 from megamoe.layer import main_grad
-from megamoe.layer.autograd import apply, apply_quantized, refuse_tangents, watched
+from megamoe.layer.autograd import How, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
-from megamoe.layer.functional import (
-    Opening,
-    check_call,
-    check_options,
-    check_overlap,
-    open_backend,
-    resolve,
-)
-from megamoe.layer.known import KnownCalls, records, tensors_of, unsaved
+from megamoe.layer.functional import Opening, check_options, open_backend, resolve
+from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.moves import Placed
 from megamoe.layer.placement import ExpertPlacement
 from megamoe.layer.replicas import Replicas
 from megamoe.layer.rows import Weighting, rows_of, scales_of
-from megamoe.layer.runtime import Opened, Runtime, flat
+from megamoe.layer.runtime import Opened, Runtime
 from megamoe.layer.shards import Distinct
+from megamoe.layer.signature import Signature, Signatures, records, watched
 
 log = logging.getLogger("megamoe")
 
@@ -82,7 +77,7 @@ class Layer(Opened, Placed):
         Not inside torch.compile.
     placement: redundant experts. `problem` and topk_ids are of logical experts, `weights` of this rank's slots, whose
         gradients are those of their experts; layer.problem counts slots as experts.
-    options: those of make_backend.
+    options: those of README, "Options".
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
     set of weights: a layer that is called with several in turn quantizes at each change.
@@ -132,7 +127,8 @@ class Layer(Opened, Placed):
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
-        self._known = KnownCalls()
+        self._signatures = Signatures()
+        self._weighs = self._weighting != Weighting()
 
     def __call__(
         self,
@@ -161,25 +157,103 @@ class Layer(Opened, Placed):
         """
         if self._replicas is not None:
             topk_ids = self._replicas.slots(topk_ids)
-        runtime, rows = self._runtime, x if x_scale is None else QuantizedRows(x, x_scale)
-        if (
-            runtime is not None
-            and not torch.compiler.is_compiling()
-            and self._known.has(rows, topk_ids, topk_weights, weights, num_tokens_device, out)
-        ):
-            if not records(x, topk_weights, weights):
-                with runtime.lock:
-                    mine = runtime.weights(weights)
-                    call = rows, topk_ids, topk_weights, mine, num_tokens_device, out
-                    return runtime.backend.forward(*call)
-            saved = x, topk_ids, topk_weights
-            trains = out is None and x_scale is None and self.problem.formats.trains
-            if trains and unsaved(saved, num_tokens_device, weights) is None:
-                call = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device
-                if self._elsewhere:
-                    return self._uncompiled(weights, (*call, runtime.state_bytes), True)
-                return apply(*call, runtime.state_bytes, True)
+        if self._runtime is not None and not torch.compiler.is_dynamo_compiling():
+            further = weights, num_tokens_device, out, x_scale
+            known = self._signatures.find(x, topk_ids, topk_weights, *further)
+            if known is not None:
+                if not (known.requires_grad and torch.is_grad_enabled()):
+                    return self._launch(x, topk_ids, topk_weights, *further, known)
+                if known.trains and out is None:
+                    return self._record(x, topk_ids, topk_weights, *further, known)
         return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+
+    def _launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+        x_scale: Tensor | None,
+        known: Signature,
+    ) -> Tensor:
+        """Make a call that was checked: contiguous, without gradients, and nobody has to see operators."""
+        runtime, shape = self._runtime, None
+        assert runtime is not None
+        if self._weighs:
+            x, topk_weights, x_scale = self._weighted(
+                x, topk_ids, topk_weights, num_tokens_device, x_scale
+            )
+        if x.dim() != 2:
+            shape = x.shape
+            x, topk_ids, topk_weights = flat(x), flat(topk_ids), flat(topk_weights)
+            x_scale = None if x_scale is None else flat(x_scale)
+        rows = x if x_scale is None else QuantizedRows(x, x_scale)
+        y = out if out is None or shape is None else flat(out)
+        with runtime.lock:
+            mine = runtime.weights(weights, known=known)
+            call = Call(rows, topk_ids, topk_weights, mine, num_tokens_device, y, known)
+            y, _ = runtime.backend.forward(call)
+        if out is not None:
+            return out
+        return y if shape is None else y.view(shape)
+
+    def _record(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: None,
+        x_scale: None,
+        known: Signature | None,
+    ) -> Tensor:
+        """Make a call that was checked, whose gradients are recorded. known: None where somebody sees the operators."""
+        runtime = self._runtime
+        assert runtime is not None
+        if self._weighs:
+            x, topk_weights, _ = self._weighted(x, topk_ids, topk_weights, num_tokens_device, None)
+        inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device)
+        if known is None and not self._elsewhere:
+            return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
+        adding, direct = self.accumulate_into_main_grad, known is not None
+        further = weights, adding, self._delayed, known
+        how = How(runtime.handle, runtime.state_bytes, direct, *further)
+        return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
+
+    @uncompiled(
+        "a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
+        "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
+    )
+    def _uncompiled(self, inputs: Inputs, how: How) -> Tensor:
+        """Make the call; its gradients of weights are added to their main_grad, or wait."""
+        assert how.weights is not None
+        try:
+            if how.adding:
+                main_grad.check(how.weights)
+            if how.delayed is not None:
+                how.delayed.check()
+        except ArgumentError as error:
+            self.refuse(error)
+            raise
+        return record(inputs, how)
+
+    def _weighted(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_tokens_device: Tensor | None,
+        x_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return x, topk_weights and x_scale that the layer computes with."""
+        call = topk_ids, topk_weights, num_tokens_device
+        if x_scale is None:
+            return *self._weighting.apply(self.problem, x, *call), None
+        x_scale, topk_weights = self._weighting.apply(self.problem, x_scale, *call)
+        return x, topk_weights, x_scale
 
     def _checked(
         self,
@@ -191,48 +265,29 @@ class Layer(Opened, Placed):
         out: Tensor | None,
         x_scale: Tensor | None,
     ) -> Tensor:
-        given = [x, topk_ids, topk_weights, x_scale]
+        """Check a call, and make it."""
+        given = x, topk_ids, topk_weights, x_scale
         traced = torch.compiler.is_compiling() and self._runtime is not None
         try:
-            x, topk_ids, topk_weights = rows_of(self.problem, *given[:3])
-            x_scale = scales_of(x, x_scale)
-            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
-            flat_out = None
+            rows = rows_of(self.problem, x, topk_ids, topk_weights)
+            x_scale = scales_of(rows[0], x_scale)
+            x, topk_ids, topk_weights = rows
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
                 check_overlap(out, x)
-                flat_out = flat(out)
-            scale = None if x_scale is None else flat(x_scale)
-            check_call(self.problem, *rows, None, num_tokens_device, scale)
-            call = topk_ids, topk_weights, num_tokens_device
-            if x_scale is None:
-                x, topk_weights = self._weighting.apply(self.problem, x, *call)
-            else:
-                x_scale, topk_weights = self._weighting.apply(self.problem, x_scale, *call)
-            rows = [flat(t) for t in (x, topk_ids, topk_weights)]
+            flattened: list[Any] = [flat(t) for t in rows]
+            if x_scale is not None:
+                flattened[0] = QuantizedRows(flattened[0], flat(x_scale))
+            check_call(self.problem, Call(*flattened, weights, num_tokens_device))
             self._check_weights(weights, x.device)
-            tensors = (x, topk_weights, *tensors_of(weights))
-            recording = records(x, topk_weights, weights)
-            if x_scale is not None:  # topk_weights may be a factor of it
-                tensors = (x_scale, *tensors)
-                recording = recording or records(x_scale, topk_weights, weights)
+            inputs = Inputs.of(*rows, weights, num_tokens_device, x_scale)
+            tensors = [t for _, t in inputs.named()]
+            recording = records(tensors)
             here, traced = traced, False  # an error from a graph would leave a transform open
             refuse_tangents(tensors)
             traced = here
-            if recording and out is not None:
-                raise ArgumentError("out", "given", "None while gradients are recorded")
-            if recording and x_scale is not None:
-                expected = "torch.no_grad() or inference_mode(): a quantized x has no gradient"
-                raise ArgumentError("gradients", "recorded", expected)
-            if recording and not self.problem.formats.trains:
-                name = f"precision {self.problem.precision!r}"
-                expected = f"torch.no_grad() or inference_mode(): {name} has no backward pass"
-                raise ArgumentError("gradients", "recorded", expected)
-            if recording and not torch.compiler.is_compiling():
-                name = unsaved((x, topk_ids, topk_weights), num_tokens_device, weights)
-                if name is not None:
-                    expected = "its clone() outside of torch.inference_mode(), where gradients are recorded"
-                    raise ArgumentError(name, "an inference tensor", expected)
+            if recording:
+                self._check_recorded(inputs, out)
         except ArgumentError as error:
             if traced:
                 assert self._runtime is not None
@@ -247,41 +302,39 @@ class Layer(Opened, Placed):
             raise
         if self._runtime is None:
             self._open(weights, "a first call")
+        known, further = None, (weights, num_tokens_device, out, x_scale)
+        plain = all(type(t) in _PLAIN for t in tensors)
+        if plain and not torch.compiler.is_compiling() and not watched():
+            known = self._signatures.find(*rows, *further)
+            if known is None:  # of what the checks made of x, topk_ids and topk_weights
+                saved = not any(t.is_inference() for t in tensors)
+                trains = self.problem.formats.trains and x_scale is None and saved
+                known = self._signatures.add(Signature(inputs, out, trains))
+        if recording:
+            return self._record(*rows, *further, known)
+        if known is not None:
+            return self._launch(*rows, *further, known)
         runtime = self._runtime
         assert runtime is not None
-        plain = not torch.compiler.is_compiling() and all(type(t) in _PLAIN for t in tensors)
-        direct = plain and not watched()
-        scale = None if x_scale is None else flat(x_scale)
-        first = rows[0] if scale is None else QuantizedRows(rows[0], scale)
-        if direct and all(a is b for a, b in zip((*rows, scale), given, strict=True)):
-            self._known.add(first, *rows[1:], weights, num_tokens_device, out)
-        if direct and not recording:
-            with runtime.lock:
-                mine = runtime.weights(weights)
-                y = runtime.backend.forward(first, *rows[1:], mine, num_tokens_device, flat_out)
-            return y.view(x.shape) if out is None else out
-        state_bytes = runtime.state_bytes if recording else 0
-        work = x, topk_ids, topk_weights, weights, runtime.handle, num_tokens_device, state_bytes
-        if recording and self._elsewhere:
-            return self._uncompiled(weights, work, direct)
-        y = apply(*work, direct) if x_scale is None else apply_quantized(x_scale, *work[:-1])
+        x, topk_weights, x_scale = self._weighted(*rows, num_tokens_device, x_scale)
+        inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
+        y = apply(inputs, runtime.handle)
         return y if out is None else out.copy_(y)
 
-    @uncompiled(
-        "a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
-        "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
-    )
-    def _uncompiled(self, weights: ExpertWeights, call: tuple[Any, ...], direct: bool) -> Tensor:
-        """Call the layer; its gradients of weights are added to their main_grad, or wait."""
-        try:
-            if self.accumulate_into_main_grad:
-                main_grad.check(weights)
-            if self._delayed is not None:
-                self._delayed.check()
-        except ArgumentError as error:
-            self.refuse(error)
-            raise
-        return apply(*call, direct, self.accumulate_into_main_grad, self._delayed)
+    def _check_recorded(self, inputs: Inputs, out: Tensor | None) -> None:
+        """Raise ArgumentError where the gradients of a call cannot be recorded."""
+        if out is not None:
+            raise ArgumentError("out", "given", "None while gradients are recorded")
+        without = "torch.no_grad() or inference_mode(): "
+        if inputs.x_scale is not None:
+            raise ArgumentError("gradients", "recorded", without + "a quantized x has no gradient")
+        if not self.problem.formats.trains:
+            name = f"precision {self.problem.precision!r}"
+            raise ArgumentError("gradients", "recorded", f"{without}{name} has no backward pass")
+        for name, t in inputs.named() if not torch.compiler.is_compiling() else ():
+            if t.is_inference():  # autograd does not save it: the other ranks would wait
+                expected = "its clone() outside of inference_mode(), where gradients are recorded"
+                raise ArgumentError(name, "an inference tensor", expected)
 
     def divide_weight_gradients(self, num_ranks: int) -> None:
         """Divide gradients of weights by num_ranks in every backward pass from now on, see average_expert_gradients."""
@@ -377,7 +430,7 @@ class Layer(Opened, Placed):
                 "its state_dict(), and make a layer on every rank to load it"
             )
         delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
-        return self.__dict__ | {"_runtime": None, "_known": KnownCalls(), "_delayed": delayed}
+        return self.__dict__ | {"_runtime": None, "_signatures": Signatures(), "_delayed": delayed}
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
@@ -386,7 +439,7 @@ class Layer(Opened, Placed):
             return
         self.ranks.begin("close()")  # a barrier that says who comes for something else
         self._runtime = None
-        self._known.clear()
+        self._signatures.clear()
         if self._delayed is not None and len(self._delayed):
             waiting = len(self._delayed)
             self._delayed.forget(waiting)

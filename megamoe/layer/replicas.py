@@ -19,7 +19,7 @@ that it lacks, once, and copies the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.backends.call import Gradients, Wanted
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
 from megamoe.formats.weights import ExpertWeights
@@ -70,29 +71,24 @@ class Replicas:
 
     @torch.no_grad()
     def summed(
-        self,
-        make: Callable[[], list[Tensor | None]],
-        needs: Sequence[bool],
-        into: Mapping[str, Tensor],
-        mark: Mark,
-        device: torch.device,
-    ) -> list[Tensor | None]:
-        """Return the gradients that make() returns, of w13, w2, b13, b2 summed over replicas. Collective.
+        self, make: Callable[[], Gradients], wanted: Wanted, mark: Mark, device: torch.device
+    ) -> Gradients:
+        """Return the gradients that make() returns, those of weights summed over replicas. Collective.
 
-        needs: flags of those four. into: "w13", "w2" -> what make() adds to. Raises RankMismatch, before anything is
-        made, where ranks need gradients of other tensors: looked at once for each choice.
+        wanted: what make() makes. Raises RankMismatch, before anything is made, where ranks need gradients of other
+        tensors: looked at once for each choice.
         """
-        self._agree(tuple(needs), mark, device)
+        self._agree(wanted.needs.of_weights, mark, device)
         if self._sums is None or self._sums.device != device:
             self._sums = _Sums(self.placement, self.problem, device)
-        sums = self._sums
+        sums, into = self._sums, wanted.into
         before = {name: target[sums.rows] for name, target in into.items()}
         for target in into.values():
             target.index_fill_(0, sums.rows, 0)
         try:
             found = make()
-            for name, grad in zip(WEIGHTS, found[2:], strict=True):
-                grad = into.get(name, grad)
+            for name in WEIGHTS:
+                grad = into.get(name, getattr(found, name))
                 if grad is not None:
                     sums.sum_(grad, self.group, before.get(name))
         except BaseException:

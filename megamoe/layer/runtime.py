@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import Backend
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
@@ -19,7 +20,6 @@ from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
 from megamoe.group.order import Mark
-from megamoe.layer.functional import Backend
 from megamoe.layer.replicas import Replicas
 
 
@@ -36,34 +36,38 @@ class Runtime:
     handle: Tensor = field(init=False)  # [] int64 on the CPU
     # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
     lock: Any = field(default_factory=threading.RLock)
-    state_bytes: int = field(init=False)  # that a training forward saves; 0: backward recomputes
+    state_bytes: int = field(init=False)  # that a forward keeps; 0: the backward pass recomputes
+    quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
     mean_over: int = 1  # ranks that gradients of weights are divided by
 
     def __post_init__(self) -> None:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.mark = getattr(self.backend, "mark", None) or self.group.mark(self.problem)
-        self.state_bytes = getattr(self.backend, "state_bytes", 0)
+        self.state_bytes = self.backend.state_bytes
+        self.quantizes = self.problem.formats.w.scaled
         _runtimes[number] = self
 
-    def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
+    def weights(
+        self, given: ExpertWeights, trains: bool = False, known: Any = None
+    ) -> ExpertWeights:
         """Return what the forward pass takes: fp8 masters quantized once per version.
 
-        trains: the backend's backward pass follows, which takes turned().
+        trains: the backend's backward pass follows, which takes turned(). known: as Call.known.
         """
-        if self.problem.formats.w.scaled and given.w13_scale is None:
-            return self.cache.weights(self.problem, given, trains)
+        if self.quantizes and given.w13_scale is None:
+            return self.cache.weights(self.problem, given, trains, known)
         return given
 
     def turned(self, given: ExpertWeights) -> TurnedWeights | None:
         """Return what the backward pass multiplies where it is not the weights themselves."""
-        if self.problem.formats.w.scaled:
+        if self.quantizes:
             return self.cache.turned(self.problem, given)
         return None
 
     def refuse(self) -> None:
         """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
-        getattr(self.backend, "refuse", nothing)()
+        self.backend.refuse()
 
 
 class Opened:
@@ -87,9 +91,8 @@ class Opened:
 
     def check(self) -> None:
         """Wait for the device; raise the fault of a launch, if there is one."""
-        pending = getattr(self._runtime and self._runtime.backend, "check", None)
-        if pending is not None:
-            pending()
+        if self._runtime is not None:
+            self._runtime.backend.check()
 
     def statistics(self) -> Statistics:
         """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
@@ -110,12 +113,13 @@ class Opened:
         It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
         """
         self.ranks.begin("reset()")
-        getattr(self._runtime and self._runtime.backend, "reset", nothing)()
+        if self._runtime is not None:
+            self._runtime.backend.reset()
 
     @property
     def needs_close(self) -> bool:
         """Whether close() has something to free together with other ranks."""
-        return self._runtime is not None and getattr(self._runtime.backend, "needs_close", False)
+        return self._runtime is not None and self._runtime.backend.needs_close
 
 
 def is_open(layer: Opened) -> bool:
@@ -133,12 +137,3 @@ def runtime_of(handle: Tensor) -> Runtime:
     if runtime is None:
         raise MegaMoEError(f"the layer of handle {int(handle)} is closed or was deleted")
     return runtime
-
-
-def nothing() -> None:
-    """What a backend does that bounds its own waits."""
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """[..., N] -> [T, N]."""
-    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])

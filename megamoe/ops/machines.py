@@ -12,7 +12,7 @@ import torch
 
 from megamoe.backends.emulated_rank import encode_emulated
 from megamoe.backends.emulation import REPORT_BYTES, EmulationError, load_kernel
-from megamoe.backends.kernels import PAIR_CTAS, why_not
+from megamoe.backends.kinds import PAIR_CTAS, why_not
 from megamoe.core import env
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant

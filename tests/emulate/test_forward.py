@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megamoe.backends.call import Call
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.emulation import Emulation, EmulationError
 from megamoe.backends.reference.layer import forward
@@ -427,7 +428,7 @@ def test_backend_alone() -> None:
     backend.prepare(weights[0])
     out = torch.empty_like(inputs[0].x)
     i = inputs[0]
-    y = backend.forward(i.x, i.topk_ids, i.topk_weights, weights[0], out=out)
+    y, _ = backend.forward(Call(i.x, i.topk_ids, i.topk_weights, weights[0], out=out))
     assert y is out
     assert_close(y, reference(problem, inputs, weights)[0], relative=TOLERANCE["bf16"])
     backend.close()
@@ -440,7 +441,8 @@ def test_backend_of_threads() -> None:
     def rank_main(rank: int, group: ThreadGroup) -> None:
         backend = EmulateBackend(replace(problem, rank=rank), group)
         i = inputs[rank]
-        results[rank] = backend.forward(i.x, i.topk_ids, i.topk_weights, weights[rank])
+        call = Call(i.x, i.topk_ids, i.topk_weights, weights[rank])
+        results[rank], _ = backend.forward(call)
 
     threads = [
         threading.Thread(target=rank_main, args=pair) for pair in enumerate(ThreadGroup.create(2))

@@ -29,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megamoe.backends.emulation import Emulation, EmulationError
-from megamoe.backends.kernels import rows_of_forward
+from megamoe.backends.kinds import rows_of_forward
 from megamoe.backends.reference import forward
 from megamoe.core.config import Activation, Problem
 from megamoe.core.table import NVFP4_GROUP

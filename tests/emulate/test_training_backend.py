@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from training_cases import Call, zeros
+from training_cases import Call as OfRanks
+from training_cases import zeros
 
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.emulation import Emulation
 from megamoe.core.config import Problem
@@ -18,7 +20,6 @@ from megamoe.formats.weights import TurnedWeights
 from megamoe.group.group import ThreadGroup
 from megamoe.testing.layouts import LAYOUTS
 
-ALL = (True,) * 6
 PROBLEM = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32, bias=True)
 
 
@@ -44,7 +45,7 @@ def on_ranks(problem: Problem, call: Any) -> list[Any]:
 def test_ranks_as_threads(precision: str) -> None:
     """Two microbatches in flight, gradients written and added, masters of another layout."""
     problem = replace(PROBLEM, precision=precision)
-    calls = [Call.make(problem, [20, 9], seed=seed) for seed in range(2)]
+    calls = [OfRanks.make(problem, [20, 9], seed=seed) for seed in range(2)]
     emulation = Emulation(problem)
     expected = []
     for c in calls:
@@ -55,19 +56,20 @@ def test_ranks_as_threads(precision: str) -> None:
         states, grads = [], []
         for c, (ys, _) in zip(calls, expected, strict=True):
             x, ids, scores = (column[rank] for column in c.routed)
-            y, state = backend.forward_train(x, ids, scores, c.weights[rank])
+            y, state = backend.forward(Call(x, ids, scores, c.weights[rank]), keep=True)
             assert torch.equal(y, ys[rank])
             assert (state.dtype, state.shape) == (torch.uint8, (backend.state_bytes,))
             states.append(state)
         into = {"w13": zeros(calls[0].masters[rank].w13), "w2": zeros(calls[0].masters[rank].w2)}
         for i in (0, 1):
             c, master = calls[i], LAYOUTS["interleaved"](calls[i].masters[rank])
-            x, ids, _ = (column[rank] for column in c.routed)
-            needs = ALL if i == 0 else (True, False, True, True, False, True)
-            options = {} if i == 0 else {"into": into}
+            given = Call(*(column[rank] for column in c.routed), master)
+            needs = Needs() if i == 0 else Needs(True, False, True, True, False, True)
+            wanted = Wanted(needs, {} if i == 0 else into)
             if precision == "fp8":
-                options["turned"] = TurnedWeights.of(backend.problem, c.weights[rank])
-            grads.append(backend.backward(c.dys[rank], x, ids, master, states[i], needs, **options))
+                turned = TurnedWeights.of(backend.problem, c.weights[rank])
+                wanted = wanted._replace(turned=turned)
+            grads.append(backend.backward(given, c.dys[rank], states[i], wanted))
             if i == 0:
                 assert grads[0][2].shape == master.w13.shape
                 assert grads[0][2].stride() == torch.empty_like(master.w13).stride()
@@ -88,20 +90,21 @@ def test_ranks_as_threads(precision: str) -> None:
 def test_weights_of_another_precision_are_refused() -> None:
     """Codes taken for bf16 numbers would be garbage, and so would bf16 numbers taken for codes."""
     problem = replace(PROBLEM, ep_size=1, precision="fp8")
-    call, backend = Call.make(problem, [4]), EmulateBackend(problem)
-    x, ids, scores = (column[0] for column in call.routed)
-    _, state = backend.forward_train(x, ids, scores, call.weights[0])
+    call, backend = OfRanks.make(problem, [4]), EmulateBackend(problem)
+    rows = [column[0] for column in call.routed]
+    given, dy = Call(*rows, call.masters[0]), call.dys[0]
+    _, state = backend.forward(Call(*rows, call.weights[0]), keep=True)
     turned = TurnedWeights.of(problem, call.weights[0])
     with pytest.raises(ArgumentError, match="turned is None"):
-        backend.backward(call.dys[0], x, ids, call.masters[0], state, ALL)
+        backend.backward(given, dy, state, Wanted())
     wrong = replace(turned, w2=turned.w2.bfloat16())
     with pytest.raises(ArgumentError, match="turned.w2.dtype"):
-        backend.backward(call.dys[0], x, ids, call.masters[0], state, ALL, turned=wrong)
+        backend.backward(given, dy, state, Wanted(turned=wrong))
     with pytest.raises(ArgumentError, match="weights.w13.dtype"):
-        backend.backward(call.dys[0], x, ids, call.weights[0], state, ALL, turned=turned)
+        backend.backward(Call(*rows, call.weights[0]), dy, state, Wanted(turned=turned))
     with pytest.raises(ArgumentError, match="weights.w13_scale"):
         TurnedWeights.of(problem, call.masters[0])
     with pytest.raises(ArgumentError, match="weights.w13_scale|weights.w13"):
-        backend.forward_train(x, ids, scores, call.masters[0])
+        backend.forward(given, keep=True)
     with pytest.raises(ArgumentError, match="state"):
-        backend.backward(call.dys[0], x, ids, call.masters[0], state[:-256], ALL, turned=turned)
+        backend.backward(given, dy, state[:-256], Wanted(turned=turned))

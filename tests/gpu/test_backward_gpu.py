@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.backends import mega, reserve
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.mega import MegaBackend
 from megamoe.backends.reference.backward import backward as oracle
 from megamoe.backends.reference.route import route
@@ -54,16 +55,22 @@ class Case:
         )
         self.master = self.masters[rank]
         self.weights = self.master.quantized(self.problem)
-        self.turned = {}
+        self.turned = None
         if self.problem.formats.w.scaled:
-            self.turned = {"turned": TurnedWeights.of(self.problem, self.weights)}
+            self.turned = TurnedWeights.of(self.problem, self.weights)
 
-    def forward(self, backend, **options):
-        return backend.forward_train(self.x, self.ids, self.scores, self.weights, **options)
+    def plain(self, backend):
+        """Return y of a forward that keeps nothing."""
+        return backend.forward(Call(self.x, self.ids, self.scores, self.weights))[0]
 
-    def backward(self, backend, state, needs=ALL, **options):
-        call = self.dy, self.x, self.ids, self.master, state, needs
-        return backend.backward(*call, **self.turned, **options)
+    def forward(self, backend, num_tokens_device=None):
+        call = Call(self.x, self.ids, self.scores, self.weights, num_tokens_device)
+        return backend.forward(call, keep=True)
+
+    def backward(self, backend, state, needs=ALL, into=None, num_tokens_device=None):
+        call = Call(self.x, self.ids, self.scores, self.master, num_tokens_device)
+        wanted = Wanted(Needs(*needs), into or {}, turned=self.turned)
+        return list(backend.backward(call, self.dy, state, wanted))
 
     def step(self, backend, **options):
         y, state = self.forward(backend)
@@ -111,8 +118,7 @@ def test_gradients_and_their_bits(make, precision):
     case = Case(precision)
     backend = make(case)
     first = case.step(backend)
-    plain = backend.forward(case.x, case.ids, case.scores, case.weights)
-    assert same_bits(plain, first[0])
+    assert same_bits(case.plain(backend), first[0])
     _, state = case.forward(backend)  # kept: gate_up is in it
     gate_up = backend.intermediates()["gate_up"].clone()
     for name, got, expected in zip(NAMES, first[1:], case.oracle(gate_up), strict=True):

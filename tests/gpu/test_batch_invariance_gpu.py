@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import Problem, make_backend
+from megamoe import Problem
+from megamoe.backends.call import Call
 from megamoe.launch.layout import min_pool_rows
+from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
 
@@ -45,13 +47,14 @@ def of_rank(rank, precision, backend, device, sizes):
         layer = make_backend(backend, problem, group, device=device, **options)
         for case in cases(problem, watched):
             token, crowd = case if isinstance(case, tuple) else (None, case)
-            given, count = crowd.inputs[rank], torch.tensor([crowd.counts[rank]])
-            call = given.x, given.topk_ids, given.topk_weights, weights
-            y = layer.forward(*call, num_tokens_device=count.to(device, torch.int32))
+            given = crowd.inputs[rank]
+            count = torch.tensor([crowd.counts[rank]]).to(device, torch.int32)
+            call = Call(given.x, given.topk_ids, given.topk_weights, weights, count)
+            y, _ = layer.forward(call)
             (mine,) = torch.where(crowd.homes == rank)
             ours = y[crowd.rows[mine].to(device)].cpu()
             found.append((f"{crowd.name} {token} {options}", mine + (token or 0), ours))
-        getattr(layer, "check", lambda: None)()
+        layer.check()
         layer.close()
     return found
 

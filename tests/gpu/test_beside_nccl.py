@@ -23,7 +23,7 @@ def on_ranks(rank, gradients):
     group, side = dist.group.WORLD, torch.cuda.Stream()
     with torch.set_grad_enabled(gradients):
         backend = MegaBackend(case.problem, group, timeout_s=TIMEOUT_S)
-        backend.forward(case.x, case.ids, case.scores, case.weights)
+        case.plain(backend)
     piece, gathered = torch.zeros(1 << 20, device="cuda"), torch.zeros(2, 1 << 20, device="cuda")
 
     def gather(n):
@@ -33,15 +33,13 @@ def on_ranks(rank, gradients):
 
     y, state = case.forward(backend)
     gradients = case.backward(backend, state)
-    plain = backend.forward(case.x, case.ids, case.scores, case.weights)
+    plain = case.plain(backend)
     # The first launch without gradients of a layer made so takes its SMs and keeps them (docs/training.md).
     torch.cuda.synchronize()
     backend.window.group.barrier()
     gather(0)  # makes the communicator
     launches = {
-        "forward": (
-            lambda: [backend.forward(case.x, case.ids, case.scores, case.weights)], [plain]
-        ),
+        "forward": (lambda: [case.plain(backend)], [plain]),
         "train": (lambda: [case.forward(backend)[0]], [y]),
         "backward": (lambda: case.backward(backend, state), gradients),
     }  # fmt: skip

@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe import MegaMoE, Problem, make_backend
+from megamoe import MegaMoE, Problem
 from megamoe.backends import reference
+from megamoe.backends.call import Call
 from megamoe.launch.layout import BLOCK_ROWS, min_pool_rows
+from megamoe.layer.functional import make_backend
 from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.intermediates import StageChecker
 from megamoe.window.window import Window
@@ -57,7 +59,7 @@ class Layer:
     def call(self, backend, inputs):
         own = inputs[self.rank]
         mine = self.weights[self.rank]
-        return backend.forward(own.x, own.topk_ids, own.topk_weights, mine)
+        return backend.forward(Call(own.x, own.topk_ids, own.topk_weights, mine))[0]
 
     def oracle(self, inputs):
         names = ("x", "topk_ids", "topk_weights")
@@ -128,11 +130,12 @@ def graphs(layer: Layer) -> list[str]:
         mine = layer.weights[layer.rank]
         static = [t.clone() for t in (own.x, own.topk_ids, own.topk_weights)]
         count = torch.full((1,), MOST, dtype=torch.int32, device=DEVICE)
-        backend.forward(*static, mine, num_tokens_device=count)
+        call = Call(*static, mine, count)
+        backend.forward(call)
         backend.check()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y = backend.forward(*static, mine, num_tokens_device=count)
+            y, _ = backend.forward(call)
         for seed, routing in enumerate(("hot", "dropped", "uniform", "one_rank")):
             tokens = [max(0, MOST - 120 * ((seed + r) % 4)) for r in layer.ranks]
             inputs = layer.inputs(routing, tokens, seed + 1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megamoe.backends import reference
+from megamoe.backends.call import Call
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
@@ -81,6 +82,10 @@ def want(problem, call):
     return reference.forward(problem, [x], [ids], [scores], [weights])["y"][0].float()
 
 
+def y_of(backend, *call, **options):
+    return backend.forward(Call(*call, **options))[0]
+
+
 def close(y, expected):
     return (y.float() - expected).norm() / expected.norm() < 1e-2
 
@@ -88,26 +93,26 @@ def close(y, expected):
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_strided_weights_give_the_same_bits(precision, layout):
     _, backend, (*call, weights) = make(precision)
-    y = backend.forward(*call, weights)
+    y = y_of(backend, *call, weights)
     strided = LAYOUTS[layout](weights)
-    assert torch.equal(backend.forward(*call, strided), y)
+    assert torch.equal(y_of(backend, *call, strided), y)
     if layout == "interleaved":  # the same address, read otherwise
         other = replace(strided, w13=strided.w13.transpose(1, 2).flatten(1, 2))
         assert other.w13.data_ptr() == strided.w13.data_ptr()
-        assert not torch.equal(backend.forward(*call, other), y)
+        assert not torch.equal(y_of(backend, *call, other), y)
     backend.check()
     backend.close()
 
 
 def test_a_quantized_x_gives_the_same_bits():
     _, backend, (x, *rest) = make("fp8")
-    y = backend.forward(x, *rest)
+    y = y_of(backend, x, *rest)
     quantized = QuantizedRows(*quantize_rows(x))
-    assert torch.equal(backend.forward(quantized, *rest), y)
+    assert torch.equal(y_of(backend, quantized, *rest), y)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = backend.forward(quantized, *rest)
-    assert torch.equal(backend.forward(x, *rest), y)
+        captured = y_of(backend, quantized, *rest)
+    assert torch.equal(y_of(backend, x, *rest), y)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, y)
@@ -117,10 +122,10 @@ def test_a_quantized_x_gives_the_same_bits():
 
 def test_forward(precision):
     problem, backend, call = make(precision, profile=True)
-    y = backend.forward(*call)
+    y = y_of(backend, *call)
     backend.check()
     assert close(y, want(problem, call))
-    assert torch.equal(backend.forward(*call), y)
+    assert torch.equal(y_of(backend, *call), y)
     assert 0.3 < backend.clock_ghz() < 2.5
     assert set(backend.intermediates()) >= {"x_pool", "h", "y_rows", "partials", "route_rows"}
     backend.close()
@@ -128,12 +133,12 @@ def test_forward(precision):
 
 def test_passes_and_grid_do_not_change_bits(precision):
     problem, backend, call = make(precision)
-    y = backend.forward(*call)
+    y = y_of(backend, *call)
     from megamoe.backends.mega import MegaBackend
     from megamoe.launch.layout import min_pool_rows
 
     other = MegaBackend(problem, pool_rows=min_pool_rows(problem), reserve_sms=40)
-    assert torch.equal(other.forward(*call), y)
+    assert torch.equal(y_of(other, *call), y)
     other.check()
     with pytest.raises(ConfigError, match="profile"):
         other.clock_ghz()
@@ -143,13 +148,13 @@ def test_passes_and_grid_do_not_change_bits(precision):
 
 def test_streams_are_serialised(precision):
     problem, backend, call = make(precision)
-    y = backend.forward(*call)
+    y = y_of(backend, *call)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
     found = []
     for i in range(12):
         with torch.cuda.stream(streams[i % 3]):
-            found.append(backend.forward(*call))
+            found.append(y_of(backend, *call))
     backend.check()
     assert all(torch.equal(f, y) for f in found)
     backend.close()
@@ -161,12 +166,12 @@ def test_graphs_replay_with_new_inputs(precision, pdl):
     backend.prepare(call[3])
     x, ids, scores, weights = call
     count = torch.full((1,), x.shape[0], dtype=torch.int32, device="cuda")
-    backend.forward(*call)
+    y_of(backend, *call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = backend.forward(x, ids, scores, weights, num_tokens_device=count)
-        second = backend.forward(first, ids, scores, weights)
+        first = y_of(backend, x, ids, scores, weights, num_tokens_device=count)
+        second = y_of(backend, first, ids, scores, weights)
     for seed in range(3):
         torch.manual_seed(seed)
         x.copy_(torch.randn_like(x))
@@ -185,6 +190,6 @@ def test_graphs_replay_with_new_inputs(precision, pdl):
 
 def test_no_tokens(precision):
     _, backend, call = make(precision, tokens=0)
-    assert backend.forward(*call).shape == (0, 512)
+    assert y_of(backend, *call).shape == (0, 512)
     backend.check()
     backend.close()

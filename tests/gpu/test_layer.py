@@ -11,6 +11,7 @@ from megamoe.backends import reference
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.autograd import apply
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, make_inputs, same_bits
 
 pytestmark = pytest.mark.gpu
@@ -286,7 +287,7 @@ def test_close_and_reopen(make):
     layer.close()
     layer.close()
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
-        apply(*call_of(layer), weights, handle)
+        apply(Inputs.of(*call_of(layer), weights), handle)
     assert same_bits(layer(*call_of(layer)), y)
 
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe import ExpertWeights, Problem, make_backend
+from megamoe import ExpertWeights, Problem
+from megamoe.backends.call import Call
 from megamoe.backends.reference import forward
+from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs, make_weights
 
 E4M3, SIZE = torch.float8_e4m3fn, 64
@@ -44,9 +46,9 @@ def every_scale(backend, device, rows):
     ids, scores = (torch.full((rows, 1), v, device=device) for v in (0, 1.0))
     for exponent in range(16):
         w = weights_of(exponent)
-        y = layer.forward(x, ids, scores, moved(w, device))
+        y, _ = layer.forward(Call(x, ids, scores, moved(w, device)))
         dense = w.dense(PROBLEM, torch.bfloat16)
-        want = plain.forward(x, ids, scores, moved(dense, device))
+        want, _ = plain.forward(Call(x, ids, scores, moved(dense, device)))
         assert torch.equal(y.view(torch.int16), want.view(torch.int16)), exponent
         assert y.isfinite().all()
         assert y.any()
@@ -69,7 +71,7 @@ def test_a_nan_scale(rows, byte):
     w.w13_scale[0, 0, 0, 16 + 5] = byte  # row 1, columns 16 to 31
     x = torch.eye(SIZE, dtype=torch.bfloat16, device="cuda").repeat(2, 1)[:rows]
     ids, scores = (torch.full((rows, 1), v, device="cuda") for v in (0, 1.0))
-    y = layer.forward(x, ids, scores, w)
+    y, _ = layer.forward(Call(x, ids, scores, w))
     assert y[:, 1].isnan().all()  # NaN times 0 is NaN
     layer.close()
 
@@ -83,6 +85,6 @@ def test_against_the_reference(tokens):
     i = make_inputs(problem, tokens, device="cuda")
     call = i.x, i.topk_ids, i.topk_weights
     layer = make_backend("mega", problem, None, device="cuda")
-    y = layer.forward(*call, w)
+    y, _ = layer.forward(Call(*call, w))
     assert_close(y, forward(problem, *[[t] for t in call], [w])["y"][0], relative=4e-3)
     layer.close()

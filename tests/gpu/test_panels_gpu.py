@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from megamoe import ExpertWeights, Problem, activation_by_name, make_backend
+from megamoe import ExpertWeights, Problem, activation_by_name
+from megamoe.backends.call import Call
 from megamoe.launch import panels
+from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, same_bits
 
 NEVER = 1 << 20
@@ -49,7 +51,7 @@ def test_bits(name, binades, monkeypatch):
     found = []
     for mean_rows in (0, NEVER):
         layer = made(problem, mean_rows, monkeypatch)
-        found += [layer.forward(*call).clone() for _ in range(3)]
+        found += [layer.forward(Call(*call))[0].clone() for _ in range(3)]
         layer.close()
     assert found[0].isfinite().all()
     assert found[0].any()
@@ -60,20 +62,21 @@ def test_bits(name, binades, monkeypatch):
 def test_one_graph_of_few_rows_and_many(monkeypatch):
     problem, _ = CASES["odd sizes"]
     inputs = make_inputs(problem, problem.max_tokens, device="cuda")
-    call = inputs.x, inputs.topk_ids, inputs.topk_weights, random_weights(problem, 4)
     count = torch.full((1,), problem.max_tokens, dtype=torch.int32, device="cuda")
+    weights = random_weights(problem, 4)
+    call = Call(inputs.x, inputs.topk_ids, inputs.topk_weights, weights, count)
     plain, layer = made(problem, NEVER, monkeypatch), made(problem, 300, monkeypatch)
     with torch.no_grad():
         for each in (plain, layer):
-            each.forward(*call, num_tokens_device=count)
+            each.forward(call)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = layer.forward(*call, num_tokens_device=count)
+            y, _ = layer.forward(call)
         # Three rows a token, nine experts: panels from 901 on.
         for tokens in (1500, 700, 901, 1, 899, 1500):
             count.fill_(tokens)
             graph.replay()
-            expected = plain.forward(*call, num_tokens_device=count)
+            expected, _ = plain.forward(call)
             assert same_bits(y[:tokens], expected[:tokens]), tokens
             assert y[:tokens].any()
     for each in (plain, layer):

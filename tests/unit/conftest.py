@@ -61,6 +61,7 @@ def on_cpu():
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
 from megamoe.backends import mega
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.launch import launches
 from megamoe.window.window import Window
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, expected_weights
@@ -68,10 +69,12 @@ module.load_kernel = lambda variant, device: KERNEL
 module.compile_variant = lambda variant: None
 problem = Problem(272, 144, 7, 3, max_tokens=70, precision="fp8")
 weights = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(problem).items()})
+def y_of(backend, *arguments, **options):
+    return backend.forward(Call(*arguments, **options))[0]
 def call(backend, tokens=5, weights=weights, **options):
     x = torch.zeros(tokens, 272, dtype=torch.bfloat16)
     ids, scores = torch.zeros(tokens, 3, dtype=torch.int64), torch.zeros(tokens, 3)
-    return x, backend.forward(x, ids, scores, weights, **options)
+    return x, y_of(backend, x, ids, scores, weights, **options)
 """
 
 

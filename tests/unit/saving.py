@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from megamoe.backends.staged import StagedBackend, moe, without_rows_behind
+from megamoe.backends.call import Call, Gradients
+from megamoe.backends.staged import StagedBackend, moe
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.order import BACKWARD
 from megamoe.layer import functional
@@ -18,18 +19,13 @@ COMPLETE = 0x5A
 class Saving(StagedBackend):
     """state: COMPLETE, then ids (int32) and weights (fp32) of max_tokens tokens."""
 
-    calls: ClassVar[
-        list
-    ] = []  # of all instances: ("forward" | "forward_train", ) or ("backward", needs, weights, turned)
+    # of all instances: ("forward" | "train",) or ("backward", needs, weights, turned)
+    calls: ClassVar[list] = []
 
     def __init__(self, problem, group=None):
         super().__init__(problem, group)
         self.routes = problem.max_tokens * problem.top_k
         self.state_bytes = 16 + 8 * self.routes
-
-    def forward(self, *args):
-        self.calls.append(("forward",))
-        return super().forward(*args)
 
     def parts(self, state, tokens):
         routes = state[16:].view(2, 4 * self.routes)
@@ -37,58 +33,46 @@ class Saving(StagedBackend):
         ids = routes[0].view(torch.int32).view(shape)[:tokens]
         return ids, routes[1].view(torch.float32).view(shape)[:tokens]
 
-    def forward_train(self, x, topk_ids, topk_weights, weights, num_tokens_device=None):
-        self.calls.append(("forward_train",))
-        y = super().forward(x, topk_ids, topk_weights, weights, num_tokens_device)
+    def forward(self, call, keep=False):
+        self.calls.append(("train" if keep else "forward",))
+        y, nothing = super().forward(call, keep)
+        if not keep:
+            return y, nothing
         state = torch.empty(self.state_bytes, dtype=torch.uint8).fill_(0xFF)
-        ids, scores = self.parts(state, x.shape[0])
-        if num_tokens_device is not None:
-            topk_ids = without_rows_behind(topk_ids, num_tokens_device)
-        ids.copy_(topk_ids)
-        scores.copy_(topk_weights)
+        ids, scores = self.parts(state, call.x.shape[0])
+        ids.copy_(call.computed_ids())
+        scores.copy_(call.topk_weights)
         state[0] = COMPLETE
         return y, state
 
-    def backward(
-        self,
-        dy,
-        x,
-        topk_ids,
-        weights,
-        state,
-        needs,
-        *,
-        num_tokens_device=None,
-        into=None,
-        only_weights=False,
-        turned=None,
-    ):
-        self.calls.append(("backward", tuple(needs), weights, turned))
-        assert not (only_weights and any(needs[:2]))
-        assert self.problem.formats.w.scaled == (turned is not None)
+    def backward(self, call, dy, state, wanted):
+        needs, weights = wanted.needs, call.weights
+        self.calls.append(("backward", tuple(needs), weights, wanted.turned))
+        assert not (wanted.only_weights and any(needs[:2]))
+        assert self.problem.formats.w.scaled == (wanted.turned is not None)
         if weights.w13_scale is not None:
             weights = weights.dense(self.problem, torch.bfloat16)
         assert int(state[0]) == COMPLETE, "not the state of a forward pass"
         assert dy.is_contiguous()
         assert dy.data_ptr() % 16 == 0
         assert weights.w13.dtype == weights.w2.dtype == torch.bfloat16
-        ids, scores = self.parts(state.clone(), x.shape[0])
-        sources = (x, scores, weights.w13, weights.w2, weights.b13, weights.b2)
+        ids, scores = self.parts(state.clone(), call.x.shape[0])
+        sources = (call.x, scores, weights.w13, weights.w2, weights.b13, weights.b2)
         leaves = [
             None if source is None else source.detach().requires_grad_(need)
             for source, need in zip(sources, needs, strict=True)
         ]
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         with _recording_gradients():
-            mark, dense = self.mark.ints(BACKWARD), ExpertWeights(*leaves[2:])
-            y, _ = moe(self.problem, self.group, leaves[0], ids, leaves[1], dense, mark)
-            found = iter(torch.autograd.grad(y, wanted, dy, materialize_grads=True))
-        grads = [next(found) if any(leaf is w for w in wanted) else None for leaf in leaves]
+            again = Call(leaves[0], ids, leaves[1], ExpertWeights(*leaves[2:]))
+            y, _ = moe(self.problem, self.group, again, self.mark.ints(BACKWARD))
+            found = iter(torch.autograd.grad(y, asked, dy, materialize_grads=True))
+        grads = [next(found) if any(leaf is w for w in asked) else None for leaf in leaves]
         for index, name in ((2, "w13"), (3, "w2")):
-            if grads[index] is not None and name in (into or {}):
-                into[name].add_(grads[index])
+            if grads[index] is not None and name in wanted.into:
+                wanted.into[name].add_(grads[index])
                 grads[index] = None
-        return grads
+        return Gradients(*grads)
 
 
 functional.BACKENDS["saving"] = ("saving", "Saving")

@@ -35,7 +35,7 @@ class State:
         problem: Problem, number: int, state: Tensor, topk_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return topk_ids and topk_weights. Raise ArgumentError for a state of another layer or other routes."""
-        expected, room = f"that of a forward_train of this layer ({number})", problem.max_tokens
+        expected, room = f"one that a forward of this layer has kept ({number})", problem.max_tokens
         size = State.num_bytes(problem)
         if state.dtype != torch.uint8 or tuple(state.shape) != (size,):
             raise ArgumentError("state", f"{state.dtype} {list(state.shape)}", f"uint8 [{size}]")

@@ -9,6 +9,7 @@ from ambient import default_dtype
 from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
+from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.backends.reference.quant import quantize_experts
@@ -18,6 +19,7 @@ from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.layer.autograd import Runtime, apply
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 EDGES_BY_NAME = {edge.__name__: edge for edge in EDGES}
@@ -66,12 +68,13 @@ def by_reference(call, rank, group, count):
     backend = ReferenceBackend(problem, group)
     routes = call.ids[rank], call.scores[rank]
     forward_weights = weights.quantized(problem)
-    y, state = backend.forward_train(call.x[rank], *routes, forward_weights, count)
-    assert torch.equal(y, backend.forward(call.x[rank], *routes, forward_weights, count))
+    call_of_rank = Call(call.x[rank], *routes, forward_weights, count)
+    y, state = backend.forward(call_of_rank, keep=True)
+    assert torch.equal(y, backend.forward(call_of_rank)[0])
     assert tuple(state.shape) == (backend.state_bytes,)
-    needs = [True] * 4 + [problem.bias] * 2
-    call_of_rank = call.dy[rank], call.x[rank], call.ids[rank], weights
-    return backend.backward(*call_of_rank, state, needs)
+    wanted = Wanted(Needs(b13=problem.bias, b2=problem.bias))
+    given = Call(call.x[rank], *routes, weights)
+    return list(backend.backward(given, call.dy[rank], state, wanted))
 
 
 def by_staged(call, rank, group, count):
@@ -79,9 +82,8 @@ def by_staged(call, rank, group, count):
     leaves = [call.x[rank], call.scores[rank], *call.weights[rank].named().values()]
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     runtime = Runtime(problem, Group.of(group), StagedBackend(problem, group))
-    y = apply(
-        leaves[0], call.ids[rank], leaves[1], ExpertWeights(*leaves[2:]), runtime.handle, count
-    )
+    inputs = leaves[0], call.ids[rank], leaves[1], ExpertWeights(*leaves[2:]), count
+    y = apply(Inputs.of(*inputs), runtime.handle)
     y.backward(call.dy[rank])
     return [leaf.grad for leaf in leaves]
 
@@ -233,22 +235,23 @@ PROBLEM = Problem(48, 32, 5, 3, max_tokens=16, activation="swiglu_oai", bias=Tru
 
 
 def a_call(problem=PROBLEM, tokens=9):
-    """Return a backend, what its backward takes before the state, and the state."""
+    """Return a backend, what its backward takes before the state, call and dy, and the state."""
     backend = ReferenceBackend(problem)
     inputs, weights = make_inputs(problem, tokens), make_weights(problem, quantize=False)
     given = inputs.x, inputs.topk_ids, inputs.topk_weights
-    _, state = backend.forward_train(*given, weights.quantized(problem))
-    return backend, (inputs.x, inputs.x, inputs.topk_ids, weights), state
+    _, state = backend.forward(Call(*given, weights.quantized(problem)), keep=True)
+    return backend, (Call(*given, weights), inputs.x), state
 
 
 def test_gradients_are_added_where_asked_and_laid_out_as_the_masters():
     backend, call, state = a_call()
-    plain = backend.backward(*call, state, [True] * 6)
+    plain = backend.backward(*call, state, Wanted())
     assert all(g.dtype == torch.bfloat16 for g in (plain[0], plain[2], plain[3]))
-    some = backend.backward(*call, state, [False, True, False, True, False, True])
+    needs = Needs(False, True, False, True, False, True)
+    some = backend.backward(*call, state, Wanted(needs))
     assert [g is None for g in some] == [True, False] * 3
     main = {"w13": torch.ones(5, 64, 48), "b2": torch.ones(5, 48)}
-    added = backend.backward(*call, state, [True] * 6, into=main)
+    added = backend.backward(*call, state, Wanted(into=main))
     assert added[2] is added[5] is None
     assert torch.equal(added[4], plain[4])
     torch.testing.assert_close(main["w13"].sub(1).bfloat16(), plain[2], rtol=1e-2, atol=1e-5)
@@ -256,10 +259,12 @@ def test_gradients_are_added_where_asked_and_laid_out_as_the_masters():
     assert added[3].dtype == torch.bfloat16
 
     # gate and up rows interleaved, as GPT-OSS stores them
-    weights = call[3]
+    given, dy = call
+    weights = given.weights
     mixed = torch.empty(5, 32, 2, 48, dtype=torch.bfloat16).transpose(1, 2)
     mixed.copy_(weights.w13.unflatten(1, (2, 32)))
-    strided = backend.backward(*call[:3], replace(weights, w13=mixed), state, [True] * 6)
+    given = given._replace(weights=replace(weights, w13=mixed))
+    strided = backend.backward(given, dy, state, Wanted())
     assert strided[2].stride() == mixed.stride()
     assert torch.equal(strided[2].flatten(1, 2), plain[2])
 
@@ -269,20 +274,21 @@ def test_a_foreign_state_is_named():
     other, _, others_state = a_call()
     wrong = {
         "one that no forward completed": torch.zeros_like(state),
-        rf"that of layer {other.number}, expected that of .* \({backend.number}\)": others_state,
+        rf"that of layer {other.number}, expected one that a forward of .* \({backend.number}\)": others_state,
         r"torch.uint8 \[5\], expected uint8 \[\d+\]": state[:5],
         "torch.float32": state.float(),
     }
     for message, given in wrong.items():
         with pytest.raises(ArgumentError, match=f"state is {message}"):
-            backend.backward(*call, given, [True] * 6)
-    dy, x, ids, weights = call
+            backend.backward(*call, given, Wanted())
+    right, dy = call
+    x, ids, scores, weights, *_ = right
     with pytest.raises(ArgumentError, match="state is that of other topk_ids"):
-        backend.backward(dy, x, ids.flip(0), weights, state, [True] * 6)
+        backend.backward(right._replace(topk_ids=ids.flip(0)), dy, state, Wanted())
     with pytest.raises(ArgumentError, match="state is that of 9 tokens, expected one of 8"):
-        backend.backward(dy[:8], x[:8], ids[:8], weights, state, [True] * 6)
+        backend.backward(Call(x[:8], ids[:8], scores[:8], weights), dy[:8], state, Wanted())
     moved = torch.cat([state.new_zeros(1), state])[1:]  # offloaded and back: anywhere
-    assert backend.backward(dy, x, ids, weights, moved, [True] * 6)[0].any()
+    assert backend.backward(*call, moved, Wanted())[0].any()
 
 
 def refuse_on_rank_0(rank):
@@ -290,15 +296,17 @@ def refuse_on_rank_0(rank):
     problem, weights = replace(call.problem, rank=rank), call.weights[rank]
     backend = ReferenceBackend(problem, dist.group.WORLD)
     routes = call.ids[rank], call.scores[rank]
-    _, state = backend.forward_train(call.x[rank], *routes, weights)
-    arguments = call.dy[rank], call.x[rank], call.ids[rank], weights
-    given = torch.zeros_like(state) if rank == 0 else state
+    given = Call(call.x[rank], *routes, weights)
+    _, state = backend.forward(given, keep=True)
+    arguments = given, call.dy[rank]
+    of_rank = torch.zeros_like(state) if rank == 0 else state
     try:
-        backend.backward(*arguments, given, [True] * 6)
+        backend.backward(*arguments, of_rank, Wanted())
         first = None
     except (ArgumentError, RankMismatch) as error:
         first = f"{type(error).__name__}: {error}"
-    return first, backend.backward(*arguments, state, [True] * 4 + [False] * 2)[0]
+    wanted = Wanted(Needs(b13=False, b2=False))
+    return first, backend.backward(*arguments, state, wanted)[0]
 
 
 def test_a_foreign_state_on_one_rank_ends_the_call_on_all():
@@ -321,15 +329,15 @@ def test_quantization_of_the_oracle_has_the_bits_of_the_layers():
 def test_defaults_of_torch_are_not_followed():
     def gradients():
         backend, call, state = a_call(replace(PROBLEM, precision="fp8"))
-        return backend.backward(*call, state, [True] * 6)
+        return backend.backward(*call, state, Wanted())
 
     expected = gradients()
     with default_dtype(torch.float64):
         found = gradients()
         with torch.device("meta"):
             backend, call, state = a_call()
-    assert state.device == call[0].device
-    assert backend.backward(*call, state, [True] * 6)[2].any()
+    assert state.device == call[1].device
+    assert backend.backward(*call, state, Wanted())[2].any()
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)

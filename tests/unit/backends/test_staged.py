@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megamoe import ConfigError, Layer, MegaMoE
 from megamoe.backends import reference
+from megamoe.backends.call import Call
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import Problem
@@ -17,6 +18,7 @@ from megamoe.group.group import Group
 from megamoe.launch.layout import window_regions
 from megamoe.layer.autograd import Runtime, apply
 from megamoe.layer.functional import make_backend, why_not_mega
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 
@@ -75,9 +77,9 @@ def run_case(case, rank, group, device="cpu"):
         backend = StagedBackend(problem, group)
         if way == "operator":
             runtime = Runtime(problem, Group.of(group), backend)
-            y = apply(*arguments, runtime.handle)
+            y = apply(Inputs.of(*arguments), runtime.handle)
         else:
-            y = backend.forward(*arguments)
+            y, _ = backend.forward(Call(*arguments))
         y.backward(dy)
         results[way] = {"y": y.detach(), **{n: leaf.grad for n, leaf in leaves.items()}}
         results[way] = {n: t if t is None else t.cpu() for n, t in results[way].items()}
@@ -196,10 +198,10 @@ def test_num_tokens_device_and_out():
     arguments = inputs.x, inputs.topk_ids, inputs.topk_weights, weights
     for name in ("staged", "reference"):
         backend = make_backend(name, problem, device="cpu")
-        whole = backend.forward(*arguments)
+        whole, _ = backend.forward(Call(*arguments))
         out = torch.full_like(inputs.x, 7)
         count = torch.tensor([13], dtype=torch.int32)
-        y = backend.forward(*arguments, out=out, num_tokens_device=count)
+        y, _ = backend.forward(Call(*arguments, out=out, num_tokens_device=count))
         assert y is out
         assert torch.equal(y[:13], whole[:13])
         assert not y[13:].any()

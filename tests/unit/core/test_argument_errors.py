@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ambient import default_dtype
 
 from megamoe import Activation, ArgumentError, ConfigError, ExpertWeights, Layer, MegaMoE, Problem
+from megamoe.backends.call import Call
 from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 
@@ -70,7 +71,7 @@ def test_backends_refuse_weights_that_do_not_fit(backend, change, message):
     made = make_backend(backend, PROBLEM, device="cpu")
     i = make_inputs(PROBLEM, 4)
     with pytest.raises(ArgumentError, match=message):
-        made.forward(i.x, i.topk_ids, i.topk_weights, change(make_weights(PROBLEM)))
+        made.forward(Call(i.x, i.topk_ids, i.topk_weights, change(make_weights(PROBLEM))))
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 2), (20, 2), (4, 5, 1, 2), (2,)])

@@ -145,8 +145,7 @@ def test_environment(monkeypatch):
     assert env.reserve_sms() is None
     monkeypatch.setenv("MEGAMOE_TIMEOUT_S", "2.5")
     monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "4")
-    monkeypatch.setenv("MEGAMOE_PDL", "1")
-    assert (env.timeout_s(), env.reserve_sms(), env.pdl()) == (2.5, 4, True)
+    assert (env.timeout_s(), env.reserve_sms()) == (2.5, 4)
     for value in ("soon", "1e30", "inf", "nan", "0", "-1"):  # the kernel has 64 bits of nanoseconds
         monkeypatch.setenv("MEGAMOE_TIMEOUT_S", value)
         with pytest.raises(ConfigError, match=f"MEGAMOE_TIMEOUT_S is '{value}', expected a number"):
@@ -157,9 +156,11 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "inf")
     with pytest.raises(ConfigError, match="MEGAMOE_RESERVE_SMS is 'inf'"):
         env.reserve_sms()
-    monkeypatch.setenv("MEGAMOE_COMPILER", "gcc")
-    with pytest.raises(ConfigError, match="MEGAMOE_COMPILER is 'gcc', expected one of nvrtc, nvcc"):
-        env.compiler()
+    monkeypatch.setenv("MEGAMOE_TRANSPORT", "rdma")
+    with pytest.raises(
+        ConfigError, match="MEGAMOE_TRANSPORT is 'rdma', expected one of auto, symm"
+    ):
+        env.transport()
     assert all(v.meaning and name.startswith("MEGAMOE_") for name, v in env.TABLE.items())
 
 

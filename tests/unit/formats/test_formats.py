@@ -12,6 +12,7 @@ import torch
 from bench import compile_report, floors, sweep
 from bench.soak import layer as soak
 from megamoe.backends import reference
+from megamoe.backends.call import Call
 from megamoe.backends.staged import StagedBackend
 from megamoe.core import table
 from megamoe.core.config import Problem
@@ -114,7 +115,7 @@ def test_backends_refuse_an_unknown_format(
     weights = make_weights(problem)
     arguments = (inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
     with pytest.raises(ConfigError, match=f"format is '{stored.name}'"):
-        StagedBackend(problem).forward(*arguments)
+        StagedBackend(problem).forward(Call(*arguments))
     with pytest.raises(ValueError, match=f"format is '{stored.name}'"):
         reference.forward(problem, *[[a] for a in arguments])
     with pytest.raises(ConfigError, match="precision is 'dummy', expected one that has a kernel"):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends import reference
-from megamoe.backends.reference.backend import pack, unpack
+from megamoe.backends.call import Call
+from megamoe.backends.gathered import pack, unpack
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
@@ -18,6 +19,7 @@ from megamoe.core.planes import by_plane, map_strides, plane_strides
 from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import quantize_blockwise
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
@@ -33,7 +35,11 @@ def test_backends_give_the_bits_of_contiguous_weights(layout: str, precision: st
     assert strided.w13.stride() != weights.w13.stride()
     call = (inputs.x, inputs.topk_ids, inputs.topk_weights)
     staged = StagedBackend(problem)
-    assert torch.equal(staged.forward(*call, strided), staged.forward(*call, weights))
+
+    def y_of(w):
+        return staged.forward(Call(*call, w))[0]
+
+    assert torch.equal(y_of(strided), y_of(weights))
     columns = [[t] for t in call]
     found = reference.forward(problem, *columns, [strided])
     expected = reference.forward(problem, *columns, [weights])
@@ -41,7 +47,7 @@ def test_backends_give_the_bits_of_contiguous_weights(layout: str, precision: st
         assert torch.equal(found[name][0], expected[name][0])
     # the checks can fail: rows of the other order are another layer
     swapped = replace(strided, w13=by_plane(strided.w13, 2).flip(1))
-    assert not torch.equal(staged.forward(*call, swapped), staged.forward(*call, weights))
+    assert not torch.equal(y_of(swapped), y_of(weights))
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -89,11 +95,12 @@ def test_operators_state_the_layout_of_gradients(layout: str, precision: str) ->
     inputs, masters = make_inputs(problem, 8), make_weights(problem, quantize=False)
     e, layer = LAYOUTS[layout](masters), megamoe.Layer(problem, backend="staged")
     layer.prepare(e)
-    weights = (e.w13, e.w2, e.b13, e.b2, None, None)
-    call = (inputs.x, inputs.topk_ids, inputs.topk_weights, *weights, None, layer.handle)
-    torch.library.opcheck(torch.ops.megamoe.moe_forward.default, call)
+    call = Inputs.of(inputs.x, inputs.topk_ids, inputs.topk_weights, e)
+    for keep in (False, True):
+        given = (*call, layer.handle, 0, keep)
+        torch.library.opcheck(torch.ops.megamoe.moe_forward.default, given)
     needs = [True] * 6
-    gradient = (torch.ones_like(inputs.x), *call, needs)
+    gradient = (torch.ones_like(inputs.x), *call, layer.handle, needs)
     torch.library.opcheck(torch.ops.megamoe.moe_backward.default, gradient)
     layer.close()
 
@@ -255,6 +262,6 @@ def test_scales_of_one_column_may_have_any_stride() -> None:
     assert scale is not None
     assert scale.shape[-1] == 1
     turned = replace(weights, w2_scale=scale.as_strided(scale.shape, (*scale.stride()[:-1], 2)))
-    cls, packed = pack(turned)
-    assert torch.equal(packed["w2_scale"][0].view(torch.float32), scale)
-    assert torch.equal(unpack((cls, packed)).w2_scale, scale)
+    packed = pack(turned)
+    assert torch.equal(packed.w2_scale.numbers.view(torch.float32), scale)
+    assert torch.equal(unpack(packed).w2_scale, scale)

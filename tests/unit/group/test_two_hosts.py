@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-from megamoe import MegaMoE, UnreachablePeer, make_backend
+from megamoe import MegaMoE, UnreachablePeer
 from megamoe.group.hosts import spans_hosts
+from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs
 from megamoe.window.window import Window
 

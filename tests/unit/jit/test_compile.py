@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd  # partitions: fake kerne
 from megamoe import ArgumentError, Layer, MegaMoE, Problem
 from megamoe.formats.quantization import quantize_rows
 from megamoe.layer.autograd import apply
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, make_inputs, make_weights
 
 OPS = torch.ops.megamoe
@@ -27,19 +28,19 @@ def test_opcheck(precision):
     w = layer.expert_weights()
     x = inputs.x.clone().requires_grad_()
     count = torch.tensor([13], dtype=torch.int32)
-    weights = (w.w13, w.w2, w.b13, w.b2, None, None)
-    arguments = (x, inputs.topk_ids, inputs.topk_weights, *weights, count)
+    arguments = Inputs.of(x, inputs.topk_ids, inputs.topk_weights, w, count)
     handle = layer._layer.handle
-    torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle))
+    for keep in (False, True):
+        torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle, 0, keep))
     if precision == "fp8":
         q, scale = quantize_rows(inputs.x)
-        frozen = [a if a is None else a.detach() for a in arguments[1:]]
+        frozen = Inputs(*[a if a is None else a.detach() for a in arguments])
         kinds = (
             "test_faketensor",
             "test_autograd_registration",
         )  # others multiply e4m3, torch cannot
-        call = q, scale, *frozen, handle
-        torch.library.opcheck(OPS.moe_forward_quantized.default, call, test_utils=kinds)
+        call = *frozen._replace(x=q, x_scale=scale), handle, 0, False
+        torch.library.opcheck(OPS.moe_forward.default, call, test_utils=kinds)
     dy = torch.ones_like(inputs.x)
     detached = [a if a is None else a.detach() for a in arguments]
     needs = [True, False, True, True, False, True]
@@ -96,8 +97,9 @@ def test_closed_layer_is_a_named_error():
     handle = layer._layer.handle
     weights = layer.expert_weights()
     layer.close()
+    call = Inputs.of(inputs.x, inputs.topk_ids, inputs.topk_weights, weights)
     with pytest.raises(RuntimeError, match=f"the layer of handle {int(handle)} is closed"):
-        apply(inputs.x, inputs.topk_ids, inputs.topk_weights, weights, handle)
+        apply(call, handle)
 
 
 def test_layers_of_several_sizes_in_one_process():

@@ -16,7 +16,7 @@ from megamoe.jit.cubin import read_u32
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
 from megamoe.jit.module import check_abi
 from megamoe.jit.quantize import compile_quantize
-from megamoe.jit.source import ACTIVATIONS, QUANTIZE_SOURCE, Variant, variants
+from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
@@ -217,14 +217,3 @@ def test_the_drivers_cache_is_not_asked():
 def test_errors_show_the_compilers_first_words(tmp_path):
     with pytest.raises(CompileError, match=r"(?s)broken\.cu did not compile.*nonsense"):
         compile_source("int f() { return nonsense; }", name="broken.cu", directory=tmp_path)
-
-
-def test_nvcc_agrees(tmp_path, monkeypatch):
-    """The same text through nvcc: the quantization kernel, which is quick."""
-    if paths.find_tool("nvcc") is None:
-        pytest.skip("no nvcc")
-    monkeypatch.setenv("MEGAMOE_COMPILER", "nvcc")
-    result = compile_source(QUANTIZE_SOURCE, directory=tmp_path)
-    assert result.seconds > 0
-    assert result.spill_bytes == 0
-    assert "megamoe_quantize_weights" in result.log

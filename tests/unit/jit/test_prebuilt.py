@@ -11,7 +11,7 @@ from programs import run_code
 from megamoe.core.errors import AbiMismatch, CompileError, ConfigError
 from megamoe.jit import cache, compiler, paths, prebuilt
 from megamoe.jit.__main__ import main as jit
-from megamoe.jit.compiler import compile_source, compile_variant, prebuilt_flags
+from megamoe.jit.compiler import compile_source, compile_variant, every_flag
 from megamoe.jit.source import QUANTIZE, QUANTIZE_SOURCE, Variant
 
 VARIANT = Variant("fp8", "swiglu")
@@ -32,7 +32,7 @@ def cache_dir(tmp_path, monkeypatch):
 
 def write(folder, source=KERNEL):
     built = compile_source(source)
-    made = prebuilt.Made("tiny", source, prebuilt_flags(()), built.cubin, "here", built.log)
+    made = prebuilt.Made("tiny", source, every_flag(()), built.cubin, "here", built.log)
     prebuilt.write(folder, [made])
     return built
 
@@ -48,7 +48,7 @@ def exported(cache_dir, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    def missing(which):
+    def missing():
         raise CompileError("NVRTC is missing")
 
     monkeypatch.setattr(compiler, "compiler_version", missing)

@@ -168,9 +168,9 @@ def launched(max_tokens, precision, *tokens):
     backend, found = mega.MegaBackend(problem, device="cpu"), []
     for t in tokens:
         x, ids = torch.zeros(t, 288, dtype=torch.bfloat16), torch.zeros(t, 3, dtype=torch.int64)
-        y = backend.forward(x, ids, torch.zeros(t, 3), ExpertWeights(**made))
+        y = y_of(backend, x, ids, torch.zeros(t, 3), ExpertWeights(**made))
         expanded = argument("packed").own
-        found.append([backend._launcher.kernel is KERNELS[1], argument().num_tokens == t == len(y),
+        found.append([backend._forward.launcher.kernel is KERNELS[1], argument().num_tokens == t == len(y),
                       (expanded.rooms, expanded.above) == (7, 7 * 640)])
     backend.close()
     return found
@@ -197,17 +197,22 @@ print(json.dumps([found, few, asked, sorted(built)]))
 
 def test_weights_that_move_are_followed(run):
     seen = run("""
-from megamoe.formats.weights import SealedWeights
 with on_cpu():
     backend = mega.MegaBackend(problem, device="cpu")
-    def launched(w):  # whether the kernel was given these weights, as they are now
-        call(backend, weights=w)
+    def launched(w, known=None):  # whether the kernel was given these weights, as they are now
+        call(backend, weights=w, known=known)
         one, two = argument().gemm
         return [one.b.words[0], two.b.words[0], one.b_scale, two.b_scale] == [
             t.data_ptr() for t in (w.w13, w.w2, w.w13_scale, w.w2_scale)]
     named = weights.named()
-    sealed, plain = SealedWeights(**named), ExpertWeights(**{n: t.clone() for n, t in named.items()})
-    found = [launched(w) for w in (sealed, sealed, plain, sealed, plain)]
+    first, plain = ExpertWeights(**named), ExpertWeights(**{n: t.clone() for n, t in named.items()})
+    found = [launched(w) for w in (first, first, plain, first, plain)]
+    one, two = object(), object()  # as a layer has one for each call that it knows
+    for w, known in ((first, one), (first, one), (plain, two), (first, one), (plain, None), (first, one), (plain, two),
+                     (plain, two), (first, None), (plain, two)):
+        found.append(launched(w, known))
+    backend.prepare(first)
+    found.append(launched(plain, two))
     plain.w2.data = plain.w2.clone()
     found.append(launched(plain))
     plain.w13 = plain.w13.clone()
@@ -220,21 +225,136 @@ with on_cpu():
         call(backend, weights=plain)
         which = bytes(argument().gemm[1].b)[127]
         strides.append(maps()[which - 1]["strides"][0])
-    try:
-        sealed.w2 = plain.w2
-        found.append(False)
-    except AttributeError:
-        found.append(True)
 print(json.dumps([found, strides]))
 """)
-    assert seen == [[True] * 8, [144, 160, 144]]
+    assert seen == [[True] * 18, [144, 160, 144]]
+
+
+# A layer of backend="mega", its calls, and whether the kernel was told what each is.
+LAYER = """
+from megamoe import Layer
+from megamoe.layer import functional
+checks, check = [], Layer._checked
+def counted(self, *call):
+    checks.append(1)
+    return check(self, *call)
+class Inner:
+    def __init__(self, **options):
+        self.layer = Layer(problem, backend="mega", **options)
+    def __call__(self, w, tokens=5, dtype=torch.int64, lead=(), out=False, x=None, scale=None, count=None):
+        x = torch.zeros(*lead, tokens, 272, dtype=torch.bfloat16) if x is None else x
+        ids, scores = torch.zeros(*lead, tokens, 3, dtype=dtype), torch.zeros(*lead, tokens, 3)
+        y = torch.zeros(*lead, tokens, 272, dtype=torch.bfloat16) if out else None
+        made = self.layer(x, ids, scores, w, out=y, x_scale=scale, num_tokens_device=count)
+        got = argument()
+        one, two = got.gemm
+        mine = self.layer._runtime.weights(w)
+        return [
+            got.num_tokens == tokens, got.ids_are_int64 == (dtype == torch.int64), made.shape == x.shape,
+            y is None or made is y, made.dtype == torch.bfloat16,
+            *[(found or 0) == (0 if t is None else t.data_ptr()) for found, t in (
+                (got.rows_in, x), (got.rows_out, made), (got.topk_ids, ids), (got.topk_weights, scores),
+                (got.in_scale, scale), (got.num_tokens_device, count))],
+            [one.b.words[0], two.b.words[0], one.b_scale, two.b_scale] == [
+                t.data_ptr() for t in (mine.w13, mine.w2, mine.w13_scale, mine.w2_scale)]]
+def opened():
+    return mock.patch.multiple("megamoe.layer.layer.Layer", _checked=counted), mock.patch.object(
+        functional, "why_not_mega", lambda *_: None)
+def copies(w):
+    return ExpertWeights(**{n: t.clone() for n, t in w.named().items()})
+"""
+
+
+@pytest.mark.parametrize("guards", ["torch._C._dynamo.guards.TensorGuards", "None"])
+def test_known_calls_of_a_layer_are_told_apart(run, guards):
+    """Calls that were checked, in turn: what the kernel has of the last one is filled anew, whatever differs."""
+    checked, wrong = run(f"""{LAYER}
+from contextlib import ExitStack
+with ExitStack() as stack:
+    stack.enter_context(mock.patch.object(torch._C._dynamo.guards, "TensorGuards", {guards}))
+    for patch in (on_cpu(), torch.no_grad(), *opened()):
+        stack.enter_context(patch)
+    inner, first = Inner(), copies(weights)
+    second, third = copies(weights), copies(weights)
+    count, q = torch.ones(1, dtype=torch.int32), torch.zeros(5, 272).to(torch.float8_e4m3fn)
+    quantized = dict(x=q[None], scale=torch.ones(1, 5, 3), lead=(1,))
+    calls = [
+        dict(w=first), dict(w=first, tokens=6, dtype=torch.int32), dict(w=first, tokens=0),
+        dict(w=second, lead=(1, 1)), dict(w=first, lead=(1, 1, 1), dtype=torch.int32),
+        dict(w=second, lead=(1,) * 4, count=count), dict(w=second, lead=(1,) * 5, out=True),
+        dict(w=third, tokens=2), dict(w=first, **quantized)]
+    for each in calls:
+        inner(**each)
+    checked = [len(checks)]
+    wrong = []
+    def look(title, found):
+        if not all(found):
+            wrong.append([title, found])
+    for i, before in enumerate(calls):
+        for j, after in enumerate(calls):
+            for each in (before, after, after):
+                look([i, j], inner(**each))
+    checked.append(len(checks))
+    backend = inner.layer._runtime.backend
+    for other in (first, second, third):  # what does not go by way of a known call
+        for i, each in enumerate(calls):
+            inner(**each)
+            backend.prepare(other)
+            look(["prepare", i], inner(**each))
+            call(backend, tokens=7, weights=other)
+            look(["backend", i], inner(**each))
+            inner.layer.prepare(other)
+            look(["layer.prepare", i], inner(**each))
+    checked.append(len(checks))
+    inner.layer.close()
+print(json.dumps([checked, wrong]))
+""")
+    assert wrong == []
+    assert checked == [9] * 3, "a call that is known was checked again, or is none"
+
+
+@pytest.mark.parametrize("guards", ["torch._C._dynamo.guards.TensorGuards", "None"])
+def test_weights_of_known_calls_of_a_layer_that_move_are_followed(run, guards):
+    """e4m3 weights, and masters whose copies the layer makes: other tensors, the same with other data, one of them."""
+    wrong = run(f"""{LAYER}
+from contextlib import ExitStack
+from dataclasses import replace
+plain = replace(problem, precision="bf16")
+with ExitStack() as stack:
+    stack.enter_context(mock.patch.object(torch._C._dynamo.guards, "TensorGuards", {guards}))
+    for patch in (on_cpu(), torch.no_grad(), *opened()):
+        stack.enter_context(patch)
+    wrong = []
+    masters = ExpertWeights(**{{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()}})
+    for kind, given in (("stored", copies(weights)), ("masters", masters)):
+        inner = Inner()
+        def look(title, w):
+            for turn in range(3):  # checked, and then known
+                found = inner(w)
+                if not all(found):
+                    wrong.append([kind, title, turn, found])
+        look("first", given)
+        look("others", copies(given))
+        look("first again", given)
+        for name in given.named():
+            t = getattr(given, name)
+            t.data = t.data.clone()
+            look(name + ".data", given)
+            setattr(given, name, t.clone())
+            look(name, given)
+            look(name + ", of new weights", replace(given, **{{name: t.clone()}}))
+            look(name + ", of the old ones", given)
+        inner.layer.close()
+print(json.dumps(wrong))
+""")
+    assert wrong == []
 
 
 def test_calls_of_other_shapes_and_types_are_noticed(run):
     seen = run("""
 def sizes(tokens, dtype):
     x, scores = torch.zeros(tokens, 272, dtype=torch.bfloat16), torch.zeros(tokens, 3)
-    backend.forward(x, torch.zeros(tokens, 3, dtype=dtype), scores, weights)
+    y_of(backend, x, torch.zeros(tokens, 3, dtype=dtype), scores, weights)
     return [argument().num_tokens, argument().ids_are_int64]
 with on_cpu():
     found, refused = [], []
@@ -244,7 +364,7 @@ with on_cpu():
             for tokens, dtype in ((5, torch.int64), (5, torch.int32), (6, torch.int32), (0, torch.int32)) * 2:
                 found.append(sizes(tokens, dtype) == [tokens, dtype == torch.int64])
             good = torch.zeros(6, 272, dtype=torch.bfloat16), torch.zeros(6, 3, dtype=torch.int32), torch.zeros(6, 3)
-            backend.forward(*good, weights)
+            y_of(backend, *good, weights)
             for position, bad in (
                 (0, good[0].float()), (0, torch.zeros(272, 6, dtype=torch.bfloat16).t()), (0, good[0][:, :256]),
                 (1, good[1].short()), (1, good[1][:5]), (2, torch.zeros(3, 6).t()), (2, good[2].to("meta")[:, :2]),
@@ -253,11 +373,11 @@ with on_cpu():
                 given[position] = bad
                 launches = number("stub_launches").value
                 try:
-                    backend.forward(*given, weights)
+                    y_of(backend, *given, weights)
                     refused.append(False)
                 except ArgumentError:
                     refused.append(number("stub_launches").value == launches)
-            backend.forward(*good, weights)
+            y_of(backend, *good, weights)
             found.append(argument().num_tokens == 6)
 print(json.dumps([found, refused]))
 """)
@@ -275,21 +395,21 @@ with on_cpu():
     rest = torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, 3), weights
     found, refused = [], []
     for _ in range(2):
-        y = backend.forward(QuantizedRows(q, scale), *rest)
+        y = y_of(backend, QuantizedRows(q, scale), *rest)
         found.append([argument().in_scale == scale.data_ptr(), argument().rows_in == q.data_ptr(), y.dtype == x.dtype])
         for bad in (q, QuantizedRows(x, scale), QuantizedRows(q, scale[:, :2]), QuantizedRows(q, scale.double())):
             launches = number("stub_launches").value
             try:
-                backend.forward(bad, *rest)
+                y_of(backend, bad, *rest)
                 refused.append(False)
             except ArgumentError:
                 refused.append(number("stub_launches").value == launches)
-        backend.forward(x, *rest)
+        y_of(backend, x, *rest)
         found.append([not argument().in_scale, argument().rows_in == x.data_ptr()])
     plain = Problem(272, 144, 7, 3, max_tokens=70)
     none = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()})
     try:
-        mega.MegaBackend(plain, device="cpu").forward(QuantizedRows(q, scale), *rest[:2], none)
+        y_of(mega.MegaBackend(plain, device="cpu"), QuantizedRows(q, scale), *rest[:2], none)
         refused.append(False)
     except ArgumentError:
         refused.append(True)
@@ -412,15 +532,15 @@ with on_cpu():
     trained.prepare(masters)
     with mock.patch.multiple(torch.Tensor, is_cuda=True, record_stream=note, create=True):
         out = torch.zeros_like(x)
-        backend.forward(x, ids, scores, weights, num_tokens_device=count, out=out)
+        y_of(backend, x, ids, scores, weights, num_tokens_device=count, out=out)
         found = [missing(x, ids, scores, out, count)]
-        backend.forward(QuantizedRows(q, scale), ids, scores, weights)
+        y_of(backend, QuantizedRows(q, scale), ids, scores, weights)
         found.append(missing(q, scale))
-        y, state = trained.forward_train(x, ids, scores, masters, count)
+        y, state = trained.forward(Call(x, ids, scores, masters, count), keep=True)
         found.append(missing(x, ids, scores, y, state, count))
         dy = torch.zeros_like(x)
-        given = dy, x, ids, masters, state, [True] * 4 + [False] * 2
-        dx, d_scores, *_ = trained.backward(*given, num_tokens_device=count)
+        wanted = Wanted(Needs(b13=False, b2=False))
+        dx, d_scores, *_ = trained.backward(Call(x, ids, scores, masters, count), dy, state, wanted)
         found.append(missing(dy, x, ids, state, dx, d_scores, count))
 launches._orders.clear()
 print(json.dumps(found))
@@ -533,7 +653,7 @@ with on_cpu():
         try:
             x = torch.zeros(tokens, 272, dtype=torch.bfloat16)
             scores = torch.zeros(tokens, 3, dtype=torch.float64 if tokens == 3 else torch.float32)
-            backend.forward(x, torch.zeros(tokens, 3, dtype=torch.int32), scores, weights)
+            y_of(backend, x, torch.zeros(tokens, 3, dtype=torch.int32), scores, weights)
         except ArgumentError as error:
             names.append(error.argument)
     try:
@@ -542,7 +662,7 @@ with on_cpu():
         names.append(error.argument)
 print(json.dumps([names, number("stub_launches").value, mega.why_not(problem, None, torch.device("cpu"))]))
 """)
-    assert seen[0] == ["x, topk_ids, topk_weights"] * 2 + ["reserve_sms"]
+    assert seen[0] == ["x.shape[0]", "topk_weights.dtype", "reserve_sms"]
     assert seen[1] == 0
     assert "needs a CUDA device" in seen[2]
 

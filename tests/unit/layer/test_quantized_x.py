@@ -8,6 +8,7 @@ import torch.distributed as dist
 from outcomes import outcome
 
 from megamoe import Layer, MegaMoE, Problem
+from megamoe.backends.call import Call
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.errors import ArgumentError
@@ -148,7 +149,8 @@ def test_compiled_module_and_backend():
         assert same_bits(compiled(q, ids, scores, x_scale=scale), expected)
         weights = module.expert_weights().quantized(PROBLEM)
         rows = QuantizedRows(q, scale)
-        assert same_bits(StagedBackend(PROBLEM).forward(rows, ids, scores, weights), expected)
+        y, _ = StagedBackend(PROBLEM).forward(Call(rows, ids, scores, weights))
+        assert same_bits(y, expected)
 
 
 def test_known_calls_are_checked_again_when_anything_changes(monkeypatch):

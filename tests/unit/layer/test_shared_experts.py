@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megamoe import ExpertPlacement, ExpertWeights, Layer, Problem, SharedExperts
+from megamoe.backends.call import Call
 from megamoe.backends.emulate import EmulateBackend
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import PRECISIONS
@@ -107,7 +108,7 @@ def test_over_two_ranks_by_the_kernels_source(precision):
         weights = shared.join(make_weights(of_rank), shared.parts(whole_of(of_rank)))
         backend = EmulateBackend(shared.problem, group)
         routes = shared.routes(inputs.topk_ids, inputs.topk_weights, gates())
-        found[rank] = backend.forward(inputs.x, *routes, weights)
+        found[rank], _ = backend.forward(Call(inputs.x, *routes, weights))
 
     pairs = enumerate(ThreadGroup.create(2))
     threads = [threading.Thread(target=rank_main, args=pair) for pair in pairs]

@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from trained import TOKENS, gradients, leaves, made, no_calls, same, train  # noqa: F401
 
+from megamoe.backends.call import Wanted
 from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import backward
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs
 
 OPS = torch.ops.megamoe
@@ -47,7 +50,7 @@ def test_gradients_are_staged_ones(expected, way):
 
         with Watch():
             same(train(layer), expected)
-        assert seen.count(OPS.moe_forward_train.default) == 1
+        assert seen.count(OPS.moe_forward.default) == 1
         assert seen.count(OPS.moe_backward.default) == 1
     elif way == "3d":
 
@@ -71,7 +74,7 @@ def test_gradients_are_staged_ones(expected, way):
         same(found, expected)
     else:
         same(train(layer), expected)
-    assert kinds() == ["forward_train", "backward"]
+    assert kinds() == ["train", "backward"]
 
 
 def test_without_gradients_nothing_is_saved():
@@ -87,11 +90,11 @@ def test_without_gradients_nothing_is_saved():
 def test_the_comparison_sees_a_wrong_state(expected, monkeypatch):
     backward_of = Saving.backward
 
-    def with_swapped_ids(self, dy, x, topk_ids, weights, state, needs, **options):
+    def with_swapped_ids(self, call, dy, state, wanted):
         state = state.clone()
-        ids, _ = self.parts(state, x.shape[0])
+        ids, _ = self.parts(state, call.x.shape[0])
         ids.copy_(ids.flip(1))
-        return backward_of(self, dy, x, topk_ids, weights, state, needs, **options)
+        return backward_of(self, call, dy, state, wanted)
 
     monkeypatch.setattr(Saving, "backward", with_swapped_ids)
     found = train(made())
@@ -127,8 +130,8 @@ def test_gradients_accumulate():
 def test_checkpointing(expected, reentrant):
     same(train(made(), lambda f, *a: checkpoint(f, *a, use_reentrant=reentrant)), expected)
     # without reentrance torch records the first forward pass, too, and drops what it saved
-    first = "forward" if reentrant else "forward_train"
-    assert kinds() == [first, "forward_train", "backward"]
+    first = "forward" if reentrant else "train"
+    assert kinds() == [first, "train", "backward"]
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -237,7 +240,7 @@ def test_y_that_nobody_differentiates_still_takes_part():
     layer = made()
     x, ids, scores = leaves(layer)
     Cut.apply(layer(x, ids, scores)).float().sum().backward()
-    assert kinds() == ["forward_train", "backward"]
+    assert kinds() == ["train", "backward"]
     assert not x.grad.any()
 
 
@@ -255,24 +258,25 @@ def test_a_wrong_dy_is_refused_before_the_backend_runs(wrong, saves):
     layer = made()
     layer.prepare()
     runtime, call, w = layer._layer._runtime, leaves(layer), layer.expert_weights()
-    inputs = (*(t.detach() for t in call), w.w13, w.w2, w.b13, w.b2, None, None, None)
+    inputs = Inputs.of(*(t.detach() for t in call), w)
     with torch.no_grad():
-        y, state = OPS.moe_forward_train(*inputs, runtime.handle, runtime.state_bytes)
+        y, state = OPS.moe_forward(*inputs, runtime.handle, runtime.state_bytes, True)
     Saving.calls.clear()
-    needs = [True] * 6
+
+    def gradients_of(dy, state):
+        return backward.gradients(runtime, inputs, dy, state, Wanted())
+
     given = state if saves else None
     with pytest.raises(ArgumentError, match=f"dy.{wrong}"):
-        backward.gradients(runtime, WRONG_DY[wrong](torch.ones_like(y)), inputs, given, needs)
+        gradients_of(WRONG_DY[wrong](torch.ones_like(y)), given)
     with pytest.raises(ArgumentError, match=r"state\.shape"):
-        backward.gradients(runtime, torch.ones_like(y), inputs, state[1:], needs)
+        gradients_of(torch.ones_like(y), state[1:])
     assert not Saving.calls
     # and what only lies otherwise is read as it is meant
     expanded, negative = torch.ones(1).bfloat16().expand_as(y), torch._neg_view(-torch.ones_like(y))
-    right = backward.gradients(runtime, torch.ones_like(y), inputs, given, needs)
+    right = gradients_of(torch.ones_like(y), given)
     for dy in (expanded, negative, torch.ones_like(y.t()).t()):
-        for found, value in zip(
-            backward.gradients(runtime, dy, inputs, given, needs), right, strict=True
-        ):
+        for found, value in zip(gradients_of(dy, given), right, strict=True):
             assert torch.equal(found, value)
 
 
@@ -282,10 +286,11 @@ def test_operators(precision):
     layer.prepare()
     runtime, w = layer._layer._runtime, layer.expert_weights()
     x, ids, scores = leaves(layer)
-    inputs = (x, ids, scores, w.w13, w.w2, w.b13, w.b2, None, None, torch.tensor([13]).int())
-    call = (*inputs, runtime.handle, runtime.state_bytes)
-    torch.library.opcheck(OPS.moe_forward_train.default, call)
-    _, state = OPS.moe_forward_train(*call)
+    inputs = Inputs.of(x, ids, scores, w, torch.tensor([13]).int())
+    for keep in (False, True):
+        call = (*inputs, runtime.handle, runtime.state_bytes, keep)
+        torch.library.opcheck(OPS.moe_forward.default, call)
+    _, state = OPS.moe_forward(*call)
     plain = [t if t is None else t.detach() for t in inputs]
     needs = [True, False, True, True, False, True]
     arguments = (torch.ones_like(x), *plain, runtime.handle, needs, state.detach())
@@ -306,7 +311,7 @@ def test_compiled_whole(precision):
 
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
     same(train(layer, lambda f, *a: torch.compile(f, fullgraph=True, backend=backend)(*a)), eager)
-    assert graphs[0].count(OPS.moe_forward_train.default) == 1
+    assert graphs[0].count(OPS.moe_forward.default) == 1
     assert graphs[1].count(OPS.moe_backward.default) == 1
 
 
@@ -315,8 +320,8 @@ def test_the_operator_without_a_state_recomputes_behind_a_backend_that_saves():
     layer = made()
     layer.prepare()
     call, w = leaves(layer), layer.expert_weights()
-    given = [t.detach() for t in (w.w13, w.w2, w.b13, w.b2)]
-    y = OPS.moe_forward(*call, *given, None, None, None, layer._layer.handle)
+    given = ExpertWeights(**{name: t.detach() for name, t in w.named().items()})
+    y, _ = OPS.moe_forward(*Inputs.of(*call, given), layer._layer.handle, 0, False)
     y.float().square().sum().backward()
     expected = train(made("staged"))
     same({"x": call[0].grad}, {"x": expected["x"]})

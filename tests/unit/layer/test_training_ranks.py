@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import megamoe
+from megamoe.backends.call import Wanted
 from megamoe.layer.backward import gradients
+from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs
 
 HIDDEN, TOKENS = 48, (10, 6)
@@ -144,11 +146,12 @@ def errors(rank):
         y, _ = call()
         dy = torch.ones_like(y)
         runtime, w = layer._layer._runtime, layer.expert_weights()
-        inputs = (x, i.topk_ids, i.topk_weights, w.w13, w.w2, None, None, None, None, None)
+        inputs = Inputs.of(x, i.topk_ids, i.topk_weights, w)
         state = y.grad_fn.saved_tensors[-1]
-        call_of_rank = (dy[:-1] if rank else dy, [t if t is None else t.detach() for t in inputs])
+        inputs = Inputs(*[t if t is None else t.detach() for t in inputs])
+        call_of_rank = inputs, dy[:-1] if rank else dy
         found[backend, "wrong dy"] = outcome(
-            lambda a=call_of_rank, r=runtime, s=state: gradients(r, *a, s, [True] * 6)
+            lambda a=call_of_rank, r=runtime, s=state: gradients(r, *a, s, Wanted())
         )
         y, _ = call()
         found[backend, "undefined dy"] = outcome(lambda y=y: Cut.apply(y).float().sum().backward())

@@ -122,9 +122,11 @@ def test_no_module_of_bench_reaches_itself():
 
 
 def test_the_oracle_shares_no_arithmetic():
-    # how ranks meet, a record of counts, a pair of tensors, a switch of torch's, the problem, and exceptions
+    # how ranks meet and gather, records of calls and counts, a switch of torch's, the problem, and exceptions
     shared = {
         "group",
+        "backends.call",
+        "backends.gathered",
         "backends.statistics",
         "formats.quantized",
         "core.full_fp32",
@@ -144,8 +146,7 @@ def test_nothing_that_the_oracle_judges_computes_by_it():
         for module, _ in imports_of(path)
         if module.startswith("backends.reference") and room_of_file(path) != "testing"
     }
-    # what sends weights between ranks as the oracle does
-    assert found - {("backends", "reference")} == {("backends", "emulate")}
+    assert found == {("backends", "reference")}
 
 
 def of_the_checkout(path, text):

@@ -21,10 +21,10 @@ import itertools, sys, time
 from bench import host_cost
 from bench.timing import Timer
 now, calls = [0.0], itertools.count()
-def forward(self, x, *args, **options):
+def forward(self, call, keep=False):
     run = (next(calls) - host_cost.WARM_UP) // host_cost.CALLS % 4
     now[0] += (9e-6, 5e-6, 1e-6, 7e-6)[run]
-    return x
+    return call.x, None
 host_cost.Nothing.forward = forward
 time.perf_counter = lambda: now[0]
 real = Timer.host
@@ -49,9 +49,9 @@ def test_a_slow_backend_is_over_the_limit():
 import sys, time
 from bench import host_cost
 forward = host_cost.Nothing.forward
-def slow(self, *args, **options):
+def slow(self, call, keep=False):
     time.sleep(1e-4)
-    return forward(self, *args, **options)
+    return forward(self, call, keep)
 host_cost.Nothing.forward = slow
 sys.argv = ["host_cost.py", "--precision", "bf16", "--repeats", "2", "--check", "--backend", "nothing"]
 import host_cost as command

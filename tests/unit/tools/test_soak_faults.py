@@ -65,11 +65,11 @@ def stage(monkeypatch):
                 if (text := self.window.plan["refuses"]) is not None:
                     raise RankMismatch(text.format(name=name))
 
-        def forward(self, *call):
+        def forward(self, call, keep=False):
             self.window.call()
-            y = super().forward(*call)
+            y, state = super().forward(call, keep)
             spoiled = self.window.plan.get("spoils") if self.window.was_reset else None
-            return y if spoiled is None else spoiled(y)
+            return y if spoiled is None else spoiled(y), state
 
         def reset(self):
             self.window.reset()

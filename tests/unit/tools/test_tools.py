@@ -31,9 +31,9 @@ PLANTED = """
 import megamoe.backends.staged as staged
 good = staged.StagedBackend.forward
 def bad(self, *args, **kwargs):
-    y = good(self, *args, **kwargs)
+    y, state = good(self, *args, **kwargs)
     y[3, 7] += 1
-    return y
+    return y, state
 staged.StagedBackend.forward = bad
 """
 
@@ -305,12 +305,13 @@ STALE = """
 import megamoe.backends.staged as staged
 from megamoe import ExpertWeights
 good = staged.StagedBackend.forward
-def bad(self, x, ids, scores, weights, *rest, **more):
+def bad(self, call, keep=False):
     if self.problem.ep_size > 1:
         if not hasattr(self, "first"):
-            self.first = ExpertWeights(**{n: t.detach().clone() for n, t in weights.named().items()})
-        weights = self.first
-    return good(self, x, ids, scores, weights, *rest, **more)
+            named = call.weights.named().items()
+            self.first = ExpertWeights(**{n: t.detach().clone() for n, t in named})
+        call = call._replace(weights=self.first)
+    return good(self, call, keep)
 staged.StagedBackend.forward = bad
 """
 SCALED = """

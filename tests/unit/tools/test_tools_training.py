@@ -15,6 +15,7 @@ from bench.demo.training import Recipe, Setup, train
 from bench.ranks import Rank
 from bench.soak.layer import Outcome
 from bench.soak.training import ROUTES, Trainer, verdict
+from megamoe.backends.call import Gradients
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.core.config import Problem
 from megamoe.testing.gradients import GradientChecker
@@ -29,8 +30,8 @@ class Faulty(ReferenceBackend):
     def spoil(self, gradients):
         """Plant a fault."""
 
-    def backward(self, *args, **kwargs):
-        gradients = super().backward(*args, **kwargs)
+    def backward(self, call, dy, state, wanted):
+        gradients = super().backward(call, dy, state, wanted)
         self.calls += 1
         if self.calls == self.wrong_call:
             self.spoil(gradients)
@@ -50,8 +51,9 @@ class NotFinite(Faulty):
 
 
 class NoGradient(ReferenceBackend):
-    def backward(self, *args, into=None, **kwargs):
-        return [g if g is None else torch.zeros_like(g) for g in super().backward(*args, **kwargs)]
+    def backward(self, call, dy, state, wanted):
+        made = super().backward(call, dy, state, wanted._replace(into={}))
+        return Gradients(*[g if g is None else torch.zeros_like(g) for g in made])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""A call of a layer on one rank, as records: what every backend is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+
+
+class Call(NamedTuple):
+    """What a rank brings. T tokens, zero too; the same weights, but for their values, until others are given.
+
+    x: [T, H] bf16 or, where the precision stores it so, quantized: ranks need not agree on that.
+    topk_ids: [T, K] int32 | int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
+    weights: of this rank, as the precision stores them; of a backward pass the bf16 masters.
+    num_tokens_device: [1] int32; tokens from there on are not computed. out: [T, H] bf16, for y.
+    known: stands for all that the checks of a call look at, and for where weights lie: calls that have the same object
+        are alike in that, and were checked. None: the backend looks itself.
+    """
+
+    x: Tensor | QuantizedRows
+    topk_ids: Tensor
+    topk_weights: Tensor
+    weights: ExpertWeights
+    num_tokens_device: Tensor | None = None
+    out: Tensor | None = None
+    known: Any = None
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """x, or what it is stored as, and its scales."""
+        return self.x if isinstance(self.x, QuantizedRows) else (self.x, None)
+
+    def computed_ids(self) -> Tensor:
+        """Return topk_ids with the routes of all tokens from num_tokens_device on dropped."""
+        if self.num_tokens_device is None:
+            return self.topk_ids
+        tokens = torch.arange(self.topk_ids.shape[0], device=self.topk_ids.device)
+        return self.topk_ids.masked_fill((tokens >= self.num_tokens_device)[:, None], -1)
+
+
+class Needs(NamedTuple):
+    """Which gradients a rank needs."""
+
+    x: bool = True
+    topk_weights: bool = True
+    w13: bool = True
+    w2: bool = True
+    b13: bool = True
+    b2: bool = True
+
+    @property
+    def of_weights(self) -> tuple[bool, ...]:
+        """Those of w13, w2, b13, b2."""
+        return self[2:]
+
+
+class Gradients(NamedTuple):
+    """x: [T, H] bf16; topk_weights: [T, K] fp32; w13, w2: bf16 like the masters; b13, b2: fp32. None: not needed."""
+
+    x: Tensor | None = None
+    topk_weights: Tensor | None = None
+    w13: Tensor | None = None
+    w2: Tensor | None = None
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+
+    @property
+    def of_weights(self) -> tuple[Tensor | None, ...]:
+        """Those of w13, w2, b13, b2."""
+        return self[2:]
+
+
+class Wanted(NamedTuple):
+    """What a backward pass is to make.
+
+    into: "w13", "w2", "b13", "b2" -> a tensor like that master, fp32 or bf16, that its gradient is added to; Gradients
+        has None for it then. Only what `needs` has.
+    only_weights: no rank needs the first two of `needs`; a backend may leave out what makes them.
+    turned: what is multiplied where weights are stored as e4m3, of the call's weights; else None.
+    """
+
+    needs: Needs = Needs()
+    into: Mapping[str, Tensor] = {}
+    only_weights: bool = False
+    turned: TurnedWeights | None = None
+
+
+class Backend(Protocol):
+    """What runs a layer on one rank. All of it, making one too, is collective, but for check() and statistics().
+
+    state_bytes: of what a forward pass that keeps its state returns; 0: there is none, and whoever needs gradients
+        computes the call again by other means (`staged`).
+    needs_close: whether close() has something to free together with other ranks.
+    """
+
+    state_bytes: int = 0
+    needs_close: bool = False
+
+    def prepare(self, weights: ExpertWeights) -> None:
+        """Compile, allocate, map: everything that a first forward would otherwise do."""
+
+    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return y [T, H] bf16 and, if it is to be kept, the call's state.
+
+        keep: gradients are recorded. The state, [state_bytes] uint8, is the caller's, who may move it; y has the same
+            bits with and without it.
+        """
+        raise NotImplementedError
+
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients of the call that left `state`, which stays as it is. dy: [T, H] bf16, contiguous.
+
+        x is not quantized; weights are bf16 masters wherever w13 or w2 need a gradient.
+        """
+        raise NotImplementedError
+
+    def statistics(self) -> Statistics:
+        """Return what the last forward did, without waiting for it."""
+        raise NotImplementedError
+
+    def refuse(self) -> None:
+        """Tell the ranks that wait in a call that this one does not make it, where they wait at all."""
+        return
+
+    def check(self) -> None:
+        """Wait for what is pending; raise the fault of a launch, if there is one."""
+
+    def reset(self) -> None:
+        """Make it usable again after a fault."""
+
+    def close(self) -> None:
+        """Free what is shared with other ranks, after a barrier of the group."""
+
+
+def check_call(problem: Problem, call: Call, device: torch.device | None = None) -> None:
+    """Raise ArgumentError unless the tensors of one call, but for the weights, fit the problem. Reads no contents.
+
+    device: where they have to lie; None: where x does.
+    """
+    (x, x_scale), stored = call.rows, problem.formats.x
+    if x_scale is not None and not stored.scaled:
+        raise ArgumentError("x_scale", "given", f"None with precision {problem.precision!r}")
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        value = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError("x.shape", value, f"[T, {problem.hidden}]")
+    tokens, device = x.shape[0], device or x.device
+    dtype = torch.bfloat16 if x_scale is None else stored.dtype
+    check_tensor("x", x, (tokens, problem.hidden), dtype, device)
+    if x_scale is not None:
+        groups = stored.scale_shape(tokens, problem.hidden)
+        check_tensor("x_scale", x_scale, groups, torch.float32, device)
+    if tokens > problem.max_tokens:
+        raise ArgumentError("x.shape[0]", tokens, f"at most max_tokens = {problem.max_tokens}")
+    routes = (tokens, problem.top_k)
+    check_tensor("topk_ids", call.topk_ids, routes, (torch.int32, torch.int64), device)
+    check_tensor("topk_weights", call.topk_weights, routes, torch.float32, device)
+    if call.out is not None:
+        check_tensor("out", call.out, (tokens, problem.hidden), torch.bfloat16, device)
+        check_overlap(call.out, x)
+    if call.num_tokens_device is not None:
+        check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
+
+
+def overlap(out: Tensor, x: Tensor) -> bool:
+    """Whether `out` shares some memory with x but is not x: a row could be overwritten before it was read."""
+    first, second = out.data_ptr(), x.data_ptr()
+    shifted = first != second or out.element_size() != x.element_size()  # rows of e4m3 are shorter
+    return shifted and first < second + x.nbytes and second < first + out.nbytes
+
+
+def check_overlap(out: Tensor, x: Tensor) -> None:
+    """Raise ArgumentError where they overlap in part. Compiled, y is made first and then copied."""
+    if not torch.compiler.is_compiling() and overlap(out, x):
+        raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")

@@ -1,0 +1,80 @@
+"""Backends that compute all ranks at once: what each was given is gathered, and each is handed its part."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.call import Backend
+from megamoe.backends.statistics import Statistics
+from megamoe.core.config import Problem
+from megamoe.group.group import Group
+from megamoe.group.order import REFUSED
+
+
+class Gathered(Backend):
+    """What `emulate` and `reference` have in common."""
+
+    def __init__(self, problem: Problem, group: Any) -> None:
+        self.problem, self.group = problem, Group.of(group)
+        self.mark = self.group.mark(problem)
+        self._statistics: Statistics | None = None
+
+    def _gather(self, flags: int, mine: Any, device: torch.device | str) -> list[Any]:
+        """Return what each rank brings, by rank, with its tensors on `device`. flags: of the call's mark."""
+        if self.problem.ep_size == 1:
+            return [mapped(lambda t: t.detach().to(device), mine)]
+        found = self.group.gather(self.mark.ints(flags), pack(mine))
+        return [mapped(lambda t: t.to(device), unpack(packed)) for packed in found.values()]
+
+    def statistics(self) -> Statistics:
+        """Return those of the last forward."""
+        return Statistics.of_last(self._statistics)
+
+    def refuse(self) -> None:
+        """Tell the ranks that meet for a call that this one makes none. Collective."""
+        self.group.meet(self.mark.ints(REFUSED))
+
+
+class _Packed(NamedTuple):
+    """A tensor as torch can pickle it, which float8 ones are not; strides are lost."""
+
+    numbers: Tensor
+    dtype: torch.dtype
+
+
+def pack(record: Any) -> Any:
+    """Return a record, however deep, with its tensors packed."""
+    return mapped(lambda t: _Packed(_bytes(t), t.dtype), record)
+
+
+def unpack(record: Any) -> Any:
+    """Return what pack() was given."""
+    return mapped(lambda packed: packed.numbers.view(packed.dtype), record, _Packed)
+
+
+def mapped(function: Any, record: Any, leaf: type = Tensor) -> Any:
+    """Return a record of records with function(t) in the place of every t of type `leaf`."""
+
+    def of(part: Any) -> Any:
+        return mapped(function, part, leaf)
+
+    if isinstance(record, leaf):
+        return function(record)
+    if is_dataclass(record):
+        return type(record)(**{f.name: of(getattr(record, f.name)) for f in fields(record)})
+    if isinstance(record, dict):
+        return {name: of(part) for name, part in record.items()}
+    if isinstance(record, tuple):
+        return (
+            type(record)(*map(of, record)) if hasattr(record, "_fields") else tuple(map(of, record))
+        )
+    return record
+
+
+def _bytes(t: Tensor) -> Tensor:
+    # contiguous() would leave a dimension of one element its stride, and view() refuses some
+    return t.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)

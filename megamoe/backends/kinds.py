@@ -1,0 +1,432 @@
+"""The launches of one layer of backend="mega": forward, and those of a step that trains, `train` and `backward`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megamoe.backends.call import Call, Gradients, Wanted, check_call
+from megamoe.backends.gradients import Targets
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.jit import abi, compiler
+from megamoe.jit.grouped import GroupedVariant
+from megamoe.jit.source import Variant
+from megamoe.launch import panels
+from megamoe.launch.arguments import (
+    PROFILE_SLOTS,
+    Plan,
+    fill_call,
+    fill_pointers,
+    fill_static,
+    fill_weights,
+)
+from megamoe.launch.launches import allocator, launch_lock, launch_order, on_device
+from megamoe.launch.training import (
+    fill_backward,
+    fill_backward_call,
+    fill_backward_weights,
+    fill_gradients,
+    fill_train_state,
+)
+from megamoe.window.window import Window
+
+PAIR_CTAS, MAX_RUN = 2, 16  # pair_ctas, max_run of csrc/megamoe/schedule/order.h
+ALIGNMENT = 16  # bytes, of what TMA and vector loads read
+_CLOCK_START, _CLOCK_END, _START, _END = range(4)  # csrc/megamoe/cta/profile.cuh
+
+
+def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | None:
+    """Return why a kernel cannot run on a device, or None. Reads attributes and prebuilt kernels; compiles nothing."""
+    if device.type != "cuda":
+        return f"the tensors are on {device}, the kernel needs a CUDA device"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
+    try:
+        importlib.import_module("megamoe.jit.module")
+    except ImportError as error:
+        return f"cuda-bindings are missing: pip install 'cuda-bindings>=13,<14' ({error})"
+    lacking = compiler.why_not(variant)
+    return lacking and f"kernels cannot be compiled: {lacking}"
+
+
+@dataclass(frozen=True)
+class LayerKernels:
+    """What is the same for all launches of a layer."""
+
+    plan: Plan
+    window: Window
+    layer: int  # of the window
+    grid: int  # CTAs
+    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.fill_static
+    timeout_ns: int
+    pdl: bool
+    step_blocks: int | None  # None: as arguments.py has it
+    profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
+
+    def load(self, variant: Variant, beside: Any = None) -> Any:
+        """Compile or load one kernel; return its Launcher, whose argument block is filled so far.
+
+        beside: another Launcher, of which it takes the argument block; without, it has its own.
+        Not collective. Raises NotCoResident for a grid that does not fit the device at once.
+        """
+        from megamoe.jit.module import Launcher, load_kernel
+
+        device = self.window.device
+        with on_device(device):
+            kernel = load_kernel(variant, device.index or 0)
+            kernel.check_resident(self.grid)
+            args = self._arguments(variant.launch) if beside is None else beside.argument
+            # A cooperative launch would have all CTAs or none.
+            cooperative = self.patience_ns[0] == 0
+            return Launcher(kernel, self.grid, args, cooperative=cooperative, pdl=self.pdl)
+
+    def build(self, *variants: Variant) -> None:
+        """Compile these at the same time, before load() takes them one after the other."""
+        from megamoe.jit.module import build_kernels
+
+        build_kernels(variants, self.window.device.index or 0)
+
+    def load_forward(self, variant: Variant) -> Callable[[int], Any]:
+        """As load(); return what says which Launcher a call of T tokens takes. They have one argument block."""
+        if "panels" not in self.plan.workspace:
+            few = self.load(variant)
+            return lambda _: few
+        expanding = replace(variant, panels=True)
+        self.build(variant, expanding)
+        few = self.load(variant)
+        many = self.load(expanding, few)
+        least = panels.least_tokens(self.plan.problem)
+        return lambda tokens: many if tokens >= least else few
+
+    def _arguments(self, launch: str) -> Any:
+        from megamoe.jit.tensormap import encode
+
+        workspace = self.window.workspace(self.plan)
+        options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
+        args, (join_ns, peers_ns) = abi.aligned(abi.LAUNCHES[launch]), self.patience_ns
+        fill_static(
+            args,
+            self.plan,
+            window_bases=self.window.bases,
+            workspace_base=workspace.data_ptr(),
+            encoder=encode,
+            timeout_ns=self.timeout_ns,
+            fault=self.window.fault_address,
+            profile=0 if self.profile is None else self.profile.data_ptr(),
+            epoch=self.window.epoch_address,
+            layer=self.layer,
+            join_ns=join_ns,
+            # Eight ranks, one after the other: no other wait of the launch may be over before.
+            peers_ns=min(peers_ns, self.timeout_ns // 16),
+            **options,
+        )
+        return args
+
+
+class Launch:
+    """One kind of launch of a layer: a kernel, its argument block, and the weights that this points to. Not collective.
+
+    It is made on the current stream of the current device, which is the layer's, and nothing waits.
+    """
+
+    def __init__(self, kernels: LayerKernels, kind: str, launcher: Any) -> None:
+        from megamoe.jit.driver import use_device
+        from megamoe.jit.tensormap import encode
+
+        self._plan, self._window, self.problem = kernels.plan, kernels.window, kernels.plan.problem
+        self.launcher, self.argument, self._encode = launcher, launcher.argument, encode
+        self.device = self._window.device
+        ordinal = self.device.index or 0
+        self.order = launch_order(ordinal)
+        # For maps, in threads that have not touched the device yet, as autograd's may not have.
+        self._use_device = partial(use_device, ordinal)
+        self._launched = kernels.layer, kind
+        self._empty = allocator(self.device.type == "cuda")
+        self._known: Any = None  # what stands for the call that the argument block was filled for
+        self._state = 0  # address of the state that it points to
+        self._key: tuple[Any, ...] | None = None  # of the weights
+        self._kept: ExpertWeights | None = None  # copies of biases must live as long
+
+    def point_at(self, weights: ExpertWeights, turned: TurnedWeights | None = None) -> None:
+        """Point the launch at these weights; a map is encoded once per address and strides."""
+        w = weights if turned is None else turned.forward
+        w = w if w.b13 is None else w.with_flat_bias()
+        key = weights_key(w)
+        if turned is not None:
+            key += weights_key(weights) + tuple(t.data_ptr() for t in turned.named().values())
+        if key == self._key:
+            return
+        self._known = self._key = None  # until all is filled
+        self._use_device()
+        self._fill_weights(weights, w, turned)
+        self._key, self._kept = key, replace(w, w13=w.w13[:0], w2=w.w2[:0])
+
+    def _fill_weights(
+        self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None
+    ) -> None:
+        """w: what is multiplied, with flat biases."""
+        w.validate(self.problem, self.device)
+        fill_weights(self.argument, self._plan, w, self._encode)
+
+    def _is_new(self, call: Call) -> bool:
+        """Whether the argument block was filled for another call; check and point it at the weights then."""
+        if call.known is not None and call.known is self._known:
+            return False
+        if call.known is None:
+            check_call(self.problem, call, self.device)
+        self.point_at(call.weights)
+        # A copy of biases is made of their values: anew in every call.
+        b13 = call.weights.b13
+        self._known = call.known if b13 is None or b13.is_contiguous() else None
+        return True
+
+    def _keep_in(self, state: Tensor) -> None:
+        """Point the launch at the state of its call."""
+        base = state.data_ptr()
+        if (
+            base != self._state
+        ):  # else it lies where the last one lay, in a loop that frees it in between
+            self._state = 0
+            self._use_device()
+            fill_train_state(self.argument, self._plan, base, self._encode)
+            self._state = base
+
+    def _launch(self, tensors: Sequence[Tensor | None]) -> None:
+        """Under launch_lock."""
+        handle = self.order.before_launch()
+        self.launcher.launch(handle)
+        self._window.last_launch = self._launched
+        if handle:  # not the default stream
+            for tensor in tensors:
+                if tensor is not None and tensor.is_cuda:
+                    tensor.record_stream(self.order.stream)  # nothing if it was made there
+
+
+class Forward(Launch):
+    """A forward that saves nothing. Few tokens and many may have kernels of their own, over one argument block."""
+
+    def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
+        self._launcher_of = kernels.load_forward(variant)
+        super().__init__(kernels, "forward", self._launcher_of(0))
+        self._make_y: Callable[[], Tensor]
+
+    def __call__(self, call: Call) -> Tensor:
+        """Return y [T, H] bf16; see MegaBackend.forward."""
+        with launch_lock:
+            x, scale = call.x if type(call.x) is QuantizedRows else (call.x, None)
+            if self._is_new(call):
+                self.argument.num_tokens = tokens = x.shape[0]
+                self.argument.ids_are_int64 = call.topk_ids.dtype == torch.int64
+                self.launcher = self._launcher_of(tokens)
+                shape, strides = (tokens, self.problem.hidden), (self.problem.hidden, 1)
+                self._make_y = partial(self._empty, shape, strides, torch.bfloat16)
+            y = self._make_y() if call.out is None else call.out
+            tensors = x, call.topk_ids, call.topk_weights, y, call.num_tokens_device, scale
+            fill_pointers(self.argument, *tensors)
+            self._launch(tensors)
+        return y
+
+
+class Training:
+    """`train`, the forward that saves, and `backward`, and the workspace of both."""
+
+    def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
+        both = [replace(variant, kernel=name) for name in ("train", "backward")]
+        kernels.build(*both)
+        train, backward = map(kernels.load, both)
+        self.train = Launch(kernels, "train", train)
+        self.backward = Backward(kernels, "backward", backward)
+        self._plan, self._window, self._device = kernels.plan, kernels.window, self.train.device
+        self.workspace = self._window.backward_workspace(self._plan)
+        place, encode = self._plan.state["chunk_prefix"], self.train._encode
+        fill_backward(backward.argument, self._plan, self.workspace.data_ptr(), encode)
+        behind = self._window.workspace(self._plan)[self._plan.state_offset :]
+        self._routes = behind[place.offset : place.end]  # bytes
+        # Memory of the state of the last train launch. Weak: autograd frees it.
+        self._state: StorageWeakRef | None = None
+
+    def state_views(self) -> dict[str, Tensor]:
+        """Return the regions of the state that the last train launch made."""
+        storage = self._state and torch.UntypedStorage._new_with_weak_ptr(self._state.cdata)
+        if storage is None:
+            raise MegaMoEError("the last call trained, and its state is gone: ask before y is")
+        state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        return {name: region.view(state) for name, region in self._plan.train_state.items()}
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return what a backward launch of a single pass left by pool row; see MegaBackend.intermediates."""
+        workspace = self._plan.views(self._window.workspace(self._plan))
+        found = {n: r.view(self.workspace) for n, r in self._plan.backward.items()}
+        by_row = {"dy_rows": workspace["x_pool"], "hs": workspace["h"]} | found
+        by_row |= {"dgu": found["dgu"].flatten(1), "dx_rows": workspace["y_rows"]}
+        by_row["route_rows"] = workspace["route_rows"]
+        names = ("dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "route_rows")
+        return {name: by_row[name] for name in names}
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return y [T, H] bf16 and the state of the call; see MegaBackend.forward."""
+        launch, args = self.train, self.train.argument
+        with launch_lock:
+            launch._is_new(call)
+            x, *rows = call[:3]
+            assert isinstance(x, Tensor)
+            tokens, hidden = x.shape
+            y = launch._empty((tokens, hidden), (hidden, 1), torch.bfloat16)
+            state = launch._empty((self._plan.train_state_bytes,), (1,), torch.uint8)
+            launch._keep_in(state)
+            fill_call(args, x, *rows, y, call.num_tokens_device)
+            launch._launch((x, *rows, y, state, call.num_tokens_device))
+            self._state = StorageWeakRef(state.untyped_storage())
+        return y, state
+
+    def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients, see MegaBackend.backward."""
+        with launch_lock:
+            found = self.backward(call, dy, state, wanted)
+            # statistics() reads the routes in the workspace, since the state of the call goes after its backward.
+            # Behind the launch, which waited for those on other streams that have their routes there.
+            place = self._plan.train_state["chunk_prefix"]
+            self._routes.copy_(state[place.offset : place.end])
+        return found
+
+
+class Backward(Launch):
+    """The gradients of a call that `train` made."""
+
+    def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients, see MegaBackend.backward."""
+        self._check(call, dy, state, wanted)
+        self._use_device()
+        x, topk_ids, count, needs = call.x, call.topk_ids, call.num_tokens_device, wanted.needs
+        make = torch.empty if count is None else torch.zeros  # rows behind have none
+        dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
+        d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
+        with launch_lock:
+            self.point_at(call.weights, wanted.turned)
+            for name in ("w13", "w2"):
+                dtype = getattr(call.weights, name).dtype
+                if getattr(needs, name) and dtype != torch.bfloat16:
+                    expected = "bf16, of what has gradients"
+                    raise ArgumentError(f"weights.{name}.dtype", dtype, expected)
+            targets = Targets.make(call.weights, needs.of_weights, wanted.into)
+            self._keep_in(state)
+            fill_gradients(self.argument, self._plan, self._encode, **targets.arguments)
+            fill_backward_call(
+                self.argument,
+                dy=dy,
+                x=x,
+                topk_ids=topk_ids,
+                dx=dx,
+                d_topk_weights=d_scores,
+                num_tokens_device=count,
+                only_weights=wanted.only_weights,
+            )
+            self._launch((dy, x, topk_ids, state, dx, d_scores, count))
+        of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
+        return Gradients(*of_rows, *targets.results())
+
+    def _fill_weights(
+        self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None
+    ) -> None:
+        """Point at the masters, or in FP8 at what stands in for them."""
+        masters = weights.w13_scale is None
+        of = replace(self.problem, precision="bf16") if masters else self.problem
+        weights.validate(of, self.device)
+        if turned is not None:
+            turned = replace(turned, forward=w)
+            turned.validate(self.problem, self.device)
+        given = w if turned is None else turned
+        fill_backward_weights(self.argument, self._plan, given, self._encode)
+
+    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> None:
+        check_call(self.problem, call, self.device)
+        check_tensor("dy", dy, tuple(call.x.shape), torch.bfloat16, self.device)
+        size = (self._plan.train_state_bytes,)
+        check_tensor("state", state, size, torch.uint8, self.device)
+        for name, tensor in (("dy", dy), ("x", call.rows[0]), ("state", state)):
+            if tensor.data_ptr() % ALIGNMENT:
+                expected = f"{ALIGNMENT}-byte aligned storage"
+                raise ArgumentError(name, hex(tensor.data_ptr()), expected)
+        needs = wanted.needs
+        if wanted.only_weights and (needs.x or needs.topk_weights):
+            expected = "no dx and no d_topk_weights with only_weights"
+            raise ArgumentError("needs", list(needs), expected)
+        if self.problem.formats.w.scaled != (wanted.turned is not None):
+            value = None if wanted.turned is None else "given"
+            expected = "TurnedWeights of these weights with precision 'fp8', else None"
+            raise ArgumentError("turned", value, expected)
+
+
+def num_ctas(layer: LayerKernels) -> int:
+    """Return how many CTAs took part in the last launch of a layer that shares its workspace. Waits."""
+    if layer.patience_ns[0] == 0:
+        return layer.grid
+    members = layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))
+    return PAIR_CTAS * (int(members) & 0xFF)
+
+
+def weights_key(w: ExpertWeights) -> tuple[Any, ...]:
+    """Return what a launch depends on: addresses and strides."""
+    w13, w2, s13, s2, b13, b2 = w.w13, w.w2, w.w13_scale, w.w2_scale, w.b13, w.b2
+    return (
+        w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride(),
+        s13 if s13 is None else s13.data_ptr(), s2 if s2 is None else s2.data_ptr(),
+        b13 if b13 is None else b13.data_ptr(), b2 if b2 is None else b2.data_ptr(),
+    )  # fmt: skip
+
+
+def new_profile(grid: int, device: torch.device) -> Tensor:
+    """Return memory for the timestamps of a launch."""
+    return torch.zeros((grid, PROFILE_SLOTS), dtype=torch.int64, device=device)
+
+
+def clock_ghz(profile: Tensor | None) -> float:
+    """profile: [grid, PROFILE_SLOTS] of a launch -> its SM clock, the median over CTAs. Waits for the device."""
+    if profile is None:
+        raise ConfigError("profile", False, "True, for timestamps")
+    stamps = profile.cpu()
+    cycles = (stamps[:, _CLOCK_END] - stamps[:, _CLOCK_START]).double()
+    ns = (stamps[:, _END] - stamps[:, _START]).double()
+    return float((cycles / ns).median())
+
+
+def kernel_span_ns(profile: Tensor) -> tuple[int, int]:
+    """profile: as above -> when its first CTA began and its last one ended, in ns. Waits for the device."""
+    stamps = profile.cpu()
+    return int(stamps[:, _START].min()), int(stamps[:, _END].max())
+
+
+def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
+    """Return what the last launch, of `kernel`, left of own tokens; see MegaBackend.intermediates. Waits."""
+    regions = {name: region.view(window.memory) for name, region in plan.window.items()}
+    parity, rank = window.epoch() & 1, plan.problem.rank
+    tokens = int(regions["window_routes"][parity, rank, 0])
+    found = {"partials": regions["window_partials"][:, :tokens]}
+    if "window_x_scale" in regions and kernel != "backward":  # which stages dy there
+        problem = plan.problem
+        found["x_q"] = problem.formats.x.in_order(regions["window_x"][:tokens], problem.hidden)
+        found["x_scale"] = regions["window_x_scale"][:tokens]
+    return found
+
+
+def rows_of_forward(problem: Problem, views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """views: the regions of workspace and state of a single pass -> what it left by pool row."""
+    found = {name: views[name] for name in ("y_rows", "route_rows")}
+    found["x_pool"] = problem.formats.x.in_order(views["x_pool"], problem.hidden)
+    found["h"] = problem.formats.h.in_order(views["h"], problem.intermediate)
+    for name in ("x_pool_scale", "h_scale"):
+        if name in views:
+            found[name] = views[name].t()
+    if "gu" in views:
+        found["gate_up"] = views["gu"].flatten(1)
+    return found

@@ -1,0 +1,169 @@
+"""The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
+
+    megamoe::moe_forward(<Inputs>, handle, state_bytes, keep) -> (y, state)
+    megamoe::moe_backward(dy, <Inputs>, handle, needs, state?) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
+
+`handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take no objects. It is
+a CPU tensor and not an int, so that equal layers share one compiled graph. `keep`: gradients are recorded; `state`
+[state_bytes] uint8 is what the backward pass reads besides the inputs, empty where it is not kept, or where the
+backward pass computes the call again. Both are collective, so every rank must need the same gradients; one that is not
+needed comes back empty.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.call import Gradients, Needs, Wanted
+from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.planes import SUSPECT_BELOW, check_memory
+from megamoe.layer.backward import gradients
+from megamoe.layer.inputs import Inputs, like
+from megamoe.layer.runtime import Runtime, runtime_of
+
+
+def forward(runtime: Runtime, inputs: Inputs, keep: bool, known: Any = None) -> Any:
+    """Return y like x, and the state where it is kept, else None. known: as Call.known."""
+    with runtime.lock:
+        trains = keep and runtime.state_bytes > 0
+        call = inputs.call(runtime.weights(inputs.weights, trains, known), known)
+        y, state = runtime.backend.forward(call, keep)
+    return like(y, inputs.x), state
+
+
+def moe_forward_op(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    num_tokens_device: Tensor | None,
+    x_scale: Tensor | None,
+    handle: Tensor,
+    state_bytes: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Run the backend behind `handle`."""
+    of_weights = w13, w2, b13, b2, w13_scale, w2_scale
+    inputs = Inputs(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
+    y, state = forward(runtime_of(handle), inputs, keep)
+    return y, _nothing(x) if state is None else state
+
+
+def moe_backward_op(
+    dy: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    w13_scale: Tensor | None,
+    w2_scale: Tensor | None,
+    num_tokens_device: Tensor | None,
+    x_scale: Tensor | None,
+    handle: Tensor,
+    needs: list[bool],
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients(); `needs`: a flag per output."""
+    of_weights = w13, w2, b13, b2, w13_scale, w2_scale
+    inputs = Inputs(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
+    found = gradients(runtime_of(handle), inputs, dy, state, Wanted(Needs(*needs)))
+    return tuple(x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
+
+
+def refuse_op(x: Tensor, text: str, handle: Tensor) -> Tensor:
+    """Stand for a call whose arguments were refused while it was traced: tell the other ranks, and raise."""
+    runtime_of(handle).refuse()
+    raise ArgumentError(text)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.uint8)
+
+
+def _with_memory(op: Any) -> Any:
+    """Return the operator as a compiled graph calls it, which does not look whether storage was freed."""
+    names = tuple(inspect.signature(op).parameters)
+
+    def call(*args: Any) -> Any:
+        try:
+            for name, t in zip(names, args, strict=False):  # defaults are left out
+                if isinstance(t, Tensor) and t.data_ptr() < SUSPECT_BELOW:
+                    check_memory(name, t)
+        except ArgumentError:
+            runtime_of(args[names.index("handle")]).refuse()
+            raise
+        return op(*args)
+
+    return call
+
+
+# By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
+library = torch.library.Library("megamoe", "FRAGMENT")
+for _name, _op, _called in (
+    ("moe_forward", moe_forward_op, _with_memory(moe_forward_op)),
+    ("moe_backward", moe_backward_op, moe_backward_op),
+    ("refuse", refuse_op, refuse_op),
+):
+    _tags = () if _op is refuse_op else (torch.Tag.pt2_compliant_tag,)
+    library.define(_name + torch.library.infer_schema(_op, mutates_args=()), tags=_tags)
+    library.impl(_name, _called, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("megamoe::moe_forward")
+def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *_, state_bytes, keep = args
+    y = torch.empty_like(x, dtype=torch.bfloat16)
+    return y, x.new_empty(state_bytes if keep else 0, dtype=torch.uint8)
+
+
+@torch.library.register_fake("megamoe::refuse")
+def _(x: Tensor, text: str, handle: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bfloat16)
+
+
+@torch.library.register_fake("megamoe::moe_backward")
+def _(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    given = dict(zip(inspect.signature(moe_backward_op).parameters, (dy, *args), strict=False))
+    x = given["x"]
+    return tuple(
+        torch.empty_like(given[name]) if need and given[name] is not None else x.new_empty(0)
+        for name, need in zip(Gradients._fields, given["needs"], strict=True)
+    )
+
+
+class _Once(torch.autograd.Function):
+    """Gradients, of which there are none: where autograd records the backward pass (create_graph=True)."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.megamoe.moe_backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise MegaMoEError(
+            "a gradient of a megamoe layer was differentiated again, expected first derivatives only: the layer has "
+            "no second ones"
+        )
+
+
+def _backward_autograd(*args: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return _Once.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.megamoe.moe_backward(*args)
+
+
+library.impl("moe_backward", _backward_autograd, "Autograd")

@@ -1,0 +1,171 @@
+"""Which calls of a layer have passed all checks: what these look at, made once of a call and compared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from megamoe.backends.call import overlap
+from megamoe.core import transforms
+from megamoe.core.planes import SUSPECT_BELOW
+from megamoe.formats.weights import ExpertWeights
+from megamoe.layer.inputs import Inputs
+
+MAX_SHAPES, OF_A_SHAPE = 1024, 4
+
+
+def watched() -> bool:
+    """Whether a mode or a transform has to see the operators."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or transforms.functional()
+        or transforms.forward_mode()
+    )
+
+
+def records(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call's gradients are recorded."""
+    if not torch.is_grad_enabled():
+        return False
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():  # both may be on
+        return False
+    return any(t.requires_grad for t in tensors)
+
+
+class Signature:
+    """Of a call as its caller made it: shapes, strides, types, devices and flags of all tensors; where weights lie.
+
+    A call that it fits passes the same checks, in the same modes of torch, none of which has to see the operators.
+    shape: of x. requires_grad: whether some tensor does. trains: whether its gradients may be recorded.
+    """
+
+    __slots__ = ("shape", "requires_grad", "trains", "_absent", "_alike", "_places")
+
+    def __init__(self, inputs: Inputs, out: Tensor | None, trains: bool) -> None:
+        """inputs, out: of the call."""
+        out = None if out is inputs.x else out  # see fits()
+        self.shape, tensors = inputs.x.shape, (*inputs, out)
+        there = [t for t in tensors if t is not None]
+        self.trains, self.requires_grad = trains, any(t.requires_grad for t in there)
+        absent = [t is None for t in tensors[5:]]
+        self._absent = None if all(absent) else absent
+        self._alike, self._places = _alike(there), _places(vars(inputs.weights).values())
+
+    def fits(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+        x_scale: Tensor | None,
+    ) -> bool:
+        """Whether a call is like the one that this was made of. Each line is paid for by each call."""
+        w13, w2, b13, b2, s13, s2 = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
+        if out is x:  # as good as none, and no guard is met by one tensor twice
+            out = None
+        # Whose sizes guards ask in vain, and end the process. x was asked for its shape before.
+        if topk_ids.is_nested or topk_weights.is_nested or w13.is_nested or w2.is_nested:
+            return False
+        if b13 is b2 is s13 is s2 is num_tokens_device is out is x_scale is None:
+            if self._absent is not None or not self._alike(x, topk_ids, topk_weights, w13, w2):
+                return False
+            if (w13.data_ptr(), w2.data_ptr()) != self._places:
+                return False
+        else:
+            further = b13, b2, s13, s2, num_tokens_device, x_scale, out
+            there = [t for t in further if t is not None]
+            if [t is None for t in further] != self._absent or any(t.is_nested for t in there):
+                return False
+            if not self._alike(x, topk_ids, topk_weights, w13, w2, *there):
+                return False
+            if _places((w13, w2, *further[:4])) != self._places:
+                return False
+            if any(t.data_ptr() < SUSPECT_BELOW and t.numel() for t in there):
+                return False
+            if out is not None and overlap(out, x):
+                return False
+        if (
+            not (
+                x.data_ptr() >= SUSPECT_BELOW
+                and topk_ids.data_ptr() >= SUSPECT_BELOW
+                and topk_weights.data_ptr() >= SUSPECT_BELOW
+            )
+            and x.numel()
+        ):
+            return False
+        # Transforms of torch.func, and most modes, have keys that _alike looks at.
+        return torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0
+
+
+class Signatures:
+    """Those of one layer, by the shape of x: the last few of each."""
+
+    def __init__(self) -> None:
+        self._of: dict[Any, list[Signature]] = {}
+
+    def find(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+        x_scale: Tensor | None,
+    ) -> Signature | None:
+        """Return the signature that a call fits: operators need not be called then, nor anything be checked."""
+        try:
+            further = weights, num_tokens_device, out, x_scale
+            for found in self._of.get(x.shape, ()):
+                if found.fits(x, topk_ids, topk_weights, *further):
+                    return found
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # something is no tensor, or lies nowhere: the checks will name it
+        return None
+
+    def add(self, made: Signature) -> Signature:
+        """Remember a call that passed all checks."""
+        if len(self._of) >= MAX_SHAPES:
+            self._of.clear()
+        before = self._of.get(made.shape, [])
+        self._of[made.shape] = [made, *before[: OF_A_SHAPE - 1]]
+        return made
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()
+
+
+def _places(weights: Iterable[Tensor | None]) -> tuple[int, ...]:
+    return tuple([t.data_ptr() for t in weights if t is not None])
+
+
+def _alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that says whether others have the shapes, strides, types, devices and flags of these.
+
+    By what dynamo's guards call, in a third of the time that Python takes to look at them. It may also say no for
+    a reason that does not matter here.
+    """
+    guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+    if guards is None:
+        facts = _facts(tensors)
+        return lambda *others: not watched() and _facts(others) == facts
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    found = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = found.check
+    return check
+
+
+def _facts(tensors: Sequence[Tensor]) -> list[Any]:
+    modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(tensors[0].device.type)
+    of = [
+        (type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.is_inference())
+        for t in tensors
+    ]
+    return [modes, [t.requires_grad for t in tensors], of]
