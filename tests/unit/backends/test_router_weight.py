@@ -31,9 +31,11 @@ def test_x_is_multiplied_before_the_layer(backend, precision):
     weights = make_weights(problem)
     layer = Layer(problem, backend=backend, apply_router_weight_on_input=True)
     plain = Layer(problem, backend=backend)
-    y = layer(x, ids, scores, weights)
     product = (x.float() * scores).bfloat16()
-    assert same_bits(y, plain(product, ids, torch.ones_like(scores), weights))
+    expected = plain(product, ids, torch.ones_like(scores), weights)
+    for _ in range(2):  # the second call is like one that passed all checks
+        y = layer(x, ids, scores, weights)
+        assert same_bits(y, expected)
     behind = plain(x, ids, scores, weights)
     assert float((y.float() - behind.float()).norm() / y.float().norm()) > 0.1
 
