@@ -152,6 +152,24 @@ def test_moving_experts_changes_nothing(of_ranks):
         assert torch.equal(*held), name
 
 
+def test_moments_of_all_optimizers_move_once():
+    """Of those that are stated and of those that have stepped."""
+    to = [3, 5, 4, 0, 2, 1]
+    layer = made("alone", list(range(6)))
+    sgd = torch.optim.SGD([layer.w13], lr=1e-3, momentum=0.9)
+    adam = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+    backward(layer, 0, 1, 0)
+    moments = []
+    for optimizer, key in ((sgd, "momentum_buffer"), (adam, "exp_avg")):
+        optimizer.step()
+        moments.append(optimizer.state[layer.w13][key])
+    before = [t.clone() for t in moments]
+    layer.move_experts(megamoe.ExpertPlacement(to), optimizers=sgd)
+    for old, new in zip(before, moments, strict=True):
+        assert torch.equal(new, old[to])
+        assert not torch.equal(new, old)
+
+
 class Around(nn.Module):
     num_delayed = 0
 
