@@ -350,6 +350,23 @@ print(json.dumps(wrong))
     assert wrong == []
 
 
+def test_biases_that_move_beside_the_same_matrices_are_followed(run):
+    seen = run("""
+from dataclasses import replace
+with on_cpu():
+    biased = Problem(272, 144, 7, 3, max_tokens=70, bias=True)
+    backend, expected = mega.MegaBackend(biased, device="cpu"), expected_weights(biased)
+    w, found = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected.items()}), []
+    for name in ("b13", "b2"):
+        call(backend, weights=w)
+        w = replace(w, **{name: getattr(w, name).clone()})
+        call(backend, weights=w)
+        found.append([gemm.bias for gemm in argument().gemm] == [w.b13.data_ptr(), w.b2.data_ptr()])
+print(json.dumps(found))
+""")
+    assert seen == [True, True]
+
+
 def test_calls_of_other_shapes_and_types_are_noticed(run):
     seen = run("""
 def sizes(tokens, dtype):
