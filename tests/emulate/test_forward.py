@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 from dataclasses import replace
@@ -310,6 +312,30 @@ def test_strided_weights_are_read_in_place(
     with monkeypatch.context() as patch:
         patch.setattr(table, "map_strides", lambda w: dense(w.contiguous()))
         assert not torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
+
+
+def at_the_end_of_memory(t: Tensor) -> Tensor:
+    """Return a copy behind which nothing can be read."""
+    page = mmap.PAGESIZE
+    room = -(-t.nbytes // page) * page
+    whole = torch.frombuffer(mmap.mmap(-1, room + page), dtype=torch.uint8)
+    behind = ctypes.c_void_p(whole.data_ptr() + room)
+    assert ctypes.CDLL(None).mprotect(behind, ctypes.c_size_t(page), 0) == 0
+    return whole[room - t.nbytes : room].view(t.dtype).view(t.shape).copy_(t)
+
+
+def test_scales_of_weights_are_not_read_past_their_end() -> None:
+    """The last expert's last tile of 384 columns has no second half, nor scales of it. Else: a segmentation fault."""
+    problem = Problem(384, 128, 4, 2, max_tokens=16, precision="fp8")
+    inputs, (weights,) = inputs_of(problem, [16])
+    assert weights.w13_scale is not None
+    assert weights.w2_scale is not None
+    ends = {n: at_the_end_of_memory(getattr(weights, n)) for n in ("w13_scale", "w2_scale")}
+    ys = [
+        Emulation(problem).forward_all(*columns(inputs), [w])[0]
+        for w in (weights, replace(weights, **ends))
+    ]
+    assert torch.equal(*ys)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
