@@ -58,23 +58,24 @@ def test_module_while_training():
 
 def on_two_ranks(rank):
     problem = Problem(64, 48, 7, 3, ep_size=2, rank=rank, max_tokens=200)
-    inputs = make_inputs(problem, 90 - 50 * rank, rank=rank)
-    call = inputs.x, inputs.topk_ids, inputs.topk_weights, make_weights(problem)
+    weights = make_weights(problem)
+    calls = [make_inputs(problem, num[rank], rank=rank) for num in ((90, 40), (40, 90))]
     found = {}
     for backend in ("staged", "reference", "emulate"):
-        layer = Layer(problem, dist.group.WORLD, backend=backend)
-        layer(*call)
-        found[backend] = layer.statistics().tokens_per_expert.tolist()
+        layer, found[backend] = Layer(problem, dist.group.WORLD, backend=backend), []
+        for i in calls:  # one rank has more tokens, then the other
+            layer(i.x, i.topk_ids, i.topk_weights, weights)
+            found[backend].append(layer.statistics().tokens_per_expert.tolist())
         layer.close()
-    return found, inputs.topk_ids
+    return found, [i.topk_ids for i in calls]
 
 
 def test_two_ranks():
     results = launch(on_two_ranks, 2, timeout_s=200)
-    ids = torch.cat([ids for _, ids in results])
+    of_calls = [torch.cat(ids) for ids in zip(*(ids for _, ids in results), strict=True)]
     for rank, (found, _) in enumerate(results):
         problem = Problem(64, 48, 7, 3, ep_size=2, rank=rank)
-        expected = counts_of(problem, ids).tolist()
+        expected = [counts_of(problem, ids).tolist() for ids in of_calls]
         assert found == dict.fromkeys(("staged", "reference", "emulate"), expected)
 
 
