@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megamoe.core.errors import CompileError
+from megamoe.core.errors import AbiMismatch, CompileError
 from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.jit import abi, paths
 from megamoe.jit.__main__ import main as warm
@@ -167,6 +167,10 @@ def test_the_cubin_states_its_abi(built):
         abi.LAUNCHES[variant.launch]
     )
     assert 64 << 10 < check_abi(result.cubin, str(variant), variant.launch) <= SMEM_LIMIT
+    with pytest.raises(AbiMismatch, match=r"its argument has \d+ bytes in the kernel, \d+ in"):
+        check_abi(
+            result.cubin, str(variant), "train" if variant.launch == "backward" else "backward"
+        )
 
 
 # bf16xnvfp4 is bf16xmxfp4 but for a few instructions a scale.
