@@ -56,7 +56,8 @@ class ExpertPlacement:
 
         load: [E], tokens of each expert, from counters(). num_physical: P >= E, a multiple of num_ranks, which hold
         P / num_ranks slots each, in order. Each further slot goes to the expert with the most tokens a slot; then the
-        fullest slots are dealt first, each to the emptiest rank that has room. Deterministic.
+        fullest slots are dealt first, each to a rank that has room, with the fewest slots of that expert, the emptiest
+        of these. Deterministic.
 
         Raises ConfigError for other loads and numbers.
         """

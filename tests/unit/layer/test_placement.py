@@ -62,6 +62,9 @@ def test_balanced_evens_out_slots_and_ranks():
     share = [[108, 50, 40, 30, 20, 10][e] / len(shared.slots_of[e]) for e in shared.expert_of]
     assert len(shared.slots_of[0]) == 3
     assert abs(sum(share[:4]) - sum(share[4:])) <= 10
+    # Replicas are apart, even where the emptiest rank has one: of 1 they would have 60 and 56.
+    apart = megamoe.ExpertPlacement.balanced([55, 60, 1], 4, 2)
+    assert [set(apart.expert_of[:2]), set(apart.expert_of[2:])] == [{0, 1}, {1, 2}]
     plain = megamoe.ExpertPlacement.balanced([1] * 6, 6, 2)
     assert sorted(plain.expert_of) == list(range(6))
 
