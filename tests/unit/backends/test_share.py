@@ -27,6 +27,8 @@ def test_a_number_is_kept_and_then_a_launch_has_all_of_its_ctas(monkeypatch):
     monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "12")
     assert share_of(Ranks(), None) == Share(12, 0, 0)
     assert share_of(Ranks(), 0) == Share(0, 0, 0)
+    monkeypatch.setenv("MEGAMOE_RESERVE_SMS", "0")  # stated, unlike an empty one
+    assert share_of(Ranks(), None) == Share(0, 0, 0)
 
 
 def test_ranks_of_which_some_share_are_refused(monkeypatch):

@@ -74,6 +74,7 @@ def test_experts_that_lack_something_are_refused_by_name(tmp_path) -> None:
         ({"3.up_proj.weight": torch.zeros(95, 80).to(torch.uint8)}, range(4), r"shape is \[95, 80\], expected"),
         ({"0.up_proj.weight_scale_2": torch.ones(2)}, range(1), r"shape is \[2\], expected \[\] or"),
         ({"3.up_proj.weight": torch.zeros(64, 80).to(torch.uint8)}, range(3, 4), "gate_proj and up_proj"),
+        ({"3.up_proj.weight_scale": torch.zeros(96, 5).to(torch.float8_e4m3fn)}, range(3, 4), "gate_proj and up_proj"),
         ({}, range(3, 6), "tensor 'm.experts.4.gate_proj.weight' is missing"),
         ({}, range(7, 8), r"tensors of m.experts.7 is \[\]"),
         ({}, [], "experts is .*, expected numbers, at least one"),

@@ -301,6 +301,10 @@ def test_out_may_be_x_but_not_a_part_of_it():
             for x, out in ((memory[:12], memory[1:]), (memory[1:], memory[:12])):
                 with pytest.raises(ArgumentError, match="out is a part of x"):
                     layer(x, i.topk_ids, i.topk_weights, out=out)
+            first, second = torch.cat([i.x, i.x]).chunk(2)  # beside each other is no part
+            for x, out in ((first, second), (second, first)):
+                x.copy_(i.x)
+                assert torch.equal(layer(x, i.topk_ids, i.topk_weights, out=out), y)
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
@@ -389,6 +393,16 @@ def test_freed_memory_is_refused(name, backend):
                     call({name: gone})
             call({})
             call({})  # known by now
+
+
+def test_memory_freed_in_part_is_refused():
+    """Of a view whose storage still has as many bytes, but not up to where the view ends."""
+    layer, i = make(backend="emulate"), make_inputs(PROBLEM, 9)
+    x = torch.empty(512 + i.x.numel(), dtype=i.x.dtype)[512:].view_as(i.x)
+    held = x.untyped_storage().nbytes() - x.element_size()
+    x.untyped_storage().resize_(held)
+    with pytest.raises(ArgumentError, match=rf"x.untyped_storage\(\) is of {held} bytes"):
+        layer(x, i.topk_ids, i.topk_weights)
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -102,6 +102,8 @@ def test_fingerprint_is_stable_and_ignores_the_rank():
         replace(base, activation="geglu_tanh"),
         replace(base, activation=Activation("clamped_swiglu", limit=7)),
         replace(base, activation=Activation("clamped_swiglu", limit=8)),
+        replace(base, activation=Activation("clamped_swiglu", limit=7, alpha=2)),
+        replace(base, activation=Activation("clamped_swiglu", limit=7, up_offset=1)),
     ]
     assert len({p.fingerprint() for p in [base, *others]}) == len(others) + 1
     code = f"import megamoe; print(megamoe.Problem(**{GOOD}, ep_size=2).fingerprint())"

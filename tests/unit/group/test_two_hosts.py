@@ -131,3 +131,5 @@ def test_hosts_are_told_apart_by_their_names():
     assert spans_hosts(["a"] * 4) is None
     text = spans_hosts(["a", "a", "a", "b", "c", "b"])
     assert text.endswith("(ranks 0..2 on a; 3, 5 on b; 4 on c)")
+    text = spans_hosts(["a", "a", "b", "a"])
+    assert text.endswith("(ranks 0, 1, 3 on a; 2 on b)")
