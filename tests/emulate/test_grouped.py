@@ -328,6 +328,17 @@ def test_a_gradient_may_lie_anywhere():
             assert torch.equal(found.grad, expected.grad)
 
 
+def test_rows_of_a_gradient_may_be_one_in_memory():
+    """As behind a sum over rows: no map has rows without a distance."""
+    offs, num, rows = case([5, 0, 70], behind=2)
+    tensors, row = (rand(rows, H), rand(num, H, I, scale=0.2)), torch.randn(I).bfloat16()
+    leaves, others = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    ops.grouped_mm(*leaves, offs).sum(0).backward(row)
+    ops.grouped_mm(*others, offs).backward(row.repeat(rows, 1))
+    for found, expected in zip(leaves, others, strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
 def differentiable(x, w, offs, bias):
     parts, start = [], 0
     for e, end in enumerate(offs.tolist()):
