@@ -58,6 +58,30 @@ def test_key_follows_everything_else(tmp_path):
     assert len(set(keys)) == len(keys)
 
 
+def test_kernels_have_keys_of_flags_compiler_and_foreign_headers(tmp_path, monkeypatch):
+    keys = []
+
+    def fetch(key, *_):
+        keys.append(key)
+        raise FileNotFoundError
+
+    def compile_again(text, version, *flags):
+        (tmp_path / "cutlass" / "version.h").write_text(text)
+        monkeypatch.setattr(compiler, "compiler_version", lambda which: version)
+        with pytest.raises(FileNotFoundError):
+            compiler._compiled(KERNEL, "kernel.cu", flags, tmp_path)
+
+    (tmp_path / "cutlass").mkdir()
+    monkeypatch.setattr(paths, "cutlass_include", lambda: tmp_path)
+    monkeypatch.setattr(cache, "fetch", fetch)
+    for made in (("4.2", "nvrtc 13.0"), ("4.3", "nvrtc 13.0"), ("4.2", "nvrtc 13.1")):
+        compile_again(*made)
+        compile_again(*made)
+        compile_again(*made, "-G")
+    assert len(set(keys)) == 6
+    assert keys[0::3] == keys[1::3]
+
+
 def test_variants_have_keys_of_their_own():
     every = variants() + variants(profile=True)
     assert {(v.precision, v.activation) for v in every} >= {("bf16", a) for a in ACTIVATIONS}
