@@ -144,6 +144,11 @@ def ranks_move(rank):
     counts = Statistics.without_pool(torch.tensor([1, 2, 3]))
     counted = placement.counters(counts, init_device_mesh("cpu", (size,)))
     assert counted.tolist() == [size, 2 * size, 3 * size]
+    if size == 3:
+        pair = dist.new_group([1, 2])
+        if rank:
+            counted = megamoe.ExpertPlacement([0, 1, 2] * 2).counters(counts, pair)
+            assert counted.tolist() == [2, 4, 6]
 
 
 @pytest.mark.parametrize("size", [2, 3])
