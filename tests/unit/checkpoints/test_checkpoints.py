@@ -449,7 +449,10 @@ def test_index_and_files_agree(tmp_path):
     (a / files.INDEX).unlink()
     shutil.copyfile(a / "part0.safetensors", a / "model-00002-of-00003.safetensors")
     refuse(a, "megamoe", "model-00001-of-00003.safetensors is missing", tmp_path)
-    (a / "model-00002-of-00003.safetensors").unlink()
+    shutil.copyfile(a / "part0.safetensors", a / "model-00001-of-00003.safetensors")
+    refuse(a, "megamoe", "model-00003-of-00003.safetensors is missing", tmp_path)
+    for number in (1, 2):
+        (a / f"model-0000{number}-of-00003.safetensors").unlink()
     shutil.copyfile(a / "part0.safetensors", a / "again.safetensors")
     refuse(a, "megamoe", "in two files", tmp_path)
     indexed(

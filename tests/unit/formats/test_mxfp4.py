@@ -183,9 +183,12 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name() -> None:
     planes = torch.zeros(4, 2, 96)  # not in the order of rows that alternate
     with pytest.raises(ArgumentError, match=r"biases is \[4, 2, 96\], expected \[L, 2\*I\]"):
         make(b13, b2, s13, s2, biases=(planes, torch.zeros(4, 160)), interleaved=True)
-    s2[1, 2, 1] = 255
-    with pytest.raises(ArgumentError, match="w2_scale is 255, expected at most 252"):
-        make(b13, b2, s13, s2)
+    s2[1, 2, 1] = 252
+    make(b13, b2, s13, s2)
+    for scale in (253, 255):
+        s2[1, 2, 1] = scale
+        with pytest.raises(ArgumentError, match=f"w2_scale is {scale}, expected at most 252"):
+            make(b13, b2, s13, s2)
 
 
 def test_weights_are_checked_before_anything_runs() -> None:
