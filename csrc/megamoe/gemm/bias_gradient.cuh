@@ -20,13 +20,13 @@ class BiasGradient {
                 weights_ = own<T>(ctx.args).row_weight + row;
         }
         slots_ = tile.slots;
-        ask_for_weights(0);
+        if (wanted()) ask_for_weights(0);
     }
 
-    // The slot's 64 rows, from the tile's row 64 * i on. Each lane asked for two of their weights a slot
-    // before: loads in this loop made GPT-OSS's backward 2 to 5 % slower (H200, 2026-11-22).
+    // add() and store(): where it is wanted. The slot's 64 rows, from the tile's row 64 * i on. Each lane
+    // asked for two of their weights a slot before: loads in this loop made GPT-OSS's backward 2 to 5 %
+    // slower (H200, 2026-11-22).
     MEGAMOE_DEVICE void add(int slot, int i) {
-        if (out_ == nullptr) return;
         const float s[2] = {next_[0], next_[1]};
         ask_for_weights(i + 1);
         const uint8_t* box = tile_smem<T>().slots[slot].a + math_warpgroup() * box_bytes;
@@ -41,16 +41,17 @@ class BiasGradient {
         arch::warp_sync();  // before one lane releases the slot for all
     }
 
+    MEGAMOE_DEVICE bool wanted() const { return out_ != nullptr; }
+
     MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile) {
-        if (out_ == nullptr) return;
         int at = 0, width = 0;
         float* out = place(ctx, tile, out_, math_warpgroup() * warpgroup_rows + column(), &at, &width);
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j) {
             MEGAMOE_UNROLL
             for (int mask = lanes; mask < 32; mask *= 2) sum_[j] += arch::shfl_xor(sum_[j], mask);
-            if (arch::lane_idx() < lanes && at + j < width)
-                out[j] = adds_weight_gradients<T>(ctx) ? out[j] + sum_[j] : sum_[j];
+            bool here = arch::lane_idx() < lanes && at + j < width;
+            arch::put_float(out + j, sum_[j], adds_weight_gradients<T>(ctx), here);
         }
     }
 
@@ -71,7 +72,7 @@ class BiasGradient {
 
     // Those of slot i: rows lane and 32 + lane.
     MEGAMOE_DEVICE void ask_for_weights(int i) {
-        if (out_ == nullptr || i == slots_) return;
+        if (i == slots_) return;
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j)
             next_[j] = weights_ != nullptr ? weights_[i * warpgroup_rows + 32 * j + arch::lane_idx()] : 1.0f;

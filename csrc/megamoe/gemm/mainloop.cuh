@@ -201,9 +201,14 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
 // the two meet, ptxas finds no registers for promoted products beside sums in place.
 template <class T>
 MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
+    using M = MultiplyOf<typename T::WeightGemm>;
     BiasGradient<T> bias(ctx, tile);
-    MultiplyOf<typename T::WeightGemm>::template run<T>(sum, ctx, ring, tile.slots,
-                                                        [&](int slot, int i) { bias.add(slot, i); });
+    if (!bias.wanted()) {  // a loop of its own: a question in each slot would be a branch on what is no
+                           // constant
+        M::template run<T>(sum, ctx, ring, tile.slots);
+        return;
+    }
+    M::template run<T>(sum, ctx, ring, tile.slots, [&](int slot, int i) { bias.add(slot, i); });
     bias.store(ctx, tile);
 }
 

@@ -97,6 +97,21 @@ def test_instructions(built, tmp_path):
     assert fences == fences_of(variant)
 
 
+def moved_between_mmas(found):
+    """Return how many values go to uniform registers between MMAs of one loop: descriptors that ptxas did not keep."""
+    mmas = [i for i, word in enumerate(found) if word.startswith(("HGMMA", "QGMMA"))]
+    near = [(a, b) for a, b in zip(mmas, mmas[1:], strict=False) if b - a < 60]
+    return sum(word.startswith("R2UR") for a, b in near for word in found[a:b])
+
+
+def test_descriptors_stay_in_uniform_registers(built, tmp_path):
+    """One branch on what differs between lanes, anywhere around, and each MMA waits for two moves (-2 % backward)."""
+    variant, result = built
+    assert moved_between_mmas(opcodes(result.cubin, tmp_path)) == 0
+    assert moved_between_mmas(["HGMMA.64x256", "R2UR", "IADD3", "HGMMA.64x256"]) == 1
+    assert moved_between_mmas(["HGMMA.64x256", "R2UR", *["IADD3"] * 60, "HGMMA.64x256"]) == 0
+
+
 def fences_of(variant):
     if isinstance(variant, GroupedVariant):
         return 1  # store, before a launch's first tile

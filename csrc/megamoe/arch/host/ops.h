@@ -73,5 +73,8 @@ inline void count_shared(uint32_t* count, uint32_t by) { *count += by; }
 inline void store_vec_below(uint4_t* v, int i, int limit, uint4_t value) {
     if (i < limit) store_vec(v + i, value);
 }
+inline void put_float(float* to, float v, bool adds, bool here) {
+    if (here) *to = adds ? *to + v : v;
+}
 
 }  // namespace megamoe::arch

@@ -297,6 +297,23 @@ MEGAMOE_DEVICE void store_vec_below(uint4_t* v, int i, int limit, uint4_t value)
         "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(i), "r"(limit)
         : "memory");
 }
+// Writes *to = v, or adds v to it, where `here`. By predicates: behind a branch on the lane ptxas takes all
+// that surrounds it for divergent, and descriptors of MMAs leave the uniform registers.
+MEGAMOE_DEVICE void put_float(float* to, float v, bool adds, bool here) {
+    asm volatile(
+        "{\n"
+        ".reg .pred here, adds;\n"
+        ".reg .f32 v, old;\n"
+        "setp.ne.s32 here, %2, 0;\n"
+        "setp.ne.and.s32 adds, %3, 0, here;\n"
+        "mov.f32 v, %1;\n"
+        "@adds ld.global.f32 old, [%0];\n"
+        "@adds add.rn.f32 v, old, v;\n"
+        "@here st.global.f32 [%0], v;\n"
+        "}" ::"l"(to),
+        "f"(v), "r"(static_cast<int>(here)), "r"(static_cast<int>(adds))
+        : "memory");
+}
 MEGAMOE_DEVICE void store_vec(void* p, uint4_t v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
