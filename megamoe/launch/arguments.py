@@ -15,7 +15,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.jit import abi
-from megamoe.launch import layout, panels
+from megamoe.launch import layout, meetings, panels
 from megamoe.launch.layout import Region
 from megamoe.launch.table import (
     HALF,
@@ -160,6 +160,7 @@ def fill_static(
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = step_blocks
+    meetings.fill(args.meet, address["came"], p, plan.pool_rows, meetings.bandwidth())
     args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset

@@ -22,7 +22,7 @@ from megamoe.core.config import CHUNK_TOKENS, Problem
 from megamoe.core.errors import ConfigError, WorkspaceTooSmall
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
-from megamoe.launch import panels
+from megamoe.launch import meetings, panels
 from megamoe.launch.panels import TILE_COLUMNS
 
 ALIGNMENT = 256
@@ -165,6 +165,7 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "pool_routes", (rows,), torch.int32
     yield "block_table", (blocks, 2), torch.int32
     yield "rows_ready", (blocks,), torch.int32
+    yield "came", (blocks, meetings.units_of_block(p)), torch.int32
     yield "gemm1_done", (blocks,), torch.int32
     yield "gemm2_done", (blocks,), torch.int32
     yield "x_pool", (rows, x.width(p.hidden)), x.dtype

@@ -57,6 +57,11 @@ class Memory {
         if (ns == 0) return load(c, Order::relaxed, Scope::system) == target;
         return await_ordered(c, Until::equal, target, Scope::system, false);
     }
+    // Impatient with 0 cycles, otherwise as patient as can be.
+    bool linger(Cell c, uint32_t target, uint32_t cycles) {
+        if (cycles == 0) return static_cast<int32_t>(load(c, Order::relaxed, Scope::gpu) - target) >= 0;
+        return await_ordered(c, Until::at_least, target, Scope::gpu, false);
+    }
     bool await_ordered(Cell c, Until until, uint32_t target, Scope scope, bool acquire) {
         auto satisfied = [=](uint32_t v) {
             return until == Until::equal ? v == target : static_cast<int32_t>(v - target) >= 0;
@@ -168,6 +173,12 @@ class MutantMemory : public Memory {
         if (mutate("await_for of target + 1", c)) ++target;
         if (mutate("await_for of target - 1", c)) --target;
         return Memory::await_for(c, target, ns);
+    }
+    bool linger(Cell c, uint32_t target, uint32_t cycles) {
+        if (mutate("linger dropped", c)) return true;
+        if (mutate("linger of target + 1", c)) ++target;
+        if (mutate("linger of target - 1", c)) --target;
+        return Memory::linger(c, target, cycles);
     }
     using Memory::arrive;
     using Memory::expect;

@@ -8,6 +8,7 @@ using megamoe::Door;
 using megamoe::GradsReady;
 using megamoe::GridBarrier;
 using megamoe::HReady;
+using megamoe::InStep;
 using megamoe::LastArrival;
 using megamoe::PanelReady;
 using megamoe::PartialsReady;
@@ -39,10 +40,11 @@ inline constexpr const char *by_the_epoch = "ordered by the epoch cell's release
                             *thought_missing = "a peer thought to be missing costs SMs, nothing else",
                             *not_read = "not read here: see routes_ready",
                             *one_barrier = "only one barrier here: see grid_barrier",
+                            *nothing_depends = "nothing depends on who came to a meeting",
                             *no_tma = "no TMA here: see rows_ready",
                             *no_bulk_stores = "writes by ordinary stores, or not at all";
 
 extern const std::vector<Scenario> edge_scenarios, grid_scenarios, reuse_scenarios, launch_scenarios,
-    pair_scenarios, expansion_scenarios, backward_scenarios, training_scenarios;
+    pair_scenarios, meeting_scenarios, expansion_scenarios, backward_scenarios, training_scenarios;
 
 }  // namespace model

@@ -30,17 +30,22 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
 }
 
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile
-// (cta, step, stage, part, block, n, shared), each CTA's in its own order. A step is `span` blocks of gemm1
-// and then the previous step's blocks of gemm2; part counts all units of a stage. A CTA without a tile in its
-// pair's unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Lots has them, one CTA after the other
-// is written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come in an order
+// (cta, step, stage, part, block, n, shared, first, pairs), each CTA's in its own order. A step is `span`
+// blocks of gemm1 and then the previous step's blocks of gemm2; part counts all units of a stage. With who >=
+// 0 pairs meet, `first` and `pairs` say where, and the order is that by rounds: steps 2 r + 1 are rounds of
+// gemm1, in 2 r stand those of gemm2 that come before round r of gemm1. A CTA without a tile in its pair's
+// unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Lots has them, one CTA after the other is
+// written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come in an order
 // that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a portion past
 // the last block.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
-                unsigned seed, bool fixed2, int rounds, int* out, int capacity) {
+                unsigned seed, bool fixed2, int rounds, int who, int many, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
-    auto write = [&](Unit unit_of_pair, int pair) {
+    Gemm2Lots shares(num_blocks * units_of(tiles1), rounds, num_pairs);
+    Meet meet = {nullptr, 1, 0, many, who, 2};
+    LastBlock last = who >= 0 ? LastBlock::beside : LastBlock::behind;
+    auto write = [&](Unit unit_of_pair, int pair, const UnitStream& before) {
         Position p = unit_of_pair.position(units_of(tiles1), units_of(tiles2));
         int first = 0, e = 0;  // the expert that holds block p.portion
         while (e < num_experts && first + expert_blocks[e] <= p.portion) first += expert_blocks[e++];
@@ -48,22 +53,29 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         bool is1 = p.gemm == GemmId::gemm1;
         int tiles = is1 ? tiles1 : tiles2;
         Run group = run_of(first, expert_blocks[e], p.portion);
+        int number = p.portion * units_of(tiles) + p.part, step = p.portion / span + (is1 ? 0 : 1);
+        Meeting meeting = {number, 0};
+        if (who >= 0) {
+            int head = is1 ? 0 : shares.head;
+            meeting = meeting_of(group, p, tiles, meet, num_blocks, head, num_pairs);
+            step =
+                is1 ? 2 * (number / num_pairs) + 1 : 2 * before.rounds_before(number, num_pairs, shares.head);
+        }
         for (int member = 0; member < pair_ctas; ++member) {
             UnitTile unit;
-            if (!unit_in_run(group, p, tiles, member, &unit)) continue;
+            if (!unit_in_run(group, p, tiles, last, member, &unit)) continue;
             if (written++ >= capacity) continue;  // one too many: the test says so
-            int* tile = out + 7 * (written - 1);
-            tile[0] = pair * pair_ctas + member, tile[1] = p.portion / span + (is1 ? 0 : 1);
-            tile[2] = static_cast<int>(p.gemm), tile[3] = p.portion * units_of(tiles) + p.part;
+            int* tile = out + 9 * (written - 1);
+            tile[0] = pair * pair_ctas + member, tile[1] = step;
+            tile[2] = static_cast<int>(p.gemm), tile[3] = number;
             tile[4] = unit.block, tile[5] = unit.n < tiles ? unit.n : -1;
-            tile[6] = static_cast<int>(unit.shared);
+            tile[6] = static_cast<int>(unit.shared), tile[7] = meeting.first, tile[8] = meeting.pairs;
         }
         return true;
     };
     std::vector<UnitStream> streams;
     for (int pair = 0; pair < num_pairs; ++pair)
         streams.emplace_back(num_blocks, units_of(tiles1), units_of(tiles2), 0, span, pair, num_pairs);
-    Gemm2Lots shares(num_blocks * units_of(tiles1), rounds, num_pairs);
     for (int p = 0; p < num_pairs && seed == 0; ++p) streams[p].next2 = shares.first(num_pairs - 1 - p);
     auto all_done = [&] {
         for (const UnitStream& stream : streams)
@@ -74,13 +86,16 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
     while (!all_done()) {
         if (seed != 0) pair = static_cast<int>((seed = seed * 1664525u + 1013904223u) >> 8) % num_pairs;
         while (streams[pair].done()) pair = (pair + 1) % num_pairs;
-        Unit unit = streams[pair].pop([&](GemmId id, int before) {
+        UnitStream& stream = streams[pair];
+        auto take = [&](GemmId id, int before) {
             if (seed == 0 && id == GemmId::gemm2)
                 return shares.behind(before, num_pairs - 1 - pair, num_pairs);
             bool fixed = seed == 0 || (fixed2 && id == GemmId::gemm2);
             return num_pairs + (fixed ? before : tickets[static_cast<int>(id)]++);
-        });
-        if (!write(unit, pair)) return -1;
+        };
+        Unit unit = stream.pop(
+            take, [&] { return who >= 0 ? stream.by_rounds(num_pairs, shares.head) : stream.by_steps(); });
+        if (!write(unit, pair, stream)) return -1;
     }
     return written;
 }

@@ -16,6 +16,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 GEMM1, GEMM2 = 0, 1
 SHARED_A, SHARED_B = 0, 1
+COLUMN, COLUMNS, RUN, ROUND = WHO = range(4)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,21 @@ class Launch:
     rounds: int = (
         0  # units of gemm2 that take no longer than one of gemm1; 0: shares of every so many-th
     )
+    who: int = -1  # who meets, one of WHO: then the order is that by rounds
+    many: int = 6  # blocks of a run
 
     @property
     def num_blocks(self) -> int:
         return sum(self.blocks)
+
+    @property
+    def head(self) -> int:
+        """Units of gemm2 before its first round."""
+        pairs, units = self.ctas // 2, self.num_blocks * -(-self.tiles1 // 2)
+        return self.rounds * (-units % pairs) if units >= 2 * pairs else 0
+
+    def round_of(self, tile: "Tile") -> int:
+        return (tile.part - (self.head if tile.stage == GEMM2 else 0)) // (self.ctas // 2)
 
 
 class Tile(NamedTuple):
@@ -56,6 +68,8 @@ class Tile(NamedTuple):
     block: int
     n: int  # -1: none for this CTA
     shared: int
+    first: int  # unit of the GEMM that its meeting begins with, and how many take part
+    pairs: int
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -66,14 +80,15 @@ def streams_of(order, launch: Launch) -> list[Tile]:
     """Return the tiles of every CTA, each CTA's in its own order, one CTA after the other."""
     units = -(-launch.tiles1 // 2) + -(-launch.tiles2 // 2)
     most = 2 * launch.num_blocks * units
-    out = (ctypes.c_int * (7 * most))()
+    out = (ctypes.c_int * (9 * most))()
     blocks = (ctypes.c_int * len(launch.blocks))(*launch.blocks)
     found = order.abi_streams(
         *(blocks, len(launch.blocks), launch.tiles1, launch.tiles2, launch.span),
-        *(launch.ctas, launch.seed, launch.fixed2, launch.rounds, out, most),
+        *(launch.ctas, launch.seed, launch.fixed2, launch.rounds, launch.who, launch.many),
+        *(out, most),
     )
     assert 0 <= found <= most, "more tiles than places"
-    tiles = [Tile(*out[7 * i : 7 * i + 7]) for i in range(found)]
+    tiles = [Tile(*out[9 * i : 9 * i + 9]) for i in range(found)]
     return sorted(tiles, key=lambda t: t.cta)
 
 
@@ -106,6 +121,36 @@ def check_streams(order, launch: Launch) -> None:
         check_even(everything, launch)
     if launch.fixed2:
         check_fixed_shares(everything, launch)
+    if launch.who >= 0:
+        check_meetings(everything, launch)
+
+
+def check_meetings(tiles: list[Tile], launch: Launch) -> None:
+    """Whoever takes part in a meeting knows the same one; it has the pairs that it counts, all of one round."""
+    pairs = launch.ctas // 2
+    meetings: dict[tuple[int, int], list[Tile]] = {}
+    for t in tiles:
+        if t.cta % 2 == 0 and t.pairs >= 2:
+            meetings.setdefault((t.stage, t.first), []).append(t)
+    for (_, first), members in meetings.items():
+        assert {t.pairs for t in members} == {len(members)}, (
+            f"{members} count another number of pairs than come"
+        )
+        assert sorted(t.part for t in members) == list(range(first, first + len(members)))
+        assert len({t.cta for t in members}) == len(members) <= pairs, "a pair comes twice"
+        assert len({launch.round_of(t) for t in members}) == 1, f"{members} meet across rounds"
+    # Who shares meets: whoever reads a weight tile of a run of many blocks in one round. Runs of experts of at most 16
+    # blocks are the experts. Units of gemm2 before its first round meet nobody.
+    expert_of = [e for e, blocks in enumerate(launch.blocks) for _ in range(blocks)]
+    sharers: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+    for t in tiles:
+        expert = expert_of[t.block]
+        alone = t.stage == GEMM2 and t.part < launch.head
+        if t.shared == SHARED_B and launch.many <= launch.blocks[expert] <= 16 and not alone:
+            place = t.stage, launch.round_of(t), t.n, expert
+            sharers.setdefault(place, set()).add((t.first, t.pairs))
+    for tile, met in sharers.items():
+        assert len(met) == 1, f"who reads {tile} does not meet: {met}"
 
 
 def check_pairs(tiles: list[Tile]) -> None:
@@ -178,6 +223,48 @@ def test_streams_small_bounds(order):
                     check_streams(order, launch)
                 for fixed2 in (False, True):
                     check_streams(order, Launch(blocks, tiles1, tiles2, span, ctas, 7, fixed2))
+
+
+def test_rounds_and_meetings_small_bounds(order):
+    """Exhaustive: the order where pairs meet, and who meets whom."""
+    for blocks in itertools.product([0, 1, 2, 3, 7], repeat=2):
+        for tiles1, tiles2, ctas in itertools.product([1, 2, 3, 4], [1, 2, 5], (2, 4, 6, 8)):
+            for who, many, rounds in (
+                (COLUMN, 4, 1),
+                (COLUMNS, 4, 3),
+                (COLUMNS, 2, 1),
+                (RUN, 4, 3),
+            ):
+                launch = Launch(blocks, tiles1, tiles2, 16, ctas, rounds=rounds, who=who, many=many)
+                check_streams(order, launch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    blocks=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    tiles1=st.integers(1, 24),
+    tiles2=st.integers(1, 28),
+    ctas=st.integers(1, 70).map(lambda pairs: 2 * pairs),
+    rounds=st.integers(0, 5),
+    who=st.sampled_from(WHO),
+    many=st.integers(2, 17),
+)
+def test_rounds_and_meetings(order, blocks, tiles1, tiles2, ctas, rounds, who, many):
+    if who == ROUND:  # counts units without a tile too
+        tiles1, tiles2 = 2 * tiles1, 2 * tiles2
+    check_streams(order, Launch(blocks, tiles1, tiles2, 16, ctas, 0, False, rounds, who, many))
+
+
+def test_meetings_that_count_wrong_are_seen(order):
+    launch = Launch([9] * 8, 16, 28, 16, 132, rounds=3, who=COLUMNS)
+    tiles = streams_of(order, launch)
+    check_meetings(tiles, launch)
+    assert {t.pairs for t in tiles} >= {9}
+    with pytest.raises(AssertionError, match="count another number"):
+        check_meetings([t for t in tiles if t.cta != 6], launch)
+    parted = [t._replace(first=t.part, pairs=1) if t.cta == 6 else t for t in tiles]
+    with pytest.raises(AssertionError, match="count another number|does not meet"):
+        check_meetings(parted, launch)
 
 
 def test_streams_around_the_group(order):

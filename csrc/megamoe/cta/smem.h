@@ -24,6 +24,7 @@ struct PassPlan {
     Phase phase;
     int lot_rows;  // that a warp takes at a time, see rows/lots.cuh
     Slices pulls;  // of a row in dispatch: rows_ready counts so many for each
+    int meets;     // do pairs meet in this pass?
 };
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
@@ -98,6 +99,14 @@ struct ExpertTable {
 
 // Tiles that are looked up, on their way to the threads of a CTA that walk them. A slot is free when all have
 // read it; with three, one or two tiles are ahead of the loaders, as `store` is about one behind.
+// Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
+struct PlacedMeeting {
+    int packed;
+    MEGAMOE_PURE bool any() const { return packed != 0; }
+    MEGAMOE_PURE int cell() const { return packed >> 8; }
+    MEGAMOE_PURE uint32_t pairs() const { return static_cast<uint32_t>(packed & 0xff); }
+};
+
 constexpr int num_dealt = 3;
 constexpr int num_dealt_to = 3;  // threads of a CTA: load_a, load_b, store
 using DealRing = Ring<num_dealt>;
@@ -107,6 +116,17 @@ struct DealSmem {
         Slots<num_dealt, uint64_t> own;                     // by a thread of this CTA
         Slots<num_dealt, TakenBarrier, DealtBarrier> pair;  // by one of the pair's CTA 0, for both
     };
+};
+
+// What deal() needs where pairs may meet; here, not in registers, of which it has none left.
+struct MeetSmem {
+    PlacedMeeting before[num_dealt];  // a tile that is dealt, of CTA 0's load_b
+    int32_t drafted;                  // before the next one, packed
+    int32_t rounds1;                  // of gemm1, before the pair's next unit of gemm2
+    int32_t head;                     // units of gemm2 before its first round
+    int32_t tiles[2];                 // of a block in either GEMM
+    int32_t patience;                 // of the pair in this pass, see protocol/edges.h
+    UnitStream stream;
 };
 
 struct Smem {
@@ -127,6 +147,7 @@ struct Smem {
     Slices sum_slices;               // of partials and y, equal on all ranks
     int32_t last_arrival[2];         // of either crew of the prologue
     uint32_t waits[num_wait_marks];  // cycles, of the variant with timestamps
+    MeetSmem meet;
 };
 
 // All of it.

@@ -11,6 +11,11 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
 template <class T>
 using Forms = typename T::Tiling::Forms::template Of<T>;
 
+// Can pairs meet in a launch of this layer (schedule/order.h)? Packed weights are expanded for a few experts
+// at a time, in the order by steps, which is another where pairs meet.
+template <class T>
+constexpr bool can_meet = T::Deal::in_rounds && !Forms<T>::is_packed;
+
 // MMAs read weights as they arrive: one form, one step of K a slot.
 struct OneForm {
     struct BesideWeights {};  // of a pipeline slot

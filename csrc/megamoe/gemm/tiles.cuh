@@ -70,8 +70,8 @@ MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool
     if (rows == 0 && adds) return false;
     WeightMatrix matrix = w.gemm == GemmId::dw13 ? w13 : w2;
     UnitTile unit;
-    if (!unit_in_run(run_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles, member,
-                     &unit))
+    if (!unit_in_run(run_of(0, matrix.m_blocks, w.position.portion), w.position, matrix.n_tiles,
+                     LastBlock::behind, member, &unit))
         return false;
     *out = {w.gemm,
             unit.shared,
@@ -82,6 +82,29 @@ MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool
             0,
             0};
     return true;
+}
+
+// Do pairs meet in this pass?
+template <class T>
+MEGAMOE_DEVICE bool meets(const Context& ctx) {
+    return can_meet<T> && ctx.smem.plan.meets != 0;
+}
+
+// Where pairs meet before they begin a unit of either GEMM.
+template <class T>
+MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit dealt) {
+    const Meet& meet = ctx.args.meet;
+    const volatile auto& known = ctx.smem.meet;
+    bool is_gemm1 = dealt.gemm() == GemmId::gemm1;
+    if (!is_gemm1 && meet.gemms < 2) return {0};
+    int tiles = known.tiles[is_gemm1 ? 0 : 1], of_block = units_of(tiles);
+    Position p = {dealt.gemm(), dealt.number() / of_block, dealt.number() % of_block};
+    Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, meet, ctx.smem.plan.num_blocks,
+                           is_gemm1 ? 0 : known.head, num_pairs(ctx));
+    if (m.pairs < 2) return {0};
+    int units1 = units_of(known.tiles[0]), units2 = units_of(known.tiles[1]), block = m.first / of_block;
+    int cell = block * (units1 + units2) + (is_gemm1 ? 0 : units1) + m.first % of_block;
+    return {cell << 8 | m.pairs};
 }
 
 // CTA `member`'s tile of a unit. False for a unit that holds no tile, of either CTA.
@@ -101,7 +124,8 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* ou
     GemmId id = gemm_now<T>(ctx, p.gemm);
     int tiles = Shape<T>::tiles(ctx.args, id);
     UnitTile unit;
-    if (!unit_in_run(T::Blocks::run(ctx, p.portion), p, tiles, member, &unit)) return false;
+    LastBlock last = meets<T>(ctx) ? LastBlock::beside : LastBlock::behind;
+    if (!unit_in_run(T::Blocks::run(ctx, p.portion), p, tiles, last, member, &unit)) return false;
     *out = {id,
             unit.shared,
             unit.block,
@@ -129,8 +153,14 @@ class Tiles {
   public:
     MEGAMOE_DEVICE Tiles(Context& ctx, DealRing& ring) : ctx_(ctx), ring_(ring) {}
     MEGAMOE_DEVICE Tile next() {
+        PlacedMeeting before;
+        return next(before);
+    }
+    // `before`: where the pair meets others before it; CTA 0 does so for both.
+    MEGAMOE_DEVICE Tile next(PlacedMeeting& before) {
         ring_.await(ctx_.mem, deal_slots<T>(ctx_.smem));
         Tile tile = ctx_.smem.deal.tile[ring_.slot()];
+        if constexpr (can_meet<T>) before = ctx_.smem.meet.before[ring_.slot()];
         ring_.release(ctx_.mem, deal_slots<T>(ctx_.smem));
         ring_.advance();
         return tile;

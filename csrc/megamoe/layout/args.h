@@ -143,6 +143,18 @@ struct Expanded {
     int32_t above;           // rows of the first pass from which on a launch has panels
 };
 
+// Who meets in a run of many blocks, see meeting_of() in schedule/order.h.
+enum class Who : int { column, columns, run, round };
+// How pairs of CTAs that share an operand stay in step.
+struct Meet {
+    uint32_t* came;  // [M/128, (P*I + 511)/512 + (H + 511)/512] pairs at the meeting that begins with a unit
+    int32_t rows;    // of a pass, from which on its pairs meet; 0: nobody ever meets
+    int32_t cycles;  // that a pair waits at most, for each pipeline slot of its unit
+    int32_t many;    // blocks of a run from which on `who` of them meet; in smaller ones all do
+    int32_t who;     // Who
+    int32_t gemms;   // 1: in gemm1, 2: in gemm2, too
+};
+
 // What all launches are given.
 struct Args {
     // inputs and output, ordinary memory
@@ -210,6 +222,7 @@ struct Args {
     float act_alpha;
     float act_limit;
     float act_up_offset;
+    Meet meet;
 };
 
 // The argument of each kind of launch (kernels/kinds.cuh): a table with one row for each of its GEMMs, and what it alone

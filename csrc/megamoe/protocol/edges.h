@@ -152,6 +152,29 @@ struct GridBarrier {
     }
 };
 
+// Pairs of CTAs that share an operand, before they begin to load it: each says that it has come and waits for
+// the others, for some cycles at most. Nothing is handed over, and whoever is alone goes on alone: results do
+// not depend on a meeting, only on how often memory is read. So no operation here orders anything.
+struct InStep {
+    // A pair loses patience where meetings run out, and has it again where they do not. Without, it still
+    // says that it has come but waits no more in this pass: a pair that is always late must not hold up the
+    // others.
+    static constexpr int patience = 8;
+    static MEGAMOE_PURE int patience_behind(int before, bool met) {
+        return met ? min_of(before + 1, patience) : before - 1;
+    }
+    // `pairs` come to a cell once each.
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE bool come(Mem& mem, Cell came, uint32_t pairs, uint32_t cycles) {
+        mem.add(came, 1, Order::relaxed);
+        return mem.linger(came, pairs, cycles);
+    }
+    template <class Mem, class Cell>
+    static MEGAMOE_DEVICE void pass_by(Mem& mem, Cell came) {
+        mem.add(came, 1, Order::relaxed);
+    }
+};
+
 // rank -> rank: a launch has SMs, so it needs nothing of its host or stream any more. Cell:
 // RouteCell::launched in the peer's window. It hands nothing over but itself.
 struct Launched {

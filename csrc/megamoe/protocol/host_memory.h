@@ -87,6 +87,14 @@ struct Memory : Mbarriers {
         return true;
     }
 
+    bool linger(Cell cell, uint32_t target, uint32_t cycles) const {
+        uint64_t start = arch::clock_cycles();
+        while (static_cast<int32_t>(load(cell, Order::relaxed, Scope::gpu) - target) < 0) {
+            if (arch::clock_cycles() - start > cycles) return false;
+        }
+        return true;
+    }
+
     void fence_proxy_async() const {}
     void async_complete() const { arch::bulk_wait(); }
 

@@ -7,6 +7,7 @@
 //   uint32_t fetch_add(Cell, uint32_t)                   acquire + release
 //   bool await(Cell, Until, uint32_t target, Scope, Wait)  acquiring, bounded poll; false = poisoned launch
 //   bool await_for(Cell, uint32_t target, uint32_t ns)     relaxed; false = that time was over first
+//   bool linger(Cell, uint32_t target, uint32_t cycles)    the same, at least the target, in cycles of the SM
 //   void fence_proxy_async()                             orders generic accesses with later async-proxy ones
 //   void async_complete()                                waits until this thread's bulk stores are written
 //

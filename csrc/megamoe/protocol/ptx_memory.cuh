@@ -82,6 +82,15 @@ struct Memory : Mbarriers {
         return true;
     }
 
+    MEGAMOE_DEVICE bool linger(Cell cell, uint32_t target, uint32_t cycles) const {
+        uint32_t start = static_cast<uint32_t>(arch::clock_cycles());
+        MEGAMOE_UNROLL_BY(1)
+        while (static_cast<int32_t>(load(cell, Order::relaxed, Scope::gpu) - target) < 0) {
+            if (static_cast<uint32_t>(arch::clock_cycles()) - start > cycles) return false;
+        }
+        return true;
+    }
+
     // True once any rank has given up on a launch of this window: from then on waits return at once (abort =
     // poison).
     MEGAMOE_DEVICE bool aborted() const { return load(args.abort, Order::relaxed, Scope::system) != 0; }

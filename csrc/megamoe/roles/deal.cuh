@@ -22,9 +22,10 @@ constexpr int long_tile_slots = 256;
 
 // How units are dealt. Next<T>(ctx, stream): says which unit of the pair is behind one that it begins; it may
 // move where `stream` begins. for_pair: one thread of a pair deals for both CTAs, else one of each for its
-// own.
+// own. in_rounds: each GEMM is dealt in rounds of all pairs, so it follows from a unit's number which pairs
+// begin theirs beside it, and they can meet.
 struct ByTickets {
-    static constexpr bool for_pair = true;
+    static constexpr bool for_pair = true, in_rounds = false;
     template <class T>
     class Next {
       public:
@@ -41,7 +42,7 @@ struct ByTickets {
     };
 };
 struct InTurns {
-    static constexpr bool for_pair = false;
+    static constexpr bool for_pair = false, in_rounds = false;
     template <class T>
     struct Next {
         MEGAMOE_DEVICE Next(const Context&, UnitStream&) {}
@@ -52,7 +53,7 @@ struct InTurns {
 };
 // Forward's, also of launches that train: with few tokens one unit more is 5 % of a pair's.
 struct Evenly {
-    static constexpr bool for_pair = false;
+    static constexpr bool for_pair = false, in_rounds = true;
     template <class T>
     class Next {
       public:
@@ -65,6 +66,8 @@ struct Evenly {
             int pairs = num_pairs(ctx);
             return id == GemmId::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
         }
+        // Units of gemm2 before its first round.
+        MEGAMOE_DEVICE int head() const { return gemm2_.head; }
 
       private:
         MEGAMOE_DEVICE static int from_last(const Context& ctx) { return num_pairs(ctx) - 1 - pair_idx(ctx); }
@@ -77,16 +80,39 @@ template <class T>
 MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
     if (T::Deal::for_pair && pair_member() != 0) return;
     auto& slots = deal_slots<T>(ctx.smem);
-    UnitStream stream = unit_stream<T>(ctx);
+    volatile auto& known = ctx.smem.meet;
+    UnitStream in_registers = unit_stream<T>(ctx);
+    UnitStream& stream = can_meet<T> ? ctx.smem.meet.stream : in_registers;
+    if constexpr (can_meet<T>) stream = in_registers;
     typename T::Deal::template Next<T> next(ctx, stream);
+    if constexpr (can_meet<T>) {
+        known.head = next.head();
+        known.tiles[0] = Shape<T>::tiles(ctx.args, GemmId::gemm1);
+        known.tiles[1] = Shape<T>::tiles(ctx.args, GemmId::gemm2);
+    }
+    auto gemm1_first = [&] {
+        if constexpr (can_meet<T>) {
+            if (meets<T>(ctx)) return stream.next1 / num_pairs(ctx) < known.rounds1;
+        }
+        return stream.by_steps();
+    };
     for (bool more = true; more;) {
         more = !stream.done();
+        if constexpr (can_meet<T>) {
+            if (meets<T>(ctx)) known.rounds1 = stream.rounds_before(stream.next2, num_pairs(ctx), known.head);
+        }
         Unit unit = Unit::none();
-        if (more) unit = stream.pop([&](GemmId id, int begun) { return next.behind(ctx, id, begun); });
+        if (more)
+            unit = stream.pop([&](GemmId id, int begun) { return next.behind(ctx, id, begun); }, gemm1_first);
+        if constexpr (can_meet<T>) {
+            bool comes = more && pair_member() == 0 && meets<T>(ctx);
+            known.drafted = comes ? meeting_before<T>(ctx, unit).packed : 0;
+        }
         Tile tile;
         if (!tile_of<T>(ctx, unit, T::Deal::for_pair ? 0 : pair_member(), &tile)) continue;
         ring.acquire(ctx.mem, slots);
         ctx.smem.deal.tile[ring.slot()] = tile;
+        if constexpr (can_meet<T>) ctx.smem.meet.before[ring.slot()].packed = known.drafted;
         if constexpr (T::Deal::for_pair) {
             tile_of<T>(ctx, unit, 1, &tile);
             *arch::in_member(&ctx.smem.deal.tile[ring.slot()], 1) = tile;

@@ -94,6 +94,20 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
     });
 }
 
+// Before a tile: the pairs that share an operand begin to load it together. Not load_a, which may wait for
+// rows: a pair that has none yet must not hold up the others.
+MEGAMOE_DEVICE void keep_in_step(Context& ctx, PlacedMeeting meeting, int slots) {
+    volatile int32_t& patience = ctx.smem.meet.patience;
+    uint32_t* came = ctx.args.meet.came + meeting.cell();
+    if (patience <= 0) {
+        InStep::pass_by(ctx.mem, came);
+        return;
+    }
+    uint32_t cycles = static_cast<uint32_t>(slots * ctx.args.meet.cycles);
+    bool met = InStep::come(ctx.mem, came, meeting.pairs(), cycles);
+    patience = InStep::patience_behind(patience, met);
+}
+
 template <class T>
 MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
     using B = WeightsOperand<T>;
@@ -107,10 +121,15 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
     Gradients<T> gradients;
     // In this form ptxas sees that one thread's loop does not diverge, and has coordinates in uniform
     // registers.
-    for (Tile tile = tiles.next();; tile = tiles.next()) {
+    PlacedMeeting meeting;
+    if constexpr (can_meet<T>) ctx.smem.meet.patience = InStep::patience;
+    for (Tile tile = tiles.next(meeting);; tile = tiles.next(meeting)) {
         ring.acquire(ctx.mem, smem.pipeline);
         smem.tile[ring.slot()] = tile;
         if (!tile.valid()) break;
+        if constexpr (can_meet<T>) {
+            if (meeting.any()) keep_in_step(ctx, meeting, tile.slots);
+        }
         if (tile.absent()) {
             MEGAMOE_UNROLL_BY(1)
             for (int i = 0; i < tile.slots + tile.inputs; ++i) pass_slot<T>(ctx, ring);

@@ -77,7 +77,7 @@ MEGAMOE_DEVICE PoolUse place_experts(const Context& ctx, int begin, int end) {
 
 // One row of block_table, and zeroed counters, for each block. Experts are spread over all transport threads.
 template <class T>
-MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
+MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end, bool pairs_meet) {
     constexpr int block_rows = T::Tiling::rows;
     const Args& args = ctx.args;
     for (int e = transport_index(ctx); e < args.num_local_experts; e += num_transports(ctx)) {
@@ -99,6 +99,12 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end) {
             args.rows_ready[first + i] = 0;
             gemm_of<T>(args, GemmId::gemm1).done[first + i] = 0;
             gemm_of<T>(args, GemmId::gemm2).done[first + i] = 0;
+        }
+        if (pairs_meet) {
+            int units = units_of(Shape<T>::tiles(args, GemmId::gemm1)) +
+                        units_of(Shape<T>::tiles(args, GemmId::gemm2));
+            for (int i = arch::lane_idx(); i < blocks * units; i += 32)
+                args.meet.came[int64_t{first} * units + i] = 0;
         }
     }
 }
@@ -167,6 +173,11 @@ MEGAMOE_DEVICE void wait_for_grid(Context& ctx, bool leads) {
     transport_sync();
 }
 
+// Do pairs meet in a pass of so many rows?
+MEGAMOE_DEVICE bool pairs_meet(const Args& args, int rows) {
+    return args.meet.rows != 0 && rows >= args.meet.rows;
+}
+
 // A pass, or a phase of it: the phases of one pass have equal plans.
 struct PassStart {
     int chunk;
@@ -210,13 +221,14 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
                     is_last ? 1 : 0,
                     phase,
                     rows_per_lot(ctx, use.rows),
-                    pull_slices<T>(ctx, phase)};
+                    pull_slices<T>(ctx, phase),
+                    pairs_meet(ctx.args, use.rows) ? 1 : 0};
         }
     }
     if (leads) ctx.smem.row_lots_taken = ctx.smem.token_lots_taken = 0;
     transport_sync();
     if (plan.num_blocks != 0) {
-        write_block_table<T>(ctx, begin, plan.chunk_end);
+        write_block_table<T>(ctx, begin, plan.chunk_end, can_meet<T> && plan.meets != 0);
         assign_rows<T>(ctx, begin, plan.chunk_end);
     }
     if constexpr (T::WeightTiles::beside_rows) {
@@ -230,8 +242,8 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
     wait_for_grid(ctx, leads);
     if (leads && pair_member() == 0) {
         if (ctx.mem.aborted())
-            plan = {begin, plan.chunk_end, 0, 0,
-                    1,     Phase::data,    1, {1, 0}};  // other CTAs' tables may be missing
+            plan = {begin, plan.chunk_end, 0, 0, 1, Phase::data,
+                    1,     {1, 0},         0};  // other CTAs' tables may be missing
         ctx.smem.plan = plan;
         *arch::in_member(&ctx.smem.plan, 1) = plan;
         if (start.is_first) Forms<T>::decide(ctx, plan);

@@ -1,7 +1,7 @@
 // Which work comes when: pure functions of counts, no memory operations, no thread index. Compiled for host
 // and device; tests/schedule enumerates them.
 #pragma once
-#include "megamoe/base/portable.h"
+#include "megamoe/layout/args.h"
 
 namespace megamoe {
 
@@ -140,17 +140,29 @@ struct UnitStream {
     MEGAMOE_PURE bool gemm1_done() const { return next1 / units1 >= num_blocks; }
     MEGAMOE_PURE bool rows_done() const { return gemm1_done() && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE bool done() const { return rows_done() && next_weight >= num_weights; }
-    // Not when done(). take(id, unit): the pair's unit behind this one.
-    template <class Take>
-    MEGAMOE_PURE Unit pop(Take take) {
+    // Where both GEMMs have a unit left: is gemm1's the next one? The order by steps.
+    MEGAMOE_PURE bool by_steps() const { return next1 / units1 / span <= next2 / units2 / span + 1; }
+    // The order by rounds of all pairs, where pairs meet: before a round of gemm2 come those of gemm1 that
+    // have its inputs (they end with the run of its last unit), and one more. So each tile stands after all
+    // its inputs here, too. `head` of gemm2's units come before its first round: Gemm2Lots.
+    MEGAMOE_PURE int rounds_before(int unit2, int num_pairs, int head) const {
+        int last = head + (max_of(0, unit2 - head) / num_pairs + 1) * num_pairs - 1;
+        int blocks = min_of(last / units2 + max_run, num_blocks);
+        return ceil_div(blocks * units1, num_pairs) + 1;
+    }
+    MEGAMOE_PURE bool by_rounds(int num_pairs, int head) const {
+        return next1 / num_pairs < rounds_before(next2, num_pairs, head);
+    }
+    // Not when done(). take(id, unit): the pair's unit behind this one. gemm1_first(): by_steps(),
+    // by_rounds().
+    template <class Take, class First>
+    MEGAMOE_PURE Unit pop(Take take, First gemm1_first) {
         if (rows_done()) {
             int unit = next_weight;
             next_weight = take(GemmId::dw13, unit);
             return Unit::of(GemmId::dw13, unit, true);
         }
-        int portion1 = next1 / units1, portion2 = next2 / units2;
-        bool is_gemm1 =
-            portion1 < num_blocks && (portion2 >= num_blocks || portion1 / span <= portion2 / span + 1);
+        bool is_gemm1 = !gemm1_done() && (next2 / units2 >= num_blocks || gemm1_first());
         GemmId id = is_gemm1 ? GemmId::gemm1 : GemmId::gemm2;
         int unit = is_gemm1 ? next1 : next2, next = take(id, unit);
         next1 = is_gemm1 ? next : next1;
@@ -184,11 +196,32 @@ struct UnitTile {
     Shared shared;
 };
 
+// How a run's units are laid out. The last block of an odd run stands behind all other blocks or, where pairs
+// meet, beside the columns that each of its units has: so whoever reads the same weights is near.
+enum class LastBlock : int { behind, beside };
+
+// The units of a run that hold a tile are its first ones: with an odd number of tiles, each pair of blocks
+// leaves one over.
+MEGAMOE_PURE int held_units(Run run, int tiles) {
+    return run.size / 2 * tiles + (run.size % 2 == 1 ? units_of(tiles) : 0);
+}
+
 // The tile of CTA `member` (0 or 1) in the unit at `p`: within a run, m runs fastest. False for a unit that
-// holds no tile at all: with an odd number of tiles, each pair of blocks leaves one over.
-MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, int member, UnitTile* out) {
+// holds no tile at all.
+MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, LastBlock layout, int member, UnitTile* out) {
     int i = (p.portion - run.first) * units_of(tiles) + p.part;
     int pairs = run.size / 2;
+    if (layout == LastBlock::beside && run.size % 2 == 1) {
+        int two = i / run.size * 2, j = i % run.size;
+        int of_columns = min_of(tiles - two, 2) * pairs;
+        if (j < of_columns) {
+            int second = j >= pairs ? 1 : 0;
+            *out = {run.first + 2 * (j - second * pairs) + member, two + second, Shared::b};
+            return true;
+        }
+        *out = {run.first + run.size - 1, min_of(two + member, tiles), Shared::a};
+        return j == of_columns;
+    }
     if (i < pairs * tiles) {
         *out = {run.first + 2 * (i % pairs) + member, i / pairs, Shared::b};
         return true;
@@ -196,6 +229,45 @@ MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, int member, UnitTi
     int n = 2 * (i - pairs * tiles);
     *out = {run.first + run.size - 1, min_of(n + member, tiles), Shared::a};
     return run.size % 2 == 1 && n < tiles;
+}
+
+// A meeting: the pairs that begin the units [first, first + pairs) of a GEMM wait for each other, for a
+// bounded time, before they load weights. Those of one round alone: a pair takes part in it with one unit,
+// and every unit of it is some pair's. Nobody meets where that are fewer than two.
+//
+// Who meets is who shares. In a run of many blocks that is a weight tile, under one column (and where the
+// last block of an odd run stands beside two columns, both); in one of few blocks their rows, under all
+// columns.
+struct Meeting {
+    int first, pairs;
+};
+// `head`: of gemm2's units, which come before its first round and meet nobody.
+MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, const Meet& meet, int num_blocks, int head,
+                                int num_pairs) {
+    int of_block = units_of(tiles), unit = p.portion * of_block + p.part;
+    if (unit < head) return {unit, 0};
+    int first = run.first * of_block, held = held_units(run, tiles), pairs = run.size / 2;
+    Who who = run.size < meet.many && meet.who != static_cast<int>(Who::round) ? Who::run
+                                                                               : static_cast<Who>(meet.who);
+    if (who == Who::column || who == Who::columns) {
+        int group =
+            run.size % 2 == 1 ? run.size : pairs;  // of two columns and the last block, or of one column
+        int in_run = unit - first, in_group = in_run % group;
+        first += in_run - in_group;
+        held = min_of(held - (in_run - in_group), group);
+        if (who == Who::column && run.size % 2 == 1) {
+            int columns = (held - 1) / max_of(pairs, 1), column = in_group / max_of(pairs, 1);
+            if (pairs == 0 || column >= columns) return {unit, 0};  // the last block's
+            first += column * pairs;
+            held = pairs;
+        }
+    } else if (who == Who::round) {
+        first = head;
+        held = num_blocks * of_block - head;
+    }
+    int round = head + (unit - head) / num_pairs * num_pairs;
+    int begin = max_of(first, round), end = min_of(first + held, round + num_pairs);
+    return {begin, end - begin};
 }
 
 // The tiles of dw13 and dw2, 128 rows (m) of a weight matrix x 256 columns (n) over all rows of an expert:

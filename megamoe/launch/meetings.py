@@ -1,0 +1,102 @@
+"""Where the pairs of a launch stay in step: by shape and by machine, in one table.
+
+Pairs of CTAs that share a weight tile or rows meet before they begin to load it (csrc/megamoe/schedule/order.h), so
+that memory is read once for all of them. It pays where L2 would not have it any more for whoever comes later, and what
+is read binds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import MegaMoEError
+from megamoe.jit import abi
+from megamoe.jit.source import TILE
+
+TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
+PAIR_CTAS = 2  # pair_ctas of csrc/megamoe/schedule/order.h
+# Rows of an expert in the mean from which on pairs meet: in launches of fewer, each weight tile has one reader.
+MEAN_ROWS = 192
+MAX_CELLS = 1 << 23  # a cell's number, shifted by 8, fits int32
+WHO = ("column", "columns", "run", "round")  # Who of csrc/megamoe/layout/args.h
+
+
+@dataclass(frozen=True)
+class Meet:
+    """How pairs meet: Meet of csrc/megamoe/layout/args.h, where the members are explained."""
+
+    who: str = "columns"
+    many: int = 6
+    gemms: int = 2
+    cycles: int = 170  # about a seventh of what a slot takes
+    mean_rows: int = MEAN_ROWS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Launches that meet: of a precision, on GPUs up to a bandwidth, with experts of at least so many bytes."""
+
+    precision: str
+    max_gb_per_s: float
+    expert_bytes: int
+    meet: Meet
+
+
+# The first that fits. H100: 3352 GB/s; H200: 4917 GB/s, where launches are bound by their GEMMs and meetings gained
+# 3.5 % at best and lost 1.3 % at worst. FP8 reads half as much: it gains where the experts of a round do not fit into
+# L2 together (dsv3: 44 MB each), and loses elsewhere (qwen3-30b: 1.9 %). All 2026-11-23.
+RULES = (
+    Rule("bf16", 4000, 0, Meet()),
+    Rule("fp8", 4000, 40 << 20, Meet()),
+)
+
+# For measurements: taken in place of the rules unless it is None. No pair meets with mean_rows 0.
+stated: Meet | None = None
+
+
+def units_of_block(p: Problem) -> int:
+    """Return the units of a block of rows in both GEMMs."""
+    widths = p.activation.planes * p.intermediate, p.hidden
+    return sum(-(-width // (PAIR_CTAS * TILE_COLUMNS)) for width in widths)
+
+
+def chosen(p: Problem, gb_per_s: float) -> Meet | None:
+    """Return how the pairs of a layer meet on a GPU with such a bandwidth, or None: 0 stands for no GPU."""
+    size = (p.activation.planes + 1) * p.hidden * p.intermediate * p.formats.w.bytes
+    for rule in RULES:
+        fits = p.precision == rule.precision and 0 < gb_per_s <= rule.max_gb_per_s
+        if fits and size >= rule.expert_bytes:
+            return rule.meet
+    return None
+
+
+def fill(field: Any, came: int, p: Problem, pool_rows: int, gb_per_s: float) -> None:
+    """Fill the launch argument `meet`. came: address of the region."""
+    meet = chosen(p, gb_per_s) if stated is None else stated
+    cells = pool_rows // abi.TILES[TILE].rows * units_of_block(p)
+    field.came = came
+    if meet is None or p.formats.w.packed > 1 or cells > MAX_CELLS:
+        field.rows = 0
+        return
+    field.rows = meet.mean_rows * p.num_local_experts(p.rank)
+    field.cycles, field.many, field.gemms = meet.cycles, meet.many, meet.gemms
+    field.who = WHO.index(meet.who)
+
+
+def bandwidth() -> float:
+    """Return GB/s of the current device's memory, 0 where torch uses none."""
+    if not torch.cuda.is_initialized():
+        return 0.0
+    from megamoe.jit.driver import device_attribute
+
+    ordinal = torch.cuda.current_device()
+    try:
+        khz = device_attribute(ordinal, "MEMORY_CLOCK_RATE")
+        bits = device_attribute(ordinal, "GLOBAL_MEMORY_BUS_WIDTH")
+    except MegaMoEError:
+        return 0.0
+    return 2 * khz * bits / 8e6  # two transfers a clock
