@@ -30,8 +30,8 @@ class Meet:
     """How pairs meet: Meet of csrc/megamoe/layout/args.h, where the members are explained."""
 
     who: str = "columns"
-    many: int = 6
-    gemms: int = 2
+    many: int = 4
+    gemms: int = 1
     cycles: int = 170  # about a seventh of what a slot takes
     mean_rows: int = MEAN_ROWS
 

@@ -29,6 +29,12 @@ void abi_group_of(int first_block, int blocks, int block, int* out) {
     out[0] = g.first, out[1] = g.size;
 }
 
+// Where pairs meet: the first unit of gemm2 that those take which have one of gemm1 less.
+int abi_head_first(int num_blocks, int units1, int units2, int num_pairs) {
+    return UnitStream(num_blocks, units1, units2, 0, max_run, 0, num_pairs).rounds_before_last(num_pairs) *
+           num_pairs;
+}
+
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile
 // (cta, step, stage, part, block, n, shared, first, pairs), each CTA's in its own order. A step is `span`
 // blocks of gemm1 and then the previous step's blocks of gemm2; part counts all units of a stage. With who >=
@@ -42,7 +48,9 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
                 unsigned seed, bool fixed2, int rounds, int who, int many, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
-    Gemm2Lots shares(num_blocks * units_of(tiles1), rounds, num_pairs);
+    Gemm2Lots shares(
+        num_blocks * units_of(tiles1), rounds, num_pairs,
+        who >= 0 ? abi_head_first(num_blocks, units_of(tiles1), units_of(tiles2), num_pairs) : 0);
     Meet meet = {nullptr, 1, 0, many, who, 2};
     LastBlock last = who >= 0 ? LastBlock::beside : LastBlock::behind;
     auto write = [&](Unit unit_of_pair, int pair, const UnitStream& before) {
@@ -56,10 +64,9 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         int number = p.portion * units_of(tiles) + p.part, step = p.portion / span + (is1 ? 0 : 1);
         Meeting meeting = {number, 0};
         if (who >= 0) {
-            int head = is1 ? 0 : shares.head;
-            meeting = meeting_of(group, p, tiles, meet, num_blocks, head, num_pairs);
-            step =
-                is1 ? 2 * (number / num_pairs) + 1 : 2 * before.rounds_before(number, num_pairs, shares.head);
+            Round round = is1 ? Round::of(number, num_pairs) : shares.round_of(number, num_pairs);
+            meeting = meeting_of(group, p, tiles, meet, num_blocks, round);
+            step = is1 ? 2 * (number / num_pairs) + 1 : 2 * before.rounds_before(round, num_pairs);
         }
         for (int member = 0; member < pair_ctas; ++member) {
             UnitTile unit;
@@ -93,8 +100,10 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
             bool fixed = seed == 0 || (fixed2 && id == GemmId::gemm2);
             return num_pairs + (fixed ? before : tickets[static_cast<int>(id)]++);
         };
-        Unit unit = stream.pop(
-            take, [&] { return who >= 0 ? stream.by_rounds(num_pairs, shares.head) : stream.by_steps(); });
+        Unit unit = stream.pop(take, [&] {
+            return who >= 0 ? stream.by_rounds(shares.round_of(stream.next2, num_pairs), num_pairs)
+                            : stream.by_steps();
+        });
         if (!write(unit, pair, stream)) return -1;
     }
     return written;

@@ -50,12 +50,18 @@ class Launch:
 
     @property
     def head(self) -> int:
-        """Units of gemm2 before its first round."""
+        """Units of gemm2 that the pairs take which have one of gemm1 less."""
         pairs, units = self.ctas // 2, self.num_blocks * -(-self.tiles1 // 2)
         return self.rounds * (-units % pairs) if units >= 2 * pairs else 0
 
-    def round_of(self, tile: "Tile") -> int:
-        return (tile.part - (self.head if tile.stage == GEMM2 else 0)) // (self.ctas // 2)
+    def round_of(self, tile: "Tile", first: int) -> tuple[str, int]:
+        """Return the round of a tile. first: of the head, where the tile is one of gemm2."""
+        pairs, part = self.ctas // 2, tile.part - first
+        if tile.stage == GEMM1 or part < 0:
+            return "all", tile.part // pairs
+        if part < self.head:
+            return "light", part // (self.head // self.rounds)
+        return "behind", (part - self.head) // pairs
 
 
 class Tile(NamedTuple):
@@ -122,12 +128,14 @@ def check_streams(order, launch: Launch) -> None:
     if launch.fixed2:
         check_fixed_shares(everything, launch)
     if launch.who >= 0:
-        check_meetings(everything, launch)
+        check_meetings(order, everything, launch)
 
 
-def check_meetings(tiles: list[Tile], launch: Launch) -> None:
+def check_meetings(order, tiles: list[Tile], launch: Launch) -> None:
     """Whoever takes part in a meeting knows the same one; it has the pairs that it counts, all of one round."""
     pairs = launch.ctas // 2
+    units = -(-launch.tiles1 // 2), -(-launch.tiles2 // 2)
+    head = order.abi_head_first(launch.num_blocks, *units, pairs)
     meetings: dict[tuple[int, int], list[Tile]] = {}
     for t in tiles:
         if t.cta % 2 == 0 and t.pairs >= 2:
@@ -138,16 +146,17 @@ def check_meetings(tiles: list[Tile], launch: Launch) -> None:
         )
         assert sorted(t.part for t in members) == list(range(first, first + len(members)))
         assert len({t.cta for t in members}) == len(members) <= pairs, "a pair comes twice"
-        assert len({launch.round_of(t) for t in members}) == 1, f"{members} meet across rounds"
+        assert len({launch.round_of(t, head) for t in members}) == 1, (
+            f"{members} meet across rounds"
+        )
     # Who shares meets: whoever reads a weight tile of a run of many blocks in one round. Runs of experts of at most 16
-    # blocks are the experts. Units of gemm2 before its first round meet nobody.
+    # blocks are the experts.
     expert_of = [e for e, blocks in enumerate(launch.blocks) for _ in range(blocks)]
     sharers: dict[tuple[int, ...], set[tuple[int, int]]] = {}
     for t in tiles:
         expert = expert_of[t.block]
-        alone = t.stage == GEMM2 and t.part < launch.head
-        if t.shared == SHARED_B and launch.many <= launch.blocks[expert] <= 16 and not alone:
-            place = t.stage, launch.round_of(t), t.n, expert
+        if t.shared == SHARED_B and launch.many <= launch.blocks[expert] <= 16:
+            place = t.stage, launch.round_of(t, head), t.n, expert
             sharers.setdefault(place, set()).add((t.first, t.pairs))
     for tile, met in sharers.items():
         assert len(met) == 1, f"who reads {tile} does not meet: {met}"
@@ -258,13 +267,13 @@ def test_rounds_and_meetings(order, blocks, tiles1, tiles2, ctas, rounds, who, m
 def test_meetings_that_count_wrong_are_seen(order):
     launch = Launch([9] * 8, 16, 28, 16, 132, rounds=3, who=COLUMNS)
     tiles = streams_of(order, launch)
-    check_meetings(tiles, launch)
+    check_meetings(order, tiles, launch)
     assert {t.pairs for t in tiles} >= {9}
     with pytest.raises(AssertionError, match="count another number"):
-        check_meetings([t for t in tiles if t.cta != 6], launch)
+        check_meetings(order, [t for t in tiles if t.cta != 6], launch)
     parted = [t._replace(first=t.part, pairs=1) if t.cta == 6 else t for t in tiles]
     with pytest.raises(AssertionError, match="count another number|does not meet"):
-        check_meetings(parted, launch)
+        check_meetings(order, parted, launch)
 
 
 def test_streams_around_the_group(order):

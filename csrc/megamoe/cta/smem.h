@@ -123,10 +123,10 @@ struct MeetSmem {
     PlacedMeeting before[num_dealt];  // a tile that is dealt, of CTA 0's load_b
     int32_t drafted;                  // before the next one, packed
     int32_t rounds1;                  // of gemm1, before the pair's next unit of gemm2
-    int32_t head;                     // units of gemm2 before its first round
     int32_t tiles[2];                 // of a block in either GEMM
     int32_t patience;                 // of the pair in this pass, see protocol/edges.h
     UnitStream stream;
+    Gemm2Lots lots;
 };
 
 struct Smem {

@@ -99,8 +99,10 @@ MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit dealt) {
     if (!is_gemm1 && meet.gemms < 2) return {0};
     int tiles = known.tiles[is_gemm1 ? 0 : 1], of_block = units_of(tiles);
     Position p = {dealt.gemm(), dealt.number() / of_block, dealt.number() % of_block};
-    Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, meet, ctx.smem.plan.num_blocks,
-                           is_gemm1 ? 0 : known.head, num_pairs(ctx));
+    int pairs = num_pairs(ctx);
+    Round round =
+        is_gemm1 ? Round::of(dealt.number(), pairs) : ctx.smem.meet.lots.round_of(dealt.number(), pairs);
+    Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, meet, ctx.smem.plan.num_blocks, round);
     if (m.pairs < 2) return {0};
     int units1 = units_of(known.tiles[0]), units2 = units_of(known.tiles[1]), block = m.first / of_block;
     int cell = block * (units1 + units2) + (is_gemm1 ? 0 : units1) + m.first % of_block;

@@ -160,9 +160,7 @@ struct InStep {
     // says that it has come but waits no more in this pass: a pair that is always late must not hold up the
     // others.
     static constexpr int patience = 8;
-    static MEGAMOE_PURE int patience_behind(int before, bool met) {
-        return met ? min_of(before + 1, patience) : before - 1;
-    }
+    static MEGAMOE_PURE int patience_behind(int before, bool met) { return met ? patience : before - 1; }
     // `pairs` come to a cell once each.
     template <class Mem, class Cell>
     static MEGAMOE_DEVICE bool come(Mem& mem, Cell came, uint32_t pairs, uint32_t cycles) {

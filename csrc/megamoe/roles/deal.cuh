@@ -57,22 +57,20 @@ struct Evenly {
     template <class T>
     class Next {
       public:
-        MEGAMOE_DEVICE Next(const Context& ctx, UnitStream& stream)
-            : gemm2_(stream.num_blocks * stream.units1, ctx.args.hidden / ctx.args.intermediate,
-                     num_pairs(ctx)) {
-            stream.next2 = gemm2_.first(from_last(ctx));
+        MEGAMOE_DEVICE Next(Context& ctx, UnitStream& stream) {
+            int pairs = num_pairs(ctx), from = meets<T>(ctx) ? stream.rounds_before_last(pairs) * pairs : 0;
+            ctx.smem.meet.lots = {stream.num_blocks * stream.units1, ctx.args.hidden / ctx.args.intermediate,
+                                  pairs, from};
+            stream.next2 = ctx.smem.meet.lots.first(from_last(ctx));
         }
         MEGAMOE_DEVICE int behind(const Context& ctx, GemmId id, int unit) const {
             int pairs = num_pairs(ctx);
-            return id == GemmId::gemm2 ? gemm2_.behind(unit, from_last(ctx), pairs) : unit + pairs;
+            return id == GemmId::gemm2 ? ctx.smem.meet.lots.behind(unit, from_last(ctx), pairs)
+                                       : unit + pairs;
         }
-        // Units of gemm2 before its first round.
-        MEGAMOE_DEVICE int head() const { return gemm2_.head; }
 
       private:
         MEGAMOE_DEVICE static int from_last(const Context& ctx) { return num_pairs(ctx) - 1 - pair_idx(ctx); }
-
-        Gemm2Lots gemm2_;
     };
 };
 
@@ -86,7 +84,6 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
     if constexpr (can_meet<T>) stream = in_registers;
     typename T::Deal::template Next<T> next(ctx, stream);
     if constexpr (can_meet<T>) {
-        known.head = next.head();
         known.tiles[0] = Shape<T>::tiles(ctx.args, GemmId::gemm1);
         known.tiles[1] = Shape<T>::tiles(ctx.args, GemmId::gemm2);
     }
@@ -99,7 +96,10 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
     for (bool more = true; more;) {
         more = !stream.done();
         if constexpr (can_meet<T>) {
-            if (meets<T>(ctx)) known.rounds1 = stream.rounds_before(stream.next2, num_pairs(ctx), known.head);
+            if (meets<T>(ctx)) {
+                Round round2 = ctx.smem.meet.lots.round_of(stream.next2, num_pairs(ctx));
+                known.rounds1 = stream.rounds_before(round2, num_pairs(ctx));
+            }
         }
         Unit unit = Unit::none();
         if (more)

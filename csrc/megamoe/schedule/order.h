@@ -107,6 +107,14 @@ struct Unit {
     }
 };
 
+// Units of a GEMM that as many pairs begin side by side: [first, first + units).
+struct Round {
+    int first, units;
+    static MEGAMOE_PURE Round of(int unit, int num_pairs) {
+        return {unit / num_pairs * num_pairs, num_pairs};
+    }
+};
+
 // The order: step s = gemm1 of the blocks [s * span, (s+1) * span), then gemm2 of the blocks of step s - 1.
 // Because span >= max_run, a gemm2 tile comes after every gemm1 tile of its run, which reaches into the
 // next step at most: each tile stands after all its inputs. Steps are long (two gemm1 tiles a CTA), so that
@@ -144,14 +152,19 @@ struct UnitStream {
     MEGAMOE_PURE bool by_steps() const { return next1 / units1 / span <= next2 / units2 / span + 1; }
     // The order by rounds of all pairs, where pairs meet: before a round of gemm2 come those of gemm1 that
     // have its inputs (they end with the run of its last unit), and one more. So each tile stands after all
-    // its inputs here, too. `head` of gemm2's units come before its first round: Gemm2Lots.
-    MEGAMOE_PURE int rounds_before(int unit2, int num_pairs, int head) const {
-        int last = head + (max_of(0, unit2 - head) / num_pairs + 1) * num_pairs - 1;
-        int blocks = min_of(last / units2 + max_run, num_blocks);
+    // its inputs here, too.
+    MEGAMOE_PURE int rounds_before(Round round2, int num_pairs) const {
+        int blocks = min_of((round2.first + round2.units - 1) / units2 + max_run, num_blocks);
         return ceil_div(blocks * units1, num_pairs) + 1;
     }
-    MEGAMOE_PURE bool by_rounds(int num_pairs, int head) const {
-        return next1 / num_pairs < rounds_before(next2, num_pairs, head);
+    MEGAMOE_PURE bool by_rounds(Round round2, int num_pairs) const {
+        return next1 / num_pairs < rounds_before(round2, num_pairs);
+    }
+    // Rounds of gemm2 that come before the last of gemm1.
+    MEGAMOE_PURE int rounds_before_last(int num_pairs) const {
+        int last = ceil_div(num_blocks * units1, num_pairs) - 1;
+        int blocks = (last - 1) * num_pairs / units1 - max_run + 1;
+        return max_of(blocks, 0) * units2 / num_pairs;
     }
     // Not when done(). take(id, unit): the pair's unit behind this one. gemm1_first(): by_steps(),
     // by_rounds().
@@ -172,21 +185,35 @@ struct UnitStream {
 };
 
 // Fixed lots of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
-// do not come out even, `light` pairs, the last ones, have one less: they first share out `head` of gemm2's
-// among themselves. What is left goes round all pairs, from the last on. Not where gemm1 has less than two
-// rounds: there its last units are what gemm2 waits for, and all pairs have to be free then.
+// do not come out even, `light` pairs, the last ones, have one less: they share out `head` of gemm2's among
+// themselves, those from `from` on; all others go round all pairs, from the last on. Not where gemm1 has less
+// than two rounds: there its last units are what gemm2 waits for, and all pairs have to be free then.
+//
+// By steps the light pairs begin gemm2 with them. Where pairs meet they take them in the last round of gemm1,
+// in place of the unit that they have not: else they would be that much behind the others for the whole
+// launch.
 struct Gemm2Lots {
-    int light, head;
-    MEGAMOE_PURE Gemm2Lots(int num_units1, int rounds, int num_pairs)
-        : light(num_pairs - num_units1 % num_pairs),
+    int from, light, head;
+    MEGAMOE_PURE Gemm2Lots(int num_units1, int rounds, int num_pairs, int from)
+        : from(from),
+          light(num_pairs - num_units1 % num_pairs),
           head(light < num_pairs && num_units1 >= 2 * num_pairs ? rounds * light : 0) {}
     // `from_last`: of a pair, 0 is the last one.
-    MEGAMOE_PURE int first(int from_last) const {
-        return from_last < min_of(light, head) ? from_last : head + from_last;
-    }
+    MEGAMOE_PURE int first(int from_last) const { return from == 0 ? first_from(from_last) : from_last; }
     MEGAMOE_PURE int behind(int unit, int from_last, int num_pairs) const {
-        if (unit >= head) return unit + num_pairs;
-        return unit + light < head ? unit + light : head + from_last;
+        if (unit >= from + head) return unit + num_pairs;
+        if (unit >= from) return unit + light < from + head ? unit + light : from + head + from_last;
+        return unit + num_pairs < from ? unit + num_pairs : first_from(from_last);
+    }
+    MEGAMOE_PURE Round round_of(int unit, int num_pairs) const {
+        int units = unit >= from && unit < from + head ? light : num_pairs;
+        int begin = unit < from ? 0 : from + (unit < from + head ? 0 : head);
+        return {begin + Round::of(unit - begin, units).first, units};
+    }
+
+  private:
+    MEGAMOE_PURE int first_from(int from_last) const {
+        return from + (from_last < min_of(light, head) ? from_last : head + from_last);
     }
 };
 
@@ -241,11 +268,9 @@ MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, LastBlock layout, 
 struct Meeting {
     int first, pairs;
 };
-// `head`: of gemm2's units, which come before its first round and meet nobody.
-MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, const Meet& meet, int num_blocks, int head,
-                                int num_pairs) {
+MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, const Meet& meet, int num_blocks,
+                                Round round) {
     int of_block = units_of(tiles), unit = p.portion * of_block + p.part;
-    if (unit < head) return {unit, 0};
     int first = run.first * of_block, held = held_units(run, tiles), pairs = run.size / 2;
     Who who = run.size < meet.many && meet.who != static_cast<int>(Who::round) ? Who::run
                                                                                : static_cast<Who>(meet.who);
@@ -262,11 +287,10 @@ MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, const Meet& meet
             held = pairs;
         }
     } else if (who == Who::round) {
-        first = head;
-        held = num_blocks * of_block - head;
+        first = 0;
+        held = num_blocks * of_block;
     }
-    int round = head + (unit - head) / num_pairs * num_pairs;
-    int begin = max_of(first, round), end = min_of(first + held, round + num_pairs);
+    int begin = max_of(first, round.first), end = min_of(first + held, round.first + round.units);
     return {begin, end - begin};
 }
 

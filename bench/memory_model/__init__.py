@@ -1,0 +1,1 @@
+"""A model of what a forward launch reads from DRAM, on a CPU."""

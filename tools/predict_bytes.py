@@ -1,0 +1,43 @@
+#!/usr/bin/env python3
+"""Predict what a forward launch reads from DRAM, on a CPU in seconds: a change of the tile order shows its bytes.
+
+    python tools/predict_bytes.py --local-experts-of 4 --shape dsv3 qwen3-30b --tokens 8192 --meet steps columns
+
+--meet names orders: steps (nobody meets), or who meets in runs of many blocks (column, columns, run, round), then
+members of Meet (megamoe/launch/meetings.py): columns,many=6,gemms=1. bench/memory_model says what the model leaves out.
+"""
+
+import sys
+
+from command import parser_of
+
+from bench.memory_model.predict import Machine, meet_from, predict, rows_of_experts
+from bench.shapes import add_shape_arguments, local_shapes
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add_shape_arguments(parser, "dsv3")
+    add("--local-experts-of", type=int, help="the experts of one rank of so many")
+    add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    add("--tokens", nargs="+", type=int, default=[8192])
+    add("--meet", nargs="+", type=meet_from, default=[None, meet_from("columns")])
+    add("--train", action="store_true", help="pre-activations are saved")
+    add("--l2-mb", type=float, default=Machine.l2_mb, help="that tiles have of each half of L2")
+    add("--speeds", type=float, default=Machine.speeds, help="how unlike pairs are, relative")
+    args = parser.parse_args()
+    machine = Machine(l2_mb=args.l2_mb, speeds=args.speeds)
+    for shape in local_shapes(args):
+        for precision in args.precision:
+            for tokens in args.tokens:
+                rows = rows_of_experts(shape, tokens, machine.seed)
+                for meet in args.meet:
+                    found = predict(shape, precision, rows, meet, machine, args.train)
+                    order = "steps" if meet is None else f"{meet.who} {meet.many} {meet.gemms}"
+                    print(f"{shape.name:16}{precision:6}{tokens:6}  {order:14}{found}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
