@@ -353,7 +353,7 @@ def test_streams_need_long_steps(order, missing):
 
 
 def test_dealing_the_merged_order_is_seen(order):
-    """What UnitStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each (docs/tuning.md)."""
+    """What UnitStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each."""
     launch = Launch([16] * 8, 16, 28, order.abi_max_run(), 132)
     merged = sorted((t for t in streams_of(order, launch) if t.cta % 2), key=lambda t: t.place)
     with pytest.raises(AssertionError, match="dealt unevenly"):

@@ -7,8 +7,7 @@
 // uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier orders
 // the counters' zeros, and what a unit reads has edges of its own.
 // Elsewhere it is one of each CTA, and lots are made in advance: forward has few units without a tile, and
-// waits for memory, which no other lot makes quicker, while tickets take 6 us of 112 at few tokens
-// (docs/tuning.md).
+// waits for memory, which no other lot makes quicker, while tickets take 6 us of 112 at few tokens.
 #pragma once
 #include "megamoe/gemm/tiles.cuh"
 
@@ -17,7 +16,7 @@ namespace megamoe {
 // gemm2 whose tiles have so many pipeline slots of K is dealt in fixed lots: by hypothesis, pairs that take
 // units so long by ticket drift apart, and each reads a shared weight tile from memory for itself. One H200,
 // 2026-11-23, all of backward, tickets -> fixed lots: 448 slots 17344 -> 16538 us, 48 slots 7981 -> 8172,
-// 24 slots 2300 -> 2380; nothing between 48 and 448 was measured (docs/tuning.md).
+// 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
 constexpr int long_tile_slots = 256;
 
 // How units are dealt. Next<T>(ctx, stream): says which unit of the pair is behind one that it begins; it may
