@@ -34,6 +34,7 @@ class Measurement:
     gradients: str | None = None  # of weights: bf16, or main_grad, added to fp32
     reserve_sms: int | None = None  # None: the default
     ctas: int | None = None  # that took part in the last call, on the rank with the fewest
+    dram_read_gb: float | None = None  # of one call, by ncu
 
     @property
     def contender(self) -> str:

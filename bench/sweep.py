@@ -1,13 +1,15 @@
 """tools/latency_sweep.py: layers over shapes and token counts, in turns with baselines, beside the floors."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 
 import megamoe
+from bench import dram
 from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
@@ -46,23 +48,35 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
     return found + [Entry(name, "bf16", direction, of_baselines) for name in args.baseline]
 
 
-def sweep(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) -> list[Measurement]:
-    """Measure one shape and precision over all token counts. Collective."""
+def sweep(
+    shape: Shape,
+    precision: str,
+    me: Rank,
+    args: argparse.Namespace,
+    read_gb: Iterator[float | None],
+) -> list[Measurement]:
+    """Measure one shape and precision over all token counts. Collective. read_gb: of what is measured, in order."""
     found, timer = [], Timer(me.device, args.samples)
     with layers_of(shape, entries(precision, args), max(args.tokens), me, args.clock) as layers:
         me.print(megamoe.memory_report(next(iter(layers.values())).problem)["line"])
         for tokens in args.tokens:
             contenders = [layer.contender(tokens) for layer in layers.values()]
+            if args.below_ncu:
+                dram.call_below_ncu(contenders)
+                continue
+            read = [next(read_gb) for _ in contenders]
             for mode in modes_of(args.mode):
                 medians = timer.medians(contenders, mode)
-                for layer, us in zip(layers.values(), medians, strict=True):
-                    found.append(measurement(layer, shape, tokens, mode, us))
+                for layer, us, gb in zip(layers.values(), medians, read, strict=True):
+                    found.append(measurement(layer, shape, tokens, mode, us, gb))
                     me.print(line(found[-1]))
             del contenders
     return found
 
 
-def measurement(layer: TimedLayer, shape: Shape, tokens: int, mode: str, us: float) -> Measurement:
+def measurement(
+    layer: TimedLayer, shape: Shape, tokens: int, mode: str, us: float, read_gb: float | None
+) -> Measurement:
     """Return a line of the result, of the layer's last call. Collective."""
     entry, ranks = layer.entry, layer.problem.ep_size
     tflops = entry.flops(shape, tokens) / us / 1e6
@@ -73,13 +87,13 @@ def measurement(layer: TimedLayer, shape: Shape, tokens: int, mode: str, us: flo
     return Measurement(
         shape.name, entry.precision, ranks, tokens, mode, entry.backend, us,
         tflops, clock, used, *entry.floors(shape, tokens, ranks),
-        entry.direction, entry.gradients, entry.reserve_sms, layer.ctas(),
+        entry.direction, entry.gradients, entry.reserve_sms, layer.ctas(), read_gb,
     )  # fmt: skip
 
 
 COLUMNS = (
     f"{'shape':<16}{'prec':<11}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
-    f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}"
+    f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}{'read GB':>9}"
 )
 
 
@@ -87,10 +101,11 @@ def line(m: Measurement) -> str:
     floor = max(m.gemm_floor_us, m.hbm_floor_us, m.nvlink_floor_us)
     clock = f"{m.clock_ghz:.2f}" if m.clock_ghz else "-"
     used = f"{m.utilisation:.0%}" if m.utilisation else "-"
+    read = "-" if m.dram_read_gb is None else f"{m.dram_read_gb:.2f}"
     return (
         f"{m.shape:<16}{m.precision:<11}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
         f"{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
-        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}"
+        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}{read:>9}"
     )
 
 
@@ -111,7 +126,7 @@ def measure_all(
                 found += measure(shape, precision)
                 if me.device.type == "cuda":
                     torch.cuda.empty_cache()
-    if me.is_first:
+    if me.is_first and found:
         write_table(args.out / f"{args.name}.csv", title, found)
     return title, found
 
@@ -127,7 +142,11 @@ def compare_all(
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    title, found = measure_all(me, args, COLUMNS, partial(sweep, me=me, args=args))
+    wanted = args.dram and not args.below_ncu
+    read_gb = dram.read_gb(me.size) if wanted else repeat(None)
+    title, found = measure_all(me, args, COLUMNS, partial(sweep, me=me, args=args, read_gb=read_gb))
+    if args.below_ncu:
+        return 0
     if me.is_first:
         table = args.out / f"{args.name}.csv"
         picture = table.with_suffix(".png")

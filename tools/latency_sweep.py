@@ -19,11 +19,13 @@ clock that the kernel itself measured (--clock): SMs * 8192 (FP8) or 4096 (BF16)
 PNG into --out.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 from command import parser_of
 
+from bench.dram import CHILD
 from bench.layers import DIRECTIONS
 from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
@@ -53,6 +55,8 @@ def main() -> int:
     add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
     add("--mode", default="cool", choices=(*MODES, "both"))
     add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")
+    add("--dram", action="store_true", help="also what a call reads from DRAM, by ncu, on one rank")
+    add(CHILD, action="store_true", help=argparse.SUPPRESS)
     add("--samples", type=int, default=20)
     add("--out", type=Path, default=Path("out"), help="folder of the CSV and the PNG")
     add("--name", default="latency", help="name of both files")

@@ -26,8 +26,9 @@ def main() -> int:
     add("--train", action="store_true", help="pre-activations are saved")
     add("--l2-mb", type=float, default=Machine.l2_mb, help="that tiles have of each half of L2")
     add("--speeds", type=float, default=Machine.speeds, help="how unlike pairs are, relative")
+    add("--slow", type=float, default=0.0, help="how much longer one pair takes, relative")
     args = parser.parse_args()
-    machine = Machine(l2_mb=args.l2_mb, speeds=args.speeds)
+    machine = Machine(l2_mb=args.l2_mb, speeds=args.speeds, slow=args.slow)
     for shape in local_shapes(args):
         for precision in args.precision:
             for tokens in args.tokens:

@@ -31,6 +31,7 @@ struct Machine {  // read by ctypes
     double noise_us;  // of a unit
     double start_us;  // between the first and the last pair that begins
     double us_per_cycle;
+    double slow;           // how much longer than others the first pair takes for a slot, relative
 };
 struct Launch {
     int32_t num_experts, tiles1, tiles2, slots1, slots2;
@@ -143,6 +144,7 @@ class Simulation {
         std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
         for (int p = 0; p < m_.pairs; ++p) {
             walks[p].speed = 1 + m_.speeds * normal_(random_);
+            if (p == 0) walks[p].speed += m_.slow;
             walks[p].half = static_cast<int>(random_() % 2);
             events.push({std::abs(normal_(random_)) * m_.start_us, p});
         }

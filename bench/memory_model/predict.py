@@ -31,7 +31,7 @@ class MachineStruct(ctypes.Structure):
     _fields_ = (
         ("pairs", ctypes.c_int32),
         *((n, ctypes.c_double) for n in ("l2_bytes", "dram_gb_per_s", "slot_us", "tile_us")),
-        *((n, ctypes.c_double) for n in ("speeds", "noise_us", "start_us", "us_per_cycle")),
+        *((n, ctypes.c_double) for n in ("speeds", "noise_us", "start_us", "us_per_cycle", "slow")),
     )
 
 
@@ -59,6 +59,7 @@ class Machine:
     dram_gb_per_s: float = 3000.0
     slot_us: float = 0.72  # of MMAs, BF16; FP8 takes 1.15 times that
     speeds: float = 0.007
+    slow: float = 0.0  # how much longer one pair takes, relative
     seed: int = 1
 
 
@@ -123,7 +124,7 @@ def predict(
     slot_us = machine.slot_us * (1.15 if size == 1 else 1)
     on = MachineStruct(
         machine.pairs, machine.l2_mb * 1e6, machine.dram_gb_per_s, slot_us, 2.0, machine.speeds,
-        1.0, 10.0, 1 / 1600,
+        1.0, 10.0, 1 / 1600, machine.slow,
     )  # fmt: skip
     out = ResultStruct()
     counts = (ctypes.c_int32 * len(rows))(*rows)

@@ -41,6 +41,14 @@ def test_meetings_and_the_order_by_rounds_read_less() -> None:
     assert met.spread_us < steps.spread_us
 
 
+@pytest.mark.parametrize("slow", [0.1, 0.5])
+def test_one_slow_pair_makes_others_wait_for_next_to_nothing(slow: float) -> None:
+    rows = rows_of_experts(SHAPE, 4096, 1)
+    machine = Machine(slow=slow)
+    steps, met = (predict(SHAPE, "bf16", rows, m, machine).ms for m in (None, MEET))
+    assert met <= 1.01 * steps
+
+
 def test_who_meets_is_read() -> None:
     assert meet_from("steps") is None
     assert meet_from("run,many=6,gemms=2") == Meet("run", many=6, gemms=2)
