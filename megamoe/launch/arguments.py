@@ -160,7 +160,9 @@ def fill_static(
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = step_blocks
-    meetings.fill(args.meet, address["came"], p, plan.pool_rows, meetings.bandwidth())
+    # Who states the length of a step gets steps.
+    gb_per_s = 0.0 if step_blocks else meetings.bandwidth()
+    meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
     args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
