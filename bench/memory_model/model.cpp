@@ -31,7 +31,7 @@ struct Machine {  // read by ctypes
     double noise_us;  // of a unit
     double start_us;  // between the first and the last pair that begins
     double us_per_cycle;
-    double slow;           // how much longer than others the first pair takes for a slot, relative
+    double slow;  // how much longer than others the first pair takes for a slot, relative
 };
 struct Launch {
     int32_t num_experts, tiles1, tiles2, slots1, slots2;
