@@ -1,9 +1,9 @@
-"""Lines of product code are a budget: it is raised by a line in docs/decisions.md (0019), not by the way."""
+"""Lines of product code are a budget: it is raised by a line in docs/decisions.md (0020), not by the way."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_LINES = 29_500
+MAX_LINES = 30_200
 SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".inc"}
 
 
@@ -15,5 +15,5 @@ def lines(*folders):
 
 def test_product_code_stays_within_its_budget():
     assert lines("megamoe", "jit", "csrc") <= MAX_LINES
-    said = (ROOT / "docs" / "decisions.md").read_text().partition("### 0019")[2]
+    said = (ROOT / "docs" / "decisions.md").read_text().partition("### 0020")[2]
     assert f"{MAX_LINES:,}" in said
