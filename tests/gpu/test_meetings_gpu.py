@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from megamoe import Problem, make_backend
+from megamoe import Problem
+from megamoe.backends.call import Call
 from megamoe.launch import meetings
 from megamoe.launch.meetings import Meet
+from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits
 
@@ -22,7 +24,8 @@ MEETS = [
 def test_bits_do_not_depend_on_meetings(monkeypatch, precision):
     problem = Problem(1024, 768, 8, 4, max_tokens=4096, precision=precision)
     drawn = make_inputs(problem, 4096, device="cuda", ids_dtype=torch.int32)
-    call = (drawn.x, drawn.topk_ids, drawn.topk_weights, make_weights(problem, device="cuda"))
+    weights = make_weights(problem, device="cuda")
+    call = Call(drawn.x, drawn.topk_ids, drawn.topk_weights, weights)
     found, beside = [], torch.cuda.Stream()
     for meet in (Meet(mean_rows=0), *MEETS):
         monkeypatch.setattr(meetings, "stated", meet)
@@ -32,9 +35,8 @@ def test_bits_do_not_depend_on_meetings(monkeypatch, precision):
                 with torch.cuda.stream(beside):
                     for _ in range(20):
                         drawn.x @ drawn.x.t()
-            ys = [backend.forward(*call) for _ in range(5)]
-            ys.append(backend.forward_train(*call)[0])
-            found += ys
+            found += [backend.forward(call)[0] for _ in range(5)]
+            found.append(backend.forward(call, keep=True)[0])
         backend.check()
         backend.close()
     assert all(same_bits(y, found[0]) for y in found)

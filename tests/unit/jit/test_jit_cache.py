@@ -67,7 +67,7 @@ def test_kernels_have_keys_of_flags_compiler_and_foreign_headers(tmp_path, monke
 
     def compile_again(text, version, *flags):
         (tmp_path / "cutlass" / "version.h").write_text(text)
-        monkeypatch.setattr(compiler, "compiler_version", lambda which: version)
+        monkeypatch.setattr(compiler, "compiler_version", lambda: version)
         with pytest.raises(FileNotFoundError):
             compiler._compiled(KERNEL, "kernel.cu", flags, tmp_path)
 
