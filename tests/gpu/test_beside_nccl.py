@@ -32,7 +32,7 @@ def on_ranks(rank, gradients):
             dist.all_gather_into_tensor(gathered.view(-1), piece)
 
     y, state = case.forward(backend)
-    gradients = case.backward(backend, state)
+    made = case.backward(backend, state)
     plain = case.plain(backend)
     # The first launch without gradients of a layer made so takes its SMs and keeps them (docs/training.md).
     torch.cuda.synchronize()
@@ -41,7 +41,7 @@ def on_ranks(rank, gradients):
     launches = {
         "forward": (lambda: [case.plain(backend)], [plain]),
         "train": (lambda: [case.forward(backend)[0]], [y]),
-        "backward": (lambda: case.backward(backend, state), gradients),
+        "backward": (lambda: case.backward(backend, state), made),
     }  # fmt: skip
     if not gradients:
         launches.pop("forward")

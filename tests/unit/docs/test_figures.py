@@ -41,7 +41,8 @@ STATED = {
 }
 EP1, EP4 = "2026-11-23-e841b3a-sweep-ep1.csv", "2026-11-22-7ea8cae-sweep-ep4.csv"
 TRAINED = "2026-11-23-backward-ep1.csv"
-HF, H100 = "2026-11-24-1f8a3ec-hf.csv", "2026-11-24-471ecdf-h100-shapes.csv"
+MEETINGS = "2026-11-24-d39b211-meetings.csv"
+HF = "2026-11-24-1f8a3ec-hf.csv"
 EP2, STEPS, FP4, OPS = (
     f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
 )
@@ -193,10 +194,6 @@ def backward_passes():
     return found
 
 
-def on_an_h100():
-    return [ends(H100, "y_fp32", precision=p)[1] for p in ("bf16", "fp8")]
-
-
 def with_fp4():
     names = ("fp8", "fp8xmxfp4", "bf16", "bf16xmxfp4", "bf16xnvfp4")
     return [
@@ -293,6 +290,33 @@ def flat(lists: Iterable[Iterable[float]]) -> list[float]:
     return [x for one in lists for x in one]
 
 
+ORDERS = ("steps", "columns")
+
+
+def in_step():
+    """Return tokens, and the times of both orders, forward and where the call saves."""
+    found = []
+    for shape, tokens in (("dsv3", "8192"), ("dsv3", "4096"), *((s, "8192") for s in FOUR[1:])):
+        case = {"gpu": "H100", "shape": f"{shape}/ep4", "precision": "bf16", "tokens": tokens}
+        times = [
+            us(MEETINGS, mode="cool", direction=d, order=o, **case)
+            for d in ("forward", "train")
+            for o in ORDERS
+        ]
+        found += [float(tokens), *times]
+    return found
+
+
+def bytes_in_step():
+    """Return GB read in step and apart, forward and where the call saves."""
+    case = {"mode": "ncu", "shape": "dsv3/ep4", "tokens": "8192"}
+    return [
+        ends(MEETINGS, "read_gb", direction=d, order=o, **case)[0]
+        for d in ("forward", "train")
+        for o in reversed(ORDERS)
+    ]
+
+
 CLAIMS = {
     "gains": Claim(
         "README.md", "**What it gains.** ", "The grey lines", gains, beside="8192|Qwen3-30B"
@@ -322,8 +346,17 @@ CLAIMS = {
         "\n\n",
         steps_in_full,
     ),
-    "H100": Claim(
-        "docs/measurements.md", "y differs from fp32 by at most ", "The steps", on_an_h100
+    "in step": Claim(
+        "docs/measurements.md",
+        "| | tokens | forward: apart | in step | saving: apart | in step |\n",
+        "\n\n",
+        in_step,
+    ),
+    "bytes in step": Claim(
+        "docs/measurements.md",
+        "DeepSeek-V3 with 8192 tokens then reads ",
+        "\n\n",
+        bytes_in_step,
     ),
     "hosts": Claim(
         "README.md",
