@@ -24,6 +24,7 @@ from megamoe.core.planes import SUSPECT_BELOW, check_memory
 from megamoe.layer.backward import gradients
 from megamoe.layer.inputs import Inputs, like
 from megamoe.layer.runtime import Runtime, runtime_of
+from megamoe.layer.signature import Signature
 
 
 def forward(runtime: Runtime, inputs: Inputs, keep: bool, known: Any = None) -> Any:
@@ -54,7 +55,12 @@ def moe_forward_op(
     """Run the backend behind `handle`."""
     of_weights = w13, w2, b13, b2, w13_scale, w2_scale
     inputs = Inputs(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
-    y, state = forward(runtime_of(handle), inputs, keep)
+    runtime = runtime_of(handle)
+    rows, further = inputs[:3], (num_tokens_device, None, x_scale)
+    known = runtime.signatures.find(*rows, inputs.weights, *further)
+    y, state = forward(runtime, inputs, keep, known)
+    if known is None:  # the backend has looked itself
+        runtime.signatures.add(Signature(inputs, None, trains=False))
     return y, _nothing(x) if state is None else state
 
 

@@ -21,6 +21,7 @@ from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
 from megamoe.group.order import Mark
 from megamoe.layer.replicas import Replicas
+from megamoe.layer.signature import Signatures
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Runtime:
     backend: Backend
     replicas: Replicas | None = None  # whose gradients are summed
     cache: QuantizedCache = field(default_factory=QuantizedCache)
+    signatures: Signatures = field(default_factory=Signatures)  # of calls of its operators
     mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
     # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
