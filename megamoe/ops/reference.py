@@ -82,6 +82,8 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
         value = F.gelu(gate, approximate=form)
         slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=form)
         return torch.cat((slope, dh * value), -1), value * up
+    if act.kind not in ("swiglu", "clamped_swiglu"):
+        raise NotImplementedError(f"no gradient of activation {act.kind!r} is written here")
     inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
     gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
     s = torch.sigmoid(act.alpha * gate)

@@ -28,7 +28,7 @@ OF_DX = ("dx_rows", "partials", "dx")
 # dgu, a row, a partial and dx are rounded, sqrt(5) * 1.7e-3 = 3.7e-3. FP8: forward's quantized x and weights move the
 # pre-activations, and x itself in dw13, by 2.6e-2 each; staged computes with quantized weights and h in backward, too.
 FP32_LIMIT = {"bf16": 1e-2, "fp8": 1e-1}
-# Single elements of dgu and hs: the noise of dh, 1e-3 of its root mean square among millions (stages.py), where it
+# Single elements of dgu and hs: the noise of dh, 1e-3 of its root mean square among millions (above), where it
 # meets a large derivative of the activation, up to five times the average.
 # FP8 keeps fewer bits of dh's sums: as many times SUM_NOISE.
 PRODUCT_NOISE = {"bf16": 5e-3, "fp8": 5e-2}
