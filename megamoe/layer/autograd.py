@@ -56,7 +56,8 @@ class _Call(torch.autograd.Function):
             assert how.weights is not None
             inputs = inputs.with_weights(how.weights)
         if how.direct:
-            y, state = forward(runtime_of(how.handle), inputs, True, how.known)
+            assert how.weights is not None
+            y, state = forward(runtime_of(how.handle), inputs, how.weights, True, how.known)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 y, state = torch.ops.megamoe.moe_forward(*inputs, how.handle, how.state_bytes, True)

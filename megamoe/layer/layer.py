@@ -155,6 +155,19 @@ class Layer(Opened, Placed):
             precision stores it so; not while gradients are recorded. Ranks need not agree on that.
         Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
+        return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+
+    def _call(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        num_tokens_device: Tensor | None,
+        out: Tensor | None,
+        x_scale: Tensor | None,
+    ) -> Tensor:
+        """Do as __call__() does, by position."""
         if self._replicas is not None:
             topk_ids = self._replicas.slots(topk_ids)
         if self._runtime is not None and not torch.compiler.is_dynamo_compiling():

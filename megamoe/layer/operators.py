@@ -21,17 +21,20 @@ from torch import Tensor
 from megamoe.backends.call import Gradients, Needs, Wanted
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.core.planes import SUSPECT_BELOW, check_memory
+from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.backward import gradients
 from megamoe.layer.inputs import Inputs, like
 from megamoe.layer.runtime import Runtime, runtime_of
 from megamoe.layer.signature import Signature
 
 
-def forward(runtime: Runtime, inputs: Inputs, keep: bool, known: Any = None) -> Any:
-    """Return y like x, and the state where it is kept, else None. known: as Call.known."""
+def forward(
+    runtime: Runtime, inputs: Inputs, weights: ExpertWeights, keep: bool, known: Any = None
+) -> Any:
+    """Return y like x, and the state where it is kept, else None. weights: of inputs. known: as Call.known."""
     with runtime.lock:
         trains = keep and runtime.state_bytes > 0
-        call = inputs.call(runtime.weights(inputs.weights, trains, known), known)
+        call = inputs.call(runtime.weights(weights, trains, known), known)
         y, state = runtime.backend.forward(call, keep)
     return like(y, inputs.x), state
 
@@ -57,8 +60,9 @@ def moe_forward_op(
     inputs = Inputs(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
     runtime = runtime_of(handle)
     rows, further = inputs[:3], (num_tokens_device, None, x_scale)
-    known = runtime.signatures.find(*rows, inputs.weights, *further)
-    y, state = forward(runtime, inputs, keep, known)
+    weights = inputs.weights
+    known = runtime.signatures.find(*rows, weights, *further)
+    y, state = forward(runtime, inputs, weights, keep, known)
     if known is None:  # the backend has looked itself
         runtime.signatures.add(Signature(inputs, None, trains=False))
     return y, _nothing(x) if state is None else state
