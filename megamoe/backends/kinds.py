@@ -241,6 +241,7 @@ class Training:
     """`train`, the forward that saves, and `backward`, and the workspace of both."""
 
     def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
+        self.kernels = kernels
         both = [replace(variant, kernel=name) for name in ("train", "backward")]
         kernels.build(*both)
         train, backward = map(kernels.load, both)
@@ -368,7 +369,7 @@ class Backward(Launch):
 
 
 def num_ctas(layer: LayerKernels) -> int:
-    """Return how many CTAs took part in the last launch of a layer that shares its workspace. Waits."""
+    """Return how many CTAs took part in the last launch, which was of these kernels. Waits."""
     if layer.patience_ns[0] == 0:
         return layer.grid
     members = layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))

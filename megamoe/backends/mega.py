@@ -257,6 +257,10 @@ class MegaBackend(Backend):
 
     def num_ctas(self) -> int:
         """Return how many CTAs took part in the last launch: fewer than `grid` where SMs were taken. Waits."""
+        _, kernel = self.window.last_launch or (None, "")
+        if self._training is not None and kernel in ("train", "backward"):
+            # A layer that was made without gradients shares its SMs only where it trains.
+            return kinds.num_ctas(self._training.kernels)
         return kinds.num_ctas(self._kernels)
 
     def clock_ghz(self) -> float:

@@ -76,6 +76,29 @@ print(json.dumps(found))
     assert seen == [waits if mode == "enable_grad" else all_at_once, waits]
 
 
+def test_a_layer_made_without_gradients_says_how_many_ctas_trained(run):
+    """Of its forwards, which do not share, all; of `train` and `backward` those that the launch has written."""
+    plain, train, backward, again = run(f"""
+{REMOTE}x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
+with on_cpu():
+    with torch.no_grad():
+        layer = mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
+        call(layer)
+    layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
+    found = [layer.num_ctas()]
+    y, state = layer.forward(Call(x, ids, scores, weights), keep=True)
+    found.append(layer.num_ctas())
+    masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
+    wanted = Wanted(Needs(b13=False, b2=False), turned=TurnedWeights.of(problem, weights))
+    layer.backward(Call(x, ids, scores, masters), x, state, wanted)
+    found.append(layer.num_ctas())
+    call(layer)
+    found.append(layer.num_ctas())
+print(json.dumps(found))
+""")
+    assert (plain, train, backward, again) == (132, 108, 108, 132)
+
+
 @pytest.mark.parametrize("reserve_sms", [None, 20])
 def test_only_a_launch_with_all_of_its_ctas_is_cooperative(run, reserve_sms):
     seen = run(f"""
