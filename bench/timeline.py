@@ -17,6 +17,7 @@ from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from bench.tables import header, write_table
 from bench.timing import Timer
+from megamoe.backends.call import Call
 from megamoe.backends.emulation import Emulation
 from megamoe.jit.paths import CSRC
 from megamoe.testing import make_inputs, make_weights
@@ -200,15 +201,17 @@ def show_emulated(args: argparse.Namespace) -> int:
     inputs = [make_inputs(p, tokens, rank=p.rank) for p in ranks]
     masters = [make_weights(p, quantize=False) for p in ranks]
     emulation = Emulation(ranks[0], profile=True)
-    ids = [i.topk_ids for i in inputs]
-    call = [i.x for i in inputs], ids, [i.topk_weights for i in inputs]
-    weights = [m.quantized(p) for m, p in zip(masters, ranks, strict=True)]
+    calls = [
+        Call(i.x, i.topk_ids, i.topk_weights, m.quantized(p))
+        for i, m, p in zip(inputs, masters, ranks, strict=True)
+    ]
     if args.direction == "forward":
-        emulation.forward_all(*call, weights)
+        emulation.forward_all(calls)
     else:
-        _, states = emulation.train_all(*call, weights)
+        _, states = emulation.train_all(calls)
         dys = [torch.randn_like(i.x) for i in inputs]
-        emulation.backward_all(dys, call[0], ids, masters, states)
+        of_masters = [c._replace(weights=m) for c, m in zip(calls, masters, strict=True)]
+        emulation.backward_all(of_masters, dys, states)
     return write(emulation.profiles, args)
 
 

@@ -7,7 +7,7 @@ hooks in.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,14 @@ def check(
     return backend, options
 
 
-def ranks_of(group: Any) -> dict[str, int]:
+class Ranks(TypedDict):
+    """Those arguments of a Problem."""
+
+    ep_size: int
+    rank: int
+
+
+def ranks_of(group: Any) -> Ranks:
     """Return ep_size and rank of a Problem over a process group; None: this rank holds all experts."""
     if group is None:
         return {"ep_size": 1, "rank": 0}

@@ -36,6 +36,7 @@ def weights_of(experts: Any) -> ExpertWeights:
     w1 and w3 are copied unless w3 lies behind w1 in one tensor; the others are read in place.
     """
     biases: tuple[Tensor, ...] = ()
+    first: tuple[Any, ...]
     if isinstance(experts, GptOssGroupedExperts):
         first, second = (experts.mlp1_weight_EGD,), experts.mlp2_weight_EDF
         w13, b13 = (in_turn(local(p)) for p in (first[0], experts.mlp1_bias_EG))

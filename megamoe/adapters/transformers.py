@@ -49,7 +49,7 @@ from megamoe.formats.weights import ExpertWeights
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface
 except ImportError:  # before 5.23
-    EPImplementationInterface = None
+    EPImplementationInterface = None  # type: ignore[assignment,misc]
 
 NAME = "megamoe"
 _numbers = itertools.count(1)
@@ -98,7 +98,7 @@ class Experts:
         layer = self._layer(module, weights, top_k_index.shape[-1], None)
         x = hidden_states.to(torch.bfloat16)
         calls = (t.split(self._max_tokens) for t in (x, top_k_index, top_k_weights))
-        parts = [layer(*call, weights) for call in zip(*calls, strict=True)]
+        parts = [layer(rows, ids, s, weights) for rows, ids, s in zip(*calls, strict=True)]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return y.to(hidden_states.dtype)
 
@@ -112,10 +112,10 @@ class Experts:
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             weights = weights_of(module)
             layer = self._layer(module, weights, top_k_index.shape[-1], ep_mesh.get_group())
-            mine = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
+            x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
             if tp_mesh.size() > 1:
-                mine = tuple(_slice(t, tp_mesh) for t in mine)
-            y = layer(*mine, weights)
+                x, ids, scores = (_slice(t, tp_mesh) for t in (x, ids, scores))
+            y = layer(x, ids, scores, weights)
             if tp_mesh.size() > 1:
                 whole = hidden_states.shape
                 shards = DTensor.from_local(
@@ -136,7 +136,7 @@ class Experts:
         for layer in self._spread:
             layer.close()
         for module in self._modules:
-            layers = module._megamoe_layers
+            layers: Any = module._megamoe_layers
             for key in [k for k in layers if k[0] == self._number]:
                 layers.pop(key).close()
         for window in self._windows:

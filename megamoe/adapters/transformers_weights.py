@@ -74,7 +74,7 @@ def _masters(module: Any) -> ExpertWeights:
     if module.is_transposed:
         w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
     if module.has_gate and not module.is_concatenated:  # rows g0, u0, g1, u1, ...
-        w13, b13 = (None if t is None else in_turn(t) for t in (w13, b13))
+        w13, b13 = in_turn(w13), None if b13 is None else in_turn(b13)
     return weights_from((w13, w2), [[p] for p in given], (b13, b2))
 
 

@@ -166,9 +166,8 @@ class Experts(mk.FusedMoEExpertsModular):
         if not self._placed:
             _check_placement(problem, expert_map)
             self._placed = True
-        biases = [None if b is None else b.float() for b in (self.w1_bias, self.w2_bias)]
-        scales = self.w1_scale, self.w2_scale
-        weights = ExpertWeights(w1, w2, *biases, *scales)
+        b13, b2 = (None if b is None else b.float() for b in (self.w1_bias, self.w2_bias))
+        weights = ExpertWeights(w1, w2, b13, b2, self.w1_scale, self.w2_scale)
         layer = self.layers.of(problem, hidden_states.device)
         out = output if hidden_states.dtype == torch.bfloat16 else None  # the error is to name x
         layer(hidden_states, topk_ids, topk_weights.float(), weights, out=out)

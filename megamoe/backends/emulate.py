@@ -38,7 +38,7 @@ class EmulateBackend(Gathered):
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        self._options = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
 
     @property
@@ -63,14 +63,11 @@ class EmulateBackend(Gathered):
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
 
         def run(calls: list[Call]) -> list[Any]:
-            xs, ids, scores, experts, counts, *_ = map(list, zip(*calls, strict=True))
-            given = (xs, ids, scores, experts)
+            results: list[tuple[Tensor, Tensor | None]]
             if keep:
-                pairs = self.emulation.train_all(*given, num_tokens_device=counts)
-                results = list(zip(*pairs, strict=True))
+                results = list(zip(*self.emulation.train_all(calls), strict=True))
             else:
-                ys = self.emulation.forward_all(*given, num_tokens_device=counts)
-                results = [(y, None) for y in ys]
+                results = [(y, None) for y in self.emulation.forward_all(calls)]
             found = [self.emulation.statistics(rank) for rank in range(len(calls))]
             return list(zip(results, found, strict=True))
 
@@ -92,14 +89,8 @@ class EmulateBackend(Gathered):
 
         def run(everyone: list[Any]) -> list[Any]:
             calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
-            xs, ids, _, experts, counts, *_ = map(list, zip(*calls, strict=True))
-            needs, into, only_weights, turned = map(list, zip(*all_wanted, strict=True))
-            found = self.emulation.backward_all(
-                *(dys, xs, ids, experts, states),
-                needs=needs, into=into, num_tokens_device=counts, only_weights=only_weights,
-                turned=None if turned[0] is None else turned,
-            )  # fmt: skip
-            return list(zip(found, into, strict=True))
+            found = self.emulation.backward_all(calls, dys, states, all_wanted)
+            return [(made, w.into) for made, w in zip(found, all_wanted, strict=True)]
 
         mine = call._replace(out=None, known=None), dy, state, wanted
         found, sums = self._run(run, BACKWARD, mine)

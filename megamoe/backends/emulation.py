@@ -7,20 +7,20 @@ who waits for what when something hangs.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import Call, Gradients, Wanted
 from megamoe.backends.emulated_rank import Kept, Rank, aligned_zeros, encode_emulated, nan_like
 from megamoe.backends.gradients import Targets
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
-from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi, host
 from megamoe.jit.source import Variant
@@ -30,7 +30,6 @@ REPORT_BYTES = 1 << 16
 DEFAULT_CTAS = 2
 # What backward calls regions that have another name in the workspace where x has no scales.
 _ALSO_CALLED = {"dy_rows": "x_pool", "hs": "h", "dx_rows": "y_rows"}
-_ALL_NEEDED = (True,) * 6
 
 
 class EmulationError(MegaMoEError):
@@ -42,11 +41,11 @@ class Emulation:
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
     flags: further ones for g++, such as "-fsanitize=undefined". join_ns, peers_ns: see
-    arguments.fill_static; emulated time. profile: the variants with timestamps; `profiles` has the marks of the last
+    arguments.Place; emulated time. profile: the variants with timestamps; `profiles` has the marks of the last
     launch, [num_ctas, 16] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
-    robin. layer: which of the window's, see arguments.fill_static.
+    robin. layer: which of the window's, see arguments.Place.
     """
 
     def __init__(
@@ -95,44 +94,39 @@ class Emulation:
 
     def forward_all(
         self,
-        xs: Sequence[Tensor | QuantizedRows],
-        topk_ids: Sequence[Tensor],
-        topk_weights: Sequence[Tensor],
-        weights: Sequence[ExpertWeights],
+        calls: Sequence[Call],
         *,
-        num_tokens_device: Sequence[Tensor | None] | None = None,
         states: Sequence[Tensor] | None = None,
         seed: int = 0,
         layer: int = 0,
         kind: str = "forward",
     ) -> list[Tensor]:
-        """Run one launch of all ranks. Return their y [T, H] bf16.
+        """Run one launch of all ranks. Return their y [T, H] bf16, whatever `out` a call has.
 
         states: [bytes] uint8 each, where this call leaves its state (Plan.state, or Plan.train_state with kind
         "train") in place of the workspace's.
         """
         kept = Kept()
-        scales = [x.scale if isinstance(x, QuantizedRows) else None for x in xs]
-        xs = [x.q if isinstance(x, QuantizedRows) else x for x in xs]
-        ys = [nan_like(x, torch.bfloat16) for x in xs]
-        counts = num_tokens_device or [None] * len(self.ranks)
+        ys = [nan_like(call.rows[0], torch.bfloat16) for call in calls]
 
         def fill(index: int, args: Any) -> None:
-            plan = self.ranks[index].plan
-            arguments.fill_weights(args, plan, kept.weights(weights[index]), encode_emulated)
+            plan, call = self.ranks[index].plan, calls[index]
+            arguments.fill_weights(args, plan, kept.weights(call.weights), encode_emulated)
             if kind == "train":
                 assert states is not None
                 training.fill_train_state(args, plan, states[index].data_ptr(), encode_emulated)
             elif states is not None:
                 arguments.fill_state(args, plan, states[index].data_ptr())
-            tensors = (kept.flat(t[index]) for t in (xs, topk_ids, topk_weights))
-            further = (kept.flat(t[index]) for t in (counts, scales))
-            arguments.fill_call(args, *tensors, ys[index], *further)
+            x, scale = map(kept.flat, call.rows)
+            ids, scores, count = map(
+                kept.flat, (call.topk_ids, call.topk_weights, call.num_tokens_device)
+            )
+            arguments.fill_call(args, x, ids, scores, ys[index], count, scale)
 
         self.written = [[y] for y in ys]
         self._prefixes = [self._prefix(r, kind, states) for r in range(len(ys))]
         self._launch(kind, fill, seed, layer)
-        return [y.to(x.device) for y, x in zip(ys, xs, strict=True)]
+        return [y.to(call.x.device) for y, call in zip(ys, calls, strict=True)]
 
     def _prefix(self, rank: int, kind: str, states: Sequence[Tensor] | None) -> Tensor:
         plan = self.ranks[rank].plan
@@ -142,94 +136,81 @@ class Emulation:
         return regions["chunk_prefix"].view(states[rank])
 
     def train_all(
-        self,
-        xs: Sequence[Tensor],
-        topk_ids: Sequence[Tensor],
-        topk_weights: Sequence[Tensor],
-        weights: Sequence[ExpertWeights],
-        *,
-        states: Sequence[Tensor] | None = None,
-        **options: Any,
+        self, calls: Sequence[Call], *, states: Sequence[Tensor] | None = None, **options: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Do the same and save for backward_all. Return y and state [bytes] uint8.
+        """Run a launch that saves what backward_all reads. Return y [T, H] bf16 and state [bytes] uint8 of each.
 
-        states: memory to use. options: num_tokens_device, seed, layer.
+        states: memory to use. options: seed, layer.
         """
         if states is None:
             states = [aligned_zeros(r.plan.train_state_bytes).fill_(0xFF) for r in self.ranks]
-        call = (xs, topk_ids, topk_weights, weights)
-        ys = self.forward_all(*call, states=states, kind="train", **options)
-        return ys, [state.to(x.device) for state, x in zip(states, xs, strict=True)]
+        ys = self.forward_all(calls, states=states, kind="train", **options)
+        return ys, [state.to(call.x.device) for state, call in zip(states, calls, strict=True)]
 
     def backward_all(
         self,
+        calls: Sequence[Call],
         dys: Sequence[Tensor],
-        xs: Sequence[Tensor],
-        topk_ids: Sequence[Tensor],
-        weights: Sequence[ExpertWeights],
         states: Sequence[Tensor],
+        wanted: Sequence[Wanted] | None = None,
         *,
-        needs: Sequence[Sequence[bool]] | None = None,
-        into: Sequence[Mapping[str, Tensor] | None] | None = None,
-        num_tokens_device: Sequence[Tensor | None] | None = None,
-        only_weights: Sequence[bool] | None = None,
-        turned: Sequence[TurnedWeights] | None = None,
         seed: int = 0,
         layer: int = 0,
-    ) -> list[list[Tensor | None]]:
-        """Run one backward launch of all ranks. Return of each: dx, d_topk_weights, dw13, dw2, db13, db2.
+    ) -> list[Gradients]:
+        """Run one backward launch of all ranks. Return the gradients of each.
 
-        weights: the bf16 masters. turned: what is multiplied in FP8; None: made from the masters. states: train_all's.
-        needs: flags in the order of what is returned; into: by name, what is added to instead
-        (megamoe/backends/gradients.py). They may differ from rank to rank. only_weights: the launch makes neither dx
-        nor d_topk_weights.
+        calls: with the bf16 masters as weights. states: train_all's. wanted: without `turned`, in FP8 that is made from
+        the masters; None: all gradients.
         """
         kept = Kept()
         ranks = range(len(self.ranks))
-        wanted = [_ALL_NEEDED] * len(ranks) if needs is None else needs
-        sums = [None] * len(ranks) if into is None else into
-        counts = num_tokens_device or [None] * len(ranks)
-        masters = [kept.weights(w) for w in weights]
-        if self.problem.formats.w.scaled and turned is None:
-            turned = [
-                TurnedWeights.of(r.plan.problem, w.quantized(r.plan.problem))
-                for r, w in zip(self.ranks, weights, strict=True)
-            ]
-        targets = [Targets.make(masters[r], wanted[r][2:], sums[r], nan_like) for r in ranks]
+        asked = [Wanted()] * len(ranks) if wanted is None else wanted
+        masters = [kept.weights(call.weights) for call in calls]
+        targets = [
+            Targets.make(masters[r], w.needs.of_weights, w.into, nan_like)
+            for r, w in enumerate(asked)
+        ]
         # The kernel leaves tokens behind the count alone: they have no gradient.
-        empty = [nan_like if count is None else torch.zeros_like for count in counts]
+        empty = [nan_like if c.num_tokens_device is None else torch.zeros_like for c in calls]
         dxs = [empty[r](dys[r]) for r in ranks]
-        d_weights = [empty[r](topk_ids[r], dtype=torch.float32) for r in ranks]
+        d_weights = [empty[r](calls[r].topk_ids, dtype=torch.float32) for r in ranks]
 
         def fill(index: int, args: Any) -> None:
-            rank = self.ranks[index]
+            rank, call, of_rank = self.ranks[index], calls[index], asked[index]
             training.fill_backward(args, rank.plan, rank.backward.data_ptr(), encode_emulated)
-            of_rank = masters[index].with_flat_bias()
-            given = of_rank if turned is None else kept.turned(turned[index])
+            given: ExpertWeights | TurnedWeights = masters[index].with_flat_bias()
+            if self.problem.formats.w.scaled:
+                turned, problem = of_rank.turned, rank.plan.problem
+                if turned is None:
+                    turned = TurnedWeights.of(problem, call.weights.quantized(problem))
+                given = kept.turned(turned)
             training.fill_backward_weights(args, rank.plan, given, encode_emulated)
             state = kept.flat(states[index])
             training.fill_train_state(args, rank.plan, state.data_ptr(), encode_emulated)
-            training.fill_gradients(args, rank.plan, encode_emulated, **targets[index].arguments)
+            training.fill_gradients(
+                *(args, rank.plan, encode_emulated, targets[index].tensors),
+                accumulate=targets[index].accumulate,
+                only_weights=of_rank.only_weights,
+            )
             training.fill_backward_call(
                 args,
                 dy=kept.flat(dys[index]),
-                x=kept.flat(xs[index]),
-                topk_ids=kept.flat(topk_ids[index]),
+                x=kept.flat(call.rows[0]),
+                topk_ids=kept.flat(call.topk_ids),
                 dx=dxs[index],
                 d_topk_weights=d_weights[index],
-                num_tokens_device=kept.flat(counts[index]),
-                only_weights=only_weights is not None and only_weights[index],
+                num_tokens_device=kept.flat(call.num_tokens_device),
             )
 
-        self.written = [[dxs[r], d_weights[r], *targets[r].tensors] for r in ranks]
+        self.written = [[dxs[r], d_weights[r], *targets[r].tensors.values()] for r in ranks]
         self._launch("backward", fill, seed, layer)
         results = []
         for r in ranks:
             found = [dxs[r], d_weights[r], *targets[r].results()]
-            asked = zip(found, wanted[r], strict=True)
-            results.append(
-                [t.to(dys[r].device) if need and t is not None else None for t, need in asked]
-            )
+            pairs = zip(found, asked[r].needs, strict=True)
+            device = dys[r].device
+            made = (t.to(device) if need and t is not None else None for t, need in pairs)
+            results.append(Gradients(*made))
         return results
 
     def _launch(self, kind: str, fill: Callable[[int, Any], None], seed: int, layer: int) -> None:
@@ -243,12 +224,9 @@ class Emulation:
         bases = [rank.window.data_ptr() for rank in self.ranks]
         for index, rank in enumerate(self.ranks):
             args = argument.from_address(address + index * size)
-            arguments.fill_static(
-                args,
-                rank.plan,
+            place = arguments.Place(
                 window_bases=bases,
                 workspace_base=rank.workspace.data_ptr(),
-                encoder=encode_emulated,
                 timeout_ns=self.timeout_ns,
                 fault=ctypes.addressof(rank.fault),
                 step_blocks=self.step_blocks,
@@ -257,6 +235,7 @@ class Emulation:
                 peers_ns=self.peers_ns,
                 profile=self.profiles[index].data_ptr(),
             )
+            arguments.fill_static(args, rank.plan, place, encode_emulated)
             fill(index, args)
         report = ctypes.create_string_buffer(REPORT_BYTES)
         kernel = self.kernel(kind)

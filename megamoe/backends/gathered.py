@@ -64,14 +64,13 @@ def mapped(function: Any, record: Any, leaf: type = Tensor) -> Any:
 
     if isinstance(record, leaf):
         return function(record)
+    kind: Any = type(record)
     if is_dataclass(record):
-        return type(record)(**{f.name: of(getattr(record, f.name)) for f in fields(record)})
+        return kind(**{f.name: of(getattr(record, f.name)) for f in fields(record)})
     if isinstance(record, dict):
         return {name: of(part) for name, part in record.items()}
     if isinstance(record, tuple):
-        return (
-            type(record)(*map(of, record)) if hasattr(record, "_fields") else tuple(map(of, record))
-        )
+        return kind(*map(of, record)) if hasattr(record, "_fields") else tuple(map(of, record))
     return record
 
 

@@ -18,7 +18,7 @@ _MATRICES = ("w13", "w2")
 
 @dataclass
 class Targets:
-    """What training.fill_gradients takes, by `arguments`; afterwards `results` has what the caller is given.
+    """What training.fill_gradients takes, `tensors` and `accumulate`; `results` is what the caller is given then.
 
     A launch writes or adds, and dw13 and dw2 have one type: a gradient that is wanted otherwise goes through a
     tensor of its own.
@@ -27,7 +27,7 @@ class Targets:
     accumulate: bool
     into: dict[str, Tensor]
     _weights: ExpertWeights
-    _targets: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # that the launch writes or adds to
     _scratch: set[str] = field(default_factory=set)  # of those, what nobody wants
 
     @classmethod
@@ -68,25 +68,14 @@ class Targets:
                 direct = make(masters[name], dtype=of)
                 if name not in _MATRICES and not direct.is_contiguous():
                     direct = make(masters[name].flatten(1), dtype=of)
-            found._targets[name] = direct
+            found.tensors[name] = direct
         return found
-
-    @property
-    def arguments(self) -> dict[str, Tensor | bool | None]:
-        """Return the keyword arguments of fill_gradients."""
-        tensors = {f"d{name}": self._targets.get(name) for name in NAMES}
-        return {**tensors, "accumulate": self.accumulate}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return what the launch writes or adds to."""
-        return list(self._targets.values())
 
     def results(self) -> list[Tensor | None]:
         """Return the gradients of NAMES, None where not needed or added. After the launch, in stream order."""
         results: list[Tensor | None] = []
         for name in NAMES:
-            target, into = self._targets.get(name), self.into.get(name)
+            target, into = self.tensors.get(name), self.into.get(name)
             if name in self._scratch:
                 target = None
             if into is not None and target is not None:

@@ -23,7 +23,9 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 from megamoe.launch import panels
 from megamoe.launch.arguments import (
+    DEFAULT_STEP_BLOCKS,
     PROFILE_SLOTS,
+    Place,
     Plan,
     fill_call,
     fill_pointers,
@@ -67,7 +69,7 @@ class LayerKernels:
     window: Window
     layer: int  # of the window
     grid: int  # CTAs
-    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.fill_static
+    patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.Place
     timeout_ns: int
     pdl: bool
     step_blocks: int | None  # None: as arguments.py has it
@@ -112,24 +114,21 @@ class LayerKernels:
         from megamoe.jit.tensormap import encode
 
         workspace = self.window.workspace(self.plan)
-        options = {} if self.step_blocks is None else {"step_blocks": self.step_blocks}
         args, (join_ns, peers_ns) = abi.aligned(abi.LAUNCHES[launch]), self.patience_ns
-        fill_static(
-            args,
-            self.plan,
+        place = Place(
             window_bases=self.window.bases,
             workspace_base=workspace.data_ptr(),
-            encoder=encode,
             timeout_ns=self.timeout_ns,
             fault=self.window.fault_address,
             profile=0 if self.profile is None else self.profile.data_ptr(),
             epoch=self.window.epoch_address,
+            step_blocks=DEFAULT_STEP_BLOCKS if self.step_blocks is None else self.step_blocks,
             layer=self.layer,
             join_ns=join_ns,
             # Eight ranks, one after the other: no other wait of the launch may be over before.
             peers_ns=min(peers_ns, self.timeout_ns // 16),
-            **options,
         )
+        fill_static(args, self.plan, place, encode)
         return args
 
 
@@ -258,7 +257,8 @@ class Training:
 
     def state_views(self) -> dict[str, Tensor]:
         """Return the regions of the state that the last train launch made."""
-        storage = self._state and torch.UntypedStorage._new_with_weak_ptr(self._state.cdata)
+        cdata = None if self._state is None else self._state.cdata
+        storage = None if cdata is None else torch.UntypedStorage._new_with_weak_ptr(cdata)
         if storage is None:
             raise MegaMoEError("the last call trained, and its state is gone: ask before y is")
         state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
@@ -279,14 +279,14 @@ class Training:
         launch, args = self.train, self.train.argument
         with launch_lock:
             launch._is_new(call)
-            x, *rows = call[:3]
+            x, topk_ids, topk_weights = call[:3]
             assert isinstance(x, Tensor)
             tokens, hidden = x.shape
             y = launch._empty((tokens, hidden), (hidden, 1), torch.bfloat16)
             state = launch._empty((self._plan.train_state_bytes,), (1,), torch.uint8)
             launch._keep_in(state)
-            fill_call(args, x, *rows, y, call.num_tokens_device)
-            launch._launch((x, *rows, y, state, call.num_tokens_device))
+            fill_call(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
+            launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
             self._state = StorageWeakRef(state.untyped_storage())
         return y, state
 
@@ -306,9 +306,9 @@ class Backward(Launch):
 
     def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
-        self._check(call, dy, state, wanted)
+        x = self._check(call, dy, state, wanted)
         self._use_device()
-        x, topk_ids, count, needs = call.x, call.topk_ids, call.num_tokens_device, wanted.needs
+        topk_ids, count, needs = call.topk_ids, call.num_tokens_device, wanted.needs
         make = torch.empty if count is None else torch.zeros  # rows behind have none
         dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
@@ -321,7 +321,11 @@ class Backward(Launch):
                     raise ArgumentError(f"weights.{name}.dtype", dtype, expected)
             targets = Targets.make(call.weights, needs.of_weights, wanted.into)
             self._keep_in(state)
-            fill_gradients(self.argument, self._plan, self._encode, **targets.arguments)
+            fill_gradients(
+                *(self.argument, self._plan, self._encode, targets.tensors),
+                accumulate=targets.accumulate,
+                only_weights=wanted.only_weights,
+            )
             fill_backward_call(
                 self.argument,
                 dy=dy,
@@ -330,7 +334,6 @@ class Backward(Launch):
                 dx=dx,
                 d_topk_weights=d_scores,
                 num_tokens_device=count,
-                only_weights=wanted.only_weights,
             )
             self._launch((dy, x, topk_ids, state, dx, d_scores, count))
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
@@ -349,12 +352,14 @@ class Backward(Launch):
         given = w if turned is None else turned
         fill_backward_weights(self.argument, self._plan, given, self._encode)
 
-    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> None:
+    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Tensor:
+        """Return x; raise ArgumentError for what a backward launch cannot take."""
         check_call(self.problem, call, self.device)
+        x, _ = call.rows
         check_tensor("dy", dy, tuple(call.x.shape), torch.bfloat16, self.device)
         size = (self._plan.train_state_bytes,)
         check_tensor("state", state, size, torch.uint8, self.device)
-        for name, tensor in (("dy", dy), ("x", call.rows[0]), ("state", state)):
+        for name, tensor in (("dy", dy), ("x", x), ("state", state)):
             if tensor.data_ptr() % ALIGNMENT:
                 expected = f"{ALIGNMENT}-byte aligned storage"
                 raise ArgumentError(name, hex(tensor.data_ptr()), expected)
@@ -366,6 +371,7 @@ class Backward(Launch):
             value = None if wanted.turned is None else "given"
             expected = "TurnedWeights of these weights with precision 'fp8', else None"
             raise ArgumentError("turned", value, expected)
+        return x
 
 
 def num_ctas(layer: LayerKernels) -> int:

@@ -71,7 +71,7 @@ class MegaBackend(Backend):
     rank makes the same calls of a window in the same order, with zero tokens where it has none.
 
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
-    never results. reserve_sms: SMs left to others; None: see backends/reserve.py. timeout_s: longest wait in a
+    never results. reserve_sms: SMs left to others; None: see megamoe/backends/reserve.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). agreed: what each rank stated,
     where the ranks have compared that and the problem; None: they do so now.

@@ -67,7 +67,9 @@ class Source:
         found = [path.name for path in self._folder.glob("*.safetensors")]
         for name in found:
             match = _NUMBERED.fullmatch(name)
-            for number in range(1, int(match[4]) + 1) if match else ():
+            if match is None:
+                continue
+            for number in range(1, int(match[4]) + 1):
                 other = f"{match[1]}{number:0{len(match[2])}}{match[3]}{match[4]}.safetensors"
                 if other not in found:
                     raise ArgumentError(
@@ -212,7 +214,7 @@ def _write_shard(path: Path, outputs: list[Output], written: Callable[[int], Any
 
 
 def _bytes(piece: Tensor) -> memoryview:
-    return memoryview(piece.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _sync(file: Any) -> None:

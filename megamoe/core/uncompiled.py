@@ -29,6 +29,6 @@ def uncompiled(reason: str) -> Callable[[F], F]:
         # What a tracer looks for: without these it breaks the graph a frame further in, in other words.
         marked: Any = call
         marked._torchdynamo_disable, marked._torchdynamo_disable_msg = True, reason
-        return marked  # type: ignore[no-any-return]
+        return marked
 
     return decorate

@@ -36,10 +36,11 @@ from megamoe.formats.versions import (
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 
 log = logging.getLogger("megamoe")
+Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
 @lru_cache(maxsize=1)
-def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
+def _fused_quantizer() -> Callable[..., tuple[Pair, Pair | None]] | None:
     """Return the kernel that quantizes in one pass over memory, if it can be compiled here."""
     try:
         module = importlib.import_module("megamoe.jit.quantize")
@@ -47,11 +48,8 @@ def _fused_quantizer() -> Callable[..., tuple[Tensor, Tensor]] | None:
     except (ImportError, CompileError) as error:
         log.warning("weights are quantized by torch operations, not by one kernel: %s", error)
         return None
-    fused: Callable[..., tuple[Tensor, Tensor]] = module.quantize_weights
+    fused: Callable[..., tuple[Pair, Pair | None]] = module.quantize_weights
     return fused
-
-
-Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
 def quantize_weights(

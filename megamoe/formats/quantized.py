@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
 
+@final
 class QuantizedRows(NamedTuple):
     """q: [T, H] e4m3, or its bytes. scale: [T, ceil(H/128)] fp32, any numbers; value = q * scale."""
 

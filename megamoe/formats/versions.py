@@ -48,7 +48,7 @@ def invalidate() -> None:
 
 
 # StorageImpl, offset, tensor._version (-1 of inference tensors, which have none)
-Place = tuple[int, int, int]
+Place = tuple[int, int | torch.SymInt, int]
 Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
 
 

@@ -257,7 +257,7 @@ def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch
     num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
     h, i = problem.hidden, problem.intermediate
     stored = problem.formats.w
-    table = {
+    table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "w13": ((num, planes * i, stored.width(h)), stored.dtype),
         "w2": ((num, h, stored.width(i)), stored.dtype),
     }

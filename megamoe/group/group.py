@@ -179,8 +179,8 @@ class Group:
     def _swap(self, rows: Tensor) -> Tensor:
         """rows: [R, N], one for each rank -> those that came from each, as bytes: one kind of collective for all."""
         out, ones = torch.empty_like(rows), [1] * self.size
-        as_bytes = (t.view(torch.uint8) for t in (out, rows))
-        dist.all_to_all_single(*as_bytes, ones, ones, group=self.process_group)
+        received, sent = (t.view(torch.uint8) for t in (out, rows))
+        dist.all_to_all_single(received, sent, ones, ones, group=self.process_group)
         return out
 
     # --- what ranks agree on ---

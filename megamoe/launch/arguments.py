@@ -108,47 +108,53 @@ class Plan:
         return own | {name: region.view(behind) for name, region in self.state.items()}
 
 
-def fill_static(
-    args: Any,
-    plan: Plan,
-    *,
-    window_bases: Sequence[int],
-    workspace_base: int,
-    encoder: Encoder,
-    timeout_ns: int,
-    fault: int,
-    profile: int = 0,
-    epoch: int = 0,
-    step_blocks: int = DEFAULT_STEP_BLOCKS,
-    layer: int = 0,
-    join_ns: int = 0,
-    peers_ns: int = 0,
-) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Where the launches of a layer run, and how long they wait: the same from launch to launch.
+
+    window_bases: of all ranks, as mapped here. workspace_base: of plan.workspace_bytes; calls leave their state there
+        unless fill_state says otherwise. fault, profile: addresses.
+    epoch: address of the epoch cell when it is not the workspace's own (layers that share a window share one).
+    layer: which of the window's; it goes into the hash, so that ranks that call equal layers in different orders
+        notice.
+    join_ns: how long a launch waits for SMs that others hold, before it does without; 0: until it has all of its CTAs.
+    peers_ns: how long it waits with all of its SMs for a peer's launch to begin, before it leaves half of them to
+        others.
+    """
+
+    window_bases: Sequence[int]
+    workspace_base: int
+    timeout_ns: int
+    fault: int
+    profile: int = 0
+    epoch: int = 0
+    step_blocks: int = DEFAULT_STEP_BLOCKS
+    layer: int = 0
+    join_ns: int = 0
+    peers_ns: int = 0
+
+
+def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     """Fill what stays the same from launch to launch: sizes, regions, the maps over the workspace.
 
     args: a zeroed one of abi.LAUNCHES; of backward, fill_backward() fills the table.
-    window_bases: of all ranks, as mapped here. workspace_base: of
-    plan.workspace_bytes; calls leave their state there unless fill_state says otherwise. epoch: address of the epoch
-    cell when it is not the workspace's own (layers that share a window share one). layer: which of the
-    window's; it goes into the hash, so that ranks that call equal layers in different orders notice. join_ns: how long
-    a launch waits for SMs that others hold, before it does without; 0: until it has all of its CTAs. peers_ns: how long
-    it waits with all of its SMs for a peer's launch to begin, before it leaves half of them to others.
     """
     p = plan.strided
-    address = {n: workspace_base + region.offset for n, region in plan.workspace.items()}
+    address = {n: place.workspace_base + region.offset for n, region in plan.workspace.items()}
     for name in address.keys() & set(abi.field_names(abi.Args)):
         setattr(args, name, address[name])
-    fill_state(args, plan, workspace_base + plan.state_offset)
-    if epoch:
-        args.epoch = epoch
-    args.fault, args.profile = fault, profile
-    for rank, base in enumerate(window_bases):
+    fill_state(args, plan, place.workspace_base + plan.state_offset)
+    if place.epoch:
+        args.epoch = place.epoch
+    args.fault, args.profile = place.fault, place.profile
+    for rank, base in enumerate(place.window_bases):
         args.window[rank] = base
     for name, region in plan.window.items():
         if hasattr(args, name):  # window_d_weights is backward's
             setattr(args, name, region.offset)
     args.abort = args.window[p.rank] + args.window_abort
-    args.timeout_ns, args.join_ns, args.peers_ns = timeout_ns, join_ns, peers_ns
+    args.timeout_ns = place.timeout_ns
+    args.join_ns, args.peers_ns = place.join_ns, place.peers_ns
     args.max_tokens = p.max_tokens
     args.num_ranks, args.rank = p.ep_size, p.rank
     args.num_experts = p.num_experts
@@ -159,11 +165,11 @@ def fill_static(
     args.pool_rows = plan.pool_rows
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
-    args.step_blocks = step_blocks
+    args.step_blocks = place.step_blocks
     # Who states the length of a step gets steps.
-    gb_per_s = 0.0 if step_blocks else meetings.bandwidth()
+    gb_per_s = 0.0 if place.step_blocks else meetings.bandwidth()
     meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
-    args.config_hash = (p.fingerprint() + layer * LAYER_HASH) & 0xFFFFFFFF
+    args.config_hash = (p.fingerprint() + place.layer * LAYER_HASH) & 0xFFFFFFFF
     act = p.activation
     args.act_alpha, args.act_limit, args.act_up_offset = act.alpha, act.limit, act.up_offset
 

@@ -131,12 +131,17 @@ def matrix_map(
     return Map(place[0], dims, place[1], box(size, box_rows, 4), size)
 
 
+def _repeated(stride: int) -> tuple[int, ...]:
+    """Return strides between rows, planes and experts for a map that is never used: any legal ones."""
+    return stride, stride, stride
+
+
 def place_of(
     name: str, w: Tensor, planes: int, shape: tuple[int, ...], other: int
 ) -> tuple[int, tuple[int, ...]]:
     """Return a matrix' address and strides in bytes; without local experts `other` and any legal ones."""
     if not shape[0]:
-        return other, (shape[-1] * w.element_size(),) * 3
+        return other, _repeated(shape[-1] * w.element_size())
     base = w.data_ptr()
     if base % 16:
         raise ArgumentError(name, hex(base), "16-byte aligned storage")
@@ -207,7 +212,7 @@ def weight_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
         ("gemm2", weights.w2, 1, p.hidden, p.intermediate, weights.w2_scale, weights.b2),
     ):
         width = stored.width(k)
-        base, strides = other, (width * size,) * 3
+        base, strides = other, _repeated(width * size)
         if local:
             base, strides = w.data_ptr(), map_strides(by_plane(w, w_planes))
         if base % 16:
@@ -266,26 +271,21 @@ def turned_rows(problem: Problem, turned: TurnedWeights, other: int) -> list[Row
 
 
 def gradient_rows(
-    problem: Problem,
-    dw13: Tensor | None,
-    dw2: Tensor | None,
-    db13: Tensor | None,
-    db2: Tensor | None,
-    other: int,
-    size: int,
+    problem: Problem, targets: Mapping[str, Tensor], other: int, size: int
 ) -> list[Row]:
     """Rows of a backward launch: where it puts the experts' gradients, and which are wanted.
 
-    dw13: [L, P*I, H] or [L, P, I, H], dw2: [L, H, I], of elements of `size` bytes; None: not wanted. db13, db2: fp32.
+    targets: those. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], of elements of `size` bytes; b13, b2: fp32.
     """
     p = problem
     local, planes = p.num_local_experts(p.rank), p.activation.planes
     found = []
-    for name, dw, db, shape in (
-        ("dw13", dw13, db13, (local, planes, p.intermediate, p.hidden)),
-        ("dw2", dw2, db2, (local, 1, p.hidden, p.intermediate)),
+    for name, of_w, of_b, shape in (
+        ("dw13", "w13", "b13", (local, planes, p.intermediate, p.hidden)),
+        ("dw2", "w2", "b2", (local, 1, p.hidden, p.intermediate)),
     ):
-        place = other, (shape[-1] * size,) * 3  # any legal one
+        dw, db = targets.get(of_w), targets.get(of_b)
+        place = other, _repeated(shape[-1] * size)
         if dw is not None:
             place = place_of(name, dw, shape[1], shape, other)
         out = matrix_map(place, shape, size, ROWS)

@@ -8,6 +8,7 @@ directions share lies elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,28 +93,29 @@ def fill_gradients(
     args: Any,
     plan: Plan,
     encoder: Encoder,
+    targets: Mapping[str, Tensor],
     *,
-    dw13: Tensor | None,
-    dw2: Tensor | None,
-    db13: Tensor | None = None,
-    db2: Tensor | None = None,
     accumulate: bool = False,
+    only_weights: bool = False,
 ) -> None:
-    """Fill where a backward launch puts the experts' gradients; None: not wanted.
+    """Fill which gradients a backward launch makes, and where it puts the experts'.
 
-    dw13: [L, P*I, H] or [L, P, I, H], dw2: [L, H, I], any strides that TMA takes, both bf16 or both fp32. db13:
-    [L, P*I], db2: [L, H] fp32, contiguous. accumulate: add to what they hold.
+    targets: by name of the weights, those that are wanted. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], any strides
+        that TMA takes, both bf16 or both fp32. b13: [L, P*I], b2: [L, H] fp32, contiguous.
+    accumulate: add to what they hold. only_weights: dx and d_topk_weights are not written, unless the launch is given
+        up. The same on all ranks.
     """
-    sizes = {t.element_size() for t in (dw13, dw2) if t is not None}
+    sizes = {targets[name].element_size() for name in ("w13", "w2") if name in targets}
     if len(sizes) > 1:
         raise ArgumentError("dw13 and dw2", sizes, "elements of one size")
-    for name, db in (("db13", db13), ("db2", db2)):
-        if db is not None and (db.dtype != torch.float32 or not db.is_contiguous()):
-            raise ArgumentError(name, f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
+    for name in targets.keys() & {"b13", "b2"}:
+        db = targets[name]
+        if db.dtype != torch.float32 or not db.is_contiguous():
+            raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
     size = sizes.pop() if sizes else BF16.bytes
-    rows = gradient_rows(plan.problem, dw13, dw2, db13, db2, args.y_rows, size)
-    write(args, rows, encoder)
+    write(args, gradient_rows(plan.problem, targets, args.y_rows, size), encoder)
     args.own.dw_bytes, args.own.accumulate = size, accumulate
+    args.own.only_weights = only_weights
 
 
 def fill_backward_call(
@@ -125,12 +127,10 @@ def fill_backward_call(
     dx: Tensor,
     d_topk_weights: Tensor,
     num_tokens_device: Tensor | None = None,
-    only_weights: bool = False,
 ) -> None:
     """Fill the tensors of a backward call. The routing weights come from the state.
 
     dy, x, dx: [T, H] bf16; topk_ids: [T, K]; d_topk_weights: [T, K] fp32; all contiguous.
-    only_weights: dx and d_topk_weights are not written, unless the launch is given up. The same on all ranks.
     """
     fill_call(args, dy, topk_ids, d_topk_weights, dx, num_tokens_device)
     args.topk_weights = None
@@ -138,4 +138,3 @@ def fill_backward_call(
         raise ArgumentError("x", hex(x.data_ptr()), "16-byte aligned storage")
     args.own.x = x.data_ptr()
     args.own.d_topk_weights = d_topk_weights.data_ptr()
-    args.own.only_weights = only_weights

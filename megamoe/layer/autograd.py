@@ -25,7 +25,7 @@ from megamoe.layer.signature import watched
 
 __all__ = ["How", "Runtime", "apply", "record", "refuse_tangents", "runtime_of", "watched"]
 
-NO_WEIGHTS = dict.fromkeys(ExpertWeights.__dataclass_fields__)
+NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)
 
 
 class How(NamedTuple):

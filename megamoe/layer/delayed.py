@@ -128,7 +128,7 @@ class Delayed:
             found[name] = main_grad.added(w) if joint is None else joint.nothing(w)
         pairs = [(w, found[name]) for name, w in given.items() if found[name] is not None]
         if pairs:
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            torch.autograd.backward([w for w, _ in pairs], [gradient for _, gradient in pairs])
 
     def forget(self, count: int) -> None:
         """Drop the oldest `count` passes."""

@@ -83,7 +83,7 @@ class Experts(torch.Tensor):
         sizes = torch.Size((first, *self.shape[1:])) if self.dim() else self.shape
         return sizes if dim is None else sizes[dim]
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has no types
         end = self.begin + self.shape[0]
         return f"Experts([{self.begin}, {end}) of {self.total}, {self.local()!r})"
 

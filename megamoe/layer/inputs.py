@@ -38,9 +38,11 @@ class Inputs(NamedTuple):
         x_scale: Tensor | None = None,
     ) -> Inputs:
         """Return the inputs of a call."""
-        rows = x, topk_ids, topk_weights
-        of_weights = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
-        return cls(*rows, *of_weights, num_tokens_device, x_scale)
+        return cls(
+            x, topk_ids, topk_weights,
+            w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale,
+            num_tokens_device, x_scale,
+        )  # fmt: skip
 
     @property
     def weights(self) -> ExpertWeights:

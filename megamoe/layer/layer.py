@@ -171,46 +171,48 @@ class Layer(Opened, Placed):
         if self._replicas is not None:
             topk_ids = self._replicas.slots(topk_ids)
         if self._runtime is not None and not torch.compiler.is_dynamo_compiling():
-            further = weights, num_tokens_device, out, x_scale
-            known = self._signatures.find(x, topk_ids, topk_weights, *further)
+            known = self._signatures.find(
+                x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
+            )
             if known is not None:
+                count = num_tokens_device
                 if not (known.requires_grad and torch.is_grad_enabled()):
-                    return self._launch(x, topk_ids, topk_weights, *further, known)
+                    rows = x if x_scale is None else QuantizedRows(x, x_scale)
+                    return self._launch(rows, topk_ids, topk_weights, weights, count, out, known)
                 if known.trains and out is None:
-                    return self._record(x, topk_ids, topk_weights, *further, known)
+                    return self._record(x, topk_ids, topk_weights, weights, count, known)
         return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
 
     def _launch(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         weights: ExpertWeights,
         num_tokens_device: Tensor | None,
         out: Tensor | None,
-        x_scale: Tensor | None,
         known: Signature,
     ) -> Tensor:
-        """Make a call that was checked: contiguous, without gradients, and nobody has to see operators."""
-        runtime, shape = self._runtime, None
+        """Make a call that was checked: contiguous, without gradients, and nobody has to see operators.
+
+        x: [..., H], a quantized one too.
+        """
+        runtime, y = self._runtime, out
         assert runtime is not None
         if self._weighs:
-            x, topk_weights, x_scale = self._weighted(
-                x, topk_ids, topk_weights, num_tokens_device, x_scale
-            )
-        if x.dim() != 2:
-            shape = x.shape
-            x, topk_ids, topk_weights = flat(x), flat(topk_ids), flat(topk_weights)
-            x_scale = None if x_scale is None else flat(x_scale)
-        rows = x if x_scale is None else QuantizedRows(x, x_scale)
-        y = out if out is None or shape is None else flat(out)
+            x, topk_weights = self._weighted(x, topk_ids, topk_weights, num_tokens_device)
+        whole = len(known.shape) == 2
+        if not whole:
+            x = QuantizedRows(*map(flat, x)) if type(x) is QuantizedRows else flat(x)
+            topk_ids, topk_weights = flat(topk_ids), flat(topk_weights)
+            y = None if out is None else flat(out)
         with runtime.lock:
             mine = runtime.weights(weights, known=known)
-            call = Call(rows, topk_ids, topk_weights, mine, num_tokens_device, y, known)
+            call = Call(x, topk_ids, topk_weights, mine, num_tokens_device, y, known)
             y, _ = runtime.backend.forward(call)
         if out is not None:
             return out
-        return y if shape is None else y.view(shape)
+        return y if whole else y.view(known.shape)
 
     def _record(
         self,
@@ -219,15 +221,14 @@ class Layer(Opened, Placed):
         topk_weights: Tensor,
         weights: ExpertWeights,
         num_tokens_device: Tensor | None,
-        out: None,
-        x_scale: None,
         known: Signature | None,
     ) -> Tensor:
         """Make a call that was checked, whose gradients are recorded. known: None where somebody sees the operators."""
         runtime = self._runtime
         assert runtime is not None
         if self._weighs:
-            x, topk_weights, _ = self._weighted(x, topk_ids, topk_weights, num_tokens_device, None)
+            of_routes = topk_ids, topk_weights, num_tokens_device
+            x, topk_weights = self._weighting.apply(self.problem, x, *of_routes)
         inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device)
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
@@ -255,18 +256,17 @@ class Layer(Opened, Placed):
 
     def _weighted(
         self,
-        x: Tensor,
+        x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_tokens_device: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return x, topk_weights and x_scale that the layer computes with."""
+    ) -> tuple[Tensor | QuantizedRows, Tensor]:
+        """Return x and topk_weights that the layer computes with."""
         call = topk_ids, topk_weights, num_tokens_device
-        if x_scale is None:
-            return *self._weighting.apply(self.problem, x, *call), None
-        x_scale, topk_weights = self._weighting.apply(self.problem, x_scale, *call)
-        return x, topk_weights, x_scale
+        if type(x) is not QuantizedRows:
+            return self._weighting.apply(self.problem, x, *call)
+        scale, topk_weights = self._weighting.apply(self.problem, x.scale, *call)
+        return QuantizedRows(x.q, scale), topk_weights
 
     def _checked(
         self,
@@ -279,7 +279,7 @@ class Layer(Opened, Placed):
         x_scale: Tensor | None,
     ) -> Tensor:
         """Check a call, and make it."""
-        given = x, topk_ids, topk_weights, x_scale
+        x_given = x
         traced = torch.compiler.is_compiling() and self._runtime is not None
         try:
             rows = rows_of(self.problem, x, topk_ids, topk_weights)
@@ -288,12 +288,11 @@ class Layer(Opened, Placed):
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
                 check_overlap(out, x)
-            flattened: list[Any] = [flat(t) for t in rows]
-            if x_scale is not None:
-                flattened[0] = QuantizedRows(flattened[0], flat(x_scale))
-            check_call(self.problem, Call(*flattened, weights, num_tokens_device))
+            whole = flat(x) if x_scale is None else QuantizedRows(flat(x), flat(x_scale))
+            routes = flat(topk_ids), flat(topk_weights)
+            check_call(self.problem, Call(whole, *routes, weights, num_tokens_device))
             self._check_weights(weights, x.device)
-            inputs = Inputs.of(*rows, weights, num_tokens_device, x_scale)
+            inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
             tensors = [t for _, t in inputs.named()]
             recording = records(tensors)
             here, traced = traced, False  # an error from a graph would leave a transform open
@@ -305,8 +304,8 @@ class Layer(Opened, Placed):
             if traced:
                 assert self._runtime is not None
                 # Traced, the error is not raised here but by what the graph runs, which the other ranks meet.
-                there = isinstance(given[0], Tensor) and not given[0].is_meta
-                like = given[0] if there else self._runtime.handle
+                there = isinstance(x_given, Tensor) and not x_given.is_meta
+                like = x_given if there else self._runtime.handle
                 return torch.ops.megamoe.refuse(
                     like, message(*[_constant(part) for part in error.args]), self._runtime.handle
                 )
@@ -315,22 +314,28 @@ class Layer(Opened, Placed):
             raise
         if self._runtime is None:
             self._open(weights, "a first call")
-        known, further = None, (weights, num_tokens_device, out, x_scale)
+        known, count = None, num_tokens_device
         plain = all(type(t) in _PLAIN for t in tensors)
         if plain and not torch.compiler.is_compiling() and not watched():
-            known = self._signatures.find(*rows, *further)
+            known = self._signatures.find(
+                x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
+            )
             if known is None:  # of what the checks made of x, topk_ids and topk_weights
                 saved = not any(t.is_inference() for t in tensors)
                 trains = self.problem.formats.trains and x_scale is None and saved
                 known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
-            return self._record(*rows, *further, known)
+            return self._record(x, topk_ids, topk_weights, weights, count, known)
         if known is not None:
-            return self._launch(*rows, *further, known)
+            given = x if x_scale is None else QuantizedRows(x, x_scale)
+            return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
         runtime = self._runtime
         assert runtime is not None
-        x, topk_weights, x_scale = self._weighted(*rows, num_tokens_device, x_scale)
-        inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
+        weighted, topk_weights = self._weighting.apply(
+            self.problem, x if x_scale is None else x_scale, topk_ids, topk_weights, count
+        )
+        x, x_scale = (weighted, None) if x_scale is None else (x, weighted)
+        inputs = Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale)
         y = apply(inputs, runtime.handle)
         return y if out is None else out.copy_(y)
 

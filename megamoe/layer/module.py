@@ -57,6 +57,13 @@ class MegaMoE(PlacedModule):
     close() are collective over the group.
     """
 
+    w13: nn.Parameter
+    w2: nn.Parameter
+    b13: nn.Parameter | None
+    b2: nn.Parameter | None
+    w13_scale: Tensor | None
+    w2_scale: Tensor | None
+
     def __init__(
         self,
         hidden: int,
@@ -182,14 +189,16 @@ class MegaMoE(PlacedModule):
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
-        whole = (self.place.whole(name, value) for name, value in given.items())
-        return ExpertWeights(*whole, self.w13_scale, self.w2_scale)
+        whole = {n: self.place.whole(n, t) for n, t in given.items() if t is not None}
+        return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
     def _experts(self) -> ExpertWeights:
         """Do the same without nn.Module's look-up, which costs a microsecond an attribute."""
         if self.place.distributed:
             return self.expert_weights()
         found, buffers = self._parameters, self._buffers
+        b13: Tensor | None
+        b2: Tensor | None
         try:
             w13, w2, b13, b2 = found["w13"], found["w2"], found["b13"], found["b2"]
             s13, s2 = buffers["w13_scale"], buffers["w2_scale"]
@@ -300,7 +309,7 @@ class MegaMoE(PlacedModule):
         said = read(self.place, state_dict, prefix, metadata, parameters)
         if self._distinct is not None:
             self._distinct.loaded = said
-        given = {name: state_dict.get(prefix + name) for name in QUANTIZED}
+        given: dict[str, Any] = {name: state_dict.get(prefix + name) for name in QUANTIZED}
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())
         if complete and given["w13"].dtype == stored.dtype != self.w13.dtype:

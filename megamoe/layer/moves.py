@@ -24,7 +24,11 @@ class Placed:
     """What a Layer has that was given a placement."""
 
     _replicas: Replicas | None
-    num_delayed: int
+
+    @property
+    def num_delayed(self) -> int:
+        """How many backward passes wait for backward_dw()."""
+        raise NotImplementedError
 
     @property
     def placement(self) -> ExpertPlacement | None:

@@ -131,26 +131,28 @@ for _name, _op, _called in (
     library.impl(_name, _called, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("megamoe::moe_forward")
-def _(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     *_, state_bytes, keep = args
     y = torch.empty_like(x, dtype=torch.bfloat16)
     return y, x.new_empty(state_bytes if keep else 0, dtype=torch.uint8)
 
 
-@torch.library.register_fake("megamoe::refuse")
-def _(x: Tensor, text: str, handle: Tensor) -> Tensor:
+def _fake_refuse(x: Tensor, text: str, handle: Tensor) -> Tensor:
     return torch.empty_like(x, dtype=torch.bfloat16)
 
 
-@torch.library.register_fake("megamoe::moe_backward")
-def _(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_backward(dy: Tensor, *args: Any) -> tuple[Tensor, ...]:
     given = dict(zip(inspect.signature(moe_backward_op).parameters, (dy, *args), strict=False))
     x = given["x"]
     return tuple(
         torch.empty_like(given[name]) if need and given[name] is not None else x.new_empty(0)
         for name, need in zip(Gradients._fields, given["needs"], strict=True)
     )
+
+
+torch.library.register_fake("megamoe::moe_forward", _fake_forward)
+torch.library.register_fake("megamoe::refuse", _fake_refuse)
+torch.library.register_fake("megamoe::moe_backward", _fake_backward)
 
 
 class _Once(torch.autograd.Function):

@@ -92,7 +92,7 @@ class PlacedModule(nn.Module):
         optimizers: Optimizer | Iterable[Optimizer] | None = None,
     ) -> None:
         """Move parameters to the slots of another placement, see Layer.move_experts(). Collective."""
-        parameters = dict(self.named_parameters(recurse=False))
+        parameters: dict[str, Tensor] = dict(self.named_parameters(recurse=False))
         buffers = {name: b for name, b in self.named_buffers(recurse=False) if name != _SLOTS}
         self._layer.move_tensors(placement, parameters | buffers, optimizers)
         self._write_slots()

@@ -232,13 +232,13 @@ def exchange(out: Tensor, rows: Tensor, sizes: tuple[list[int], list[int]], grou
     width = (
         out.element_size() * out[:0].flatten(1).shape[1] if out.dim() > 1 else out.element_size()
     )
-    as_bytes = (t.contiguous().view(-1).view(torch.uint8) for t in (out, rows))
-    ways = ([n * width for n in way] for way in sizes)
-    dist.all_to_all_single(*as_bytes, *ways, group=group.process_group)
+    received, sent = (t.contiguous().view(-1).view(torch.uint8) for t in (out, rows))
+    of_each, to_each = ([n * width for n in way] for way in sizes)
+    dist.all_to_all_single(received, sent, of_each, to_each, group=group.process_group)
 
 
 def _digest(row: Tensor) -> str:
     copy = (
         row.detach().cpu().clone(memory_format=torch.contiguous_format)
     )  # NumPy keeps what it sees from FSDP2
-    return sha256(copy.view(-1).view(torch.uint8).numpy()).hexdigest()
+    return sha256(copy.view(-1).view(torch.uint8).numpy().data).hexdigest()

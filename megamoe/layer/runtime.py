@@ -101,7 +101,9 @@ class Opened:
 
         Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
         """
-        return Statistics.of_last(self._runtime and self._runtime.backend.statistics())
+        return Statistics.of_last(
+            None if self._runtime is None else self._runtime.backend.statistics()
+        )
 
     @property
     def pool_rows(self) -> int | None:

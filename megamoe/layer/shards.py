@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from hashlib import blake2b
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ class Place:
         self._check_mesh(value)
         return local, self.problem.expert_begin() + first
 
-    def whole(self, name: str, value: Tensor | None) -> Tensor | None:
+    def whole(self, name: str, value: Tensor) -> Tensor:
         """Return a parameter as the layer computes with it: all its experts, not FSDP2's shard of them."""
         if not is_dtensor(value):
             return value
@@ -276,7 +277,7 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
 
 def _full_is_wanted() -> bool:
     """Whether torch's get_model_state_dict(full_state_dict=True) asks: it gathers DTensors only, without a word."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_get_model_state_dict":
             return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,9 +124,9 @@ class SharedExperts:
                 made[name] = value.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
         if self.problem.bias:
             rows, hidden = planes * self.problem.intermediate, self.problem.hidden
-            fp32 = {"dtype": torch.float32, "device": device}
-            made.setdefault("b13", torch.zeros(n, rows, **fp32))
-            rest = torch.zeros(n, hidden, **fp32)
+            zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+            made.setdefault("b13", zeros(n, rows))
+            rest = zeros(n, hidden)
             b2 = [] if whole.b2 is None else [whole.b2[None]]  # added once
             made["b2"] = torch.cat([*b2, rest])[:n]
         return ExpertWeights(**made)

@@ -28,7 +28,7 @@ def refuse(name: str, value: object, expected: str) -> None:
 _OPTIONAL = ("bias", "b13", "b2", "out")
 
 
-def check_given(**given: object) -> None:
+def check_given(**given: Any) -> None:
     """Refuse what is no tensor, by the names of arguments."""
     for name, t in given.items():
         if not (isinstance(t, Tensor) or (t is None and name in _OPTIONAL)):

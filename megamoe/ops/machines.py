@@ -16,13 +16,13 @@ from megamoe.backends.kinds import PAIR_CTAS, why_not
 from megamoe.core import env
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.launch.arguments import Encoder
 from megamoe.launch.launches import (
     current_stream_handle,
     launch_lock,
     on_device,
     refuse_capture,
 )
+from megamoe.launch.table import Encoder
 
 logger = logging.getLogger("megamoe")
 Fill = Callable[[Any, Encoder], None]  # (zeroed argument of its launch, encoder of maps)

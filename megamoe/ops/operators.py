@@ -204,8 +204,9 @@ def _activated(
         h, gu = reference.activation(*call)
         return h.bfloat16(), gu.bfloat16() if saves else given.x.new_empty(0, dtype=torch.bfloat16)
     h, beside = _empty_hidden(given.x, given.w, saves, quantizes)
-    gu, h_scale = beside if saves else None, beside if quantizes else None
-    _run(machine, variant, Gemm(given, offs, h, _fp32(bias), act, gu, out_scale=h_scale))
+    scale = beside if quantizes else None
+    gemm = Gemm(given, offs, h, _fp32(bias), act, beside if saves else None, out_scale=scale)
+    _run(machine, variant, gemm)
     return h, beside
 
 

@@ -55,11 +55,10 @@ def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance = 0.0) -> Com
     first = None
     for start in range(0, got.numel(), AT_ONCE):
         some = slice(start, start + AT_ONCE)
-        allowed = tolerance
         if isinstance(tolerance, Tensor):
-            allowed = tolerance[some]
-        elif callable(tolerance):
-            allowed = tolerance(got[some], want[some])
+            allowed: float | Tensor = tolerance[some]
+        else:
+            allowed = tolerance(got[some], want[some]) if callable(tolerance) else tolerance
         a, e = got[some].double(), want[some].double()
         both_finite = a.isfinite() & e.isfinite()
         same = (a == e) | (a.isnan() & e.isnan())

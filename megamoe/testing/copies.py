@@ -43,8 +43,9 @@ def watched(trains: bool = True) -> Iterator[dict[str, int]]:
         return quantize(*args)
 
     patched: Any = QuantizedCache
-    patched.weights, cache.quantize_weights = used, quantized
+    module: Any = cache
+    patched.weights, module.quantize_weights = used, quantized
     try:
         yield seen
     finally:
-        patched.weights, cache.quantize_weights = weights, quantize
+        patched.weights, module.quantize_weights = weights, quantize

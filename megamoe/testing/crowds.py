@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ def crowds(problem: Problem, watched: Inputs, seed: int = 0) -> Iterator[Crowd]:
 
     def drawn(tokens: list[int], routing: str, seed: int) -> list[Inputs]:
         device, dtype = watched.x.device, watched.topk_ids.dtype
-        kind = {"seed": seed, "routing": routing, "device": device, "ids_dtype": dtype}
-        return [make_inputs(problem, n, rank=r, **kind) for r, n in enumerate(tokens)]
+        make = partial(make_inputs, seed=seed, routing=routing, device=device, ids_dtype=dtype)
+        return [make(problem, n, rank=r) for r, n in enumerate(tokens)]
 
     yield crowd("alone", zeros, drawn(nobody, "uniform", 0))
     yield crowd("alone, at home on the last rank", zeros + ranks - 1, drawn(nobody, "uniform", 0))
@@ -59,9 +60,9 @@ def crowds(problem: Problem, watched: Inputs, seed: int = 0) -> Iterator[Crowd]:
         yield crowd(f"among {tokens} others, {routing}", homes, others)
     homes = torch.randint(ranks, (num,), generator=dice)
     padding = drawn([room] * ranks, "all_dropped", seed)
-    for others in padding:
-        others.x.fill_(torch.nan)
-        others.topk_weights.fill_(torch.nan)
+    for each in padding:
+        each.x.fill_(torch.nan)
+        each.topk_weights.fill_(torch.nan)
     yield crowd("between padding", homes, padding)
     others = drawn([room] * ranks, "uniform", seed + 9)
     for each in others:

@@ -17,6 +17,7 @@ from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 PLAIN = {"fp8xmxfp4": "fp8", "bf16xmxfp4": "bf16", "bf16xnvfp4": "bf16"}
 CENTRE, HEADROOM, LEAST = 116, 6, 7  # numbers of about 2^-11 to 2^-9; fp4/format.cuh
@@ -163,9 +164,9 @@ def check(
     inputs = [make_inputs(p, tokens, routing=routing, seed=seed) for p in ranks]
     weights = [random_bits(p, spread, 7 * seed + p.rank) for p in ranks]
     call = [[i.x for i in inputs], [i.topk_ids for i in inputs], [i.topk_weights for i in inputs]]
-    ys = Emulation(problem, num_ctas=num_ctas).forward_all(*call, weights, seed=seed)
+    ys = Emulation(problem, num_ctas=num_ctas).forward_all(calls_of(*call, weights), seed=seed)
     plain, xs, others = plainly(problem, call[0], weights)
-    expected = Emulation(plain, num_ctas=num_ctas).forward_all(xs, *call[1:], others)
+    expected = Emulation(plain, num_ctas=num_ctas).forward_all(calls_of(xs, *call[1:], others))
     for y, want in zip(ys, expected, strict=True):
         assert bool(y.isfinite().all())
         if problem.formats.h.scaled:

@@ -11,14 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from training_cases import Call, check, judge, least_pool, zeros
+from training_cases import Call, adding_to, check, judge, least_pool, needing, zeros
 
+from megamoe.backends.call import Needs, Wanted
 from megamoe.backends.emulation import Emulation
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.launch import layout
 from megamoe.testing.compare import assert_close, rounding_step
 from megamoe.testing.gradients import GRADIENTS
-from megamoe.testing.inputs import OVERLOADED, ROUTINGS
+from megamoe.testing.inputs import OVERLOADED, ROUTINGS, calls_of
 from megamoe.testing.layouts import LAYOUTS
 
 SMALL = {
@@ -235,7 +236,7 @@ def test_any_needs(into: bool) -> None:
         sums = {}
         if into and needs[4]:
             sums = {"b13": torch.zeros_like(call.masters[0].b13)}
-        found = call.backward(emulation, states, needs=[needs], into=[sums])[0]
+        found = call.backward(emulation, states, [Wanted(Needs(*needs), sums)])[0]
         for i, (name, need, expected) in enumerate(zip(GRADIENTS, needs, full, strict=True)):
             got = sums["b13"] if i == 4 and sums else found[i]
             assert (got is not None) == need, (name, needs)
@@ -265,7 +266,7 @@ def test_bits_depend_on_nothing_but_the_inputs(precision: str) -> None:
 
 
 def call_forward(problem: Problem, call: Call) -> list[Tensor]:
-    return Emulation(problem).forward_all(*call.routed, call.weights)
+    return Emulation(problem).forward_all(calls_of(*call.routed, call.weights))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -325,7 +326,7 @@ def test_accumulation(w13: Any, w2: Any, bias: Any) -> None:
         given = {n: torch.randn(getattr(masters, n).shape).to(t) for n, t in types.items() if t}
         into.append(given)
         before.append({n: t.clone() for n, t in given.items()})
-    found = call.backward(emulation, states, into=into)
+    found = call.backward(emulation, states, adding_to(into))
     for r, of_rank in enumerate(found):
         assert torch.equal(of_rank[0], plain[r][0])
         for name, got, single in zip(
@@ -351,7 +352,7 @@ def test_gradients_that_nobody_needs() -> None:
         [(True, True, False, False, False, False), (True,) * 6],
         [(False, False, False, True, True, False), (False, True, True, False, False, True)],
     ):
-        found = call.backward(emulation, states, needs=needs)
+        found = call.backward(emulation, states, needing(*needs))
         for r, of_rank in enumerate(found):
             for got, expected, need in zip(of_rank, every[r], needs[r], strict=True):
                 assert (got is not None) == need
@@ -371,9 +372,9 @@ def test_weights_alone(seed: int) -> None:
     left = [emulation.region(r, n) for r in range(2) for n in ("dx_rows", "window_partials")]
     for region in left:
         region.fill_(7)
-    only = {"needs": [(False, False, True, True, True, True)] * 2, "only_weights": [True] * 2}
+    only = [Wanted(Needs(x=False, topk_weights=False), only_weights=True)] * 2
     for order in (0, 1):
-        found = calls[order].backward(emulation, states[order], seed=seed, **only)
+        found = calls[order].backward(emulation, states[order], only, seed=seed)
         assert_equal(found, [[None, None, *of_rank[2:]] for of_rank in full[order]])
     assert all(bool((region == 7).all()) for region in left)
     assert_equal(calls[0].backward(emulation, states[0], seed=seed), full[0])
@@ -385,8 +386,8 @@ def test_fewer_tokens_by_device_count() -> None:
     call = Call.make(problem, [50, 40])
     counts = [torch.tensor([17], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)]
     emulation = Emulation(problem)
-    _, states = call.forward(emulation, num_tokens_device=counts)
-    found = call.backward(emulation, states, num_tokens_device=counts)
+    _, states = call.forward(emulation, counts)
+    found = call.backward(emulation, states, counts=counts)
     for i, count in zip(call.inputs, counts, strict=True):
         i.topk_ids[int(count) :] = -1
     _, states = call.forward(emulation)
@@ -406,7 +407,7 @@ def test_eight_ranks_and_sixteen_routes(seed: int) -> None:
     for s in states:
         s.fill_(0xFF)
     into = [{"w13": zeros(w.w13), "w2": zeros(w.w2)} for w in call.masters]
-    grads = call.backward(emulation, moved, into=into, seed=seed)
+    grads = call.backward(emulation, moved, adding_to(into), seed=seed)
     for of_rank, sums in zip(grads, into, strict=True):
         of_rank[2:4] = sums["w13"], sums["w2"]
     judge(emulation, call, moved, grads)

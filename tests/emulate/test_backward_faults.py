@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from training_cases import Call, check, judge
+from training_cases import Call, adding_to, check, judge
 
 from megamoe.backends import emulation as emulator
+from megamoe.backends.call import Needs, Wanted
 from megamoe.backends.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
@@ -81,7 +82,7 @@ def test_a_rank_that_makes_weight_gradients_only(numbers: None) -> None:
     emulation = Emulation(PROBLEM)
     calls, states = two_calls(emulation)
     with pytest.raises(RankMismatch, match=FOREIGN):
-        calls[0].backward(emulation, states[0], only_weights=[False, True])
+        calls[0].backward(emulation, states[0], [Wanted(), Wanted(only_weights=True)])
     assert_no_numbers(emulation)
 
 
@@ -143,9 +144,9 @@ def test_sums_of_a_poisoned_launch_are_nan(numbers: None) -> None:
     _, states = call.forward(emulation)
     emulation.region(1, "epoch")[0] = 5
     into = [{"w13": torch.ones_like(w.w13, dtype=torch.float32)} for w in call.masters]
-    needs = [(True, True, True, False, False, False)] * 2
+    needs = Needs(w2=False, b13=False, b2=False)
     with pytest.raises(ProtocolTimeout):
-        call.backward(emulation, states, into=into, needs=needs)
+        call.backward(emulation, states, [Wanted(needs, sums) for sums in into])
     assert all(bool(tensors["w13"].isnan().all()) for tensors in into)
 
 
@@ -175,7 +176,7 @@ def test_a_launch_that_is_given_up_in_between(timeout_ns: int, seed: int, number
         sums = [{n: torch.ones_like(t) for n, t in w.named().items()} for w in call.masters]
         emulation.timeout_ns = timeout_ns
         with pytest.raises((ProtocolTimeout, PeerFault)):
-            call.backward(emulation, states, seed=seed, into=sums if added else None)
+            call.backward(emulation, states, adding_to(sums) if added else None, seed=seed)
         for of_rank, right in zip(emulation.written, good, strict=True):
             for tensor, expected in zip(of_rank[:2], right[:2], strict=True):
                 assert bool((tensor.isnan() | (tensor == expected)).all())

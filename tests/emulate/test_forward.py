@@ -27,14 +27,14 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import ThreadGroup
 from megamoe.launch import arguments, layout, table
 from megamoe.testing.compare import assert_close
-from megamoe.testing.inputs import ROUTINGS, Inputs, make_inputs, make_weights
+from megamoe.testing.inputs import ROUTINGS, Inputs, calls_of, make_inputs, make_weights
 from megamoe.testing.intermediates import few_steps
 from megamoe.testing.launch import launch
 from megamoe.testing.layouts import LAYOUTS
 
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
 # which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps
-# are more than this, the limit is those two steps (megamoe/testing/stages.py).
+# are more than this, the limit is those two steps (megamoe/testing/intermediates.py).
 TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3}
 
 
@@ -63,7 +63,7 @@ def check(
 ) -> list[Tensor]:
     problem = emulation.problem
     inputs, weights = inputs_of(problem, tokens, **options)
-    ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
+    ys = emulation.forward_all(calls_of(*columns(inputs), weights), seed=seed)
     for rank, (y, expected) in enumerate(zip(ys, reference(problem, inputs, weights), strict=True)):
         ids = inputs[rank].topk_ids
         rows = int(((ids >= 0) & (ids < problem.num_experts)).sum())
@@ -175,7 +175,7 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
             problem, num_ctas=num_ctas, pool_rows=pool_rows, step_blocks=step_blocks
         )
         for _ in range(2):
-            ys = emulation.forward_all(*columns(inputs), weights, seed=seed)
+            ys = emulation.forward_all(calls_of(*columns(inputs), weights), seed=seed)
             first = first or ys
             assert all(torch.equal(a, b) for a, b in zip(first, ys, strict=True)), (
                 num_ctas,
@@ -306,12 +306,14 @@ def test_strided_weights_are_read_in_place(
     inputs, weights = inputs_of(problem, [40])
     strided = [LAYOUTS[name](w) for w in weights]
     emulation = Emulation(problem)
-    expected = emulation.forward_all(*columns(inputs), weights)[0]
-    assert torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
+    expected = emulation.forward_all(calls_of(*columns(inputs), weights))[0]
+    assert torch.equal(emulation.forward_all(calls_of(*columns(inputs), strided))[0], expected)
     dense = table.map_strides
     with monkeypatch.context() as patch:
         patch.setattr(table, "map_strides", lambda w: dense(w.contiguous()))
-        assert not torch.equal(emulation.forward_all(*columns(inputs), strided)[0], expected)
+        assert not torch.equal(
+            emulation.forward_all(calls_of(*columns(inputs), strided))[0], expected
+        )
 
 
 def at_the_end_of_memory(t: Tensor) -> Tensor:
@@ -332,7 +334,7 @@ def test_scales_of_weights_are_not_read_past_their_end() -> None:
     assert weights.w2_scale is not None
     ends = {n: at_the_end_of_memory(getattr(weights, n)) for n in ("w13_scale", "w2_scale")}
     ys = [
-        Emulation(problem).forward_all(*columns(inputs), [w])[0]
+        Emulation(problem).forward_all(calls_of(*columns(inputs), [w]))[0]
         for w in (weights, replace(weights, **ends))
     ]
     assert torch.equal(*ys)
@@ -351,7 +353,7 @@ def test_a_call_leaves_its_routes_in_its_state(precision: str) -> None:
 
     def call(seed: int, states: list[Tensor]) -> list[Tensor]:
         inputs, weights = inputs_of(problem, [70, 33], seed=seed, routing="dropped")
-        ys = emulation.forward_all(*columns(inputs), weights, states=states)
+        ys = emulation.forward_all(calls_of(*columns(inputs), weights), states=states)
         for y, expected in zip(ys, reference(problem, inputs, weights), strict=True):
             assert_close(y, expected, relative=TOLERANCE[precision])
         return [state.clone() for state in states]
@@ -376,7 +378,7 @@ def test_fewer_tokens_by_device_count() -> None:
     problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=64)
     inputs, weights = inputs_of(problem, [50, 40])
     counts = [torch.tensor([17], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)]
-    ys = Emulation(problem).forward_all(*columns(inputs), weights, num_tokens_device=counts)
+    ys = Emulation(problem).forward_all(calls_of(*columns(inputs), weights, counts))
     for i, count in zip(inputs, counts, strict=True):
         i.topk_ids[int(count) :] = -1
     for y, expected, count in zip(ys, reference(problem, inputs, weights), counts, strict=True):
@@ -393,7 +395,7 @@ def test_nan_and_inf_stay_in_their_tokens(precision: str, activation: str) -> No
     lost = {(0, 3): float("nan"), (0, 17): float("inf"), (1, 8): -float("inf")}
     for (rank, token), value in lost.items():
         inputs[rank].x[token, 5] = value
-    ys = Emulation(problem).forward_all(*columns(inputs), weights)
+    ys = Emulation(problem).forward_all(calls_of(*columns(inputs), weights))
     for rank, y in enumerate(ys):
         wanted = torch.zeros(y.shape[0], dtype=torch.bool)
         wanted[[token for r, token in lost if r == rank]] = True
@@ -432,7 +434,7 @@ def test_absent_rank_is_a_timeout_and_poisons_y(monkeypatch: pytest.MonkeyPatch,
     emulation.region(1, "epoch")[0] = 5
     inputs, weights = inputs_of(problem, [8, 8])
     with pytest.raises(ProtocolTimeout, match="routes_ready"):
-        emulation.forward_all(*columns(inputs), weights, seed=seed)
+        emulation.forward_all(calls_of(*columns(inputs), weights), seed=seed)
     assert "edge routes_ready" in emulation.report
     emulation.reset()
     check(emulation, [8, 8])

@@ -41,6 +41,7 @@ from megamoe.formats.quantization import dequantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import ROUTINGS, assert_close, make_inputs
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 
 @pytest.mark.parametrize("precision", list(PLAIN))
@@ -80,9 +81,9 @@ def test_scales_at_the_ends_of_their_range(
     problem = Problem(160, 96, 1, 1, max_tokens=rows, precision=precision)
     inputs, w = make_inputs(problem, rows), random_bits(problem, 4, 1, most)
     xs, call = [inputs.x * 2.0**of_x], [[inputs.topk_ids], [inputs.topk_weights]]
-    found = Emulation(problem).forward_all(xs, *call, [w])[0]
+    found = Emulation(problem).forward_all(calls_of(xs, *call, [w]))[0]
     plain, of_plain, others = plainly(problem, xs, [w])
-    expected = Emulation(plain).forward_all(of_plain, *call, others)[0]
+    expected = Emulation(plain).forward_all(calls_of(of_plain, *call, others))[0]
     assert bool(found.isfinite().all())
     assert bool(found.any(1).all())
     if problem.formats.h.scaled:
@@ -102,7 +103,7 @@ def test_rows_are_read_by_column(hidden: int, intermediate: int) -> None:
     by_row = ("x_pool", "x_pool_scale", "h", "h_scale", "y_rows", "route_rows")
     for x in (inputs.x, quantized):
         kernel = Emulation(problem)
-        kernel.forward_all([x], *call)
+        kernel.forward_all(calls_of([x], *call))
         views = {name: kernel.region(0, name) for name in by_row}
         found = rows_of_forward(problem, views)
         for name, width in (("x_pool", hidden), ("h", intermediate)):
@@ -168,9 +169,9 @@ def test_nvfp4_of_every_scale(rows: int) -> None:
         codes = torch.stack((w.w13 & 15, w.w13 >> 4), dim=-1).flatten(-2)
         pairs = (groups.int() * 16 + codes).unique().numel()
         assert pairs == 16 * (14 if exponent == 15 else 16)
-        found = Emulation(problem).forward_all(*call, [w])[0]
+        found = Emulation(problem).forward_all(calls_of(*call, [w]))[0]
         dense = w.dense(problem, torch.bfloat16)
-        assert same_bits(found, Emulation(bf16).forward_all(*call, [dense])[0])
+        assert same_bits(found, Emulation(bf16).forward_all(calls_of(*call, [dense]))[0])
         assert bool(found.isfinite().all())
         assert bool(found.any())
 
@@ -188,7 +189,7 @@ def test_a_nan_scale_of_nvfp4_makes_its_expert_nan_and_no_other(byte: int, token
         plain[1, row, group] = byte
         changed = replace(weights, **{name: arrange_nvfp4(plain, outer, planes)})
         call = [inputs.x], [inputs.topk_ids], [inputs.topk_weights]
-        y = Emulation(problem).forward_all(*call, [changed])[0]
+        y = Emulation(problem).forward_all(calls_of(*call, [changed]))[0]
         hit = (inputs.topk_ids == 1).any(-1)
         assert 0 < int(hit.sum()) < tokens
         assert bool(y[hit].isnan().any(-1).all())
@@ -201,13 +202,13 @@ def test_passes_over_ranks_and_a_token_that_is_nan(precision: str) -> None:
     problem = Problem(160, 96, 6, 1, 2, max_tokens=355, precision=precision)
     xs, call, weights = over_ranks(problem, (355, 350), (63, 64, 65, 127, 129, 257))
     plain, _, others = plainly(problem, xs, weights)
-    expected = Emulation(plain).forward_all(xs, *call, others)
+    expected = Emulation(plain).forward_all(calls_of(xs, *call, others))
     few = Emulation(problem, pool_rows=least_pool(problem), num_ctas=4)
-    ys = few.forward_all(xs, *call, weights, seed=3)
+    ys = few.forward_all(calls_of(xs, *call, weights), seed=3)
     assert max(int(few.statistics(r).passes) for r in range(2)) > 1
     assert all(map(same_bits, ys, expected))
     xs[1][200, 17] = torch.nan
-    y, other = few.forward_all(xs, *call, weights, seed=4)
+    y, other = few.forward_all(calls_of(xs, *call, weights), seed=4)
     assert bool(other[200].isnan().all())
     other[200] = expected[1][200]
     assert all(map(same_bits, (y, other), expected))
@@ -234,7 +235,7 @@ def test_a_nan_scale_makes_its_expert_nan_and_no_other(precision: str) -> None:
     plain[1, 2, 1] = 255
     weights = replace(weights, w2_scale=arrange_scales(plain))
     call = [inputs.x], [inputs.topk_ids], [inputs.topk_weights]
-    y = Emulation(problem).forward_all(*call, [weights])[0]
+    y = Emulation(problem).forward_all(calls_of(*call, [weights]))[0]
     hit = (inputs.topk_ids == 1).any(-1)
     assert bool(hit.any())
     assert bool(y[hit].isnan().any(-1).all())
@@ -246,7 +247,7 @@ def test_the_oracle_of_quantized_weights() -> None:
         problem = Problem(160, 96, 4, 2, max_tokens=40, precision=precision)
         inputs, weights = make_inputs(problem, 40), random_bits(problem, 6, 1)
         call = [inputs.x], [inputs.topk_ids], [inputs.topk_weights]
-        y = Emulation(problem).forward_all(*call, [weights])[0]
+        y = Emulation(problem).forward_all(calls_of(*call, [weights]))[0]
         assert_close(y, forward(problem, *call, [weights])["y"][0], relative=4e-3)
 
 

@@ -14,6 +14,7 @@ from megamoe.backends.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 CTAS, SEEDS, TOKENS = 8, range(1, 9), [40, 0, 70]
 
@@ -43,11 +44,11 @@ def test_late_pairs_change_no_bit(precision, patience):
     problem = problem_of(precision)
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
-    expected = Emulation(problem, num_ctas=CTAS).forward_all(*call)
+    expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
     emulation, seen = Emulation(problem, num_ctas=CTAS, **patience), set()
     # Launches of one window: each finds what the pairs that left the last one left behind.
     for seed in SEEDS:
-        ys = emulation.forward_all(*call, seed=seed)
+        ys = emulation.forward_all(calls_of(*call), seed=seed)
         assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True)), seed
         assert left_as_found(emulation)
         seen |= set(members(emulation))
@@ -66,19 +67,19 @@ def test_all_take_part_where_the_first_is_patient():
     inputs, weights = inputs_of(problem, TOKENS)
     emulation = Emulation(problem, num_ctas=CTAS, join_ns=10**6)
     for seed in SEEDS:
-        emulation.forward_all(*columns(inputs), weights, seed=seed)
+        emulation.forward_all(calls_of(*columns(inputs), weights), seed=seed)
         assert members(emulation) == [CTAS] * 3
 
 
 def test_steps_that_train_with_late_pairs():
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
-    xs, ids, scores = columns(inputs)
-    dys = [torch.randn_like(x) for x in xs]
+    calls = calls_of(*columns(inputs), weights)
+    dys = [torch.randn_like(call.x) for call in calls]
 
     def step(emulation, seed):
-        ys, states = emulation.train_all(xs, ids, scores, weights, seed=seed)
-        gradients = emulation.backward_all(dys, xs, ids, weights, states, seed=seed)
+        ys, states = emulation.train_all(calls, seed=seed)
+        gradients = emulation.backward_all(calls, dys, states, seed=seed)
         return [*ys, *(g for found in gradients for g in found if g is not None)]
 
     expected = step(Emulation(problem, num_ctas=CTAS), 0)

@@ -14,6 +14,7 @@ from megamoe.core.config import Problem
 from megamoe.launch import meetings
 from megamoe.launch.meetings import WHO, Meet
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 CTAS = 8
 # Runs of four to five blocks, an odd number of columns in gemm1, a last tile of gemm2 that is not full.
@@ -35,14 +36,14 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
     problem = problem_of(precision)
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
-    expected = Emulation(problem, num_ctas=CTAS).forward_all(*call)
+    expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
     for number, who in enumerate(WHO[:3]):
         for seed, pool in ((0, None), (1 + number, None), (4 + number, least_pool(problem) + 512)):
             meet = Meet(who, many=3 + number % 2, gemms=1 + number % 2, mean_rows=1)
             monkeypatch.setattr(meetings, "stated", meet)
             emulation = Emulation(problem, num_ctas=CTAS - 2 * (seed == 2), pool_rows=pool)
             for _ in range(2):
-                ys = emulation.forward_all(*call, seed=seed)
+                ys = emulation.forward_all(calls_of(*call), seed=seed)
                 place = f"{meet}, seed {seed}, pool {pool}"
                 assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True)), place
                 assert came(emulation).any(), f"nobody met: {place}"
@@ -51,13 +52,12 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
 def test_training_meets_and_saves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
-    call = (*columns(inputs), weights)
+    calls = calls_of(*columns(inputs), weights)
     dys = [torch.randn_like(i.x) for i in inputs]
 
     def step(emulation: Emulation, seed: int) -> list[torch.Tensor]:
-        ys, states = emulation.train_all(*call, seed=seed)
-        xs, ids, _ = columns(inputs)
-        gradients = emulation.backward_all(dys, xs, ids, weights, states, seed=seed)
+        ys, states = emulation.train_all(calls, seed=seed)
+        gradients = emulation.backward_all(calls, dys, states, seed=seed)
         return [*ys, *(g for found in gradients for g in found if g is not None)]
 
     expected = step(Emulation(problem, num_ctas=4), 0)
@@ -71,7 +71,7 @@ def test_few_rows_meet_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
     emulation = Emulation(problem, num_ctas=CTAS)
-    emulation.forward_all(*columns(inputs), weights)
+    emulation.forward_all(calls_of(*columns(inputs), weights))
     assert not came(emulation).any()
 
 
@@ -82,10 +82,10 @@ def test_pairs_that_come_to_the_door_late_are_not_counted(
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
-    expected = Emulation(problem, num_ctas=CTAS).forward_all(*call)
+    expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
     monkeypatch.setattr(meetings, "stated", Meet(mean_rows=1))
     emulation = Emulation(problem, num_ctas=CTAS, join_ns=1)
-    ys = emulation.forward_all(*call, seed=seed)
+    ys = emulation.forward_all(calls_of(*call), seed=seed)
     assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True))
     for rank in range(2):
         pairs = int(emulation.region(rank, "members")) & 0xFF
@@ -120,7 +120,7 @@ def longest_ns(monkeypatch: pytest.MonkeyPatch) -> int:
     emulation, longest = Emulation(problem, num_ctas=CTAS, profile=True), 0
     inputs, weights = inputs_of(problem, TOKENS)
     for _ in range(2):
-        emulation.forward_all(*columns(inputs), weights)
+        emulation.forward_all(calls_of(*columns(inputs), weights))
         start, end = 2, 3  # csrc/megamoe/cta/profile.cuh
         marks = torch.cat(emulation.profiles)
         longest = max(longest, int(marks[:, end].max() - marks[:, start].min()))

@@ -15,6 +15,7 @@ from megamoe.core.errors import ProtocolTimeout
 from megamoe.launch import panels
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 
 @pytest.fixture(params=[1, 2], ids=["one room", "two rooms"])
@@ -47,13 +48,13 @@ def test_passes_over_ranks(rooms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of a launch all have panels, or none. The second rank has 700 rows, some 450 of them in its first pass."""
     problem = Problem(160, 96, 6, 1, 2, max_tokens=446, precision="fp8xmxfp4")
     xs, call, weights = over_ranks(problem, (446, 446), (63, 64, 65, 200, 200, 300))
-    whole = Emulation(problem, num_ctas=4).forward_all(xs, *call, weights)
+    whole = Emulation(problem, num_ctas=4).forward_all(calls_of(xs, *call, weights))
     assert plainly(problem, xs, weights)[0].precision == "fp8"
     # All passes; those of a launch whose first one has more than 300 rows; none.
     for mean_rows in (0, 100, 170):
         monkeypatch.setattr(panels, "MEAN_ROWS", mean_rows)
         few = Emulation(problem, pool_rows=least_pool(problem), num_ctas=4)
-        found = few.forward_all(xs, *call, weights, seed=3)
+        found = few.forward_all(calls_of(xs, *call, weights), seed=3)
         assert max(int(few.statistics(r).passes) for r in range(2)) > 1
         assert all(map(same_bits, found, whole))
 
@@ -74,8 +75,8 @@ def test_more_than_a_warp_has_lanes_for(
     xs, call, weights = over_ranks(problem, [sum(rows)], rows)
     for changed in (weights, [random_bits(problem, 4, 1)]):
         plain, of_plain, others = plainly(problem, xs, changed)
-        expected = Emulation(plain).forward_all(of_plain, *call, others)[0]
-        found = emulation.forward_all(xs, *call, changed)[0]
+        expected = Emulation(plain).forward_all(calls_of(of_plain, *call, others))[0]
+        found = emulation.forward_all(calls_of(xs, *call, changed))[0]
         assert same_bits(by_quads(found, 1), expected)
 
 
@@ -104,7 +105,7 @@ def test_what_is_lost_ends_the_launch_and_is_named(
     columns = [[getattr(i, name) for i in inputs] for name in ("x", "topk_ids", "topk_weights")]
     weights = [random_bits(p, 4, p.rank) for p in ranks]
     with pytest.raises(ProtocolTimeout, match=named):
-        Emulation(problem, num_ctas=4).forward_all(*columns, weights)
+        Emulation(problem, num_ctas=4).forward_all(calls_of(*columns, weights))
 
 
 FLAWS = {

@@ -14,7 +14,7 @@ from megamoe.core.config import Problem
 from megamoe.jit.source import TILE, Variant
 from megamoe.launch import layout
 from megamoe.testing.compare import assert_close
-from megamoe.testing.inputs import make_inputs, make_weights
+from megamoe.testing.inputs import calls_of, make_inputs, make_weights
 
 
 def run(problem: Problem, tokens: int, seed: int = 0) -> tuple[Any, Any]:
@@ -23,7 +23,7 @@ def run(problem: Problem, tokens: int, seed: int = 0) -> tuple[Any, Any]:
     inputs = [make_inputs(p, tokens) for p in ranks]
     weights = [make_weights(p, seed=1) for p in ranks]
     columns = [[getattr(i, name) for i in inputs] for name in ("x", "topk_ids", "topk_weights")]
-    got = Emulation(problem).forward_all(*columns, weights, seed=seed)
+    got = Emulation(problem).forward_all(calls_of(*columns, weights), seed=seed)
     return got, forward(problem, *columns, weights)["y"]
 
 

@@ -15,6 +15,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ProtocolTimeout
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits
+from megamoe.testing.inputs import calls_of
 
 # of an expert: blocks of one to seven small boxes and full ones, alone and beside each other
 ROWS = (1, 15, 16, 17, 32, 33, 64, 65, 80, 97, 112, 113, 128, 129, 144, 200, 0, 241)
@@ -26,7 +27,7 @@ def layer(precision: str) -> list[torch.Tensor]:
     problem = Problem(144, 272, len(ROWS), 1, max_tokens=tokens, precision=precision)
     inputs = make_inputs(problem, tokens)
     call = ([inputs.x], [spread_ids(ROWS)], [inputs.topk_weights], [make_weights(problem)])
-    return Emulation(problem, num_ctas=4).forward_all(*call)
+    return Emulation(problem, num_ctas=4).forward_all(calls_of(*call))
 
 
 NONE = ("gemm/operands.cuh", "if (T::Pool::padded) return 0;", "return 0;")

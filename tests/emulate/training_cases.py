@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import Needs, Wanted
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
@@ -17,7 +18,7 @@ from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout
 from megamoe.testing.gradients import GRADIENTS, GradientChecker
-from megamoe.testing.inputs import Inputs, make_inputs, make_weights
+from megamoe.testing.inputs import Inputs, calls_of, make_inputs, make_weights
 
 GROUP = 64  # an expert's rows are filled up to a multiple of it, by rows of zeros
 
@@ -62,16 +63,23 @@ class Call:
         i = self.inputs
         return [r.x for r in i], [r.topk_ids for r in i], [r.topk_weights for r in i]
 
-    def forward(self, emulation: Emulation, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """Return y and state."""
-        return emulation.train_all(*self.routed, self.weights, **options)
+    def forward(
+        self, emulation: Emulation, counts: Sequence[Tensor] | None = None, **options: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return y and state. counts: num_tokens_device of each rank."""
+        return emulation.train_all(calls_of(*self.routed, self.weights, counts), **options)
 
     def backward(
-        self, emulation: Emulation, states: Sequence[Tensor], **options: Any
+        self,
+        emulation: Emulation,
+        states: Sequence[Tensor],
+        wanted: Sequence[Wanted] | None = None,
+        counts: Sequence[Tensor] | None = None,
+        **options: Any,
     ) -> list[list[Tensor | None]]:
         """Return the gradients of each rank."""
-        xs, ids, _ = self.routed
-        return emulation.backward_all(self.dys, xs, ids, self.masters, states, **options)
+        calls = calls_of(*self.routed, self.masters, counts)
+        return list(map(list, emulation.backward_all(calls, self.dys, states, wanted, **options)))
 
 
 def least_pool(problem: Problem) -> int:
@@ -82,14 +90,24 @@ def check(emulation: Emulation, call: Call, **options: Any) -> list[list[Tensor 
     """Run both launches, judge all that they left, return the gradients; of several passes, fp32 sums."""
     _, states = call.forward(emulation, **options)
     passes = [int(emulation.statistics(r).passes) for r in range(call.problem.ep_size)]
-    into: list[dict[str, Tensor]] | None = None
+    into: list[dict[str, Tensor]] = []
     if max(passes) > 1:
         into = [{"w13": zeros(w.w13), "w2": zeros(w.w2)} for w in call.masters]
-    grads = call.backward(emulation, states, into=into, **options)
-    for of_rank, sums in zip(grads, into or [], strict=False):
+    grads = call.backward(emulation, states, adding_to(into) if into else None, **options)
+    for of_rank, sums in zip(grads, into, strict=False):
         of_rank[2:4] = sums["w13"], sums["w2"]
     judge(emulation, call, states, grads)
     return grads
+
+
+def adding_to(into: Sequence[dict[str, Tensor]]) -> list[Wanted]:
+    """Return what ranks want that add gradients to these, by name."""
+    return [Wanted(into=sums) for sums in into]
+
+
+def needing(*needs: Sequence[bool]) -> list[Wanted]:
+    """Return what ranks want that need these gradients."""
+    return [Wanted(Needs(*of_rank)) for of_rank in needs]
 
 
 def zeros(master: Tensor) -> Tensor:

@@ -72,12 +72,12 @@ class ReferenceBackend(Gathered):
         (x, _), weights, turned = call.rows, call.weights, wanted.turned
         given = weights if turned is None else turned.forward
         everyone = self._gather(BACKWARD, (dy, x, *routes, given), x.device)
-        *columns, stored = map(list, zip(*everyone, strict=True))
+        dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
         if self.problem.formats.w.scaled and turned is None:
             stored = [quantize_experts(self.problem, experts) for experts in stored]
         with torch.autocast(x.device.type, enabled=False):
             out = backward(
-                *(self.problem, *columns, stored),
+                *(self.problem, dys, xs, ids, scores, stored),
                 rounding=self.rounding,
                 dw_dtype=torch.float32 if wanted.into else None,
             )

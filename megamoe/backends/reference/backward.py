@@ -119,7 +119,9 @@ def activation_gradient(
         r = gate_up.clamp(min=0)
         return dh * 2 * r, r * r
     gate, up = gate_up.chunk(2, dim=-1)
-    g, u, passes_g, passes_u = gate, up, 1, 1
+    g, u = gate, up
+    passes_g: Tensor | int = 1
+    passes_u: Tensor | int = 1
     if activation.kind == "swiglu":
         s = torch.sigmoid(g)
         value, slope = g * s, s * (1 + g * (1 - s))

@@ -21,6 +21,7 @@ from megamoe.group.group import Group
 from megamoe.layer.autograd import Runtime, apply
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
+from megamoe.testing.inputs import calls_of
 
 EDGES_BY_NAME = {edge.__name__: edge for edge in EDGES}
 TOKENS = {1: (6,), 2: (6, 3)}
@@ -153,9 +154,9 @@ def test_emulated_kernel(emulations, activation, edge):
     name = f"{edge}-{activation}-bf16"
     call, counts = make(name, 2)
     emulation = emulations.setdefault(activation, Emulation(call.problem))
-    counted = {"num_tokens_device": counts}
-    _, states = emulation.train_all(call.x, call.ids, call.scores, call.weights, **counted)
-    results = emulation.backward_all(call.dy, call.x, call.ids, call.weights, states, **counted)
+    calls = calls_of(call.x, call.ids, call.scores, call.weights, counts)
+    _, states = emulation.train_all(calls)
+    results = emulation.backward_all(calls, call.dy, states)
     check(name, 2, [{name: {"emulate": gradients}} for gradients in results])
 
 
@@ -167,8 +168,9 @@ def test_what_is_not_finite_stays_with_its_token_and_experts(emulations, activat
     routed = set(call.ids[0][3].tolist())
 
     def gradients(dy, x):
-        _, states = emulation.train_all(x, call.ids, call.scores, call.weights)
-        return emulation.backward_all(dy, x, call.ids, call.weights, states)
+        calls = calls_of(x, call.ids, call.scores, call.weights)
+        _, states = emulation.train_all(calls)
+        return emulation.backward_all(calls, dy, states)
 
     clean = gradients(call.dy, call.x)
     for dirty in ("dy", "x"):
@@ -206,8 +208,9 @@ def test_a_token_does_not_depend_on_the_others():
             for mine, others in zip(into, columns, strict=True):
                 others[0][:70:3] = mine[0][:70:3]
         dy, x, *routes = columns
-        ys, states = emulation.train_all(x, *routes, weights)
-        dx, d_scores, *_ = emulation.backward_all(dy, x, routes[0], weights, states)[0]
+        calls = calls_of(x, *routes, weights)
+        ys, states = emulation.train_all(calls)
+        dx, d_scores, *_ = emulation.backward_all(calls, dy, states)[0]
         return columns, [t[:70:3] for t in (ys[0], dx, d_scores)]
 
     columns, alone = run((70, 33), 1, "uniform")

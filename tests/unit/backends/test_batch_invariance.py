@@ -13,6 +13,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
+from megamoe.testing.inputs import calls_of
 
 WATCHED = 12
 PRECISIONS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
@@ -41,8 +42,8 @@ class Kernel:
         counts = [torch.tensor([count], dtype=torch.int32) for count in crowd.counts]
         call = *columns(crowd.inputs), self.weights
         if trains:
-            return crowd.of_watched(self.emulation.train_all(*call, num_tokens_device=counts)[0])
-        return crowd.of_watched(self.emulation.forward_all(*call, num_tokens_device=counts))
+            return crowd.of_watched(self.emulation.train_all(calls_of(*call, counts))[0])
+        return crowd.of_watched(self.emulation.forward_all(calls_of(*call, counts)))
 
 
 def watched_of(problem):

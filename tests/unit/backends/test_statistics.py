@@ -11,6 +11,7 @@ from megamoe.backends.emulation import Emulation
 from megamoe.backends.statistics import _num_passes
 from megamoe.launch import layout
 from megamoe.testing import launch, make_inputs, make_weights
+from megamoe.testing.inputs import calls_of
 
 PROBLEM = Problem(64, 48, 6, 3, max_tokens=200)
 
@@ -95,10 +96,12 @@ def test_passes_are_those_of_the_kernel(ranks):
         inputs = [make_inputs(p, tokens, rank=p.rank, seed=seed, routing=routing) for p in problems]
         before = [int(emulation.region(r, "generation")) for r in range(ranks)]
         emulation.forward_all(
-            [i.x for i in inputs],
-            [i.topk_ids for i in inputs],
-            [i.topk_weights for i in inputs],
-            [make_weights(p) for p in problems],
+            calls_of(
+                [i.x for i in inputs],
+                [i.topk_ids for i in inputs],
+                [i.topk_weights for i in inputs],
+                [make_weights(p) for p in problems],
+            )
         )
         for rank in range(ranks):
             opened = int(emulation.region(rank, "generation")) - before[rank]

@@ -268,10 +268,8 @@ def filled(problem, tokens=None, ids=torch.int32, **options):
     rows = layout.default_pool_rows(problem)
     bases = [0x7F0000000000 + (rank << 32) for rank in range(problem.ep_size)]
     plan, count = arguments.Plan(problem, rows), options.pop("num_tokens_device", None)
-    arguments.fill_static(
-        args, plan, window_bases=bases, workspace_base=1 << 40, encoder=recorder,
-        timeout_ns=5, fault=0x1000, **options,
-    )  # fmt: skip
+    place = arguments.Place(bases, 1 << 40, timeout_ns=5, fault=0x1000, **options)
+    arguments.fill_static(args, plan, place, recorder)
     arguments.fill_weights(args, plan, weights, recorder)
     arguments.fill_call(args, x, topk_ids, topk_weights, y, count)
     return args, plan, recorder.maps, (x, topk_ids, topk_weights, y, weights)
@@ -361,10 +359,8 @@ def test_map_geometry(precision, size, activation, planes):
 def static_arguments(problem):
     plan, recorder = arguments.Plan(problem, layout.default_pool_rows(problem)), Recorder()
     args = abi.aligned(abi.LAUNCHES["packed" if problem.formats.panels else "forward"])
-    arguments.fill_static(
-        args, plan, window_bases=[1 << 41], workspace_base=1 << 40, encoder=recorder,
-        timeout_ns=5, fault=0x1000,
-    )  # fmt: skip
+    place = arguments.Place([1 << 41], 1 << 40, timeout_ns=5, fault=0x1000)
+    arguments.fill_static(args, plan, place, recorder)
     return plan, args, recorder.maps
 
 
@@ -422,15 +418,8 @@ def test_a_shared_window_sets_the_strides():
     plan = arguments.Plan(small, rows, window_tokens=100)
     assert plan.window == layout.window_regions(replace(small, max_tokens=100))
     args = abi.aligned(abi.LAUNCHES["forward"])
-    arguments.fill_static(
-        args,
-        plan,
-        window_bases=[1 << 20, 1 << 21],
-        workspace_base=1 << 30,
-        encoder=Recorder(),
-        timeout_ns=1,
-        fault=0,
-    )
+    place = arguments.Place([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0)
+    arguments.fill_static(args, plan, place, Recorder())
     assert (args.max_tokens, args.max_chunks) == (100, 8)
 
 
@@ -473,15 +462,13 @@ def test_misaligned_weights_are_refused(name, precision):
 STATE, BACKWARD = 1 << 44, 1 << 45
 
 
-def filled_backward(problem, dtype=torch.bfloat16, **gradients):
-    """Return (args, plan, maps, weights) of a backward launch."""
+def filled_backward(problem, dtype=torch.bfloat16, accumulate=False, **targets):
+    """Return (args, plan, maps, weights) of a backward launch. targets: None for one that is not wanted."""
     weights, recorder = make_weights(replace(problem, precision="bf16")), Recorder()
     forward = abi.aligned(abi.LAUNCHES["backward"])
     plan = arguments.Plan(problem, layout.default_pool_rows(problem))
-    arguments.fill_static(
-        forward, plan, window_bases=[1 << 41] * problem.ep_size, workspace_base=1 << 40,
-        encoder=recorder, timeout_ns=5, fault=0x1000,
-    )  # fmt: skip
+    place = arguments.Place([1 << 41] * problem.ep_size, 1 << 40, timeout_ns=5, fault=0x1000)
+    arguments.fill_static(forward, plan, place, recorder)
     assert not recorder.maps  # the table is backward's own
     training.fill_backward(forward, plan, BACKWARD, recorder)
     if problem.formats.w.scaled:
@@ -492,9 +479,9 @@ def filled_backward(problem, dtype=torch.bfloat16, **gradients):
         training.fill_backward_weights(forward, plan, weights, recorder)
         given_back = weights, None
     training.fill_train_state(forward, plan, STATE, recorder)
-    given = {"dw13": torch.empty_like(weights.w13, dtype=dtype), **gradients}
-    given.setdefault("dw2", torch.empty_like(weights.w2, dtype=dtype))
-    training.fill_gradients(forward, plan, recorder, **given)
+    made = {name: torch.empty_like(getattr(weights, name), dtype=dtype) for name in ("w13", "w2")}
+    given = {name: t for name, t in (made | targets).items() if t is not None}
+    training.fill_gradients(forward, plan, recorder, given, accumulate=accumulate)
     return forward, plan, recorder.maps, (*given_back, given)
 
 
@@ -528,7 +515,7 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
         272, 144, 4, 2, max_tokens=64, precision=precision, activation=activation, bias=True
     )
     db13 = torch.zeros(4, planes * 144)
-    args, plan, maps, found = filled_backward(problem, dtype, db13=db13, accumulate=True)
+    args, plan, maps, found = filled_backward(problem, dtype, accumulate=True, b13=db13)
     weights, turned, given = found
     workspace = {n: (1 << 40) + r.offset for n, r in plan.workspace.items()}
     own = {n: BACKWARD + r.offset for n, r in plan.backward.items()}
@@ -567,8 +554,8 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
     table = {  # A, B, out
         "gemm1": ([x_pool], w2, dgu),
         "gemm2": (dgu_rows, w13, [rows(workspace["y_rows"], 272)]),
-        "dw13": (dgu, rows(own["x_rows"], 272, 4), [matrix(given["dw13"], 272, 144, planes, of_gradient, size)]),
-        "dw2": ([rows(dy_rows, 272)], rows(hs, 144, 4), [matrix(given["dw2"], 144, 272, 1, of_gradient, size)]),
+        "dw13": (dgu, rows(own["x_rows"], 272, 4), [matrix(given["w13"], 272, 144, planes, of_gradient, size)]),
+        "dw2": ([rows(dy_rows, 272)], rows(hs, 144, 4), [matrix(given["w2"], 144, 272, 1, of_gradient, size)]),
         "recompute": ([x_of_forward], again, dgu),
     }  # fmt: skip
     assert list(table) == abi.GEMMS
@@ -613,7 +600,7 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
 
 def test_tensors_of_a_backward_call():
     problem = Problem(64, 48, 4, 2, max_tokens=8)
-    args, _, _, _ = filled_backward(problem, dw13=None)
+    args, _, _, _ = filled_backward(problem, w13=None)
     assert [row.m for row in args.gemm] == [0, 0, 0, 64, 0]  # dw13 is not wanted
     dy, x, dx = (torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(3))
     ids, d_weights = torch.zeros(8, 2, dtype=torch.int64), torch.zeros(8, 2)
@@ -637,13 +624,13 @@ def test_gradients_that_no_launch_can_write_are_refused():
     args, plan, _, (weights, _, given) = filled_backward(problem)
     storage = torch.zeros(weights.w2.numel() + 1, dtype=torch.bfloat16)[1:]
     cases = {
-        "dw13 and dw2": {**given, "dw2": weights.w2.float()},
-        "dw2 is.*16-byte": {**given, "dw2": storage.view_as(weights.w2)},
-        "db2 is.*contiguous fp32": {**given, "db2": weights.b2.bfloat16()},
+        "dw13 and dw2": {**given, "w2": weights.w2.float()},
+        "dw2 is.*16-byte": {**given, "w2": storage.view_as(weights.w2)},
+        "db2 is.*contiguous fp32": {**given, "b2": weights.b2.bfloat16()},
     }
     for message, tensors in cases.items():
         with pytest.raises(ArgumentError, match=message):
-            training.fill_gradients(args, plan, Recorder(), **tensors)
+            training.fill_gradients(args, plan, Recorder(), tensors)
     weights.w2 = weights.w2.float()
     with pytest.raises(ArgumentError, match="weights.w2.dtype"):
         training.fill_backward_weights(args, plan, weights, Recorder())

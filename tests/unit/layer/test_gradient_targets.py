@@ -46,14 +46,14 @@ def test_gradients_are_written_or_added_as_a_launch_can() -> None:
         "b13": torch.ones(2 * weights.b13.numel())[::2].view(weights.b13.shape),
     }
     targets = Targets.make(weights, (True,) * 4, sums)
-    given = targets.arguments
-    assert given["accumulate"] is True
-    assert given["dw13"] is sums["w13"]
-    for name, dtype in (("dw2", torch.float32), ("db13", torch.float32), ("db2", torch.float32)):
-        assert given[name].dtype == dtype
+    given = targets.tensors
+    assert targets.accumulate is True
+    assert given["w13"] is sums["w13"]
+    for name in ("w2", "b13", "b2"):
+        assert given[name].dtype == torch.float32
         assert given[name].is_contiguous()
         assert not given[name].any()  # to be added to
-    for name in ("dw13", "dw2", "db13", "db2"):
+    for name in ("w13", "w2", "b13", "b2"):
         given[name] += 2
     assert [None if r is None else r.dtype for r in targets.results()] == [None] * 3 + [
         torch.float32
@@ -61,7 +61,7 @@ def test_gradients_are_written_or_added_as_a_launch_can() -> None:
     assert all(bool((t == 3).all()) for t in sums.values())
 
     plain = Targets.make(weights, (True, True, False, True))
-    assert plain.arguments["accumulate"] is False
-    assert plain.arguments["db13"] is None
+    assert plain.accumulate is False
+    assert "b13" not in plain.tensors
     assert [r is not None for r in plain.results()] == [True, True, False, True]
     assert plain.results()[0].dtype == torch.bfloat16

@@ -15,6 +15,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
+from megamoe.testing.inputs import calls_of
 
 # the second group of 128 has 16 columns
 PROBLEM = Problem(144, 80, 5, 2, max_tokens=40, precision="fp8")
@@ -84,7 +85,7 @@ def test_the_window_holds_what_was_given():
     q, scale = given()
     emulation = Emulation(PROBLEM)
     weights = make_weights(PROBLEM)
-    emulation.forward_all([QuantizedRows(q, scale)], [ids], [scores], [weights])
+    emulation.forward_all(calls_of([QuantizedRows(q, scale)], [ids], [scores], [weights]))
     assert torch.equal(
         emulation.region(0, "window_x")[:TOKENS].view(torch.uint8), q.view(torch.uint8)
     )
@@ -96,10 +97,10 @@ def test_a_rank_may_bring_fp8_and_another_bf16():
     calls = [call_of(problem, rank=rank) for rank in range(2)]
     weights = [make_weights(problem, rank=rank) for rank in range(2)]
     xs, ids, scores = (list(column) for column in zip(*calls, strict=True))
-    expected = Emulation(problem).forward_all(xs, ids, scores, weights)
+    expected = Emulation(problem).forward_all(calls_of(xs, ids, scores, weights))
     for rank in range(2):
         mixed = [QuantizedRows(*quantize_rows(x)) if r == rank else x for r, x in enumerate(xs)]
-        found = Emulation(problem).forward_all(mixed, ids, scores, weights)
+        found = Emulation(problem).forward_all(calls_of(mixed, ids, scores, weights))
         for y, want in zip(found, expected, strict=True):
             assert same_bits(y, want)
 
