@@ -1,4 +1,4 @@
-"""The programs of README.md and docs/*.md; the second word of a fence says what runs it (unit/test_pages.py)."""
+"""The programs of README.md and docs/*.md; the second word of a fence says what runs it (unit/docs/test_pages.py)."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
 """What every command of this folder begins with: a parser, and the checkout where Python finds `bench` and `megamoe`.
 
-`python tools/X.py` then runs from a checkout without an installation. Nothing but commands imports this.
+A command then runs from a checkout without an installation. Nothing but commands imports this.
 """
 
 import argparse

@@ -82,7 +82,7 @@ class _StraightThrough(torch.autograd.Function):
 class StagedBackend(Backend):
     """Hold the problem and the group; one forward is two exchanges and two grouped matmuls.
 
-    It keeps no state: a backward pass computes the call again, see layer/backward.py.
+    It keeps no state: a backward pass computes the call again, see megamoe/layer/backward.py.
     """
 
     name = "staged"

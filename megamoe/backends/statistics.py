@@ -37,7 +37,7 @@ class Statistics:
     ) -> Statistics:
         """Read what a launch of the kernel left in its tables, by operations on the device.
 
-        routes: [2, R, 4], chunk_prefix: [L, C + 1], as in launch/layout.py. epoch: [1], of the launch.
+        routes: [2, R, 4], chunk_prefix: [L, C + 1], as in megamoe/launch/layout.py. epoch: [1], of the launch.
         """
         cells = routes.index_select(0, (epoch & 1).long())[0]  # [R, 4]
         longest = cells[:, :1].amax(0)  # [1] tokens

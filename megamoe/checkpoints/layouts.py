@@ -53,7 +53,7 @@ class Layout:
     """Names stand behind `experts.`; `bare`: also behind any module's own name.
 
     needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
-    blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (formats/mxfp4.py).
+    blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (megamoe/formats/mxfp4.py).
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
     this is it; the `model_type` that says so.
     """

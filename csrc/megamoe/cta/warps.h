@@ -5,7 +5,7 @@
 namespace megamoe {
 
 // The roles. Registers belong to a warpgroup of four warps, hence the order. What each does in a pass is in
-// kernels/two_gemm.cuh; megamoe/jit/abi.py reads the names for messages.
+// kernels/two_gemm.cuh; jit/abi.py reads the names for messages.
 struct Role {
     const char* name;
     int first_warp, num_warps;

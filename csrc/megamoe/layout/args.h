@@ -178,7 +178,7 @@ struct Args {
     uint32_t* pool_routes;  // [M] routes in pool order, without padding: chunk-order token * 32 + k, leader and closer bits
     int32_t* block_table;   // [M/128, 2] expert and rows, run; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
-    void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch; rows may be wider, see formats/words.h
+    void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch; rows may be wider, see fp4/format.cuh
     float* x_pool_scale;    // fp8: [ceil(H/128), M]
     void* y_rows;           // [M, H] bf16, read by reduce
     // state: what this call leaves behind; the tables of every pass follow from it

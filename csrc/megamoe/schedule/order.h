@@ -78,7 +78,7 @@ MEGAMOE_PURE Run run_of(int expert_first_block, int expert_blocks, int block) {
 // What a pair of CTAs does at a time: two tiles of one run that have an operand in common, of which either
 // CTA loads one half for both. Two blocks under the same columns share B; the last block of an odd run
 // shares A between neighbouring columns. So a block has `units_of(tiles)` units whatever its neighbours.
-// Sharing takes a third off what the tiles read from L2, which bounds BF16 (docs/tuning.md).
+// Sharing takes a third off what the tiles read from L2, which bounded BF16 before (0012).
 enum class Shared : int { a, b };
 MEGAMOE_PURE int units_of(int tiles) { return ceil_div(tiles, pair_ctas); }
 

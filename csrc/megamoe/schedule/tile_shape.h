@@ -1,5 +1,5 @@
 // Tile shapes: what a block of rows and a tile of a GEMM measure, and how many of them are in flight. A layer
-// names one (its Tiling); everything that depends on it takes it from there, and megamoe/jit/abi.py reads the
+// names one (its Tiling); everything that depends on it takes it from there, and jit/abi.py reads the
 // numbers here for Python (rows of a block, boxes of TMA).
 #pragma once
 #include "megamoe/base/portable.h"

@@ -1,10 +1,12 @@
 """The documents: generated tables are fresh, links and file names exist, lines are short."""
 
+import ast
 import contextlib
 import inspect
 import io
 import re
 import sys
+import tokenize
 from functools import lru_cache
 from pathlib import Path
 from unittest import mock
@@ -19,6 +21,8 @@ CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
 MAX_WORDS = 22_000
 PLACES = ("bench", "csrc", "docs", "jit", "megamoe", "tests", "tools")
+SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
+SOURCES = sorted(p for f in PLACES for p in (ROOT / f).rglob("*") if p.suffix in SUFFIXES)
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *CSRC.rglob("*.md")])
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -26,7 +30,7 @@ SUFFIX = r"\.(?:md|py|h|cuh|cpp|cu|c|sh|toml|txt)\b"
 # with a known suffix (protocol/edges.h, args.h), or below a folder of ours (csrc/megamoe/roles/)
 NAME = re.compile(rf"[\w.*-]+(?:/[\w.*-]+)*{SUFFIX}|\b(?:{'|'.join(PLACES)})/[\w./*-]*\w/?")
 # Words that look like names of files and are none: formats, modules, other projects' headers, packages' parts.
-NO_FILES = re.compile(r"torch\.\w+|megamoe\.\w+")
+NO_FILES = re.compile(r"torch\.\w+|megamoe\.\w+|sitecustomize\.py")
 
 
 @lru_cache(maxsize=1)
@@ -36,10 +40,11 @@ def basenames():
 
 
 def exists(name, document):
-    """A path from the root, from the document or from csrc/megamoe, with * as in a shell; or a bare file's name."""
+    """A path from the root, the document or csrc/megamoe, of sources from csrc too, * as in a shell; or a bare name."""
     if "/" not in name and "*" not in name:
         return name in basenames()
-    return any(list(base.glob(name.rstrip("/"))) for base in (ROOT, document.parent, CSRC))
+    bases = (ROOT, document.parent, CSRC, *([] if document.suffix == ".md" else [CSRC.parent]))
+    return any(list(base.glob(name.rstrip("/"))) for base in bases)
 
 
 def missing_links(text, document):
@@ -52,6 +57,32 @@ def missing_files(text, document):
     code = re.findall(r"```.*?```|`[^`\n]+`", text, re.DOTALL)
     names = {n for c in code for n in NAME.findall(c) if not NO_FILES.match(n)}
     return sorted(n for n in names if not n.startswith(("out/", "/")) and not exists(n, document))
+
+
+def comments(path):
+    """Return what the comments and docstrings of a source say."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        return "\n".join(re.findall(r"//(.*)", text))
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found = [t.string for t in tokens if t.type == tokenize.COMMENT]
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    docs = [ast.get_docstring(n) for n in ast.walk(ast.parse(text)) if isinstance(n, nodes)]
+    return "\n".join([*found, *filter(None, docs)])
+
+
+def missing_places(text, source):
+    """Return what comments name and is not there: files, and headings or bold leads behind the name of a guide."""
+    flat = " ".join(re.sub(r"^\s*(#|//)", "", line).strip() for line in text.splitlines())
+    names = set(re.findall(rf"(?<![\w/.:<-])[\w.*-]+(?:/[\w.*-]+)*{SUFFIX}", flat))
+    found = {n for n in names if not NO_FILES.match(n) and not n.startswith(("out/", "OUT/"))}
+    missing = [n for n in found if not exists(n, source)]
+    for page, heading in re.findall(r"(?<![\w/])(docs/\w+\.md),? \"([^\"]+)\"", flat):
+        if (ROOT / page).exists():
+            lead = rf"^(#+ |\*\*){re.escape(heading)}\.?(\*\*|$)"
+            if not re.search(lead, (ROOT / page).read_text().replace("`", ""), re.MULTILINE):
+                missing.append(f'{page}, "{heading}"')
+    return sorted(missing)
 
 
 def long_lines(text):
@@ -71,6 +102,25 @@ def test_links_and_file_names_exist(document):
     text = document.read_text()
     assert not missing_links(text, document)
     assert not missing_files(text, document)
+
+
+def test_comments_name_what_exists():
+    assert len(SOURCES) > 300
+    missing = {str(p.relative_to(ROOT)): missing_places(comments(p), p) for p in SOURCES}
+    assert not {name: places for name, places in missing.items() if places}
+
+
+def test_comments_that_lost_what_they_name_are_seen(tmp_path):
+    source = CSRC / "layout" / "args.h"
+    said = 'rows may be wider, see formats/words.h,\n// formats/format.h and docs/tuning.md, "Gone\n// away"'
+    assert missing_places(said, source) == ['docs/tuning.md, "Gone away"', "formats/words.h"]
+    assert not missing_places('docs/fp4.md, "Expanded once, in memory", docs/*.md', source)
+    planted = tmp_path / "a.py"
+    planted.write_text('"""As tests/gone.py."""\n\n\ndef f():\n    x = "b/text.py"  # c/gone.h\n')
+    assert missing_places(comments(planted), planted) == ["c/gone.h", "tests/gone.py"]
+    planted = tmp_path / "a.cuh"
+    planted.write_text('#include "a/gone.h"\nint x;  // docs/gone.md\n')
+    assert missing_places(comments(planted), planted) == ["docs/gone.md"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
