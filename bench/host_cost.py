@@ -26,8 +26,11 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference_mode": torch.inference_mode,
     "grad": torch.enable_grad,
 }
-LIMITS = {"module": 25.0, "backend": 10.0}
-CHAIN, BETWEEN_LIMIT = 32, 3.0
+# Of the least of repeated runs, in us. 2026-11-24, H200, d39b211, BF16 / FP8: module 15.8 / 17.5, with gradients 46.6 /
+# 48.1, backend 7.9 / 7.8, between captured launches 2.6, on an H100 3.1. The rest, about a seventh, is for other hosts.
+LIMITS = {"module": 20.0, "backend": 9.0}
+GRAD_LIMITS = {"module": 55.0}
+CHAIN, BETWEEN_LIMIT = 32, 3.5
 SPIN_CYCLES = 2_000_000  # 1 ms, in which the host queues a replay of the chain
 
 
@@ -146,8 +149,9 @@ def check_calls(args: argparse.Namespace) -> int:
             for mode in MODES:
                 means = found.get((way, mode))
                 cells.append(f"{min(means):.1f} / {statistics.median(means):.1f}" if means else "-")
-                if means and mode != "grad" and min(means) > LIMITS.get(way, float("inf")):
-                    exceeded.append(f"{precision} {way} {mode}: {min(means):.1f} > {LIMITS[way]}")
+                limit = (GRAD_LIMITS if mode == "grad" else LIMITS).get(way, float("inf"))
+                if means and min(means) > limit:
+                    exceeded.append(f"{precision} {way} {mode}: {min(means):.1f} > {limit}")
             print(
                 f"{precision + ', ' + args.backend + ': ' + way:26}"
                 + "".join(f"{c:>18}" for c in cells)

@@ -7,10 +7,10 @@
 
 Method: one rank, few tokens; the mean over 50 calls back to back, the queue emptied after them outside the timed
 region; the least mean of the repeats, and their median. grad: the forward of a call whose gradients are recorded.
-Limits in us are those of calls without gradients. torch: a copy of x, which says how fast the host is. --captured: a
-graph of CHAIN launches of two layers in turns, each of which takes the y before as its x; of the last two, from the
-end of the one's last CTA to the start of the other's first, by the GPU's clock, the median of the replays; without and
-with programmatic dependent launch. The GPU spins while the host queues a replay.
+torch: a copy of x, which says how fast the host is. --captured: a graph of CHAIN launches of two layers in turns, each
+of which takes the y before as its x; of the last two, from the end of the one's last CTA to the start of the other's
+first, by the GPU's clock, the median of the replays; without and with programmatic dependent launch. The GPU spins
+while the host queues a replay.
 """
 
 import sys
@@ -18,7 +18,7 @@ import sys
 import torch
 from command import parser_of
 
-from bench.host_cost import LIMITS, run
+from bench.host_cost import GRAD_LIMITS, LIMITS, run
 from bench.shapes import add_shape_arguments
 
 
@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--backend", default="mega" if on_gpu else "nothing")
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--check", action="store_true", help=f"hold {LIMITS} us")
+    parser.add_argument(
+        "--check", action="store_true", help=f"hold {LIMITS} us, with gradients {GRAD_LIMITS}"
+    )
     parser.add_argument("--captured", action="store_true", help="between launches of a graph")
     args = parser.parse_args()
     if args.captured and args.backend != "mega":

@@ -59,5 +59,5 @@ print("exit code", command.main())
 """
     out = run_code(code)
     assert "exit code 1" in out
-    for way in ("module", "backend"):
-        assert f"over the limit: bf16 {way} no_grad" in out
+    for way, mode in (("module", "no_grad"), ("module", "grad"), ("backend", "inference_mode")):
+        assert f"over the limit: bf16 {way} {mode}" in out
