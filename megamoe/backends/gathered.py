@@ -44,16 +44,17 @@ class _Packed(NamedTuple):
 
     numbers: Tensor
     dtype: torch.dtype
+    shape: torch.Size  # a number without dimensions has no view as bytes
 
 
 def pack(record: Any) -> Any:
     """Return a record, however deep, with its tensors packed."""
-    return mapped(lambda t: _Packed(_bytes(t), t.dtype), record)
+    return mapped(lambda t: _Packed(_bytes(t), t.dtype, t.shape), record)
 
 
 def unpack(record: Any) -> Any:
     """Return what pack() was given."""
-    return mapped(lambda packed: packed.numbers.view(packed.dtype), record, _Packed)
+    return mapped(lambda p: p.numbers.view(p.dtype).view(p.shape), record, _Packed)
 
 
 def mapped(function: Any, record: Any, leaf: type = Tensor) -> Any:
@@ -76,4 +77,4 @@ def mapped(function: Any, record: Any, leaf: type = Tensor) -> Any:
 
 def _bytes(t: Tensor) -> Tensor:
     # contiguous() would leave a dimension of one element its stride, and view() refuses some
-    return t.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

@@ -32,7 +32,7 @@ def assert_same(found, given):
         assert found.is_contiguous()
         assert not found.requires_grad
         contiguous = given.detach().clone(memory_format=torch.contiguous_format)
-        as_bytes = [t.view(torch.uint8) for t in (found, contiguous)]
+        as_bytes = [t.view(-1).view(torch.uint8) for t in (found, contiguous)]
         assert torch.equal(*as_bytes)
     elif isinstance(given, dict):
         assert list(found) == list(given)
@@ -122,6 +122,15 @@ def test_what_is_packed_is_a_copy():
     found = unpack(packed)
     assert not found["x"].any()
     assert not found["part"].any()
+
+
+def test_tensors_without_dimensions_go_round():
+    """A number on the device is one, which view() does not take apart into bytes; so with none or one element."""
+    numbers = (torch.tensor(7), torch.tensor(-1.5), torch.tensor(0.5).to(E4M3), torch.tensor(True))
+    assert [type(part) for part in pack(numbers)] == [type(pack(torch.ones(1)))] * 4
+    assert_same(through(numbers), numbers)
+    sizes = (torch.zeros(0), torch.zeros(3, 0, dtype=torch.bfloat16), torch.ones(1, 1).to(E4M3))
+    assert_same(through(sizes), sizes)
 
 
 def test_tensors_of_modes_and_subclasses_are_plain_afterwards():
