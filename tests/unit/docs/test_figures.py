@@ -317,6 +317,14 @@ def bytes_in_step():
     ]
 
 
+def backward_in_rounds():
+    """Return GB read and ms of DeepSeek-V3's backward in rounds that meet, and by tickets."""
+    case = {"shape": "dsv3/ep4", "tokens": "8192", "direction": "backward"}
+    ways = "rounds 500", "main"
+    read = [ends(MEETINGS, "read_gb", mode="ncu", order=way, **case)[0] for way in ways]
+    return read + [us(MEETINGS, mode="cool", order=way, **case) for way in ways]
+
+
 CLAIMS = {
     "gains": Claim(
         "README.md", "**What it gains.** ", "The grey lines", gains, beside="8192|Qwen3-30B"
@@ -357,6 +365,13 @@ CLAIMS = {
         "DeepSeek-V3 with 8192 tokens then reads ",
         "\n\n",
         bytes_in_step,
+    ),
+    "backward in rounds": Claim(
+        "docs/measurements.md",
+        "trial branch 7a0f4f0 on 51e0dde, 29 ways in turns, equal bits): ",
+        "\n\n",
+        backward_in_rounds,
+        beside="DeepSeek-V3",
     ),
     "hosts": Claim(
         "README.md",
