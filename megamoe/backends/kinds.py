@@ -153,7 +153,9 @@ class Launch:
         self._empty = allocator(self.device.type == "cuda")
         self._known: Any = None  # what stands for the call that the argument block was filled for
         self._state = 0  # address of the state that it points to
-        self._key: tuple[Any, ...] | None = None  # of the weights
+        # Of the weights that maps were encoded for. Calls of other sizes, which are not known, have the same weights,
+        # and so have backward passes, whose turned copies no signature knows.
+        self._key: tuple[Any, ...] | None = None
         self._kept: ExpertWeights | None = None  # copies of biases must live as long
 
     def point_at(self, weights: ExpertWeights, turned: TurnedWeights | None = None) -> None:

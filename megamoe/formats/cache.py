@@ -105,7 +105,11 @@ class _Entry:
 
 
 class _Seen(NamedTuple):
-    """Copies of masters that are parameters, or tensors of the caller, and to which torch counts all writes."""
+    """Copies of masters that are parameters, or tensors of the caller, and to which torch counts all writes.
+
+    A Signature says that a call passes the checks, whatever values its tensors have. This says that the values are
+    those that were quantized, so it stays beside it, and takes from it (`known`) only where the masters lie.
+    """
 
     known: Any
     w13: Tensor

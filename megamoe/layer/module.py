@@ -130,7 +130,6 @@ class MegaMoE(PlacedModule):
             of = self._layer.replicas
             self._distinct = self._layer.distinct = Distinct(self.problem, self._layer.ranks, of)
         self.averaged: type | None = None  # what average_expert_gradients() took
-        self._known: ExpertWeights | None = None  # of the last call
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
@@ -208,16 +207,7 @@ class MegaMoE(PlacedModule):
             return self.expert_weights()
         if b13 is not None and b2 is not None:
             b13, b2 = b13.float(), b2.float()
-        if torch.compiler.is_compiling():
-            return ExpertWeights(w13, w2, b13, b2, s13, s2)
-        known = self._known
-        if (
-            known is None
-            or not (known.w13 is w13 and known.w2 is w2 and known.b13 is b13 and known.b2 is b2)
-            or not (known.w13_scale is s13 and known.w2_scale is s2)
-        ):
-            known = self._known = ExpertWeights(w13, w2, b13, b2, s13, s2)
-        return known
+        return ExpertWeights(w13, w2, b13, b2, s13, s2)
 
     def prepare(self) -> None:
         """Make the backend, compile, quantize: all that the first forward would do. Collective.
@@ -327,7 +317,6 @@ class MegaMoE(PlacedModule):
 
     def invalidate(self) -> None:
         """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
-        self._known = None
         self._layer.invalidate()
 
     def close(self) -> None:
