@@ -27,7 +27,7 @@ static_assert(sizeof(EmulatedTensorMap) == 128);
 
 constexpr uint8_t poison = 0xff;  // NaN in e4m3, bf16 and fp32
 
-// Of a box.
+// Bytes of a row of a box, and of the whole box.
 inline uint32_t row_bytes(const EmulatedTensorMap& map) { return map.box[0] * map.element_bytes; }
 
 inline const EmulatedTensorMap& check_map(const void* pointer, uint32_t rank, const char* what) {
@@ -165,24 +165,24 @@ inline void check_apart(const EmulatedTensorMap& map) {
 }
 
 // Into the shared memory of `cta`, where s_dst and bar lie.
-inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, int c0,
-                        int c1, int c2, int c3) {
+inline void tensor_load(Cta& cta, void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank,
+                        const int (&at)[4]) {
     machine.preemption_point();
     const EmulatedTensorMap& map = check_map(pointer, rank, "tma_load");
     check_apart(map);
     uint32_t bytes = box_bytes(map);
     // 1024: the swizzle pattern's period, as the wgmma descriptors assume.
     check_shared(cta, s_dst, bytes, 8 * row_bytes(map), "tma_load");
-    if (c0 < 0) machine.fail("tma_load: column %d", c0);
-    issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, pointer, nullptr, {c0, c1, c2, c3}, bytes, 0, {}},
-          "tma_load");
+    if (at[0] < 0) machine.fail("tma_load: column %d", at[0]);
+    auto* to = static_cast<uint8_t*>(s_dst);
+    issue(Load{&cta, to, bar, pointer, nullptr, {at[0], at[1], at[2], at[3]}, bytes, 0, {}}, "tma_load");
 }
-inline void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank, int c0, int c1,
-                             int c2, int c3) {
+inline void tensor_load_both(void* s_dst, const void* pointer, uint64_t* bar, uint32_t rank,
+                             const int (&at)[4]) {
     for (int member = 0; member < cluster_ctas; ++member) {
         Cta& cta = member_cta(member, "tma_load_both");
         tensor_load(cta, ops::in_member(static_cast<uint8_t*>(s_dst), member), pointer,
-                    ops::in_member(bar, member), rank, c0, c1, c2, c3);
+                    ops::in_member(bar, member), rank, at);
     }
 }
 
@@ -233,16 +233,16 @@ inline void linger() {  // completion takes a while
 namespace fibers::ops {
 
 inline void tma_load_2d(void* s_dst, const void* map, uint64_t* bar, int c0, int c1) {
-    tensor_load(*current->cta, s_dst, map, bar, 2, c0, c1, 0, 0);
+    tensor_load(*current->cta, s_dst, map, bar, 2, {c0, c1, 0, 0});
 }
 inline void tma_load_2d_both(void* s_dst, const void* map, uint64_t* bar, int c0, int c1) {
-    tensor_load_both(s_dst, map, bar, 2, c0, c1, 0, 0);
+    tensor_load_both(s_dst, map, bar, 2, {c0, c1, 0, 0});
 }
 inline void tma_load_4d(void* s_dst, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
-    tensor_load(*current->cta, s_dst, map, bar, 4, c0, c1, c2, c3);
+    tensor_load(*current->cta, s_dst, map, bar, 4, {c0, c1, c2, c3});
 }
 inline void tma_load_4d_both(void* s_dst, const void* map, uint64_t* bar, int c0, int c1, int c2, int c3) {
-    tensor_load_both(s_dst, map, bar, 4, c0, c1, c2, c3);
+    tensor_load_both(s_dst, map, bar, 4, {c0, c1, c2, c3});
 }
 
 inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* bar) {

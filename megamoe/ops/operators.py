@@ -252,11 +252,9 @@ def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
 
 
 @grouped_activation.register_fake
-def _(
-    x: Tensor, w: Tensor, offs: Any, bias: Any, kind: str, numbers: Any, saves: bool, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    quantizes = len(rest) == 4 and rest[3]  # torch leaves defaults out
-    return _empty_hidden(x, w, saves, quantizes)
+def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    quantizes = len(rest) == 9 and rest[8]  # torch leaves defaults out
+    return _empty_hidden(x, w, rest[4], quantizes)
 
 
 @grouped_activation_gradient.register_fake

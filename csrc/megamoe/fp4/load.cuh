@@ -7,7 +7,7 @@
 
 namespace megamoe {
 
-// A slot has two steps: a short tile's, which shares A, so that either CTA loads a step for both.
+// A slot of a short tile has two steps. The tile shares A, so each CTA loads one step for both.
 template <class T, class Rows>
 MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Rows& rows, int small,
                                  const float* scale) {
@@ -23,7 +23,7 @@ MEGAMOE_DEVICE void load_a_steps(Context& ctx, PipelineRing<T>& ring, const Tile
         ring.acquire(ctx.mem, smem.pipeline);
         ring.commit(ctx.mem, smem.pipeline,
                     steps.num * (small * small_box_bytes + (scaled ? scale_bytes : 0)));
-        if (mine < steps.num) load_small(to, full, steps.first + mine, rows, small, 0, 1, true);
+        if (mine < steps.num) load_small(to, full, steps.first + mine, rows, {small}, true);
         MEGAMOE_UNROLL_BY(1)
         for (int s = 0; s < steps.num && scaled; ++s) {
             arch::bulk_load(smem.a_scale[ring.slot()] + s * warpgroup_rows,

@@ -4,10 +4,10 @@
 
 namespace megamoe {
 
-// Between the moment at which a slot is free and its last copy's issue nothing
-// stands that can be known before: a slot's round trip is some 2800 clk, three are under way, and what a
-// loader takes comes on top. So there is a loop for an operand that the pair shares and one for an operand of
-// its own, and who this CTA is is asked once a tile.
+// Between the moment at which a slot becomes free and the issue of its last copy, a loader does nothing that
+// it could have done before: a slot's round trip is some 2800 clk, three are under way, and a loader's own
+// time comes on top. So there are two loops, for an operand that the pair shares and for one of the CTA's
+// own, and which CTA this is is asked once a tile.
 template <bool both>
 struct Sharing {
     int mine = pair_member();  // the box or half that this CTA loads for both
@@ -21,17 +21,20 @@ MEGAMOE_DEVICE void of_sharing(bool both, F f) {
     }
 }
 
-// Every `stride`-th of so many small boxes.
+// The small boxes of a tile that a loader loads, up to `end`: every second one where the pair shares them.
+struct SmallBoxes {
+    int end, first = 0, stride = 1;
+};
 template <class Rows>
-MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows, int small, int first,
-                               int stride, bool both) {
+MEGAMOE_DEVICE void load_small(uint8_t* to, uint64_t* full, int step, Rows& rows, SmallBoxes boxes,
+                               bool both) {
     MEGAMOE_UNROLL_BY(1)
-    for (int box = first; box < small; box += stride)
+    for (int box = boxes.first; box < boxes.end; box += boxes.stride)
         rows.load_small(to + box * small_box_bytes, full, step, box, both);
 }
 
-// A slot has a step of K: A's `small` boxes, or one of 64 rows or two. Of those that both CTAs need, each
-// loads every second into both.
+// A slot has a step of K: `small` boxes of A, or one or two boxes of 64 rows. Of boxes that both CTAs need,
+// each CTA loads every second one into both.
 template <class T, bool is_small, bool both, class Rows>
 MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile& tile, Sharing<both> sharing,
                                  Rows& rows, int small, const float* scale) {
@@ -48,7 +51,7 @@ MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile
         ring.acquire(ctx.mem, smem.pipeline);
         ring.commit(ctx.mem, smem.pipeline, bytes);
         if constexpr (is_small) {
-            load_small(to, full, i, rows, small, both ? sharing.mine : 0, both ? pair_ctas : 1, both);
+            load_small(to, full, i, rows, {small, both ? sharing.mine : 0, both ? pair_ctas : 1}, both);
         } else if (both) {
             if (sharing.mine == 0 || tall)
                 rows.load(to + sharing.mine * box_bytes, full, i, sharing.mine, true);

@@ -23,22 +23,23 @@ MEGAMOE_DEVICE void load_2d(bool both, void* to, const TensorMap* map, uint64_t*
         arch::tma_load_2d(to, map, full, c0, c1);
     }
 }
-MEGAMOE_DEVICE void load_4d(bool both, void* to, const TensorMap* map, uint64_t* full, int c0, int c1, int c2,
-                            int c3) {
+struct BoxOf4d {  // where it begins, innermost dimension first
+    int c0, c1, c2, c3;
+};
+MEGAMOE_DEVICE void load_4d(bool both, void* to, const TensorMap* map, uint64_t* full, BoxOf4d at) {
     if (both) {
-        arch::tma_load_4d_both(to, map, full, c0, c1, c2, c3);
+        arch::tma_load_4d_both(to, map, full, at.c0, at.c1, at.c2, at.c3);
     } else {
-        arch::tma_load_4d(to, map, full, c0, c1, c2, c3);
+        arch::tma_load_4d(to, map, full, at.c0, at.c1, at.c2, at.c3);
     }
 }
 
-// An MN-major half of B: columns from c0 on.
+// An MN-major half of B: columns from at.c0 on.
 template <class S>
-MEGAMOE_DEVICE void load_columns(bool both, uint8_t* to, const TensorMap* map, uint64_t* full, int c0, int c1,
-                                 int c2, int c3) {
+MEGAMOE_DEVICE void load_columns(bool both, uint8_t* to, const TensorMap* map, uint64_t* full, BoxOf4d at) {
     MEGAMOE_UNROLL_BY(1)
     for (int n = 0; n < S::half_columns; n += mma_mn_columns, to += box_bytes)
-        load_4d(both, to, map, full, c0 + n, c1, c2, c3);
+        load_4d(both, to, map, full, {at.c0 + n, at.c1, at.c2, at.c3});
 }
 
 // Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind
@@ -48,7 +49,7 @@ MEGAMOE_DEVICE int rows_filled(int rows) {
     return T::Pool::padded ? padded_rows(rows, warpgroup_rows) : rows;
 }
 
-// A slot of K in planes: which plane, and where in it.
+// Where a slot of K lies if K has planes: in which plane, and where in it.
 struct PlaneOfK {
     int plane, k;
     MEGAMOE_DEVICE PlaneOfK(int slot, int plane_slots, int slot_k) {
@@ -122,11 +123,11 @@ struct RowsOperand {
         load_2d(both, to, from, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
     }
 
-    // A block that is not full has no more rows fetched than it holds, up to whole small boxes: 64 rows
-    // where 8 are meant would be an eighth of what tiles read from L2, and take 3 % of the time
-    // (docs/tuning.md). What lies in a slot behind them is other tiles', and what comes of it, each row of a
-    // row, is read by nobody; but where a launch trains, weight gradients read the rows of gu and h that come
-    // of zero rows.
+    // Of a block that is not full no more rows are fetched than it holds, rounded up to whole small boxes: 64
+    // rows in the place of 8 would be an eighth of what tiles read from L2, and take 3 % of the time
+    // (docs/tuning.md). Behind them the slot holds data of other tiles. Each row of the output depends on one
+    // row of A alone, and nobody reads those that come of such data. Where a launch trains, though, weight
+    // gradients read the rows of gu and h behind the last, which have to come of zero rows.
     static MEGAMOE_DEVICE int small_boxes(const Tile& tile) {
         if (T::Pool::padded) return 0;
         int boxes = ceil_div(tile.rows(), small_box_rows);
@@ -167,13 +168,13 @@ struct WeightsOperand {
         }
         if (k_major) {  // planes are N's or K's
             constexpr int packed = T::Gemm1::B::packed;
-            load_4d(both, to, map, full, k0 / packed, halves.column(half), halves.plane(half) + plane,
-                    expert);
+            load_4d(both, to, map, full,
+                    {k0 / packed, halves.column(half), halves.plane(half) + plane, expert});
             return;
         }
         const TensorMap* from = map;
         if constexpr (T::WeightTiles::any) rows_of_k.at(slot, k0, from, tails);
-        load_columns<S>(both, to, from, full, halves.column(half), k0, plane, expert);
+        load_columns<S>(both, to, from, full, {halves.column(half), k0, plane, expert});
     }
 };
 

@@ -25,9 +25,9 @@ MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
     }
 }
 
-// A transport warp's part of the pool: token(ordered, slice) for each of so many slices at each leader, until
-// it returns false, and before, zero(row) for each row that has to be zeros, which waits for nothing. False
-// if token() did. A look tells of as many of the warp's lots as there are lanes for their rows.
+// A transport warp's part of the pool. First zero(row) is called for each row that has to be zeros, which
+// waits for nothing; then token(ordered, slice), for each slice at each leader, until it returns false.
+// Returns false if token() did. One look covers as many of the warp's lots as there are lanes for their rows.
 template <class T, class Token, class Zero>
 MEGAMOE_DEVICE bool walk_pool(const Context& ctx, int slices, Token token, Zero zero) {
     if constexpr (T::Pool::padded) walk_zeros<T>(ctx, zero);
@@ -46,20 +46,27 @@ MEGAMOE_DEVICE bool walk_pool(const Context& ctx, int slices, Token token, Zero 
     return true;
 }
 
-// One warp: [begin, end) of the row at `from`, which has so many 16-byte vectors, to a row of the pool for
-// each bit i of `targets`: lane i holds its number. And to `also`, if that is not null.
-MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int begin, int end, int lane_row,
-                            uint32_t targets, uint4_t* also) {
+// Rows of the pool: one for each bit i of `lanes`, whose number lane i holds.
+struct LaneRows {
+    int mine;
+    uint32_t lanes;
+};
+
+// One warp: [begin, end) of the row at `from`, which has so many 16-byte vectors, to these rows of the pool,
+// and to `also`, if that is not null.
+MEGAMOE_DEVICE void fan_out(const uint4_t* from, uint4_t* pool, int vectors, int begin, int end,
+                            LaneRows targets, uint4_t* also) {
     constexpr int in_flight = pulls_in_flight;
     MEGAMOE_UNROLL_BY(1)
     for (int v0 = begin; v0 < end; v0 += in_flight * 32) {
         int v = v0 + arch::lane_idx();
-        // No register of `data` may be left unset: such a one counts as live everywhere before, in math too.
+        // No register of `data` may be left unset: an unset one counts as live everywhere before, in math,
+        // too.
         uint4_t data[in_flight];
         MEGAMOE_UNROLL
         for (int j = 0; j < in_flight; ++j) data[j] = arch::load_streaming_below(from, v + 32 * j, end);
-        for (uint32_t left = targets; left != 0; left &= left - 1) {
-            int64_t row = arch::shfl(lane_row, arch::ffs0(left));
+        for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
+            int64_t row = arch::shfl(targets.mine, arch::ffs0(left));
             uint4_t* to = pool + row * vectors;
             MEGAMOE_UNROLL
             for (int j = 0; j < in_flight; ++j) arch::store_vec_below(to, v + 32 * j, end, data[j]);
@@ -92,8 +99,8 @@ MEGAMOE_DEVICE int64_t saved_token(const Args& args, bool scaled, int home, int 
 // One warp: a token's row, and its scales if rows have them, to x_pool, and to slot `saved` of the state if
 // that is not negative.
 template <class T>
-MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const float* scales, int lane_row,
-                              uint32_t targets, int64_t saved, int slice, const Slices& slices) {
+MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const float* scales, LaneRows targets,
+                              int64_t saved, int slice, const Slices& slices) {
     using X = typename T::Gemm1::A;
     const Args& args = ctx.args;
     int vectors = vectors_of_row<X>(args), lane = arch::lane_idx();
@@ -102,14 +109,14 @@ MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const flo
         also =
             saved >= 0 ? static_cast<uint4_t*>(launch_args<T>(args).state.tokens) + saved * vectors : nullptr;
     fan_out(from, static_cast<uint4_t*>(args.x_pool), vectors, slice * slices.vectors,
-            min_of(vectors, (slice + 1) * slices.vectors), lane_row, targets, also);
+            min_of(vectors, (slice + 1) * slices.vectors), targets, also);
     if constexpr (X::scaled) {
         int groups = ceil_div(args.hidden, scale_group);
         MEGAMOE_UNROLL_BY(1)
         for (int g = lane + slice * 32; g - lane < groups; g += slices.count * 32) {
             float scale = g < groups ? scales[g] : 0.0f;
-            for (uint32_t left = targets; left != 0; left &= left - 1) {
-                int64_t row = arch::shfl(lane_row, arch::ffs0(left));
+            for (uint32_t left = targets.lanes; left != 0; left &= left - 1) {
+                int64_t row = arch::shfl(targets.mine, arch::ffs0(left));
                 if (g < groups) args.x_pool_scale[int64_t{g} * args.pool_rows + row] = scale;
             }
             if constexpr (T::Pool::saved) {
@@ -120,8 +127,8 @@ MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const flo
     }
 }
 
-// <dy, b2> of each target's expert: its routing weight's gradient has that part too. A lane reads the values
-// that it has written to the row, and scales of others.
+// <dy, b2> of each target's expert, which is a part of the gradient of its routing weight. A lane reads the
+// values that it has written to the row, and scales of others.
 template <class T>
 MEGAMOE_DEVICE void multiply_by_bias(const Context& ctx, int ordered, int lane_row, uint32_t targets) {
     using X = typename T::Gemm1::A;
@@ -176,7 +183,7 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
                  ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors_of_row<X>(args),
                  ctx.window<const float>(home, args.window_x_scale) +
                      int64_t{token} * ceil_div(args.hidden, scale_group),
-                 lane_row, targets, saved, slice, ctx.smem.plan.pulls);
+                 {lane_row, targets}, saved, slice, ctx.smem.plan.pulls);
     if constexpr (T::Sums::of_gradients) {
         if (own<T>(args).b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }
@@ -228,9 +235,9 @@ MEGAMOE_DEVICE bool dispatch(Context& ctx) {
         [&](int row) { fill_zero_row<T>(ctx, row); });
 }
 
-// Who fills the pool. padded: with zero rows behind an expert's last, since weight gradients read the rows
-// that come of them; saved: tokens of other ranks stay in the state; restored: they are brought back from
-// there; quantized: x may come so.
+// Who fills the pool. padded: there are zero rows behind an expert's last, since weight gradients read the
+// rows that come of them; saved: tokens of other ranks stay in the state; restored: they are brought back
+// from there; quantized: x may come quantized.
 struct PulledRows {
     static constexpr bool padded = false, saved = false, restored = false, quantized = true;
     template <class T>

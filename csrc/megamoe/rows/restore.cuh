@@ -13,7 +13,7 @@ struct ScaledRow {
     int stride;
 };
 
-// As fan_out, for such a row: bf16(value * scale) goes to the pool.
+// Does what fan_out does, for such a row: bf16(value * scale) goes to the pool.
 MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vectors, int lane_row,
                                         uint32_t targets) {
     MEGAMOE_UNROLL_BY(1)
@@ -38,7 +38,7 @@ MEGAMOE_DEVICE void fan_out_dequantized(ScaledRow from, uint4_t* pool, int vecto
     }
 }
 
-// x of a token as the state has it, of a layer whose x has scales.
+// x of a token, as the state of a layer whose x has scales holds it.
 template <class T>
 MEGAMOE_DEVICE ScaledRow saved_row(const Args& args, int ordered) {
     int home = home_of(ordered, args.num_ranks), token = token_of(ordered, args.num_ranks);
@@ -62,7 +62,7 @@ MEGAMOE_DEVICE void restore_x(const Context& ctx, int ordered, int lane_row, uin
         int vectors = vectors_of_row<Bf16Rows>(args);
         const void* from = saved < 0 ? own<T>(args).x : launch_args<T>(args).state.tokens;
         fan_out(static_cast<const uint4_t*>(from) + (saved < 0 ? token : saved) * vectors, pool, vectors, 0,
-                vectors, lane_row, targets, nullptr);
+                vectors, {lane_row, targets}, nullptr);
     }
 }
 
@@ -88,7 +88,7 @@ MEGAMOE_DEVICE void restore_for_recompute(Context& ctx) {
             uint32_t targets = arch::ballot(lane_row >= 0);
             if constexpr (T::Gemm1::A::scaled) {
                 ScaledRow from = saved_row<T>(args, ordered);
-                fill_rows<T>(ctx, from.values, from.scales, lane_row, targets, -1, 0, ctx.smem.plan.pulls);
+                fill_rows<T>(ctx, from.values, from.scales, {lane_row, targets}, -1, 0, ctx.smem.plan.pulls);
             } else {
                 restore_x<T>(ctx, ordered, lane_row, targets);
             }
@@ -108,8 +108,8 @@ MEGAMOE_DEVICE void restore_for_recompute(Context& ctx) {
         });
 }
 
-// Behind dispatch: the bf16 rows that weight gradients need. Without scales dy has them, and x if it was
-// restored for recompute.
+// After dispatch: the bf16 rows that weight gradients need. Without scales those of dy are there, and those
+// of x if it was restored for recompute.
 template <class T>
 MEGAMOE_DEVICE void restore_for_weights(Context& ctx) {
     constexpr bool scaled = T::Gemm1::A::scaled;

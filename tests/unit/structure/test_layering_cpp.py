@@ -14,7 +14,6 @@ ROOMS = [
 ]  # fmt: skip
 # fibers know nothing of the rest, and only arch/host knows them
 LEVEL = {name: level for level, name in enumerate(ROOMS)}
-# What a CPU compiler, Python or the model checker reads by itself: no machine behind it.
 # What names the wing's work outside of it: the other forms, who chooses, an edge, bytes of the launch.
 WHO_KNOWS_FP4 = {
     "megamoe/gemm/forms.cuh",
@@ -22,6 +21,7 @@ WHO_KNOWS_FP4 = {
     "megamoe/layout/args.h",
     "megamoe/protocol/edges.h",
 }
+# What a CPU compiler, Python or the model checker reads by itself: no machine behind it.
 NO_MACHINE = ("layout/args.h", "schedule/order.h", "protocol/edges.h", "protocol/ring.h")
 
 

@@ -11,12 +11,11 @@
 
 namespace megamoe::host {
 
-// Runs a kernel on all CTAs of all ranks. 0: finished (a fault, if any, is in args.fault; `report` then says
-// who waited for what). 1: deadlock, 2: misuse, with a report.
+// Runs a kernel on all CTAs of all ranks, whose arguments are added to `launch`. 0: finished (a fault, if
+// any, is in args.fault; `report` then says who waited for what). 1: deadlock, 2: misuse, with a report.
 template <class LaunchArgs>
-inline int launch(void (*kernel)(const void*), const LaunchArgs* args_per_rank, int num_ranks, int num_ctas,
-                  int threads, size_t smem_bytes, uint64_t seed, char* report, size_t report_bytes) {
-    fibers::Launch launch{kernel, {}, num_ctas, threads, smem_bytes, seed, 0};
+inline int run(fibers::Launch launch, const LaunchArgs* args_per_rank, int num_ranks, char* report,
+               size_t report_bytes) {
     for (int rank = 0; rank < num_ranks; ++rank) {
         launch.arguments.push_back(&args_per_rank[rank]);
         launch.timeout_ns = std::max<uint64_t>(launch.timeout_ns, args_per_rank[rank].args.timeout_ns);
@@ -31,14 +30,14 @@ inline int launch(void (*kernel)(const void*), const LaunchArgs* args_per_rank, 
 
 #define MEGAMOE_HOST_EXPORT extern "C" __attribute__((visibility("default")))
 
-#define MEGAMOE_HOST_ENTRY(name, LaunchArgs, body_function, smem_bytes, threads)                      \
-    MEGAMOE_HOST_EXPORT int name(const LaunchArgs* args_per_rank, int num_ranks, int num_ctas,        \
-                                 uint64_t seed, char* report, size_t report_bytes) {                  \
-        return ::megamoe::host::launch(                                                               \
-            [](const void* args) { body_function(static_cast<const LaunchArgs*>(args)->args); },      \
-            args_per_rank, num_ranks, num_ctas, (threads), (smem_bytes), seed, report, report_bytes); \
-    }                                                                                                 \
-    MEGAMOE_HOST_EXPORT uint64_t name##_args_bytes() { return sizeof(LaunchArgs); }                   \
-    MEGAMOE_HOST_EXPORT uint64_t name##_smem_bytes() { return (smem_bytes); }                         \
-    MEGAMOE_HOST_EXPORT uint64_t name##_threads() { return (threads); }                               \
+#define MEGAMOE_HOST_ENTRY(name, LaunchArgs, body_function, smem_bytes, threads)                           \
+    MEGAMOE_HOST_EXPORT int name(const LaunchArgs* args_per_rank, int num_ranks, int num_ctas,             \
+                                 uint64_t seed, char* report, size_t report_bytes) {                       \
+        auto body = [](const void* args) { body_function(static_cast<const LaunchArgs*>(args)->args); };   \
+        return ::megamoe::host::run({body, {}, num_ctas, (threads), (smem_bytes), seed, 0}, args_per_rank, \
+                                    num_ranks, report, report_bytes);                                      \
+    }                                                                                                      \
+    MEGAMOE_HOST_EXPORT uint64_t name##_args_bytes() { return sizeof(LaunchArgs); }                        \
+    MEGAMOE_HOST_EXPORT uint64_t name##_smem_bytes() { return (smem_bytes); }                              \
+    MEGAMOE_HOST_EXPORT uint64_t name##_threads() { return (threads); }                                    \
     static_assert(true, "a semicolon follows")
