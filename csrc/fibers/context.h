@@ -1,6 +1,6 @@
 // The bottom of the fiber machine: switching stacks, and the stacks themselves.
 //
-// A switch saves what the calling convention lets a callee clobber not: six registers and the stack pointer
+// A switch saves what the calling convention forbids a callee to clobber: six registers and the stack pointer
 // (about 5 ns; ucontext costs two system calls). Stacks are mapped once and kept between launches; their tops
 // are staggered, because tops at a power-of-two distance would share a handful of cache sets.
 #pragma once

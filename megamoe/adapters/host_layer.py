@@ -45,7 +45,7 @@ def check(
 
 
 class Ranks(TypedDict):
-    """Those arguments of a Problem."""
+    """The arguments of a Problem that a process group has."""
 
     ep_size: int
     rank: int
@@ -81,7 +81,7 @@ class HostLayer(Layer):
     ) -> None:
         group = ALONE if problem.ep_size == 1 else group
         super().__init__(problem, group, backend=backend, **more, **options)
-        # Behind what ranks may differ in, which raises before memory is taken.
+        # After the checks of what ranks may differ in, which raise before memory is taken.
         self.borrowed = borrow_window(self.problem, self.ranks, device, backend, options)
         self._options = options | self.borrowed
 

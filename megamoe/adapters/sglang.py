@@ -232,7 +232,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
 
 
 def plugin() -> None:
-    """Do so where SGLANG_PLUGINS names megamoe: installing the package alone changes nothing. SGLang calls it."""
+    """Call install() where SGLANG_PLUGINS names megamoe: the package alone changes nothing. SGLang calls it."""
     from sglang.srt.environ import envs
 
     named = [name.strip() for name in (envs.SGLANG_PLUGINS.get() or "").split(",")]

@@ -58,7 +58,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Experts:
-    """What is registered: a function of the experts' module, with a layer for each of them.
+    """What register() registers: a function of a module of experts, with a layer for each module.
 
     backend: of megamoe.Layer. precision: None means what the weights are stored in, bf16 for floats; see
     megamoe.core.config.Problem. max_tokens: of a call of the layer; longer inputs take several.

@@ -59,7 +59,7 @@ class Needs(NamedTuple):
 
     @property
     def of_weights(self) -> tuple[bool, ...]:
-        """Those of w13, w2, b13, b2."""
+        """Whether those of w13, w2, b13, b2 are needed."""
         return self[2:]
 
 
@@ -75,7 +75,7 @@ class Gradients(NamedTuple):
 
     @property
     def of_weights(self) -> tuple[Tensor | None, ...]:
-        """Those of w13, w2, b13, b2."""
+        """The gradients of w13, w2, b13, b2."""
         return self[2:]
 
 
@@ -85,7 +85,7 @@ class Wanted(NamedTuple):
     into: "w13", "w2", "b13", "b2" -> a tensor like that master, fp32 or bf16, that its gradient is added to; Gradients
         has None for it then. Only what `needs` has.
     only_weights: no rank needs the first two of `needs`; a backend may leave out what makes them.
-    turned: what is multiplied where weights are stored as e4m3, of the call's weights; else None.
+    turned: made of the call's weights, what is multiplied where weights are stored as e4m3; else None.
     """
 
     needs: Needs = Needs()

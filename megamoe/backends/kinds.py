@@ -72,7 +72,7 @@ class LayerKernels:
     patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.Place
     timeout_ns: int
     pdl: bool
-    step_blocks: int | None  # None: as arguments.py has it
+    step_blocks: int | None  # None: the default of arguments.py
     profile: Tensor | None  # [grid, PROFILE_SLOTS] int64
 
     def load(self, variant: Variant, beside: Any = None) -> Any:
@@ -99,7 +99,7 @@ class LayerKernels:
         build_kernels(variants, self.window.device.index or 0)
 
     def load_forward(self, variant: Variant) -> Callable[[int], Any]:
-        """As load(); return what says which Launcher a call of T tokens takes. They have one argument block."""
+        """Do what load() does; return a function: tokens of a call -> its Launcher. They share an argument block."""
         if "panels" not in self.plan.workspace:
             few = self.load(variant)
             return lambda _: few
@@ -147,14 +147,14 @@ class Launch:
         self.device = self._window.device
         ordinal = self.device.index or 0
         self.order = launch_order(ordinal)
-        # For maps, in threads that have not touched the device yet, as autograd's may not have.
+        # Maps need it, in threads that have not touched the device yet: autograd's may not have.
         self._use_device = partial(use_device, ordinal)
         self._launched = kernels.layer, kind
         self._empty = allocator(self.device.type == "cuda")
         self._known: Any = None  # what stands for the call that the argument block was filled for
         self._state = 0  # address of the state that it points to
-        # Of the weights that maps were encoded for. Calls of other sizes, which are not known, have the same weights,
-        # and so have backward passes, whose turned copies no signature knows.
+        # Addresses and strides of the weights that maps were encoded for. Calls of other sizes, which are not known,
+        # may have the same weights, and no signature knows the turned copies of a backward pass.
         self._key: tuple[Any, ...] | None = None
         self._kept: ExpertWeights | None = None  # copies of biases must live as long
 
@@ -203,7 +203,7 @@ class Launch:
             self._state = base
 
     def _launch(self, tensors: Sequence[Tensor | None]) -> None:
-        """Under launch_lock."""
+        """Launch; `tensors` are what the launch uses. The caller holds launch_lock."""
         handle = self.order.before_launch()
         self.launcher.launch(handle)
         self._window.last_launch = self._launched
@@ -296,8 +296,8 @@ class Training:
         """Return the gradients, see MegaBackend.backward."""
         with launch_lock:
             found = self.backward(call, dy, state, wanted)
-            # statistics() reads the routes in the workspace, since the state of the call goes after its backward.
-            # Behind the launch, which waited for those on other streams that have their routes there.
+            # statistics() reads the routes in the workspace, since the state of the call is freed after its backward.
+            # They are copied behind the launch, which has waited for launches on other streams that use that memory.
             place = self._plan.train_state["chunk_prefix"]
             self._routes.copy_(state[place.offset : place.end])
         return found

@@ -246,7 +246,7 @@ def _grouped_matmul(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor)
 
 
 def _matmul_by_expert(rows: Tensor, w: Tensor, bias: Tensor | None, sizes: Tensor) -> Tensor:
-    """Do the same in fp32, one expert after the other."""
+    """Do what _grouped_matmul does, in fp32, one expert after the other."""
     parts = []
     for expert, part in enumerate(rows.split(sizes.tolist())):
         if part.shape[0] == 0:

@@ -13,7 +13,7 @@ from megamoe.core.errors import MegaMoEError
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one call on this rank. A route that names an expert twice counts twice, a dropped one not at all."""
+    """What one call did on this rank. A route that names an expert twice counts twice, a dropped one not at all."""
 
     tokens_per_expert: Tensor  # [L] int32, routes from all ranks to each local expert
     passes: Tensor  # [1] int32, how often the pool was filled; 1 where there is no pool
@@ -42,7 +42,7 @@ class Statistics:
         cells = routes.index_select(0, (epoch & 1).long())[0]  # [R, 4]
         longest = cells[:, :1].amax(0)  # [1] tokens
         used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * routes.shape[1]
-        # Behind the chunks of this launch lies what others left: as if those chunks were empty.
+        # Behind the chunks of this launch lies what other launches left. Those chunks are taken as empty.
         position = torch.arange(chunk_prefix.shape[1], device=chunk_prefix.device)
         column = torch.minimum(position, used).expand(chunk_prefix.shape[0], -1)
         prefix = chunk_prefix.gather(1, column)

@@ -176,7 +176,7 @@ class Problem:
         return PRECISIONS[self.precision]
 
     def _shares(self) -> tuple[int, int]:
-        # Not by divmod, which torch.compile does not trace where sizes differ between layers.
+        # divmod() would do, but torch.compile does not trace it where sizes differ between layers.
         return self.num_experts // self.ep_size, self.num_experts % self.ep_size
 
     def expert_begin(self, rank: int | None = None) -> int:

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def full_fp32(device: torch.device) -> Iterator[None]:
-    """Switch TF32 and autocast off: an oracle with 10 mantissa bits is none."""
+    """Switch TF32 and autocast off: products with 10 bits of mantissa would make no oracle."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

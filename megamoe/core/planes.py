@@ -66,7 +66,7 @@ def map_strides(w: Tensor) -> tuple[int, ...]:
 
 
 def plane_strides(w: Tensor, planes: int) -> tuple[int, ...]:
-    """Do what map_strides(by_plane(w, planes)) does, without a view: a call pays for it."""
+    """Return map_strides(by_plane(w, planes)), without making a view, which each call would pay for."""
     if w.dim() == 4:
         return map_strides(w)
     size, (_, rows, width), (expert, row, _) = w.element_size(), w.shape, w.stride()

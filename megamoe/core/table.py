@@ -19,8 +19,8 @@ class Format:
     """How one operand's numbers are stored.
 
     dtype: of an element in memory, which holds `packed` numbers. scale_block: rows x columns whose scales stand
-    together, `block_scales` of them of `scale_dtype`; None: no scales. largest: magnitude of a number, which a scale
-    maps the largest value to. multiple: of it are the widths that can be stored.
+    together, `block_scales` of them of `scale_dtype`; None: no scales. largest: the magnitude that a scale maps
+    the largest value to. multiple: widths that can be stored are multiples of it.
     cpp: its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel.
     """
 

@@ -82,9 +82,9 @@ def _warn_of_inference_tensors() -> None:
 
 
 def _uncounted(w: Tensor, version: Version) -> bool:
-    """Whether any use may follow a write that nobody can see: of inference tensors, which have no _version.
+    """Whether a write that nobody can see may have come before any use: inference tensors have no _version.
 
-    Not while a graph is captured: its replays read the copies, which a call outside of it refreshes.
+    False while a graph is captured: its replays read the copies, which a call outside of it refreshes.
     """
     always = uncounted(version)
     if not (always or kept_uncounted(w)) or _capturing(w):  # the last costs most
@@ -125,7 +125,7 @@ class _Seen(NamedTuple):
         return cls(known, w13, w2, counts, trained(w13) or trained(w2), turns, made)
 
     def holds(self, known: Any, masters: ExpertWeights, trains: bool) -> bool:
-        """Whether the copies are those of these masters still."""
+        """Whether the copies are still those of these masters."""
         w13, w2 = masters.w13, masters.w2
         return (
             known == self.known
@@ -199,7 +199,7 @@ class QuantizedCache:
         """Return quantized weights of bf16 masters; biases handed through.
 
         trains: turned() will be asked for their transposes. known: stands for where the masters lie, see Call.known;
-            None: they are asked.
+            None: the masters are asked where they lie.
         """
         if known is None:
             known = tuple([(t.data_ptr(), t.shape, t.stride()) for t in (masters.w13, masters.w2)])

@@ -18,7 +18,7 @@ BIAS = 127  # of a scale's exponent
 NAN_SCALE = 255
 LARGEST_EXPONENT = 2  # of e2m1: 6 = 1.5 * 2^2
 _SCALES = (torch.uint8, torch.float8_e8m0fnu)
-# Of e4m3's exponents a block can have, with the largest number as 384: what is `plain` needs no rounding.
+# How many of e4m3's exponents a block can use when its largest number becomes 384: a `plain` block needs no rounding.
 _PLAIN_BINADES, _LEAST_LARGEST = 11, 7
 
 

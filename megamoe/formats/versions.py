@@ -23,7 +23,7 @@ from megamoe.core.uncompiled import uncompiled
 
 # Steps of any optimizer of this process, twice.
 steps = [0]
-# Calls of invalidate(): what FP8 weights without masters follow besides, since no optimizer writes them.
+# Calls of invalidate(). FP8 weights without masters follow these, too, since no optimizer writes them.
 invalidations = [0]
 
 
@@ -56,7 +56,7 @@ class _Origin:
     """What a tensor was made of: sources, where they were, and their version then if it is a copy."""
 
     def __init__(self, made: Tensor, sources: Sequence[Tensor], trains: bool) -> None:
-        # Not asked again: `.data = ...` gives a tensor another.
+        # Kept, since `.data = ...` gives a tensor another one.
         self.storages = [t.untyped_storage() for t in sources]
         self._offsets = [t.storage_offset() for t in sources]
         self._sources, self.trains, self._used = sources, trains, False
@@ -101,7 +101,7 @@ def version_of(w: Tensor, steps: Sequence[int] = steps) -> Version:
         return (place,), steps[0], w.shape, w.stride()
     if origin.then is None:
         return origin.places(), steps[0], w.shape, w.stride()
-    # A copy may be kept, and written to: that counts as of other tensors.
+    # A copy may be kept, and written to: such writes count as those of any tensor.
     return *origin.then, w.shape, w.stride(), steps[0], _count(w)
 
 

@@ -282,7 +282,7 @@ def _check_strided(
     device: torch.device,
     problem: Problem,
 ) -> None:
-    """Do as check_tensor for what may be strided, and w13 and b13 split into planes."""
+    """Do what check_tensor does, for tensors that may be strided, w13 and b13 also split into planes."""
     planes = problem.activation.planes
     num, rows, *width = shape
     apart = (num, planes, rows // planes, *width)

@@ -1,1 +1,1 @@
-"""Where bytes lie, and what a launch is told of it."""
+"""Where bytes lie, and what a launch is told about that."""

@@ -166,7 +166,7 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
     args.max_chunks = layout.max_chunks(p)
     args.ready_cells = plan.window["window_ready"].shape[1]
     args.step_blocks = place.step_blocks
-    # Who states the length of a step gets steps.
+    # Whoever states the length of a step gets the order by steps, without meetings.
     gb_per_s = 0.0 if place.step_blocks else meetings.bandwidth()
     meetings.fill(args.meet, address["came"], p, plan.pool_rows, gb_per_s)
     args.config_hash = (p.fingerprint() + place.layer * LAYER_HASH) & 0xFFFFFFFF
@@ -180,7 +180,7 @@ def fill_static(args: Any, plan: Plan, place: Place, encoder: Encoder) -> None:
 
 
 def _fill_expanded(args: Any, plan: Plan, address: dict[str, int], encoder: Encoder) -> None:
-    """Fill where expanded weights lie, where a launch can have some."""
+    """Say where expanded weights lie, for launches that can have some."""
     expanded, region = args.own, plan.workspace.get("panels")
     expanded.ready, expanded.above = address["panel_ready"], panels.above(plan.strided)
     if region is None:

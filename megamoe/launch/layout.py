@@ -116,7 +116,7 @@ def _window(p: Problem) -> Iterator[_Spec]:
 
 # --- the workspace: ordinary memory of one rank ---
 
-# So that a block's number, shifted by 8, fits int32: csrc/megamoe/rows/plan.cuh
+# A block's number, shifted by 8, has to fit int32: csrc/megamoe/rows/plan.cuh
 MAX_POOL_ROWS = (1 << 30) - BLOCK_ROWS
 
 # Cells that must be zero when no launch is in flight; a reset zeroes them.

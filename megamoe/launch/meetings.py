@@ -1,8 +1,8 @@
 """Where the pairs of a launch stay in step: by shape and by machine, in one table.
 
 Pairs of CTAs that share a weight tile or rows meet before they begin to load it (csrc/megamoe/schedule/order.h), so
-that memory is read once for all of them. It pays where L2 would not have it any more for whoever comes later, and what
-is read binds.
+that memory is read once for all of them. That pays where memory is the limit, and L2 would no longer hold what a later
+pair reads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RULES = (
     Rule("fp8", 4000, 40 << 20, Meet()),
 )
 
-# For measurements: taken in place of the rules unless it is None. No pair meets with mean_rows 0.
+# For measurements: unless it is None, it takes the place of the rules. With mean_rows 0 no pair meets.
 stated: Meet | None = None
 
 

@@ -13,7 +13,7 @@ from megamoe.jit.source import TILE
 TILE_COLUMNS = 2 * abi.TILES[TILE].half_columns
 # Launches whose experts have more rows than that in the mean have panels: docs/fp4.md, "Expanded once, in memory".
 MEAN_ROWS = 640
-# So many bytes of rooms, for experts whose weights are made while others' are used; but for five experts at least.
+# Bytes of rooms, for experts whose weights are made while others' are used; at least so many rooms, though.
 # Measured with dsv3, two are too few (25 % slower); 1 GB is no gain.
 EXPANDED_BYTES, LEAST_ROOMS = 32 << 20, 5
 
@@ -29,7 +29,7 @@ def least_tokens(problem: Problem) -> int:
 
 
 def rooms(problem: Problem, pool_rows: int) -> int:
-    """Return of how many experts the workspace holds panels; none, where no launch can have so many rows."""
+    """Return for how many experts the workspace holds panels; 0 where no launch can have so many rows."""
     local = problem.num_local_experts(problem.rank)
     routes = problem.ep_size * problem.max_tokens * problem.top_k
     if min(pool_rows, routes) <= above(problem):

@@ -40,7 +40,7 @@ class Map(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """What is known of a GEMM, by its name in GemmId. Maps by plane: the last stands for those behind it.
+    """What is known of a GEMM, by its name in GemmId. Maps are by plane: the last one stands for further planes.
 
     Pointers are addresses, 0 for null.
     """
@@ -83,7 +83,7 @@ def write(args: Any, rows: Sequence[Row], encoder: Encoder) -> None:
 
 
 def set_maps(fields: Any, maps: Sequence[Map], encoder: Encoder) -> None:
-    """Fill an array of maps, one a plane; without a second plane, with the first one's twice."""
+    """Fill an array of maps, one a plane; without a second plane the first one's is put there twice."""
     for i in range(len(fields)):
         set_map(fields[i], encoder(*maps[min(i, len(maps) - 1)]))
 

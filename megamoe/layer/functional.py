@@ -78,7 +78,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Opening:
-    """As which part of which call a backend is made.
+    """Which part of which call makes a backend.
 
     call: of order.CALLS. layer: its number on the group, since a rank may open layers that are alike in another order.
     questions: asked together with the choice of the backend.
@@ -108,7 +108,7 @@ def _choose(
     options: Mapping[str, Any],
     opening: Opening,
 ) -> tuple[str, dict[int, Any]]:
-    """Do so as part of `opening`; return it, and what each rank stated of its launches, for "mega"."""
+    """Choose a backend as part of `opening`; return it and, for "mega", what each rank stated of its launches."""
 
     def state() -> Facts:
         check_options(problem, group, options)
@@ -221,7 +221,7 @@ def open_backend(
     options: Mapping[str, Any],
     opening: Opening,
 ) -> Backend:
-    """Do the same as part of another call."""
+    """Make the backend that was asked for, as part of another call."""
     chosen, stated = _choose(name, problem, group, device, options, opening)
     make = backend_class(chosen)
     accepted = inspect.signature(make).parameters

@@ -320,7 +320,7 @@ class Layer(Opened, Placed):
             known = self._signatures.find(
                 x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
             )
-            if known is None:  # of what the checks made of x, topk_ids and topk_weights
+            if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
                 saved = not any(t.is_inference() for t in tensors)
                 trains = self.problem.formats.trains and x_scale is None and saved
                 known = self._signatures.add(Signature(inputs, out, trains))
@@ -412,7 +412,7 @@ class Layer(Opened, Placed):
     )
     @_outliving
     def _open(self, weights: ExpertWeights, call: str) -> None:
-        """Do so as part of `call`, of order.CALLS."""
+        """Do what prepare() does, as part of `call`, one of order.CALLS."""
         try:
             self._check_weights(weights, None)
         except ArgumentError as error:

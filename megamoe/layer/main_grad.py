@@ -32,10 +32,10 @@ _placeholders: dict[Any, Tensor] = {}
 
 
 class Joint:
-    """Where gradients of a tensor that was joined of parameters are added: where their main_grad lie as it does.
+    """Where gradients of a tensor joined from parameters are added: into their main_grad, where these lie as it does.
 
-    Where these lie otherwise, a backward pass adds to a tensor of fp32, which add() brings to them. What joined them
-    calls it, where autograd comes by behind all uses of the joined tensor.
+    Where they lie otherwise, a backward pass adds to a tensor of fp32, and add() brings that to them. What joined the
+    parameters calls it, when autograd gets there behind all uses of the joined tensor.
     """
 
     def __init__(

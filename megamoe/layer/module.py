@@ -192,7 +192,7 @@ class MegaMoE(PlacedModule):
         return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
     def _experts(self) -> ExpertWeights:
-        """Do the same without nn.Module's look-up, which costs a microsecond an attribute."""
+        """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""
         if self.place.distributed:
             return self.expert_weights()
         found, buffers = self._parameters, self._buffers

@@ -59,7 +59,7 @@ class Placed:
         weights: ExpertWeights | Mapping[str, Tensor | None],
         optimizers: Any,
     ) -> None:
-        """Do the same for weights by name."""
+        """Do what move_experts() does, for weights by name."""
         if self._replicas is None:
             raise ConfigError("placement", None, "given when the layer was made")
         _move(self._replicas, placement, weights, optimizers, self.num_delayed)

@@ -119,7 +119,7 @@ def _with_memory(op: Any) -> Any:
     return call
 
 
-# By hand what torch.library.custom_op does: 2.3 us of 9.5 less a call (2026-11-22, CPU, no_grad).
+# Done by hand what torch.library.custom_op does: a call takes 2.3 us of 9.5 less (2026-11-22, CPU, no_grad).
 library = torch.library.Library("megamoe", "FRAGMENT")
 for _name, _op, _called in (
     ("moe_forward", moe_forward_op, _with_memory(moe_forward_op)),

@@ -57,7 +57,7 @@ class Weighting(NamedTuple):
         """
         if self.on_input:
             if torch.is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad):
-                # Of a token that is not computed the gradient is zero; times a NaN it would not be.
+                # The gradient of a token that is not computed is zero, but times a NaN it would be NaN.
                 used = _computed(problem, topk_ids, num_tokens_device)
                 x, topk_weights = x.where(used, 0), topk_weights.where(used, 0)
             x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)

@@ -196,7 +196,7 @@ class Distinct:
         self.loaded = False  # whether every tensor that was loaded said which experts it holds
 
     def ask(self, weights: ExpertWeights, call: str) -> None:
-        """Do so as part of `call`, of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
+        """Ask as part of `call`, one of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
         if not _readable(weights.w13):
             return
         questions = [asks.question(weights) for asks in (self._replicas, self) if asks is not None]

@@ -241,7 +241,7 @@ def _as_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _copied(parts: Sequence[Tensor]) -> Tensor:
-    """As integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16."""
+    """Joined as integers: e4m3 is not joined everywhere, nor is bf16 under autocast to fp16."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[parts[0].element_size()]
     return torch.cat([t.view(bits) for t in parts]).view(parts[0].dtype)
 

@@ -37,7 +37,7 @@ def records(tensors: Sequence[Tensor]) -> bool:
 
 
 class Signature:
-    """Of a call as its caller made it: shapes, strides, types, devices and flags of all tensors; where weights lie.
+    """What a caller's call looks like: shapes, strides, types, devices and flags of all tensors; where weights lie.
 
     A call that it fits passes the same checks, in the same modes of torch, none of which has to see the operators.
     shape: of x. requires_grad: whether some tensor does. trains: whether its gradients may be recorded.
@@ -69,7 +69,7 @@ class Signature:
         w13, w2, b13, b2, s13, s2 = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
         if out is x:  # as good as none, and no guard is met by one tensor twice
             out = None
-        # Whose sizes guards ask in vain, and end the process. x was asked for its shape before.
+        # Guards would ask nested tensors for their sizes and end the process. x was asked for its shape before.
         if topk_ids.is_nested or topk_weights.is_nested or w13.is_nested or w2.is_nested:
             return False
         if b13 is b2 is s13 is s2 is num_tokens_device is out is x_scale is None:
@@ -104,7 +104,7 @@ class Signature:
 
 
 class Signatures:
-    """Those of one layer, by the shape of x: the last few of each."""
+    """The signatures of one layer, by the shape of x: the last few of each shape."""
 
     def __init__(self) -> None:
         self._of: dict[Any, list[Signature]] = {}

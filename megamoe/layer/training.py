@@ -250,7 +250,7 @@ def _refuse_options(model: nn.Module, options: dict[str, Any], *names: str) -> N
 def get_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, **options: Any
 ) -> dict[str, Any]:
-    """As torch.distributed.checkpoint.state_dict's, with experts' entries that say which experts they are.
+    """Do what torch.distributed.checkpoint.state_dict's does, with entries that say which experts they are.
 
     Give it to dcp.save(), or to dcp.load() and then to set_optimizer_state_dict(). torch's own would save rank 0's.
 

@@ -41,7 +41,7 @@ def product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> T
 
 
 def grouped_product(x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Do the same by torch's grouped_mm, in bf16, for any ends; the host waits for nothing."""
+    """Do what product() does by torch's grouped_mm, in bf16, for any ends; the host waits for nothing."""
     ends = _ends(offs, x)
     with torch.autocast(x.device.type, enabled=False):
         out = torch._grouped_mm(x, w, offs=ends).float()
@@ -107,7 +107,7 @@ def weights(a: Tensor, b: Tensor, offs: Tensor | None, num: int, dtype: torch.dt
 
 
 def grouped_weights(a: Tensor, b: Tensor, offs: Tensor | None) -> Tensor:
-    """Do the same by torch's grouped_mm, in bf16; the host waits for nothing."""
+    """Do what weights() does by torch's grouped_mm, in bf16; the host waits for nothing."""
     ends = _ends(offs, a)
     with torch.autocast(a.device.type, enabled=False):
         out = torch._grouped_mm(a.T, b, offs=ends)

@@ -13,7 +13,7 @@ from megamoe.core.config import Problem
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 
-# Not those of inputs: a row of x that equals a row of weights would make sums of many standard deviations.
+# Inputs have other seeds: a row of x that equals a row of weights would make sums of many standard deviations.
 # Below 2^32: of a seed, torch's CPU generator takes 32 bits.
 WEIGHT_SEEDS = 1 << 31
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")

@@ -4,7 +4,7 @@
 
 namespace megamoe {
 
-// Rows of the pool, which the plan of the pass has placed.
+// Rows of the pool, where the plan of the pass has placed them.
 struct PoolBlocks {
     static constexpr bool in_pool = true;
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int) {
@@ -60,8 +60,9 @@ struct SortedBlocks {
         const int32_t* first = ctx.smem.experts.first_row + expert;
         return first[1] - first[0];
     }
-    // The K of a weight gradient: whole 64 rows of an expert where they stand; what is left behind them, with
-    // zero rows, is in the tails. An expert without rows has a tail of zeros alone.
+    // The K of a weight gradient. Whole groups of 64 rows of an expert are read where they stand; the rows
+    // that are left behind them are in the tails, filled up with zero rows. The tail of an expert without
+    // rows is zeros alone.
     struct RowsOfK {
         int first, rows, tail;
         // Which row a slot begins at, and in which map.
@@ -89,8 +90,8 @@ struct SortedBlocks {
     }
 
   private:
-    // The last expert whose first block is not behind this one: those before it that begin there have no
-    // rows.
+    // The last expert whose first block does not come after this one. Others that begin at the same block,
+    // before it, have no rows.
     static MEGAMOE_DEVICE int expert_of(const Context& ctx, int block) {
         int first = 0, last = ctx.args.num_local_experts - 1;
         MEGAMOE_UNROLL_BY(1)

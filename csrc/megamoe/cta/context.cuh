@@ -33,7 +33,7 @@ MEGAMOE_DEVICE RouteCell* route_cell(const Context& ctx, int at, int of) {
     return ctx.window<RouteCell>(at, args.window_routes) + ctx.parity() * args.num_ranks + of;
 }
 
-// Which CTA this is of those that take part in the launch, and how many do. Volatile for the reason that
+// Which CTA this is of those that take part in the launch, and how many do. Volatile for the same reason as
 // special registers are.
 MEGAMOE_DEVICE int cta_idx(const Context& ctx) { return *static_cast<volatile int32_t*>(&ctx.smem.cta); }
 MEGAMOE_DEVICE int num_ctas(const Context& ctx) {
@@ -59,7 +59,7 @@ MEGAMOE_DEVICE Tile& current_tile() {
     return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
 }
 
-// The argument of a layer's launch, of which roles are handed what all launches have.
+// The argument of a layer's launch. Roles are handed the part of it that all launches have.
 template <class T>
 MEGAMOE_DEVICE const typename T::LaunchArgs& launch_args(const Args& args) {
     return reinterpret_cast<const typename T::LaunchArgs&>(args);

@@ -38,8 +38,8 @@ class Profile {
             at(args, Mark::start) = arch::globaltimer_ns();
         }
     }
-    // Cycles spent in `body`, added to the mark; only the thread for which `mine` holds. Nothing is held in a
-    // register meanwhile: FP8 math has none left.
+    // Adds the cycles spent in `body` to the mark, in the thread for which `mine` holds. Nothing is held in a
+    // register meanwhile, since FP8 math has none left.
     template <class Mine, class Body>
     static MEGAMOE_DEVICE void timed(Smem& smem, Mark m, Mine mine, Body body) {
         if constexpr (T::profile) {

@@ -29,7 +29,8 @@ struct PassPlan {
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
 // movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
-// flight take the registers; odd numbers of words, so that a warp's accesses meet no bank conflicts.
+// flight take the registers. Each struct has an odd number of words, so that a warp's accesses meet no bank
+// conflicts.
 struct ReducerState {
     int32_t row;       // the lot's first; no lot: negative
     int32_t block;     // the last that has a row of the lot's closers
@@ -90,15 +91,13 @@ struct MoverSmem {
     SumJob job[num_movers];
 };
 
-// A grouped launch finds its rows sorted by expert where the caller has them: each expert's first block
-// and first row; behind the last expert, where the blocks and the rows of all end.
+// The rows of a grouped launch stay where the caller has them, sorted by expert. These are each expert's
+// first block and first row, and behind the last expert the ends of all blocks and rows.
 struct ExpertTable {
     int32_t first_block[max_local_experts + 1];
     int32_t first_row[max_local_experts + 1];
 };
 
-// Tiles that are looked up, on their way to the threads of a CTA that walk them. A slot is free when all have
-// read it; with three, one or two tiles are ahead of the loaders, as `store` is about one behind.
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
 struct PlacedMeeting {
     int packed;
@@ -107,6 +106,8 @@ struct PlacedMeeting {
     MEGAMOE_PURE uint32_t pairs() const { return static_cast<uint32_t>(packed & 0xff); }
 };
 
+// Tiles that are looked up, on their way to the threads of a CTA that walk them. A slot is free when all have
+// read it; with three, one or two tiles are ahead of the loaders, as `store` is about one behind.
 constexpr int num_dealt = 3;
 constexpr int num_dealt_to = 3;  // threads of a CTA: load_a, load_b, store
 using DealRing = Ring<num_dealt>;
@@ -118,7 +119,7 @@ struct DealSmem {
     };
 };
 
-// What deal() needs where pairs may meet; here, not in registers, of which it has none left.
+// What deal() needs where pairs may meet. It is here because deal() has no registers left.
 struct MeetSmem {
     PlacedMeeting before[num_dealt];  // a tile that is dealt, of CTA 0's load_b
     int32_t drafted;                  // before the next one, packed
@@ -150,7 +151,7 @@ struct Smem {
     MeetSmem meet;
 };
 
-// All of it.
+// All shared memory of a CTA.
 template <class S>
 struct CtaSmem {
     union {

@@ -1,5 +1,5 @@
-// Where a thread stands among the warps of its CTA. Asked again where it is needed: no register is spared for
-// it.
+// Where a thread stands among the warps of its CTA. These are asked again wherever they are needed, so that
+// no register is spent on them.
 #pragma once
 #include "megamoe/arch/arch.cuh"
 #include "megamoe/cta/warps.h"

@@ -6,8 +6,8 @@
 // layer's up in b[0]): they are on their way while the last of K is multiplied. dgu takes their place, and hs
 // that of A.
 //
-// `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, an output slot a plane, from the
-// values rounded to bf16: they take the registers of the sums that they were made of.
+// `Rows`: gemm2's A. Where it has scales, each half of dgu goes there too, one output slot a plane, made from
+// the values rounded to bf16. They take the registers of the sums that they were made of.
 #pragma once
 #include "megamoe/act/policies.cuh"
 #include "megamoe/epilogue/elementwise.cuh"
@@ -41,8 +41,8 @@ struct ActivationGradientEpilogue {
     static MEGAMOE_DEVICE uint32_t input_bytes(const Tile& tile) {
         return gu_planes * boxes(tile) * box_bytes;
     }
-    // One thread. Saved pre-activations are an earlier launch's, others stand where dgu will be since this
-    // pass's first phase: neither needs a wait.
+    // One thread. Saved pre-activations were written by an earlier launch, the others by the first phase of
+    // this pass, where dgu will be: neither needs a wait.
     template <class T, class Slot>
     static MEGAMOE_DEVICE void load_input(const Context& ctx, const Tile& tile, int input, Slot& slot,
                                           uint64_t* full) {
@@ -57,7 +57,7 @@ struct ActivationGradientEpilogue {
                                   row0<T>(tile) + box * warpgroup_rows);
         }
     }
-    // One thread: what run() has left in the slot.
+    // One thread stores what run() has left in the slot.
     template <class T, class Slot>
     static MEGAMOE_DEVICE void store_input(const Context& ctx, const Tile& tile, int input,
                                            const Slot& slot) {
@@ -118,7 +118,7 @@ struct ActivationGradientEpilogue {
                     store_pair(hs + at, s[i] * h[0], s[i] * h[1]);
                 }
             }
-            // Before the last hand-over, which the tile's release follows.
+            // This comes before the last hand-over, since the tile's release follows that.
             if constexpr (weighted) {
                 if (input == inputs - 1) store_d_s<T>(ctx, tile, d_s, row, f);
             }

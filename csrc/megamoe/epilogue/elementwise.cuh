@@ -88,8 +88,8 @@ MEGAMOE_DEVICE void add_bias(float (&v)[n], const float* bias, int column0, int 
     }
 }
 
-// Where a warpgroup's scales of a half go, which is one group; null if there is no such half. `wide`: both
-// have the first one's rows.
+// Where a warpgroup puts the scales of a half, which is one group; null if there is no such half. `wide`:
+// both warpgroups have the first one's rows.
 template <class T, bool wide = false>
 MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int half) {
     const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
@@ -139,7 +139,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     using Out2 = typename E2::Out;
     if constexpr (!same<Out1, Out2>) {
         if (first) {
-            // What the halves saved before have left no registers for is asked again.
+            // This is asked again: the halves that were saved before have left no registers for it.
             write_halves<Out1, T>(ctx, E1::saves ? current_tile<T>() : tile, E1::halves, output, sum,
                                   E1::saves ? Fragment() : f);
             return;

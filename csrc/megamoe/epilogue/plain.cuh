@@ -1,4 +1,4 @@
-// The sums as they are.
+// The epilogue that leaves sums as they are.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 
@@ -11,7 +11,7 @@ struct PlainEpilogue : Elementwise<S, Rows, 2> {
     template <int n>
     static MEGAMOE_DEVICE void transform(const Args&, float (&)[2][n]) {}
 
-    // Beside an epilogue that is not element by element.
+    // Where the layer's other epilogue is not element by element.
     template <class T, class Output>
     static MEGAMOE_DEVICE void run(Context& ctx, const Tile& tile, PipelineRing<T>&, Output& output,
                                    Sums<T>& sum) {

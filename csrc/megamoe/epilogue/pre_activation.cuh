@@ -37,7 +37,7 @@ struct SavingEpilogue : ActivationEpilogue<S, Activation, Rows> {
     }
 };
 
-// backward, into the memory of dgu.
+// The same in backward, into the memory of dgu.
 template <class S, class Activation>
 struct RecomputeEpilogue {
     static constexpr bool elementwise = false;

@@ -1,7 +1,8 @@
 // Tiles of dw13 and dw2: bf16, or fp32, written or added. One CTA owns a tile over all rows of the expert in
 // a pass, so that an element is added to once a pass, and its bits depend on the routing alone. It is added
 // by TMA: read through the pipeline instead, what was there cost 10 % more (DSv3, fp32, H200, 2026-11-22).
-// Additions run at 1.2 TB/s where they miss L2 and at 3.8 where they do not, so it is asked into L2 before.
+// Additions run at 1.2 TB/s where they miss L2 and at 3.8 where they hit, so the memory is fetched into L2
+// before.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
 
@@ -26,7 +27,7 @@ struct WeightGradientEpilogue {
         const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
         return {gemm.out, tile.n * columns + slot * slot_columns<T>(ctx.args), gemm.n};
     }
-    // One thread: what the tile will be added to, into L2.
+    // One thread fetches what the tile will be added to into L2.
     template <class T>
     static MEGAMOE_DEVICE void prefetch(const Context& ctx, const Tile& tile) {
         GradientBlock<T> block(ctx.args, tile);

@@ -56,7 +56,7 @@ struct E4m3RowsIn {
             output, row_scale, f, [&](int i, int g) { return v[4 * g + 2 * i]; },
             [&](int i, int g) { return v[4 * g + 2 * i + 1]; });
     }
-    // The same of 8 * groups columns of bf16: a thread's pairs[i][g] are those at f.column(g) of its row i.
+    // The same for 8 * groups columns of bf16: pairs[i][g] of a thread are those at f.column(g) of its row i.
     template <class Output, int groups>
     static MEGAMOE_DEVICE void write_bf16(Output& output, const uint32_t (&pairs)[2][groups],
                                           float* row_scale, Fragment f) {
@@ -88,8 +88,8 @@ struct E4m3RowsIn {
 };
 using E4m3Rows = E4m3RowsIn<PlainWords>;
 
-// Where the scales of a tile's halves lie, in rows of blocks of 128 x 128. A half past the last column has
-// none of its own and takes the first half's: its products are zero.
+// Where the scales of a tile's halves lie, in rows of blocks of 128 x 128. A half past the last column has no
+// scales and takes the first half's, since its products are zero.
 struct ScaleRows {
     int64_t first;
     int to_half1;

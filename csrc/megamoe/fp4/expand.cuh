@@ -3,7 +3,8 @@
 // (fp4/panels.cuh): one a scheduler, as what stands between MMAs costs least when it is spread.
 //
 // Deadlock-free because panels are made in the order in which tiles need them, by warps that wait for nothing
-// meanwhile: of the first tile that is not done the panel is made, or its room's tiles all stand before it.
+// meanwhile: the panel of the first tile that is not done is made already, or all tiles that use its room
+// come before it.
 #pragma once
 #include "megamoe/fp4/format.cuh"
 #include "megamoe/fp4/panels.cuh"
@@ -12,9 +13,9 @@
 
 namespace megamoe {
 
-// A row's 128 numbers, of one of eight rows, a quad each: a lane takes four words of eight numbers, and knows
-// where they go. In the order of QuadWords lane q's are word q of each 32, and make 32 bytes that lie
-// together.
+// The 128 numbers of a row. A warp has eight rows, one for each quad of lanes: a lane takes four words of
+// eight numbers, and knows where they go. In the order of QuadWords those of lane q are word q of each 32,
+// and make 32 bytes that lie together.
 template <class Rows, class Weights>
 struct ExpandRow;
 
@@ -53,7 +54,7 @@ struct ExpandRow<E4m3QuadRows, Mxfp4Weights> {
     }
 };
 
-// 64 rows of one half of a panel's slot: number `i` of an expert's.
+// 64 rows of one half of a panel's slot: patch number `i` of an expert.
 template <class T>
 class Patch {
     using B = typename T::Gemm1::B;
@@ -115,8 +116,7 @@ class Patch {
     int row_bytes_, rows_, words_;
 };
 
-// What a transport warp makes, patch by patch. It waits for nothing: it says whether there was something to
-// do.
+// What a transport warp makes, patch by patch. It never waits; it returns whether there was something to do.
 template <class T>
 class Expander {
     static_assert(expands_slots<T>, "what is expanded in memory is what others expand in slots");
@@ -136,7 +136,7 @@ class Expander {
         const ExpanderState& s = state();
         return s.at[1].expert >= ctx.args.num_local_experts && s.patch >= s.patches;
     }
-    // Not when finished. Makes a patch, if its panel's room is free.
+    // Makes a patch, if its panel's room is free. Must not be called when finished.
     static MEGAMOE_DEVICE bool next(Context& ctx) {
         ExpanderState& s = state();
         if (s.patch >= s.patches && !take(ctx, s)) return false;
@@ -172,7 +172,8 @@ class Expander {
             int expert = at.expert, rows = rows_of(ctx, expert);
             int rows_before = rows_of(ctx, expert - own<T>(args).rooms);
             int blocks_before = ceil_div(rows_before, T::Tiling::rows);
-            // Also for experts without panels: their room may hold those of an earlier one.
+            // This is done for experts without panels, too, since their room may hold those of an earlier
+            // one.
             if (!is_free(ctx, id, at.block_before, blocks_before)) return false;
             arch::warp_sync();  // all lanes have read
             if (arch::lane_idx() == 0) {
@@ -182,7 +183,7 @@ class Expander {
             }
             if (is_tall(rows)) {
                 PanelShape<T> shape(args, id);
-                // Whose turn it is to have one more goes round.
+                // Which warps make one patch more than others changes from expert to expert.
                 int warps = num_transports(ctx), first = transport_index(ctx) + expert * (warps / 3);
                 if (arch::lane_idx() == 0) {
                     s.gemm = id;
@@ -205,7 +206,8 @@ class Expander {
             free = free && RoomFree::ready(ctx.mem, done + i, tiles);
         return arch::ballot(!free) == 0;
     }
-    // All of an expert's at once: a release waits for the stores before it. `end`: behind the last one.
+    // Publishes all of an expert's patches at once, since a release waits for the stores before it. `end`:
+    // behind the last one.
     static MEGAMOE_DEVICE void publish(Context& ctx, const ExpanderState& s, int end) {
         int warps = num_transports(ctx), of_panel = PanelShape<T>(ctx.args, s.gemm).patches();
         MEGAMOE_UNROLL_BY(1)

@@ -6,9 +6,9 @@
 
 namespace megamoe {
 
-// Weights of the tall form are expanded where they arrived, in the pipeline's slots: either warpgroup's half
-// by its four warps. Slots of wide tiles they just pass on, so that each lap is complete. A launch whose
-// weights are expanded in memory has no such laps.
+// Weights of the tall form are expanded where they arrived, in the pipeline's slots: each warpgroup's half by
+// its four warps. They just pass on slots of wide tiles, so that each lap is complete. A launch whose weights
+// are expanded in memory has no such laps.
 template <class T>
 MEGAMOE_DEVICE void pass_half(Context& ctx, const PipelineRing<T>& ring) {
     arch::warp_sync();  // the warp's writes and fences

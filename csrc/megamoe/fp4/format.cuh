@@ -19,7 +19,7 @@ struct QuadWords {
 };
 using E4m3QuadRows = E4m3RowsIn<QuadWords>;
 
-// Before the scales of 128 x 128 numbers.
+// What stands before the scales of 128 x 128 numbers.
 struct ScaleHeader {
     uint8_t largest;   // MXFP4: exponent
     uint8_t is_plain;  // MXFP4: all others are at most eleven binades below
@@ -39,8 +39,8 @@ static_assert(sizeof(ScaleHeader) == 16, "what bulk copies move");
 // What stands in the place of a half of B until it is expanded, for a step of K: its rows, `row_bytes` each,
 // with the swizzle of that width. Its scales, [slot_k / 64, 128 rows, 64 / group], are in the slot's own
 // place for them, behind the block's header where e4m3 is made of them. A thread of the warpgroup that
-// expands it takes every 128th unit: 32 numbers with their scales. All of a thread's stand at the same place
-// of rows that are alike for the swizzles.
+// expands it takes every 128th unit: 32 numbers with their scales. All units of a thread stand at the same
+// place of rows that the swizzles treat alike.
 template <class Rows, class Weights>
 struct PackedHalf {
     static constexpr int slot_k = slot_k_bytes / Rows::element_bytes;
@@ -54,7 +54,7 @@ struct PackedHalf {
     static constexpr int header_bytes = Rows::element_bytes == 1 ? sizeof(ScaleHeader) : 0;
     static constexpr int scale_bytes = header_bytes + num_scales;
     static constexpr int scale_offset(int step, int half) { return (2 * step + half) * scale_bytes; }
-    // Where those of a step of K begin among the blocks'.
+    // Where the scales of a step of K begin among those of the blocks.
     static MEGAMOE_DEVICE int64_t scales_at(int step) {
         constexpr int steps = Weights::block_scales / num_scales;
         constexpr int first = sizeof(ScaleHeader) - header_bytes;
@@ -74,15 +74,15 @@ struct PackedHalf {
         unsigned row = thread() / row_units, k = thread() % row_units;
         return header_bytes + k / 2 * (2 * scale_group) + 2 * row + k % 2;
     }
-    // A unit's word where rows lie by quads. No two lanes' are in one bank.
+    // A word of a unit where rows lie by quads. No two lanes read from the same bank.
     static MEGAMOE_DEVICE unsigned word_at(unsigned word) {
         unsigned row = thread() / row_units, k = thread() % row_units;
         return row * slot_k_bytes + ((word * 16) ^ (row % 8 << 4)) + k * 4;
     }
 };
 
-// What the formats share. `group` numbers of K have a scale of a byte. Scales stand block by block of 128 x
-// 128 numbers.
+// What the formats share. `group` numbers of K have one scale of a byte. Scales stand in blocks, each of 128
+// x 128 numbers.
 template <int group_, bool scales_sums_>
 struct Fp4Weights {
     static constexpr int packed = 2, group = group_;
@@ -118,15 +118,15 @@ struct Fp4Weights {
         MEGAMOE_DEVICE const uint8_t* block(int half, int k) const {
             return half0_ + half * to_half1_ + k * block_bytes;
         }
-        // Those of both halves and a step of K.
+        // The scales of both halves and a step of K.
         template <class Packed>
         MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int step) const {
             const uint8_t* from = half0_ + Packed::scales_at(step);
             arch::bulk_load(to, from, Packed::scale_bytes, full);
             arch::bulk_load(to + Packed::scale_bytes, from + to_half1_, Packed::scale_bytes, full);
         }
-        // What the sums of a half are multiplied by, from the last of its blocks: that has just been in L2,
-        // since loads of scales touch it.
+        // What the sums of a half are multiplied by. It is read from the last of its blocks, which loads of
+        // scales have just brought into L2.
         MEGAMOE_DEVICE float of_sums(int half, int columns) const {
             return reinterpret_cast<const ScaleHeader*>(block(half, columns - 1))->of_sums;
         }
@@ -138,7 +138,7 @@ struct Fp4Weights {
     };
 };
 
-// Bytes of eight e2m1 magnitudes, by code: what PRMT looks up for four codes at a time.
+// The bytes of the eight e2m1 magnitudes, by code: PRMT looks them up for four codes at a time.
 struct Magnitudes {
     uint32_t lo, hi;
     MEGAMOE_DEVICE uint32_t of(uint32_t codes) const { return arch::prmt(lo, hi, codes); }
@@ -156,7 +156,7 @@ struct Codes {
 
 // A power of two for 32: E8M0, the exponent plus 127.
 struct Mxfp4Weights : Fp4Weights<32, false> {
-    // Scales that are read together, in words: one in each.
+    // Scales that are read together, one in each word.
     static constexpr int word_scales = 1;
     // bf16: a magnitude's upper bytes, and what a number is multiplied by, twice in a word.
     static constexpr Magnitudes upper = {0x3f3f3f00, 0x40404040};
@@ -177,8 +177,9 @@ struct Mxfp4Weights : Fp4Weights<32, false> {
     }
 };
 
-// An e4m3 for 16, with its sign, and an fp32 in each block's header. Four bits further up an e4m3 is the bf16
-// of itself times 2^-120, subnormal ones too, and NaN 480 times that. The magnitudes have the 2^120.
+// An e4m3 for 16, with its sign, and an fp32 in each block's header. Shifted up by four bits, an e4m3 is the
+// bf16 of its value times 2^-120, subnormal ones too, and NaN is 480 times that. The magnitudes have the
+// factor 2^120.
 struct Nvfp4Weights : Fp4Weights<16, true> {
     static constexpr int word_scales = 4;  // at most
     static constexpr Magnitudes upper = {0x7b7b7b00, 0x7c7c7c7c};
@@ -191,7 +192,7 @@ struct Nvfp4Weights : Fp4Weights<16, true> {
     }
     template <bool all_plain>
     static MEGAMOE_DEVICE uint32_t factor(int word, int i) {
-        // Either half of a word: the scale, and above it eight times its sign.
+        // Each half of a word: the scale, and above it its sign, eight times.
         uint32_t twice =
             arch::prmt(static_cast<uint32_t>(word), 0, 0x8080 + 0x1111 * static_cast<uint32_t>(i));
         if (!all_plain && (twice & 0x7f) == 0x7f) return 0x7fc07fc0;
@@ -199,11 +200,12 @@ struct Nvfp4Weights : Fp4Weights<16, true> {
     }
 };
 
-// How a unit is expanded: Half(half) is what its units share, look_ups() what its scales make of them.
+// How a unit is expanded. Half(half) is what the units of a half share; look_ups() is what their scales make
+// of it.
 template <class Rows, class Weights>
 struct ExpandTo;
 
-// e4m3 times a power of two that the whole half shares, the largest scale's: 6 becomes 384.
+// e4m3, times a power of two that the whole half shares. That of the largest scale makes 384 of 6.
 template <>
 struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
     using Packed = PackedHalf<E4m3QuadRows, Mxfp4Weights>;
@@ -222,7 +224,7 @@ struct ExpandTo<E4m3QuadRows, Mxfp4Weights> {
 
     using LookUp = Magnitudes;
 
-    // Then a power of two is an exponent more for all codes but zero's.
+    // Then a power of two is added to the exponents of all codes but zero's.
     template <int num>
     static MEGAMOE_DEVICE bool plain(const Half& half, const int (&)[num]) {
         return half.is_plain;
@@ -287,7 +289,7 @@ MEGAMOE_DEVICE int read_scales(const uint8_t* from) {
     if constexpr (num == 4) return *reinterpret_cast<const int*>(from);
 }
 
-// The tall form: a half is expanded in place, by the 128 threads of a math warpgroup, which `meet` when all
+// The tall form: a half is expanded in place by the 128 threads of a math warpgroup, which `meet` when all
 // have read it. Its power of two goes to `scale`.
 template <class Meet>
 MEGAMOE_DEVICE void expand_half(uint8_t* half, const uint8_t* scales, float* scale, Meet meet) {

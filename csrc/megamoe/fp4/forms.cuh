@@ -8,8 +8,8 @@
 
 namespace megamoe {
 
-// A tile in the wide form, as wide as its rows need. Each form runs to its own end: sums of two that meet
-// spill.
+// A tile in the wide form, as wide as its rows need. Each form runs to its own end, since the sums of two
+// forms that meet would spill.
 template <class T, int n, class Output>
 MEGAMOE_DEVICE void run_wide_rows(Context& ctx, PipelineRing<T>& ring, Output& output, const Tile& tile) {
     WideSums<n> sum;

@@ -1,6 +1,6 @@
-// FP4 weights as the M operand of MMAs, straight from packed halves into registers: the wide form of a
-// tile. A warpgroup has 64 rows of either half. Lane (row, quad) of a warp needs rows `row` and row + 8, and
-// of each instruction's K (32 bytes of expanded numbers) those that its registers a[2 * p + i] hold: bytes 4
+// FP4 weights as the M operand of MMAs, straight from packed halves into registers: the wide form of a tile.
+// A warpgroup has 64 rows of either half. Lane (row, quad) of a warp needs rows `row` and row + 8. Of each
+// instruction's K (32 bytes of expanded numbers) it needs those that its registers a[2 * p + i] hold: bytes 4
 // * quad + 16 * p of row 8 * i.
 #pragma once
 #include "megamoe/fp4/format.cuh"
@@ -29,7 +29,7 @@ struct PackedRows {
         row = static_cast<unsigned>(f.warpgroup * warpgroup_rows + f.column),
         quad = static_cast<unsigned>(f.quad);
     }
-    // Where 16 bytes of this thread's row are; the swizzle is the same eight rows on.
+    // Where 16 bytes of this thread's row are. Eight rows further on the swizzle is the same.
     MEGAMOE_DEVICE unsigned vector(unsigned c) const {
         return Packed::swizzled(row * Packed::row_bytes) ^ c * 16;
     }
@@ -47,7 +47,7 @@ struct PackedRows {
     }
 };
 
-// What a thread reads of a half, and makes its registers of: codes, four numbers each, and scales.
+// What a thread reads of a half to make its registers: codes, four numbers each, and scales.
 template <class Rows, class Weights>
 struct WideHalf;
 
@@ -84,8 +84,8 @@ struct WideHalf<E4m3QuadRows, Mxfp4Weights> {
     }
 };
 
-// An instruction's K is half a group of 32: eight packed bytes, of which a lane needs one and one. A quad
-// reads 16 together.
+// An instruction's K is half a group of 32: eight packed bytes, of which a lane needs two, four bytes apart.
+// A quad reads 16 together.
 template <class Weights>
 struct WideHalf<Bf16Rows, Weights> {
     using To = ExpandTo<Bf16Rows, Weights>;
@@ -161,8 +161,8 @@ struct WideStepAt {
         return plain;
     }
 };
-// As if all were plain, as they nearly always are: looked at first, that would stand between a thread's reads
-// and what it makes of them. Else once more.
+// Registers are made as if all scales were plain, as they nearly always are. A look at that first would stand
+// between a thread's reads and what it makes of them. Where they are not, it is done once more.
 template <class Rows, class Weights, class Slot>
 MEGAMOE_DEVICE void expand_wide(WideOperand (&a)[2], float (&scale)[2], const Slot& slot, int step,
                                 const PackedRows<Rows, Weights>& at) {

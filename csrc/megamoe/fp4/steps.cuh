@@ -1,12 +1,12 @@
-// How a tile of packed weights goes: steps of K in a slot, and which form it has.
+// How a tile of packed weights is computed: steps of K in a slot, and which form it has.
 #pragma once
 #include "megamoe/gemm/gemm.cuh"
 
 namespace megamoe {
 
 // A tile's K comes in steps of 128 bytes of a row. A pipeline slot holds one, or two where weights are packed
-// and the tile is short, so that as many bytes are on their way as without packing. Not where B is shared:
-// the pair's other tile may be tall.
+// and the tile is short, so that as many bytes are on their way as without packing. There is one step where B
+// is shared, since the pair's other tile may be tall.
 template <class T>
 MEGAMOE_DEVICE int slot_steps(const Tile& tile) {
     return tile.shared == Shared::a && tile.rows() <= warpgroup_rows ? 2 : 1;
@@ -21,16 +21,16 @@ struct SlotSteps {
     }
 };
 
-// Which forms tiles of weights that are expanded have (fp4/wide.cuh). In BF16 the wide one alone: 128 sums
-// and an operand fit a thread's registers. In FP8 64 products besides do not, and tiles of more than 64 rows
-// have the tall form, whose weights are expanded in the pipeline's slots.
+// Which forms tiles of weights that are expanded have (fp4/wide.cuh). BF16 has only the wide one: 128 sums
+// and an operand fit into a thread's registers. In FP8 there would be 64 products besides, which do not fit,
+// so tiles of more than 64 rows have the tall form, whose weights are expanded in the pipeline's slots.
 template <class T>
 constexpr bool expands_slots = T::Gemm1::A::scaled;
 template <class T>
 constexpr bool has_tall = expands_slots<T>;
-// Are weights of the tall form expanded in memory instead, once for all tiles of an expert
-// (fp4/expand.cuh)? A launch has one answer, its first pass', which has most rows. Kernels that cannot are
-// faster with few.
+// Are weights of the tall form expanded in memory instead, once for all tiles of an expert (fp4/expand.cuh)?
+// A launch has one answer, that of its first pass, which has most rows. Kernels that cannot do it are faster
+// with few rows.
 template <class T>
 MEGAMOE_DEVICE bool has_panels() {
     if constexpr (T::Tiling::Forms::panels) return tile_smem<T>().forms.has_panels != 0;
@@ -43,8 +43,8 @@ MEGAMOE_DEVICE bool is_wide(const Tile& tile) {
     return !has_tall<T> || (tile.rows() <= warpgroup_rows && !with_panel);
 }
 
-// Where weights are expanded in memory (fp4/expand.cuh): how far a transport warp is, by GEMM, and what it
-// is at.
+// Where weights are expanded in memory (fp4/expand.cuh): how far a transport warp has come, by GEMM, and what
+// it is working on.
 struct ExpandedTo {
     int expert, block;  // the next one, where its blocks begin,
     int block_before;   // and those of the expert that had its room before

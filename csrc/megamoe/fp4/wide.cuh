@@ -19,15 +19,15 @@ struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Mxfp4Weights> {};
 template <int n>
 using WideSums = float[2][n / 2];
 
-// Sums and products are zeros before the loop: undefined they would be alive in the other forms of the tile,
-// and ptxas spills.
+// Sums and products are zeros before the loop: if they were undefined, they would be alive in the other forms
+// of the tile, and ptxas would spill.
 template <int n>
 MEGAMOE_DEVICE void clear(WideSums<n>& sum) {
     MEGAMOE_UNROLL
     for (int i = 0; i < n / 2; ++i) sum[0][i] = sum[1][i] = 0.0f;
 }
 
-// Both halves of a slot, begun. `accumulates`: onto what is there.
+// Begins both halves of a slot. `accumulates`: adds to what is there.
 template <class Element, int n>
 MEGAMOE_DEVICE void issue_wide(WideSums<n>& acc, WideOperand (&a)[2], arch::Desc rows, bool accumulates) {
     MEGAMOE_UNROLL
@@ -109,8 +109,8 @@ struct WideStep {
     }
 };
 
-// `steps` of K, of which a pipeline slot holds `slot_steps`. The second one's weights are expanded while the
-// first one is multiplied, where registers suffice for both.
+// `steps` of K, of which a pipeline slot holds `slot_steps`. Where registers suffice for both, the weights of
+// the second are expanded while the first is multiplied.
 template <class T, int n>
 MEGAMOE_DEVICE void multiply_wide(WideSums<n>& sum, Context& ctx, PipelineRing<T>& ring, int steps,
                                   int slot_steps) {

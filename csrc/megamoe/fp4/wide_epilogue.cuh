@@ -6,8 +6,8 @@
 
 namespace megamoe {
 
-// Sums of weights with a scale for the whole matrix. The product is rounded by itself: fused with what
-// follows for some numbers of rows and not for others, their bits would differ.
+// Sums of weights with a scale for the whole matrix. The product is rounded by itself: if it were fused with
+// what follows for some numbers of rows and not for others, their bits would differ.
 template <class T, int n>
 MEGAMOE_DEVICE void scale_sums(const Context& ctx, const Tile& tile, float (&sum)[2][n]) {
     using W = typename T::Gemm1::B;

@@ -1,13 +1,13 @@
-// Gradients of the biases, beside the weight tiles of the first columns: sums over an expert's rows of A's
-// columns, which stand in shared memory then. db13 = sum dgu, db2 = sum s dy.
+// Gradients of the biases, beside the weight tiles of the first columns: sums, over an expert's rows, of the
+// columns of A, which are in shared memory at that time. db13 = sum dgu, db2 = sum s dy.
 #pragma once
 #include "megamoe/formats/fragment.cuh"
 #include "megamoe/gemm/operands.cuh"
 
 namespace megamoe {
 
-// A warp has 16 of its warpgroup's 64 columns, a lane two of them in every fourth row. They are summed in
-// that order whatever else happens, so that the bits repeat.
+// A warp has 16 of its warpgroup's 64 columns, and a lane two of these in every fourth row. They are always
+// summed in that order, so that the bits repeat.
 template <class T>
 class BiasGradient {
   public:
@@ -23,9 +23,9 @@ class BiasGradient {
         if (wanted()) ask_for_weights(0);
     }
 
-    // add() and store(): where it is wanted. The slot's 64 rows, from the tile's row 64 * i on. Each lane
-    // asked for two of their weights a slot before: loads in this loop made GPT-OSS's backward 2 to 5 %
-    // slower (H200, 2026-11-22).
+    // add() and store() may be called only where the gradient is wanted. This adds the slot's 64 rows, from
+    // the tile's row 64 * i on. Each lane asked for two of their weights one slot before: loads in this loop
+    // made GPT-OSS's backward 2 to 5 % slower (H200, 2026-11-22).
     MEGAMOE_DEVICE void add(int slot, int i) {
         const float s[2] = {next_[0], next_[1]};
         ask_for_weights(i + 1);
@@ -55,7 +55,7 @@ class BiasGradient {
         }
     }
 
-    // One thread, of a poisoned launch.
+    // Called by one thread, of a poisoned launch.
     static MEGAMOE_DEVICE void lose(const Context& ctx, const Tile& tile) {
         float* bias = gradient_of(ctx, tile);
         MEGAMOE_UNROLL_BY(1)
@@ -70,7 +70,7 @@ class BiasGradient {
     static constexpr int lanes = 8;  // of a row
     static constexpr int rows_at_once = 32 / lanes;
 
-    // Those of slot i: rows lane and 32 + lane.
+    // The weights of slot i: of rows lane and 32 + lane.
     MEGAMOE_DEVICE void ask_for_weights(int i) {
         if (i == slots_) return;
         MEGAMOE_UNROLL

@@ -12,7 +12,7 @@ template <class T>
 using Forms = typename T::Tiling::Forms::template Of<T>;
 
 // Can pairs meet in a launch of this layer (schedule/order.h)? Packed weights are expanded for a few experts
-// at a time, in the order by steps, which is another where pairs meet.
+// at a time, in the order by steps; where pairs meet, the order is another.
 template <class T>
 constexpr bool can_meet = T::Deal::in_rounds && !Forms<T>::is_packed;
 
@@ -32,16 +32,18 @@ struct OneForm {
                                             const Tile& tile) {
             megamoe::multiply<T>(sum, ctx, ring, tile, tile.slots);
         }
-        // The wide form, where the tile has it.
+        // Runs the wide form, where the tile has it.
         template <class Output>
         static MEGAMOE_DEVICE bool run_wide(Context&, PipelineRing<T>&, Output&, const Tile&) {
             return false;
         }
-        // Work that transport warps do besides: a pass begins; is it done? A piece of it, if there is one.
+        // Work that transport warps do besides: a pass begins; whether all is done; do a piece, if there is
+        // one.
         static MEGAMOE_DEVICE void begin_pass(const Context&) {}
         static MEGAMOE_DEVICE bool finished(const Context&) { return true; }
         static MEGAMOE_DEVICE bool next(Context&) { return false; }
-        // While a pass is planned: an expert's counters; what the launch's first pass decides for all.
+        // What is set while a pass is planned: an expert's counters, and what the launch's first pass decides
+        // for all passes.
         static MEGAMOE_DEVICE void clear_counters(const Args&, int) {}
         static MEGAMOE_DEVICE void decide(const Context&, const PassPlan&) {}
     };

@@ -4,7 +4,7 @@
 
 namespace megamoe {
 
-// Which weight gradients a kind of launch makes tiles of, behind those of rows.
+// For which weight gradients a kind of launch makes tiles, after those of rows.
 struct NoWeightTiles {
     static constexpr bool any = false, beside_rows = false;
 };
@@ -15,8 +15,8 @@ struct WeightTilesAlone {
     static constexpr bool any = true, beside_rows = false;
 };
 
-// One GEMM of a layer: rows of the pool in a format, times weights in another, and an epilogue. Its K are
-// `k_planes` planes of the row's k.
+// One GEMM of a layer: rows of the pool in one format, times weights in another, and an epilogue. Its K is
+// `k_planes` planes of the k of the launch's row.
 template <class Rows, class Weights, class Epilogue_, int k_planes_ = 1>
 struct GemmOf {
     using A = Rows;
@@ -38,7 +38,7 @@ MEGAMOE_DEVICE auto of_gemm(GemmId id, F f) {
     return id == GemmId::gemm1 ? f(typename T::Gemm1{}) : f(typename T::Gemm2{});
 }
 
-// Compile-time facts of a layer's GEMMs, asked by GEMM, and the run-time sizes that follow from them.
+// Facts about a layer's GEMMs, by GEMM: those of compile time, and the run-time sizes that follow from them.
 template <class T>
 struct Shape {
     static MEGAMOE_DEVICE int tiles(const Args& args, GemmId id) {  // of a block
@@ -92,8 +92,8 @@ MEGAMOE_DEVICE Halves<typename T::Tiling> halves_of(GemmId id, int n) {
     return {planes, n * (planes ? S::half_columns : S::columns)};
 }
 
-// Were this pass's pre-activations made again, in the phase before, where dgu will be? Forward saves the
-// first pass's.
+// Were this pass's pre-activations made again in the phase before, where dgu will be? Forward saves those of
+// the first pass.
 MEGAMOE_DEVICE bool is_recomputed(const Context& ctx) { return ctx.smem.plan.chunk_begin != 0; }
 // Are dx and d_topk_weights left out? Then reduce and combine hand over flags alone: a home still has to
 // learn that its rows were pulled.

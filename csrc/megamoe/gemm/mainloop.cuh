@@ -19,7 +19,8 @@ struct Operands {
     MEGAMOE_DEVICE Operands(TileSmem& smem, int warpgroup)
         : a(desc<a_major>(smem.slots[0].a + warpgroup * box_bytes)), b(desc<b_major>(smem.slots[0].b[0])) {}
 
-    // `instruction`: of the slot, each mma_k_bytes of K. MN-major, that is so many rows of 128 bytes.
+    // `instruction`: which one of the slot, each for mma_k_bytes of K. MN-major, these are as many rows of
+    // 128 bytes.
     static MEGAMOE_DEVICE arch::Desc a_at(arch::Desc d, int instruction) {
         return arch::desc_advance(d, instruction * k_distance(a_major));
     }
@@ -63,7 +64,8 @@ struct MultiplyBf16 {
         TileSmem<S>& smem = tile_smem<T>();
         Ops operands(smem, math_warpgroup());
         if constexpr (T::WeightTiles::beside_rows) {
-            // Beside other forms' sums: while undefined they would be alive there too, and ptxas spills.
+            // Zeros, because there are sums of other forms beside these: while undefined they would be alive
+            // there, too, and ptxas would spill.
             MEGAMOE_UNROLL
             for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
         }
@@ -197,8 +199,8 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
 }
 
-// The K of a weight tile, with its bias' gradient beside it. Its sums are not those of multiply(): where
-// the two meet, ptxas finds no registers for promoted products beside sums in place.
+// The K of a weight tile, with the gradient of its bias beside it. It has sums of its own, apart from those
+// of multiply(): where the two meet, ptxas finds no registers for promoted products beside sums in place.
 template <class T>
 MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
     using M = MultiplyOf<typename T::WeightGemm>;

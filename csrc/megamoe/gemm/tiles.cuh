@@ -15,7 +15,7 @@ MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, GemmId id) {
     return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gemm.m, S::rows), ceil_div(gemm.n, S::columns)};
 }
 
-// Two gemm1 tiles a CTA and step, or what the caller asked for.
+// Blocks of a step: two gemm1 tiles for each CTA, or what the caller asked for.
 template <class T>
 MEGAMOE_DEVICE int step_blocks(const Context& ctx) {
     const Args& args = ctx.args;
@@ -29,7 +29,7 @@ MEGAMOE_DEVICE bool recomputes(const Context& ctx) {
     return T::Pool::restored && ctx.smem.plan.phase == Phase::recompute;
 }
 
-// What units of either GEMM are in this pass. A grouped launch has one GEMM alone.
+// How many units of each GEMM are in this pass. A grouped launch has one GEMM alone.
 template <class T>
 MEGAMOE_DEVICE GemmId gemm_now(const Context& ctx, GemmId id) {
     if (id == GemmId::gemm1 && recomputes<T>(ctx)) return GemmId::recompute;
@@ -59,8 +59,8 @@ MEGAMOE_DEVICE UnitStream unit_stream(const Context& ctx) {
     return stream;
 }
 
-// CTA `member`'s tile of a unit of weight gradients. False if there is none, or if it would add zeros; one of
-// an expert without rows that writes zeros has one slot of them.
+// CTA `member`'s tile of a unit of weight gradients. False if there is none, or if it would add zeros. Where
+// zeros are written, the tile of an expert without rows has one slot of them.
 template <class T>
 MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool adds, Tile* out) {
     using S = typename T::Tiling;

@@ -47,8 +47,8 @@ struct GroupedWeightGradient : GroupedWeightsKind {
     using Gemm2 = WeightGemm;
 };
 
-// Registers of a thread. Here transport warps need fewer than in the layer; math gets them, since its
-// epilogues spill with 184.
+// Registers of a thread. Transport warps need fewer here than in the layer; math gets the rest, since its
+// epilogues would spill with 184.
 constexpr int grouped_math_registers = 208;
 constexpr int grouped_other_registers = (512 - 2 * grouped_math_registers) / 2;
 

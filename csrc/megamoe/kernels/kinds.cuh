@@ -26,7 +26,7 @@ struct Kind {
     using WeightTiles = WeightTiles_;  // behind those of rows, alone, or none
 };
 
-// What has no pool: its operands are whole.
+// For launches without a pool, whose operands are whole.
 struct NoPool {
     static constexpr bool padded = true, saved = false, restored = false, quantized = false;
 };

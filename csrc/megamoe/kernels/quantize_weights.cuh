@@ -112,7 +112,7 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
             s_turned.at(thread % lanes * edge + quad * 4 + i, thread / lanes) = {{upper[i], lower[i]}};
     }
     __syncthreads();
-    // 16 bytes of a row of the transpose a thread, so that 8 write a line.
+    // A thread writes 16 bytes of a row of the transpose, so that 8 threads write a line.
     constexpr int vectors = lanes / 2;
     MEGAMOE_UNROLL
     for (int pass = 0; pass < scale_group * vectors / quantize_threads; ++pass) {

@@ -19,8 +19,8 @@
 
 namespace megamoe {
 
-// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: what the loaders and the math
-// warps leave is the transport warps'. Backward's loaders have the most operands to tell apart.
+// 65536 registers / 128 threads = 512 a thread of each of the four warpgroups: the transport warps have what
+// the loaders and the math warps leave. Backward's loaders have the most operands to tell apart.
 template <class T>
 constexpr int load_registers = T::WeightTiles::beside_rows ? 40 : 32;
 template <class T>
@@ -39,7 +39,7 @@ MEGAMOE_DEVICE void each_pass(Context& ctx, Body body) {
     }
 }
 
-// The math warps' passes. Then they are movers of the last pass, with the registers of transport.
+// The math warps' passes. After them they are movers of the last pass, with the registers of transport.
 template <class T>
 MEGAMOE_DEVICE void math_passes(Context& ctx) {
     arch::registers_grow<math_registers<T>>();
@@ -50,8 +50,8 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::math_done);
 }
 
-// The movers' passes: of the transport warps, which also make the plans, all of them; of the math warps the
-// last.
+// The movers' passes: all of them for the transport warps, which also make the plans, and the last one for
+// the math warps.
 template <class T>
 MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     bool is_transport = arch::warp_idx() < first_math_warp;
@@ -76,9 +76,9 @@ MEGAMOE_DEVICE void mover_passes(Context& ctx) {
     Profile<T>::mark(ctx.args, Mark::combined);
 }
 
-// A poisoned launch: every weight gradient becomes NaN, by the last thread to leave: all others' stores are
-// complete. A loader that gave up saw the abort before it loaded, so before this thread's look: no garbage
-// stays. Cold, and slow.
+// In a poisoned launch the last thread to leave makes every weight gradient NaN, when the stores of all
+// others are complete. A loader that gave up saw the abort before it loaded, and so before this thread looked
+// for it: no garbage stays. This is cold code, and slow.
 template <class T>
 MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
     using E = typename T::WeightGemm::Epilogue;
@@ -114,7 +114,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
     if (arch::thread_idx() == leaving_thread &&
         LastArrival::arrive(ctx.mem, ctx.args.exit_ticket, arch::grid_dim())) {
         if (ctx.mem.aborted()) {
-            // Where there is no record yet, a peer's fault ended this launch.
+            // If there is no record yet, a fault of a peer ended this launch.
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
             if constexpr (T::WeightTiles::any) lose_gradients<T>(ctx);
@@ -160,7 +160,7 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
     }
 }
 
-// For the door: every rank of the launch, this one too.
+// For the door, of every rank of the launch, this one too.
 struct Peers {
     const Context& ctx;
     MEGAMOE_DEVICE int count() const { return ctx.args.num_ranks; }

@@ -156,9 +156,9 @@ struct GridBarrier {
 // the others, for some cycles at most. Nothing is handed over, and whoever is alone goes on alone: results do
 // not depend on a meeting, only on how often memory is read. So no operation here orders anything.
 struct InStep {
-    // A pair loses patience where meetings run out, and has it again where they do not. Without, it still
-    // says that it has come but waits no more in this pass: a pair that is always late must not hold up the
-    // others.
+    // A pair loses patience when a meeting runs out of time, and regains it when one does not. Without
+    // patience it still says that it has come, but waits no more in this pass: a pair that is always late
+    // must not hold up the others.
     static constexpr int patience = 8;
     static MEGAMOE_PURE int patience_behind(int before, bool met) { return met ? patience : before - 1; }
     // `pairs` come to a cell once each.
@@ -221,8 +221,8 @@ struct Door {
             mem.store(members, epoch << epoch_shift | found, Order::release, Scope::gpu);
             return {0, static_cast<int>(found)};
         }
-        // Unlike other waits it goes on in a launch that is given up, until the first pair's patience ends:
-        // all must know the same count.
+        // Unlike other waits, this one goes on in a launch that was given up, until the first pair's patience
+        // ends: all must know the same count.
         while (!mem.await(members, Until::at_least, epoch << epoch_shift, Scope::gpu,
                           Wait{Edge::grid_barrier, max_ranks, 0})) {
         }

@@ -59,8 +59,8 @@ struct Memory : Mbarriers {
         return before;
     }
 
-    // timeout_ns counts emulated time; 0 waits for ever, so that the machine reports the deadlock instead of
-    // a fault.
+    // timeout_ns counts emulated time; with 0 a wait lasts for ever, so that the machine reports a deadlock
+    // instead of a fault.
     bool await(Cell cell, Until until, uint32_t target, Scope, Wait wait) const {
         fibers::machine.preemption_point();
         fibers::Fiber* self = fibers::current;

@@ -14,7 +14,7 @@ struct Mbarriers {
         arch::mbar_arrive_expect_tx(&bar, bytes);
     }
     MEGAMOE_DEVICE void expect(uint64_t& bar, uint32_t bytes) const { arch::mbar_expect_tx(&bar, bytes); }
-    // One thread for so many warps, at either CTA's.
+    // One thread arrives for so many warps, at the barriers of both CTAs.
     MEGAMOE_DEVICE void arrive(PairBarrier& bar, int warps) const {
         arch::mbar_arrive_at(&bar.bits, 0, warps);
         arch::mbar_arrive_at(&bar.bits, 1, warps);
@@ -30,7 +30,7 @@ struct Mbarriers {
         arch::mbar_arrive_cluster(&bar.bits, 1);
     }
     MEGAMOE_DEVICE void arrive(TakenBarrier& bar) const { arch::mbar_arrive_cluster(&bar.bits, 0); }
-    // One arrival of the warp at either CTA's.
+    // The warp arrives once at the barrier of each CTA.
     MEGAMOE_DEVICE void arrive(PairBarrier& bar) const {
         if (arch::lane_idx() < 2) arch::mbar_arrive_at(&bar.bits, arch::lane_idx());
     }

@@ -22,8 +22,8 @@ namespace megamoe {
 struct PairBarrier {
     uint64_t bits;
 };
-// From one thread of the pair's CTA 0 to threads of both: its arrival on a DealtBarrier is one at either CTA,
-// what it wrote in both before is visible behind a wait; theirs on a TakenBarrier are all at CTA 0's.
+// From one thread of the pair's CTA 0 to threads of both CTAs. It arrives at the DealtBarriers of both, and
+// what it wrote in both CTAs before is visible behind a wait. They all arrive at the TakenBarrier of CTA 0.
 struct DealtBarrier {
     uint64_t bits;
 };
@@ -70,13 +70,13 @@ class Ring {
     MEGAMOE_DEVICE void await(Mem& mem, Slots& s) const {
         mem.wait(s.full[slot()], parity());
     }
-    // Whether it can be by now; where it cannot, await() it.
+    // Whether all of that can be read already; if not, await() it.
     template <class Mem, class Slots>
     MEGAMOE_DEVICE bool test(Mem& mem, Slots& s) const {
         return mem.test(s.full[slot()], parity());
     }
-    // Nothing of the slot is read after this. Where one lane arrives for a warp, the warp has converged: no
-    // lane still reads, and none still awaits a phase that the next lap would overtake.
+    // After this, nothing of the slot may be read. Where one lane arrives for a warp, the warp has converged:
+    // no lane still reads, and none still awaits a phase that the next lap would overtake.
     template <class Mem, class Slots>
     MEGAMOE_DEVICE void release(Mem& mem, Slots& s) const {
         mem.arrive(s.empty[slot()]);

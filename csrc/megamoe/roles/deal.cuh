@@ -2,25 +2,25 @@
 // look one up takes some 1500 clk by estimate (divisions, two loads from L2), in which a loader would refill
 // no slot.
 //
-// In backward it is one of a pair, in CTA 0, for both: it takes units as the pair gets to them, since a
-// quarter of gemm1's may hold no tile and others are not equally long, so that lots made in advance are
-// uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier orders
-// the counters' zeros, and what a unit reads has edges of its own.
-// Elsewhere it is one of each CTA, and lots are made in advance: forward has few units without a tile, and
-// waits for memory, which no other lot makes quicker, while tickets take 6 us of 112 at few tokens.
+// In backward there is one for each pair, in CTA 0, for both CTAs. It takes units as the pair gets to them,
+// since a quarter of gemm1's may hold no tile and others are not equally long, so that lots made in advance
+// are uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier
+// orders the counters' zeros, and what a unit reads has edges of its own. Elsewhere each CTA has one, and
+// lots are made in advance: forward has few units without a tile, and waits for memory, which other lots
+// would not make faster, while tickets cost 6 of 112 us with few tokens.
 #pragma once
 #include "megamoe/gemm/tiles.cuh"
 
 namespace megamoe {
 
-// gemm2 whose tiles have so many pipeline slots of K is dealt in fixed lots: by hypothesis, pairs that take
-// units so long by ticket drift apart, and each reads a shared weight tile from memory for itself. One H200,
-// 2026-11-23, all of backward, tickets -> fixed lots: 448 slots 17344 -> 16538 us, 48 slots 7981 -> 8172,
-// 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
+// A gemm2 whose tiles have at least so many pipeline slots of K is dealt in fixed lots. The hypothesis is
+// that pairs that take units so long by ticket drift apart, and each reads a shared weight tile from memory
+// for itself. One H200, 2026-11-23, all of backward, tickets -> fixed lots: 448 slots 17344 -> 16538 us, 48
+// slots 7981 -> 8172, 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
 constexpr int long_tile_slots = 256;
 
-// How units are dealt. Next<T>(ctx, stream): says which unit of the pair is behind one that it begins; it may
-// move where `stream` begins. for_pair: one thread of a pair deals for both CTAs, else one of each for its
+// How units are dealt. Next<T>(ctx, stream) says which unit the pair has behind one that it begins, and may
+// move where `stream` begins. for_pair: one thread of a pair deals for both CTAs; otherwise each CTA has its
 // own. in_rounds: each GEMM is dealt in rounds of all pairs, so it follows from a unit's number which pairs
 // begin theirs beside it, and they can meet.
 struct ByTickets {
@@ -50,7 +50,7 @@ struct InTurns {
         }
     };
 };
-// Forward's, also of launches that train: with few tokens one unit more is 5 % of a pair's.
+// For forward, also in launches that train: with few tokens, one unit more is 5 % of a pair's work.
 struct Evenly {
     static constexpr bool for_pair = false, in_rounds = true;
     template <class T>

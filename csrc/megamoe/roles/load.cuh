@@ -15,7 +15,7 @@
 
 namespace megamoe {
 
-// A slot without data, for whoever has to keep in step.
+// Passes on a slot without data, for those who have to keep in step.
 template <class T>
 MEGAMOE_DEVICE void pass_slot(Context& ctx, PipelineRing<T>& ring) {
     ring.acquire(ctx.mem, tile_smem<T>().pipeline);
@@ -76,7 +76,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
     pass_slot<T>(ctx, ring);
 }
 
-// What the epilogue of the tile reads, in slots behind those of K.
+// Loads what the epilogue of the tile reads, in slots behind those of K.
 template <class T>
 MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
     of_gemm<T>(tile.gemm, [&](auto gemm) {
@@ -94,8 +94,8 @@ MEGAMOE_DEVICE void load_inputs(Context& ctx, PipelineRing<T>& ring, const Tile&
     });
 }
 
-// Before a tile: the pairs that share an operand begin to load it together. Not load_a, which may wait for
-// rows: a pair that has none yet must not hold up the others.
+// Before a tile, the pairs that share an operand begin to load it together. load_a does not meet, since it
+// may wait for rows: a pair that has none yet must not hold up the others.
 MEGAMOE_DEVICE void keep_in_step(Context& ctx, PlacedMeeting meeting, int slots) {
     volatile int32_t& patience = ctx.smem.meet.patience;
     uint32_t* came = ctx.args.meet.came + meeting.cell();
@@ -115,7 +115,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
     using Scales = typename W::Scales;
     static_assert(same<Scales, typename T::Gemm2::B::Scales>, "both GEMMs' weights have one format");
     auto& smem = tile_smem<T>();
-    // Behind the plan's barriers: other CTAs' TMA stores of pre-activations in the phase before are complete.
+    // This comes after the plan's barriers, where other CTAs' TMA stores of pre-activations in the phase
+    // before are complete.
     if constexpr (T::WeightTiles::beside_rows) ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx, dealt);
     Gradients<T> gradients;

@@ -34,8 +34,8 @@ struct OutputSlots {
         ring.advance();
     }
     // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, for rows
-    // from 64 on. Of a short tile that is not stored and may hold anything. `ahead`: of this place in the
-    // ring.
+    // from 64 on, which is not stored for a short tile and may hold anything. `ahead`: slots from this place
+    // in the ring.
     struct Common {
         uint8_t *slot, *beside;
     };
@@ -60,7 +60,7 @@ struct OutputSlots {
     }
 };
 
-// Makes that copy, of the tile that begins in `slot`.
+// Makes this warp's copy of the tile that begins in `slot`.
 template <class T>
 MEGAMOE_DEVICE void begin_tile(int slot) {
     Tile& tile = current_tile<T>();

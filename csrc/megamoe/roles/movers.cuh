@@ -8,8 +8,8 @@
 
 namespace megamoe {
 
-// Weights first, whose tiles wait for them, then reduce: peers wait for it. Returns when the pass is reduced
-// and, in the last pass, all own tokens are combined.
+// Work on weights comes first, because tiles wait for it; then comes reduce, for which peers wait. Returns
+// when the pass is reduced and, in the last pass, all own tokens are combined.
 template <class T>
 MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
     Reducer<T> reducer(ctx);

@@ -7,8 +7,8 @@
 
 namespace megamoe {
 
-// Weight tiles need all of gemm1: this CTA's tiles are stored. Not said after an abort, when it may be
-// garbage, nor in a phase that makes pre-activations again: that is not gemm1.
+// Says that this CTA's tiles of gemm1 are stored: weight tiles need those of all CTAs. It is not said after
+// an abort, when they may be garbage, nor in a phase that makes pre-activations again, which is not gemm1.
 template <class T>
 class Gemm1Stored {
   public:
@@ -44,7 +44,7 @@ MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const
     ctx.mem.arrive(smem.pipeline.empty[slot], math_role.num_warps);
 }
 
-// One of either warpgroup.
+// Stores one output slot of each warpgroup.
 template <class T>
 MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const OutputRing<T>& output) {
     auto& smem = tile_smem<T>();
@@ -74,17 +74,18 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
 template <class T>
 MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) {
     const Args& args = ctx.args;
-    // After the plan's barriers: the last pass's reads of h and y_rows by other CTAs are over.
+    // This comes after the plan's barriers: other CTAs no longer read the last pass's h and y_rows.
     ctx.mem.fence_proxy_async();
     Tiles<T> tiles(ctx, dealt);
     Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
-        // Before this tile, for its loaders may wait for this; and behind units of gemm1 that hold no tile.
+        // This is said before this tile, because its loaders may wait for it, and also after units of gemm1
+        // that hold no tile.
         if (tile.gemm != GemmId::gemm1) stored.look(ctx, tile.gemm1_done != 0);
         if (tile.absent()) continue;
         if constexpr (T::WeightTiles::any) {
-            // Now that the last tile is stored, about 5 us before this one is: asked for three slots earlier,
-            // much of it left L2 again.
+            // The prefetch comes now, when the last tile is stored, about 5 us before this one is: when it
+            // came three slots earlier, much of it left L2 again.
             if (is_weight_gradient(tile.gemm) && adds_weight_gradients<T>(ctx))
                 T::WeightGemm::Epilogue::template prefetch<T>(ctx, tile);
         }

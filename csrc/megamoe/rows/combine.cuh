@@ -1,4 +1,5 @@
-// combine: movers sum the partials of each of this rank's own tokens, once every expert rank's is there.
+// combine: movers sum the partials of each of this rank's own tokens, once those of all expert ranks are
+// there.
 #pragma once
 #include "megamoe/rows/lots.cuh"
 #include "megamoe/rows/routes.cuh"
@@ -17,8 +18,8 @@ class Combiner {
         return mine(ctx).token >= 0 && (mine(ctx).owed & waits_bit) != 0;
     }
 
-    // A token whose partials are all there, if there is one: of y[token] a slice = their sum in rank order,
-    // zero without routes.
+    // Sums a token whose partials are all there, if there is one: a slice of y[token] becomes their sum in
+    // rank order, or zero without routes.
     MEGAMOE_DEVICE bool next(Context& ctx) {
         CombinerState& s = mine(ctx);
         if (!has_tokens(ctx)) {
@@ -47,7 +48,7 @@ class Combiner {
         return true;
     }
 
-    // For a fault record: a token and the rank whose partial is missing, of a lane that waits.
+    // For a fault record: the token and the rank whose partial this lane waits for.
     MEGAMOE_DEVICE Wait waits_for(const Context& ctx) const {
         return {Edge::partials_ready, static_cast<uint32_t>(expert_rank()),
                 static_cast<uint32_t>(mine(ctx).token)};
@@ -107,7 +108,7 @@ class Combiner {
     static MEGAMOE_DEVICE int first_token(const Context& ctx, int lot) {
         return lot / ctx.smem.sum_slices.count * tokens_per_lot(ctx);
     }
-    // A look at a count that others add to: an old value costs one empty lot.
+    // Looks at a count that others add to: an old value costs one empty lot.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
         int taken = arch::look_at_count(&ctx.smem.token_lots_taken);
         int next = arch::shfl(taken, 0) * num_ctas(ctx) + cta_idx(ctx);
@@ -133,7 +134,7 @@ class Combiner {
         return (ranks >> expert_rank() & 1) != 0;
     }
 
-    // Found anew at every use, for no register holds it over a sum.
+    // Found anew at every use, since no register can hold it across a sum.
     static MEGAMOE_DEVICE CombinerState& mine(const Context& ctx) {
         return ctx.smem.movers.combiner[mover_thread()];
     }

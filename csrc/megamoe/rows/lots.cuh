@@ -18,14 +18,14 @@ MEGAMOE_DEVICE int vectors_of_row(const Args& args) {
     return X::row_bytes(args.hidden) / static_cast<int>(sizeof(uint4_t));
 }
 
-// Slices of a row that is dispatched: a warp's loads of one in flight, where there are warps enough. Of the
-// rank's own making, like rows_ready, which counts them.
+// Slices of a row that is dispatched: what a warp has in flight at once, where there are enough warps. Each
+// rank cuts them for itself, as it does rows_ready, which counts them.
 constexpr int pulls_in_flight = 4;  // vectors of a lane
 template <class T>
 MEGAMOE_DEVICE Slices pull_slices(const Context& ctx, Phase phase) {
     int vectors = vectors_of_row<typename T::Gemm1::A>(ctx.args);
     int most = num_transports(ctx) / max_of(1, ctx.smem.num_tokens);
-    // <dy, b2> is of a whole row; restore moves such, and reads again what its warp has pulled of e4m3.
+    // <dy, b2> is of a whole row; restore moves whole rows, and reads again what its warp has pulled in e4m3.
     if constexpr (T::Pool::restored) {
         bool rereads = T::Gemm1::A::scaled && gemm_of<T>(ctx.args, GemmId::dw2).m != 0;
         if (own<T>(ctx.args).b2 != nullptr || rereads || phase == Phase::recompute) most = 1;
@@ -33,7 +33,7 @@ MEGAMOE_DEVICE Slices pull_slices(const Context& ctx, Phase phase) {
     return slices_of(vectors, pulls_in_flight * 32, most);
 }
 
-// At home `home`: says that expert rank `rank`'s slice of a token's partial is there.
+// The flag at `home` which says that expert rank `rank`'s slice of a token's partial is there.
 MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int home, int rank, int token, int slice) {
     return ctx.window<uint32_t>(home, ctx.args.window_ready) + int64_t{rank} * ctx.args.ready_cells +
            token * ctx.smem.sum_slices.count + slice;

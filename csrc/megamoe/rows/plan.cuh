@@ -109,8 +109,8 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end, bo
     }
 }
 
-// Gives every route of the pass its row: expert start + earlier chunks + earlier routes of this chunk, in (k,
-// token) order.
+// Gives every route of the pass its row: the expert's start, plus its routes in earlier chunks, plus earlier
+// ones of this chunk, in (k, token) order.
 template <class T>
 MEGAMOE_DEVICE void assign_rows(const Context& ctx, int begin, int end) {
     constexpr int block_rows = T::Tiling::rows;
@@ -189,7 +189,7 @@ constexpr PassStart first_pass = {0, Phase::data, true};
 template <class T>
 MEGAMOE_DEVICE PassStart pass_after(const PassPlan& plan) {
     if (plan.phase == Phase::recompute) return {plan.chunk_begin, Phase::data, false};
-    // Pre-activations of later passes were not saved.
+    // Pre-activations were saved of the first pass only.
     return {plan.chunk_end, T::Pool::restored ? Phase::recompute : Phase::data, false};
 }
 

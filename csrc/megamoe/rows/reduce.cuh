@@ -28,7 +28,8 @@ class Reducer {
         return ctx.mem.load(tiles_done(ctx.args) + mine(ctx).done, Order::relaxed, Scope::gpu);
     }
 
-    // The next token's sum, if its lot's blocks, and all before them, are done. Not when finished.
+    // Begins the next token's sum, if the blocks of its lot, and all before them, are done. Must not be
+    // called when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int num_tiles) {
         ReducerState& s = mine(ctx);
         while (s.closers == 0) {
@@ -42,7 +43,7 @@ class Reducer {
         return true;
     }
 
-    // The job of next() is done; with the last of a lot, the lot's partials are published.
+    // Called when the job of next() is done. After the last one of a lot, the lot's partials are published.
     MEGAMOE_DEVICE void done(Context& ctx) {
         ReducerState& s = mine(ctx);
         uint32_t left = s.closers & (s.closers - 1u);
@@ -63,7 +64,7 @@ class Reducer {
     static MEGAMOE_DEVICE uint32_t* tiles_done(const Args& args) {
         return gemm_of<T>(args, reduced_gemm<T>(args)).done;
     }
-    // A lot: so many rows, and of their partials one slice.
+    // A lot: so many rows, and one slice of their partials.
     static MEGAMOE_DEVICE void take(const Context& ctx) {
         int lot = next_lot(ctx, &ctx.smem.row_lots_taken), slices = ctx.smem.sum_slices.count;
         mine(ctx).row = lot / slices * ctx.smem.plan.lot_rows;
@@ -83,7 +84,8 @@ class Reducer {
             }
         }
         arch::warp_sync();
-        // After the acquire: of a poisoned launch y_rows may be garbage, so nothing of it is published.
+        // This is asked after the acquire: in a poisoned launch y_rows may be garbage, so nothing of it is
+        // published.
         if (arch::ballot(arch::lane_idx() == 0 && ctx.mem.aborted()) != 0) return false;
         s.done = s.block + 1;
         return true;
@@ -143,7 +145,7 @@ class Reducer {
         ctx.window<float>(home, own<T>(args).window_d_weights)[route] = sum;
     }
 
-    // Found anew at every use, for no register holds it over a sum.
+    // Found anew at every use, since no register can hold it across a sum.
     static MEGAMOE_DEVICE ReducerState& mine(const Context& ctx) {
         return ctx.smem.movers.reducer[mover_thread()];
     }

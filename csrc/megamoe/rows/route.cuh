@@ -26,7 +26,7 @@ MEGAMOE_DEVICE void stage_routes(Context& ctx, int num_tokens) {
     }
 }
 
-// One thread. `most`: of any rank; `all`: of all together.
+// Called by one thread. `most`: tokens of the rank that has most; `all`: of all ranks together.
 MEGAMOE_DEVICE void count_tokens(Context& ctx, int most, int all, int own) {
     const Args& args = ctx.args;
     ctx.smem.num_chunks = num_chunks_of(most, args.num_ranks);
@@ -215,8 +215,8 @@ struct RoutesOfState {
     static MEGAMOE_DEVICE int tokens(const Args& args) {
         return launch_args<T>(args).state.header->tokens_of_rank[args.rank];
     }
-    // The direction, the forward launch, so that another microbatch's is a fault by name, and whether it
-    // makes rows of dx.
+    // The direction; the forward launch, so that the state of another microbatch is a fault by name; and
+    // whether the launch makes rows of dx.
     template <class T>
     static MEGAMOE_DEVICE uint32_t hash(const Args& args) {
         uint32_t made = only_weights<T>(args) ? 0x40000000u : 0;

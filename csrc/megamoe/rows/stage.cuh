@@ -7,7 +7,7 @@
 
 namespace megamoe {
 
-// A copy of so many pieces of 16 bytes, one a thread.
+// Copies so many pieces of 16 bytes, one a thread.
 MEGAMOE_DEVICE void copy_by_crews(Context& ctx, uint4_t* to, const uint4_t* from, int64_t total) {
     int64_t stride = int64_t{num_ctas(ctx)} * crew_threads;
     MEGAMOE_UNROLL_BY(1)
@@ -24,8 +24,8 @@ MEGAMOE_DEVICE void copy_by_crews(Context& ctx, uint4_t* to, const uint4_t* from
     }
 }
 
-// The pieces of x that a warp quantizes: 256 columns of a token each, every stride-th piece of the rank's.
-// Two divisions a launch: with two for each piece they were a tenth of the kernel's code.
+// The pieces of x that a warp quantizes, each 256 columns of a token: every stride-th piece of the rank.
+// There are two divisions a launch: two for each piece were a tenth of the kernel's code.
 class Pieces {
   public:
     MEGAMOE_DEVICE Pieces(int first, int stride, int per_token)
@@ -35,7 +35,7 @@ class Pieces {
           pieces_ahead_(stride % per_token),
           per_token_(per_token) {}
     MEGAMOE_DEVICE int token() const { return token_; }
-    // This lane's first.
+    // This lane's first column.
     MEGAMOE_DEVICE int column() const { return piece_ * piece_columns + arch::lane_idx() * 8; }
     MEGAMOE_DEVICE void advance() {
         token_ += tokens_ahead_;
@@ -103,7 +103,7 @@ MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
     }
 }
 
-// x that was quantized before, with its scales.
+// Copies x that was quantized before, with its scales.
 template <class X>
 MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
     using Words = typename X::Words;

@@ -12,7 +12,8 @@ struct StateKept {  // or there is none
     template <class T>
     static MEGAMOE_DEVICE void complete(const Context&) {}
 };
-// A training forward's: it says whose it is once the launch's counts are known, and last that it is complete.
+// The header of a training forward: it says whose it is once the launch's counts are known, and at the end
+// that it is complete.
 struct StateSaved {
     template <class T>
     static MEGAMOE_DEVICE void invalidate(const Args& args) {  // one thread

@@ -19,7 +19,7 @@ MEGAMOE_DEVICE uint4_t pack_vector(const float (&sum)[8]) {
 
 MEGAMOE_DEVICE SumJob& current_job(const Context& ctx) { return ctx.smem.movers.job[mover_warp()]; }
 
-// What slice `slice` of a partial, or of a row of y, holds.
+// What slice number `slice` of a partial, or of a row of y, holds.
 struct VectorRange {
     int begin, end;
 };
@@ -47,9 +47,9 @@ MEGAMOE_DEVICE void set_job(const Context& ctx, uint64_t out, uint64_t from, int
     arch::warp_sync();
 }
 
-// One warp does its job, in fp32: of two sources at a time, two vectors a lane, 32 apart. So four loads are
-// in flight in each lane, 1 MB on the device, which is what NVLink needs; more would not fit the registers
-// that FP8 math leaves.
+// One warp does its job, in fp32. It takes two sources at a time, and of each two vectors a lane, 32 apart.
+// So each lane has four loads in flight, 1 MB on the device, which is what NVLink needs; more would not fit
+// into the registers that FP8 math leaves.
 MEGAMOE_DEVICE void sum_rows(const Context& ctx) {
     constexpr int width = 2, positions = sum_step / 32;
     const SumJob& job = current_job(ctx);

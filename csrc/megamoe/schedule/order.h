@@ -34,18 +34,18 @@ MEGAMOE_PURE int num_chunks_of(int max_tokens_any_rank, int num_ranks) {
     return ceil_div(max_tokens_any_rank, chunk_tokens) * num_ranks;
 }
 
-// Where there are fewer tokens than warps, a warp moves a slice of a row: so many of its 16-byte vectors.
+// Where there are fewer tokens than warps, a warp moves a slice of a row: `vectors` of its 16-byte vectors.
 struct Slices {
     int count, vectors;  // the last slice may be shorter
 };
-// Not more than `most`, in steps of what a warp moves in one go.
+// At most `most` slices, each a multiple of what a warp moves in one go.
 MEGAMOE_PURE Slices slices_of(int vectors, int step, int most) {
     int steps = ceil_div(vectors, step), per_slice = ceil_div(steps, max_of(1, min_of(most, steps)));
     return {ceil_div(steps, per_slice), per_slice * step};
 }
 // How a token's partials and its y are cut. Each slice has a flag of its own, so all ranks must cut alike,
-// whatever CTAs take part. Four times as many as an H200 has warps that sum: else some are done long before
-// others.
+// whatever CTAs take part. There are four times as many slices as an H200 has warps that sum; with fewer,
+// some warps are done long before others.
 constexpr int sum_vector = 8;  // values of bf16 in 16 bytes
 constexpr int sum_step = 64;   // vectors
 constexpr int max_sum_slices = 4 * 12 * 132;
@@ -89,8 +89,8 @@ struct Position {
     int portion, part;
 };
 
-// A pair's unit. Of a GEMM units are numbered from 0, block by block; dw13 stands for both weight matrices
-// here (weight_unit()).
+// A pair's unit. The units of a GEMM are numbered from 0, block by block; dw13 stands for both weight
+// matrices here (weight_unit()).
 struct Unit {
     int packed;
     static MEGAMOE_PURE Unit none() { return {-1}; }
@@ -107,7 +107,7 @@ struct Unit {
     }
 };
 
-// Units of a GEMM that as many pairs begin side by side: [first, first + units).
+// Units [first, first + units) of a GEMM, which as many pairs begin side by side.
 struct Round {
     int first, units;
     static MEGAMOE_PURE Round of(int unit, int num_pairs) {
@@ -148,7 +148,7 @@ struct UnitStream {
     MEGAMOE_PURE bool gemm1_done() const { return next1 / units1 >= num_blocks; }
     MEGAMOE_PURE bool rows_done() const { return gemm1_done() && next2 / units2 >= num_blocks; }
     MEGAMOE_PURE bool done() const { return rows_done() && next_weight >= num_weights; }
-    // Where both GEMMs have a unit left: is gemm1's the next one? The order by steps.
+    // The order by steps: where both GEMMs have a unit left, is gemm1's the next one?
     MEGAMOE_PURE bool by_steps() const { return next1 / units1 / span <= next2 / units2 / span + 1; }
     // The order by rounds of all pairs, where pairs meet: before a round of gemm2 come those of gemm1 that
     // have its inputs (they end with the run of its last unit), and one more. So each tile stands after all
@@ -166,8 +166,8 @@ struct UnitStream {
         int blocks = (last - 1) * num_pairs / units1 - max_run + 1;
         return max_of(blocks, 0) * units2 / num_pairs;
     }
-    // Not when done(). take(id, unit): the pair's unit behind this one. gemm1_first(): by_steps(),
-    // by_rounds().
+    // Must not be called when done(). take(id, unit) returns the pair's unit behind this one. gemm1_first():
+    // by_steps(), by_rounds().
     template <class Take, class First>
     MEGAMOE_PURE Unit pop(Take take, First gemm1_first) {
         if (rows_done()) {
@@ -185,20 +185,21 @@ struct UnitStream {
 };
 
 // Fixed lots of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
-// do not come out even, `light` pairs, the last ones, have one less: they share out `head` of gemm2's among
-// themselves, those from `from` on; all others go round all pairs, from the last on. Not where gemm1 has less
-// than two rounds: there its last units are what gemm2 waits for, and all pairs have to be free then.
+// units do not divide evenly, the last `light` pairs have one less: they share out `head` of gemm2's units,
+// those from `from` on, among themselves; all other units go round all pairs, from the last pair on. This is
+// not done where gemm1 has less than two rounds: there gemm2 waits for its last units, and all pairs have to
+// be free then.
 //
-// By steps the light pairs begin gemm2 with them. Where pairs meet they take them in the last round of gemm1,
-// in place of the unit that they have not: else they would be that much behind the others for the whole
-// launch.
+// In the order by steps the light pairs begin gemm2 with these units. Where pairs meet, they take them in the
+// last round of gemm1, in place of the unit that they do not have; otherwise they would be that much behind
+// the others for the whole launch.
 struct Gemm2Lots {
     int from, light, head;
     MEGAMOE_PURE Gemm2Lots(int num_units1, int rounds, int num_pairs, int from)
         : from(from),
           light(num_pairs - num_units1 % num_pairs),
           head(light < num_pairs && num_units1 >= 2 * num_pairs ? rounds * light : 0) {}
-    // `from_last`: of a pair, 0 is the last one.
+    // `from_last`: a pair's number, counted from the last one, which is 0.
     MEGAMOE_PURE int first(int from_last) const { return from == 0 ? first_from(from_last) : from_last; }
     MEGAMOE_PURE int behind(int unit, int from_last, int num_pairs) const {
         if (unit >= from + head) return unit + num_pairs;
@@ -223,8 +224,8 @@ struct UnitTile {
     Shared shared;
 };
 
-// How a run's units are laid out. The last block of an odd run stands behind all other blocks or, where pairs
-// meet, beside the columns that each of its units has: so whoever reads the same weights is near.
+// How a run's units are laid out. The last block of an odd run comes behind all other blocks or, where pairs
+// meet, beside the columns that its units have, so that those who read the same weights are near each other.
 enum class LastBlock : int { behind, beside };
 
 // The units of a run that hold a tile are its first ones: with an odd number of tiles, each pair of blocks
@@ -259,11 +260,11 @@ MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, LastBlock layout, 
 }
 
 // A meeting: the pairs that begin the units [first, first + pairs) of a GEMM wait for each other, for a
-// bounded time, before they load weights. Those of one round alone: a pair takes part in it with one unit,
-// and every unit of it is some pair's. Nobody meets where that are fewer than two.
+// bounded time, before they load weights. Only units of one round meet: a pair takes part in it with one
+// unit, and every unit of it belongs to some pair. Nobody meets where there are fewer than two.
 //
-// Who meets is who shares. In a run of many blocks that is a weight tile, under one column (and where the
-// last block of an odd run stands beside two columns, both); in one of few blocks their rows, under all
+// Who meets is who shares. In a run of many blocks they share a weight tile, under one column (or two, where
+// the last block of an odd run stands beside both); in a run of few blocks they share its rows, under all
 // columns.
 struct Meeting {
     int first, pairs;

@@ -1,4 +1,4 @@
-// What a role must know of the tile that it works on.
+// What a role must know about the tile that it works on.
 #pragma once
 #include "megamoe/schedule/order.h"
 

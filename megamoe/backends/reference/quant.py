@@ -103,7 +103,7 @@ def dequantize_nvfp4(packed: Tensor, scale: Tensor, planes: int) -> Tensor:
     return numbers * scale[places].view(torch.float8_e4m3fn).float() * outer
 
 
-# By a format's name: how it is made and read, None for bf16 itself.
+# Name of a format -> how it is made and read; None for bf16 itself.
 _E4M3_ROWS = quantize_rows, dequantize_rows
 ROWS: dict[str, Any] = {
     "bf16": None,

@@ -42,7 +42,8 @@ MEGAMOE_DEVICE void named_sync(int id, int num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 // All threads of both CTAs of the cluster; their shared memory is alive, and their writes visible, after it.
-// Called by converged warps: without .aligned each place has 60 instructions for those that may not be.
+// Must be called by converged warps: without .aligned the compiler emits 60 instructions at each call for
+// warps that may have diverged.
 MEGAMOE_DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
@@ -74,7 +75,7 @@ MEGAMOE_DEVICE uint32_t lanes_below() { return (1u << lane_idx()) - 1; }
 MEGAMOE_DEVICE uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
-// Counts in shared memory: the one before this call added one; adding without waiting; a look.
+// Counts in shared memory: add one and return the count before; add, without a result; read.
 MEGAMOE_DEVICE int32_t take_ticket(int32_t* count) {
     int32_t before;
     asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;"
@@ -114,8 +115,8 @@ MEGAMOE_DEVICE void mbar_arrive_at(uint64_t* bar, int member) {
         "r"(member)
         : "memory");
 }
-// The same, which hands over what this thread wrote in any CTA of the cluster, to whoever waits by
-// mbar_wait_cluster. Without a scope both are of the CTA (PTX ISA, mbarrier.arrive).
+// The same, but it hands over what this thread wrote in any CTA of the cluster to whoever waits by
+// mbar_wait_cluster. Without a scope, both are of CTA scope (PTX ISA, mbarrier.arrive).
 MEGAMOE_DEVICE void mbar_arrive_cluster(uint64_t* bar, int member) {
     asm volatile(
         "{\n"
@@ -297,8 +298,9 @@ MEGAMOE_DEVICE void store_vec_below(uint4_t* v, int i, int limit, uint4_t value)
         "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(i), "r"(limit)
         : "memory");
 }
-// Writes *to = v, or adds v to it, where `here`. By predicates: behind a branch on the lane ptxas takes all
-// that surrounds it for divergent, and descriptors of MMAs leave the uniform registers.
+// Writes *to = v, or adds v to it, where `here` holds. This is done by predicates: behind a branch on the
+// lane, ptxas takes all the code around it for divergent, and descriptors of MMAs leave the uniform
+// registers.
 MEGAMOE_DEVICE void put_float(float* to, float v, bool adds, bool here) {
     asm volatile(
         "{\n"
@@ -348,8 +350,8 @@ MEGAMOE_DEVICE void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
             : "h"(static_cast<uint16_t>(v >> 16 * i)));
     }
 }
-// A byte for each nibble of `selector`'s lower half: of the eight of `lo` and `hi`, or where bit 3 is set
-// eight times the sign of that one.
+// One byte for each nibble of `selector`'s lower half: the byte of that number among the eight of `lo` and
+// `hi` or, where bit 3 is set, the sign of that byte repeated eight times.
 MEGAMOE_DEVICE uint32_t prmt(uint32_t lo, uint32_t hi, uint32_t selector) {
     uint32_t r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(lo), "r"(hi), "r"(selector));
