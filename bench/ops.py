@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gemms import grouped_mm as grouped
 from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
@@ -46,12 +47,6 @@ class Row:
     tflops: float
     speedup: float  # over torch
     clock_mhz: int
-
-
-def grouped(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """x [M, K] times w [E, K, N] by torch."""
-    mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    return mm(x, w, offs=offs)
 
 
 def apply(name: str, gu: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import megamoe
-from bench import dram
+from bench import dram, gemms
 from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
@@ -142,6 +142,7 @@ def compare_all(
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
+    gemms.register()
     wanted = args.dram and not args.below_ncu
     read_gb = dram.read_gb(me.size) if wanted else repeat(None)
     title, found = measure_all(me, args, COLUMNS, partial(sweep, me=me, args=args, read_gb=read_gb))

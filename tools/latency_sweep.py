@@ -38,8 +38,8 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
-    add("--baseline", nargs="+", default=[], choices=("staged", "autograd"),
-        help="measured in turns with the backend; autograd: staged without its recomputing operator")  # fmt: skip
+    add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms"),
+        help="in turns with the backend; autograd: staged that recomputes nothing; gemms: GEMMs alone")  # fmt: skip
     add("--direction", default="forward", choices=DIRECTIONS, help="step: forward and backward")
     add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
     add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")

@@ -252,12 +252,12 @@ def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path)
 @pytest.mark.parametrize("direction", [pytest.param("backward", marks=pytest.mark.slow), "step"])
 def test_latency_sweep_of_training(direction, tmp_path):
     passes("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 8,
-           "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0,
-           "default", "--baseline", "staged", "autograd", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
+           "--samples", 1, "--direction", direction, "--main-grad", "--precision", "fp8", "--reserve-sms", 0, "default",
+           "--baseline", "staged", "autograd", "gemms", "--local-experts-of", 3, "--out", tmp_path)  # fmt: skip
     rows = csv_rows(tmp_path / "latency.csv")
     own = [("reference", "fp8", g, r) for g in ("bf16", "main_grad") for r in ("0", "")]
     quantizes = [("reference", "fp8", "", "")] * (direction == "step")
-    baselines = [(name, "bf16", "bf16", "") for name in ("staged", "autograd")]
+    baselines = [(name, "bf16", "bf16", "") for name in ("staged", "autograd", "gemms")]
     columns = ("backend", "precision", "gradients", "reserve_sms")
     assert [tuple(r[c] for c in columns) for r in rows] == own + quantizes + baselines
     assert {r["shape"] for r in rows} == {"tiny/ep3"}

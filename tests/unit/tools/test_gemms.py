@@ -1,0 +1,50 @@
+"""The GEMMs alone of a sweep are those of the layer: rows of its routes by expert, all products of both passes."""
+
+import pytest
+import torch
+
+from bench.gemms import Gemms
+from megamoe import Problem
+from megamoe.backends.call import Call, Wanted
+from megamoe.testing import make_inputs, make_weights
+
+P = Problem(64, 48, 6, 3, max_tokens=16)
+
+
+def by_expert(ids, product):
+    """Return what `product` makes of each expert's rows, (expert, slice), one below the other."""
+    ends = torch.bincount(ids.flatten().long(), minlength=P.num_experts).cumsum(0).tolist()
+    return [product(e, slice(a, b)) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+def test_products_are_those_of_the_routes():
+    drawn, w = make_inputs(P, 13), make_weights(P)
+    call, alone = Call(drawn.x, drawn.topk_ids, drawn.topk_weights, w), Gemms(P)
+    y_rows, state = alone.forward(call, keep=True)
+    order = drawn.topk_ids.flatten().argsort(stable=True)
+    assert torch.equal(alone.x, drawn.x[order // P.top_k])
+    close = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(
+        y_rows, torch.cat(by_expert(drawn.topk_ids, lambda e, r: alone.h[r] @ w.w2[e].T)), **close
+    )
+    found = alone.backward(call, drawn.x, state, Wanted())
+    expected = {
+        "x": torch.cat(by_expert(drawn.topk_ids, lambda e, r: alone.dgu[r] @ w.w13[e])),
+        "w13": torch.stack(by_expert(drawn.topk_ids, lambda e, r: alone.dgu[r].T @ alone.x[r])),
+        "w2": torch.stack(by_expert(drawn.topk_ids, lambda e, r: alone.dy[r].T @ alone.h[r])),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found, name), value, rtol=2e-2, atol=0.1)
+
+
+def test_other_ids_are_other_rows():
+    alone, w = Gemms(P), make_weights(P)
+    for tokens in (13, 5):
+        drawn = make_inputs(P, tokens)
+        y_rows, _ = alone.forward(Call(drawn.x, drawn.topk_ids, drawn.topk_weights, w))
+        assert y_rows.shape == (tokens * P.top_k, P.hidden)
+
+
+def test_rows_of_other_ranks_are_refused():
+    with pytest.raises(SystemExit, match="--ranks 1"):
+        Gemms(Problem(64, 48, 6, 3, max_tokens=16, ep_size=2, rank=0))
