@@ -37,6 +37,12 @@ class Load:
         memory = self.hit_weights * stored.w.bytes_per_number + 2 * self.rows * row
         return gemm, memory, self.crossings * (h * stored.x.bytes + h * BF16_BYTES)
 
+    def train(self, precision: str) -> tuple[float, float, float]:
+        """A forward that saves also writes the pre-activations."""
+        gemm, memory, links = self.forward(precision)
+        saved = self.rows * self.planes * self.shape.intermediate * BF16_BYTES
+        return gemm, memory + saved, links
+
     def backward(self, precision: str, gradients: str | None) -> tuple[float, float, float]:
         """Weight gradients are BF16 whatever the precision."""
         h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]

@@ -22,7 +22,7 @@ from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 
-DIRECTIONS = ("forward", "backward", "step")
+DIRECTIONS = ("forward", "train", "backward", "step")
 E4M3_FORWARD = "e4m3 x"  # forward of an x that comes quantized
 Halves = tuple[Callable[[bool], Any], Callable[[Any], object]]
 
@@ -41,7 +41,7 @@ class Entry:
 
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
-        times = {"forward": 1, E4M3_FORWARD: 1, "backward": 2, "step": 3, "quantize": 0}
+        times = {"forward": 1, "train": 1, E4M3_FORWARD: 1, "backward": 2, "step": 3, "quantize": 0}
         return times[self.direction] * shape.flops(tokens)
 
     def floors(self, shape: Shape, tokens: int, ranks: int) -> tuple[float, float, float]:
@@ -49,7 +49,7 @@ class Entry:
         load = Load(shape, tokens, ranks)
         parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
         parts["backward"] = [load.backward(self.precision, self.gradients)]
-        parts[E4M3_FORWARD] = parts["forward"]
+        parts[E4M3_FORWARD], parts["train"] = parts["forward"], [load.train(self.precision)]
         parts["step"] = parts["forward"] + parts["backward"]
         gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
         return gemm, memory / HBM_BYTES_PER_US, link / NVLINK_BYTES_PER_US
@@ -84,7 +84,7 @@ class TimedLayer:
                 name, self.problem, me.group, device=me.device, **options
             )
             trains = self.backend.state_bytes > 0 and not entry.through_layer
-            if entry.direction in ("backward", "step") and not (trains or plain):
+            if entry.direction in ("train", "backward", "step") and not (trains or plain):
                 self.backend.close()
                 self.layer = megamoe.Layer(
                     self.problem, me.group or "alone", backend=name, **options
@@ -131,7 +131,9 @@ class TimedLayer:
             if self.entry.backend == "autograd":
                 halves = self._autograd(drawn)
             forward, backward = halves
-            if self.entry.direction == "backward":
+            if self.entry.direction == "train":
+                found = Contender(name, lambda _: forward(False))
+            elif self.entry.direction == "backward":
                 found = Contender(name, backward, lambda: forward(False))
             else:
                 found = Contender(name, lambda _: backward(forward(True)))

@@ -40,7 +40,7 @@ def main() -> int:
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
     add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms"),
         help="in turns with the backend; autograd: staged that recomputes nothing; gemms: GEMMs alone")  # fmt: skip
-    add("--direction", default="forward", choices=DIRECTIONS, help="step: forward and backward")
+    add("--direction", default="forward", choices=DIRECTIONS, help="train: a forward that saves")
     add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
     add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
