@@ -73,17 +73,17 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
 
     Clamps pass the gradient at equality, and NaN stays NaN, as in the kernel.
     """
-    if not act.gated:
+    if act.kind == "relu2":
         r = F.relu(gu)
         return 2 * dh * r, r * r
+    if act.kind not in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh"):
+        raise NotImplementedError(f"no gradient of activation {act.kind!r} is written here")
     gate, up = gu.chunk(2, dim=-1)
     if act.kind in ("geglu", "geglu_tanh"):
         form = "tanh" if act.kind == "geglu_tanh" else "none"
         value = F.gelu(gate, approximate=form)
         slope = torch.ops.aten.gelu_backward(dh * up, gate, approximate=form)
         return torch.cat((slope, dh * value), -1), value * up
-    if act.kind not in ("swiglu", "clamped_swiglu"):
-        raise NotImplementedError(f"no gradient of activation {act.kind!r} is written here")
     inside, within = ~(gate > act.limit), ~(up.abs() > act.limit)
     gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit) + act.up_offset
     s = torch.sigmoid(act.alpha * gate)

@@ -3,9 +3,8 @@
 // MN-major, with 128 bytes of M or N in a row and a row for each k. Weight gradients have MN-major rows for
 // both operands, and their K are an expert's rows. A launch that has both asks at run time.
 //
-//   RowsOperand<T>      A: ready(ctx, tile) waits; load(to, full, slot, box, both): 64 rows, MN-major
-//   columns;
-//                       small_boxes(tile): of 16 rows, 0: none; load_small(to, full, slot, box, both)
+//   RowsOperand<T>      A: ready(ctx, tile) waits; load(to, full, slot, box, both): 64 rows, or columns
+//                       (MN-major); small_boxes(tile): of 16 rows, 0: none; load_small(...) one of these
 //   WeightsOperand<T>   B: load(to, full, slot, half, both): one half
 //
 // `both`: into both CTAs of the pair. Columns at or past the end of a plane, and rows at or past the pool's,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -464,3 +465,11 @@ def test_tails_are_what_is_left_of_whole_slots():
     assert found[3, 0] == rows[135, 0]
     assert not found[3, 1:].any()
     assert tails(rows[:64], rows[:64], None)[1].shape == (64, 8)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_an_activation_without_a_gradient_here_is_refused(gated):
+    """A new one must not be given another's."""
+    new = SimpleNamespace(kind="new", gated=gated)
+    with pytest.raises(NotImplementedError, match="'new'"):
+        reference.activation_gradient(new, rand(M, 2 * I).float(), rand(M, I).float())

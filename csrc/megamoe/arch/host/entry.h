@@ -1,7 +1,8 @@
 // What a kernel file exports in emulation; the counterpart of its __global__ function.
 //
-//   int name(const Args* args_per_rank, int num_ranks, int num_ctas, uint64_t seed, char* report, size_t
-//   report_bytes) uint64_t name_args_bytes(), name_smem_bytes(), name_threads()
+//   int name(const Args* args_per_rank, int num_ranks, int num_ctas, uint64_t seed, char* report,
+//            size_t report_bytes)
+//   uint64_t name_args_bytes(), name_smem_bytes(), name_threads()
 //
 // body_function is callable as body_function(args) by each thread: a void(const Args&).
 #pragma once
