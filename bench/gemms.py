@@ -30,7 +30,7 @@ class Gemms(Backend):
     state_bytes = 1
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
-        if problem.ep_size > 1 or problem.precision != "bf16":
+        if problem.ep_size > 1 or problem.formats.w.scaled:
             raise SystemExit("--baseline gemms: expected --ranks 1, and BF16")
         self.problem = problem
         self._ids: Tensor | None = None  # that the rows were made of
