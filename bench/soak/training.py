@@ -14,7 +14,7 @@ from bench.ranks import Rank
 from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
 from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.mega import MegaBackend
-from megamoe.formats.cache import QuantizedCache
+from megamoe.launch.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights, same_bits
 from megamoe.window.window import Window

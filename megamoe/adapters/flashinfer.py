@@ -23,8 +23,8 @@ from megamoe.adapters.host_layer import HostLayer, check
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
-from megamoe.formats.cache import quantize_weights
 from megamoe.formats.weights import ExpertWeights
+from megamoe.launch.cache import quantize_weights
 
 NAME = "megamoe"
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megamoe.core.table import E4M3_BLOCKS
-from megamoe.formats.cache import quantize_weights
 from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.launch.cache import quantize_weights
 from megamoe.ops.scales import by_block, by_row
 
 

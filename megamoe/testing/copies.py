@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megamoe.core.config import Problem
-from megamoe.formats import cache
-from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.launch import cache
+from megamoe.launch.cache import QuantizedCache
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from megamoe.backends.staged import StagedBackend
 from megamoe.core import table
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import codec
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit.source import Variant, variants
 from megamoe.launch import layout
+from megamoe.launch.cache import QuantizedCache
 from megamoe.testing import gradients, intermediates, make_inputs, make_weights
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -16,9 +16,9 @@ from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, map_strides, plane_strides
-from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import quantize_blockwise
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps

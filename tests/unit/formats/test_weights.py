@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megamoe.backends.reference import quant
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.formats.cache import QuantizedCache
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
@@ -18,6 +17,7 @@ from megamoe.formats.quantization import (
     quantize_rows,
 )
 from megamoe.formats.weights import ExpertWeights
+from megamoe.launch.cache import QuantizedCache
 from megamoe.testing import assert_close, make_weights
 
 E4M3 = torch.float8_e4m3fn

@@ -123,12 +123,12 @@ def test_transposes_are_not_made_while_a_graph_is_captured(monkeypatch):
     layer = fp8_layer()
     call = leaves(layer)
     y = layer(*call)
-    monkeypatch.setattr("megamoe.formats.cache._capturing", lambda w: True)
+    monkeypatch.setattr("megamoe.launch.cache._capturing", lambda w: True)
     with pytest.raises(MegaMoEError, match="before the capture"):
         y.float().sum().backward(retain_graph=True)
     monkeypatch.undo()
     y.float().sum().backward(retain_graph=True)
-    monkeypatch.setattr("megamoe.formats.cache._capturing", lambda w: True)
+    monkeypatch.setattr("megamoe.launch.cache._capturing", lambda w: True)
     y.float().sum().backward()  # made by now
 
 

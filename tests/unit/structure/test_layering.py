@@ -38,8 +38,12 @@ def room_of_file(path):
 
 
 def imports(tree, ours="megamoe"):
-    """Yield (module below ours, line) of every import of this package, also those inside functions."""
+    """Yield (module below ours, line) of every import of this package, also those inside functions and by name."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            package, _, module = getattr(node.args[0], "value", "").partition(".")
+            if package == ours:
+                yield module, node.lineno
         if isinstance(node, ast.Import):
             for alias in node.names:
                 package, _, module = alias.name.partition(".")
@@ -104,6 +108,12 @@ def test_no_module_reaches_itself():
     assert not cycles(graph)
     graph["core.errors"] = {"layer.module"}
     assert "core.errors" in cycles(graph)
+
+
+def test_a_module_that_is_imported_by_its_name_is_seen():
+    by_name = ast.parse('import_module("megamoe.jit.quantize")')
+    assert violations("formats", imports(by_name)) == ["line 1: jit.quantize"]
+    assert not violations("launch", imports(by_name))
 
 
 def test_no_module_of_bench_reaches_itself():

@@ -9,9 +9,9 @@ import torch
 import megamoe
 from megamoe.adapters.host_parameters import joined, tie
 from megamoe.core.config import Problem
-from megamoe.formats import cache as cache_module
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights
+from megamoe.launch import cache as cache_module
 from megamoe.testing.copies import watched
 
 PROBLEM = Problem(

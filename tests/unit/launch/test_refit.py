@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import megamoe
-from megamoe.formats import cache
 from megamoe.formats.weights import ExpertWeights
+from megamoe.launch import cache
 from megamoe.testing import launch
 
 SIZES = {"hidden": 32, "intermediate": 32, "num_experts": 3, "top_k": 2, "max_tokens": 8}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,13 +42,13 @@ Pair = tuple[Tensor, Tensor]  # numbers and scales
 def _fused_quantizer() -> Callable[..., tuple[Pair, Pair | None]] | None:
     """Return the kernel that quantizes in one pass over memory, if it can be compiled here."""
     try:
-        module = importlib.import_module("megamoe.jit.quantize")
-        module.compile_quantize()
+        from megamoe.jit import quantize
+
+        quantize.compile_quantize()
     except (ImportError, CompileError) as error:
         log.warning("weights are quantized by torch operations, not by one kernel: %s", error)
         return None
-    fused: Callable[..., tuple[Pair, Pair | None]] = module.quantize_weights
-    return fused
+    return quantize.quantize_weights
 
 
 def quantize_weights(

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megamoe
-from megamoe.formats import cache as cache_module
+from megamoe.launch import cache as cache_module
 from megamoe.testing import launch
 from megamoe.testing.copies import watched
 
