@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.call import Backend, Call
+from megamoe.backends.rail import Crossing, all_to_all, exchange_counts
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.planes import rows_of
@@ -21,28 +21,7 @@ from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
-from megamoe.group.order import GRAD_OF_ROWS, GRAD_OF_X, MARK_INTS, RECORDED, REFUSED
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange rows between ranks; the gradient makes the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _exchange(rows, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def _exchange(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    """rows: [sum(send), ...] -> [sum(receive), ...]; as bytes, since not every gloo knows bf16."""
-    out = rows.new_empty(sum(receive), *rows.shape[1:])
-    as_bytes = rows.contiguous().view(torch.uint8)
-    dist.all_to_all_single(out.view(torch.uint8), as_bytes, receive, send, group=group)
-    return out
+from megamoe.group.order import GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED
 
 
 class _RowsOfTokens(torch.autograd.Function):
@@ -150,8 +129,12 @@ def _moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[T
     counts = torch.bincount(flat[order], minlength=experts)
     if group.size > 1:
         marked = [mark[0] | _gradients(rows, dense), mark[1]]
-        send, receive, received = _exchange_counts(problem, group, counts, marked)
-        rows = _AllToAll.apply(rows, send, receive, group.process_group)
+        parts = counts.split([problem.num_local_experts(rank) for rank in range(group.size)])
+        table, found = exchange_counts(group, marked, parts)
+        send = torch.stack([part.sum() for part in parts]).tolist()
+        receive, received = found.sum(1).tolist(), table.long().flatten()
+        exchange = all_to_all(group.process_group)
+        rows = Crossing.apply(rows, send, receive, exchange)
     else:
         received = counts
 
@@ -166,7 +149,7 @@ def _moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[T
     y_sent = torch.empty_like(y_rows).index_copy(0, by_expert, y_rows)
     y_sorted = y_sent
     if group.size > 1:
-        y_sorted = _AllToAll.apply(y_sent, receive, send, group.process_group)
+        y_sorted = Crossing.apply(y_sent, receive, send, exchange)
     y_routes = y_sorted.new_zeros(tokens * top_k, problem.hidden).index_copy(0, order, y_sorted)
 
     # combine: weights in fp32; those of dropped routes may be anything, even NaN
@@ -196,19 +179,6 @@ def _gradients(rows: Tensor, dense: ExpertWeights) -> int:
     of_x = rows.requires_grad
     of_rows = of_x or any(t.requires_grad for t in dense.named().values())
     return GRAD_OF_X * of_x | GRAD_OF_ROWS * of_rows
-
-
-def _exchange_counts(
-    problem: Problem, group: Group, counts: Tensor, mark: list[int]
-) -> tuple[list[int], list[int], Tensor]:
-    """counts: [E] rows to send -> rows to each rank, rows from each rank, received [R * L]."""
-    per_rank = [problem.num_local_experts(rank) for rank in range(problem.ep_size)]
-    parts = counts.split(per_rank)
-    table, found = group.meet(mark, parts)
-    here = slice(MARK_INTS, MARK_INTS + per_rank[problem.rank])
-    receive = found[:, here].sum(1).tolist()
-    send = torch.stack([part.sum() for part in parts]).tolist()
-    return send, receive, table[:, here].long().flatten()
 
 
 def _experts(problem: Problem, rows: Tensor, sizes: Tensor, dense: ExpertWeights) -> Tensor:

@@ -317,12 +317,9 @@ def bad(self, call, keep=False):
 staged.StagedBackend.forward = bad
 """
 SCALED = """
-import torch.distributed as dist
-import megamoe.backends.staged as staged
-good = staged._AllToAll.backward
-def bad(ctx, grad):
-    return good(ctx, grad * 1.1 if dist.get_world_size(ctx.group) > 1 else grad)
-staged._AllToAll.backward = staticmethod(bad)
+from megamoe.backends.rail import Crossing
+good = Crossing.backward
+Crossing.backward = staticmethod(lambda ctx, grad: good(ctx, grad * 1.1))
 """
 
 

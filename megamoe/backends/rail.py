@@ -1,0 +1,64 @@
+"""Rows on their way between ranks, by counts: all ranks of a group for `staged`, equal ranks of each host for hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe.group.group import Group
+from megamoe.group.order import MARK_INTS
+
+# Waits for what was sent, where a stream can wait the stream does, and returns what came.
+Waiter = Callable[[], Tensor]
+# The engine: (rows [sum(send), ...], rows to each rank, rows from each) -> a Waiter for [sum(receive), ...].
+Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Waiter]
+
+
+def all_to_all(process_group: Any) -> Exchange:
+    """Return the engine of torch.distributed over a process group; what it starts runs beside the caller's stream."""
+
+    def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        # as bytes, since not every gloo knows bf16
+        ways = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
+        splits = list(receive), list(send)
+        work = dist.all_to_all_single(*ways, *splits, group=process_group, async_op=True)
+
+        def arrived() -> Tensor:
+            work.wait()
+            return out
+
+        return arrived
+
+    return exchange
+
+
+class Crossing(torch.autograd.Function):
+    """Exchange rows between ranks; the gradient makes the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, send: list[int], receive: list[int], exchange: Exchange
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.exchange = send, receive, exchange
+        return exchange(rows, send, receive)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.exchange(grad, ctx.receive, ctx.send)(), None, None, None
+
+
+def exchange_counts(
+    group: Group, mark: Sequence[int], parts: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Tell each rank `parts` [R], numbers of rows; the host waits. Collective, checked by the mark: RankMismatch.
+
+    Returns what each rank said to this one, [R, parts[own rank].numel()] int32, and its copy in CPU memory.
+    """
+    table, found = group.meet(mark, parts)
+    here = slice(MARK_INTS, MARK_INTS + parts[group.rank].numel())
+    return table[:, here], found[:, here]
