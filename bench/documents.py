@@ -9,13 +9,16 @@ from pathlib import Path
 from bench.api_reference import reference
 from bench.tree import ROOT
 from megamoe.core import env
+from megamoe.backends.hosts import HostsBackend
 from megamoe.layer.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
     "window": "a window to share with other layers; their own otherwise",
     "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
     "pool_rows": "rows held at a time; fewer cost passes, never results",
-    "timeout_s": "longest wait for a flag, in seconds",
+    "timeout_s": "longest wait for a flag, or over hosts for a rank, in seconds",
+    "chunks": "parts of a call that travel in turns; unset: by `max_tokens`",
+    "exchange": "`exact`: rows as needed; `static`: fixed slots, which graphs capture",
 }
 
 
@@ -43,9 +46,14 @@ def options() -> str:
         name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
         for name, (module, cls) in BACKENDS.items()
     }
+    over_hosts = inspect.signature(HostsBackend).parameters
     rows: list[tuple[str, ...]] = []
     for option in OPTIONS:
         by = [name for name, parameters in taken.items() if option in parameters]
+        if not by:
+            default = str(over_hosts[option].default)
+            rows.append((f"`{option}`", f"`{default}`", "over hosts", MEANINGS[option]))
+            continue
         defaults = {name: str(taken[name][option].default) for name in by}
         same = len(set(defaults.values())) == 1
         default = defaults[by[0]] if same else ", ".join(f"{d} ({n})" for n, d in defaults.items())

@@ -24,6 +24,7 @@ class Call(NamedTuple):
     num_tokens_device: [1] int32; tokens from there on are not computed. out: [T, H] bf16, for y.
     known: stands for all that the checks of a call look at, and for where weights lie: calls that have the same object
         are alike in that, and were checked. None: the backend looks itself.
+    state: [state_bytes] uint8, where a state that is kept may be put.
     """
 
     x: Tensor | QuantizedRows
@@ -33,6 +34,7 @@ class Call(NamedTuple):
     num_tokens_device: Tensor | None = None
     out: Tensor | None = None
     known: Any = None
+    state: Tensor | None = None
 
     @property
     def rows(self) -> tuple[Tensor, Tensor | None]:

@@ -73,7 +73,9 @@ class EmulateBackend(Gathered):
 
         device = call.x.device
         call.weights.validate(self.problem, device)
-        (y, state), found = self._run(run, RECORDED * keep, call._replace(out=None, known=None))
+        (y, state), found = self._run(
+            run, RECORDED * keep, call._replace(out=None, known=None, state=None)
+        )
         self._statistics = Statistics(*(t.to(device) for t in vars(found).values()))
         y, state = y.to(device), None if state is None else state.to(device)
         return y if call.out is None else call.out.copy_(y), state
@@ -92,7 +94,7 @@ class EmulateBackend(Gathered):
             found = self.emulation.backward_all(calls, dys, states, all_wanted)
             return [(made, w.into) for made, w in zip(found, all_wanted, strict=True)]
 
-        mine = call._replace(out=None, known=None), dy, state, wanted
+        mine = call._replace(out=None, known=None, state=None), dy, state, wanted
         found, sums = self._run(run, BACKWARD, mine)
         for name, target in wanted.into.items():
             target.copy_(sums[name])

@@ -256,6 +256,7 @@ class Training:
         self._routes = behind[place.offset : place.end]  # bytes
         # Memory of the state of the last train launch. Weak: autograd frees it.
         self._state: StorageWeakRef | None = None
+        self._begin = 0  # of it, in that memory
 
     def state_views(self) -> dict[str, Tensor]:
         """Return the regions of the state that the last train launch made."""
@@ -263,7 +264,7 @@ class Training:
         storage = None if cdata is None else torch.UntypedStorage._new_with_weak_ptr(cdata)
         if storage is None:
             raise MegaMoEError("the last call trained, and its state is gone: ask before y is")
-        state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[self._begin :]
         return {name: region.view(state) for name, region in self._plan.train_state.items()}
 
     def rows(self) -> dict[str, Tensor]:
@@ -285,11 +286,14 @@ class Training:
             assert isinstance(x, Tensor)
             tokens, hidden = x.shape
             y = launch._empty((tokens, hidden), (hidden, 1), torch.bfloat16)
-            state = launch._empty((self._plan.train_state_bytes,), (1,), torch.uint8)
+            state = call.state
+            if state is None:
+                state = launch._empty((self._plan.train_state_bytes,), (1,), torch.uint8)
             launch._keep_in(state)
             fill_call(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
             launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
             self._state = StorageWeakRef(state.untyped_storage())
+            self._begin = state.storage_offset()
         return y, state
 
     def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:

@@ -18,8 +18,11 @@ Waiter = Callable[[], Tensor]
 Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Waiter]
 
 
-def all_to_all(process_group: Any) -> Exchange:
-    """Return the engine of torch.distributed over a process group; what it starts runs beside the caller's stream."""
+def all_to_all(process_group: Any, wait: Callable[[Any], None] | None = None) -> Exchange:
+    """Return the engine of torch.distributed over a process group; what it starts runs beside the caller's stream.
+
+    wait: waits for an operation of it; None: as torch.distributed does.
+    """
 
     def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
         out = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -29,7 +32,10 @@ def all_to_all(process_group: Any) -> Exchange:
         work = dist.all_to_all_single(*ways, *splits, group=process_group, async_op=True)
 
         def arrived() -> Tensor:
-            work.wait()
+            if wait is None:
+                work.wait()
+            else:
+                wait(work)
             return out
 
         return arrived

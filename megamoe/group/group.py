@@ -56,6 +56,7 @@ class Group:
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
+        self.num_hosts: int | None = None  # what a mesh of two dimensions says
         alone = process_group is None
         self.rank = 0 if alone else dist.get_rank(process_group)
         self.size = 1 if alone else dist.get_world_size(process_group)
@@ -85,10 +86,13 @@ class Group:
         if isinstance(given, str) and given == ALONE:
             return Group()
         if isinstance(given, DeviceMesh):
+            if given.ndim == 2 and (given.mesh_dim_names or ("",))[0] == "hosts":
+                return _of_hosts(given)
             if given.ndim != 1:
                 names = f" {given.mesh_dim_names}" if given.mesh_dim_names else ""
                 mesh = f"a mesh of {given.ndim} dimensions{names}"
-                raise ConfigError("group", mesh, 'a DeviceMesh of one dimension: mesh["ep"], say')
+                expected = 'a DeviceMesh of one dimension: mesh["ep"], say, or of two: mesh["hosts", "experts"]'
+                raise ConfigError("group", mesh, expected)
             given = given.get_group()
         outside = isinstance(given, int)  # what dist.new_group returns to processes it leaves out
         if not outside and not (dist.is_available() and isinstance(given, dist.ProcessGroup)):
@@ -116,6 +120,10 @@ class Group:
         """Return the mark of a backend that is made now."""
         return Mark(self.number("backends"), problem.fingerprint() & 0x7FFFFFFF)
 
+    def label(self, rank: int) -> str:
+        """Return how errors of its exchanges call a rank."""
+        return f"rank {rank}"
+
     # --- exchanges ---
 
     def meet(self, mark: Sequence[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -137,7 +145,7 @@ class Group:
             return sent, sent.cpu()
         table = self._swap(sent)
         found = table.cpu()
-        check_marks(found[:, :MARK_INTS].tolist(), self.rank)
+        check_marks(found[:, :MARK_INTS].tolist(), self.rank, self.label)
         return table, found
 
     def gather(self, mark: Sequence[int], value: Any) -> dict[int, Any]:
@@ -311,6 +319,17 @@ class _Meeting:
 
     barrier: threading.Barrier
     rows: list[Tensor]  # by the rank that sends them
+
+
+def _of_hosts(mesh: DeviceMesh) -> Group:
+    """Return the group of a mesh whose first dimension are hosts: all of its ranks, host by host."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ConfigError("group", f"a mesh of ranks {ranks}", "one whose ranks ascend")
+    whole = ranks == list(range(dist.get_world_size()))
+    group = Group(dist.group.WORLD if whole else mesh._flatten().get_group())
+    group.num_hosts = mesh.shape[0]
+    return group
 
 
 def _padded(data: bytes, size: int) -> Tensor:

@@ -7,7 +7,7 @@ begin with an exchange of one size. staged has its counts in it, so that it cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megamoe.core.config import MAX_LOCAL_EXPERTS
@@ -29,6 +29,7 @@ CALLS = (
     *("make its window", "prepare the kernel", "prepare the kernels of training"),
 )
 _FLAG_BITS = 8
+_REFUSES = "refused its arguments"
 MARK_INTS = 2
 WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS
 
@@ -50,22 +51,29 @@ def mark_of(call: str, refused: bool = False) -> list[int]:
     return [REFUSED if refused else 0, CALLS.index(call)]
 
 
-def check_marks(marks: Sequence[Sequence[int]], rank: int) -> None:
+def check_marks(
+    marks: Sequence[Sequence[int]], rank: int, label: Callable[[int], str] = "rank {}".format
+) -> None:
     """Raise RankMismatch unless all ranks make the same call. marks: Mark.ints() by rank; rank: this one.
 
-    A rank that refuses its arguments only tells the others, and raises its own error.
+    A rank that refuses its arguments only tells the others, and raises its own error. label: how to call a rank.
     """
     if marks[rank][0] & REFUSED:
         return
     for other, mark in enumerate(marks):
         if other != rank and mark[0] & REFUSED:
-            raise RankMismatch(f"rank {other} refused its arguments: see that rank's error")
+            raise RankMismatch(f"{label(other)} {_REFUSES}: see that rank's error")
     for other, mark in enumerate(marks):
         if list(mark) != list(marks[rank]):
             raise RankMismatch(
-                f"rank {other} comes for {_call(mark)}, rank {rank} for {_call(marks[rank])}. Make and call the "
+                f"{label(other)} comes for {_call(mark)}, {label(rank)} for {_call(marks[rank])}. Make and call the "
                 "layers of a group in the same order on all ranks, with gradients of the same tensors"
             )
+
+
+def is_refusal(error: RankMismatch) -> bool:
+    """Whether it says that another rank refuses its arguments, not that ranks differ."""
+    return _REFUSES in str(error)
 
 
 def _call(mark: Sequence[int]) -> str:

@@ -6,19 +6,22 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from megamoe.backends.call import Backend
+from megamoe.backends.hosts import EXCHANGES, HostsBackend, chunks_of, inside
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.group.group import Facts, Group
-from megamoe.group.hosts import host_name, spans_hosts
-from megamoe.launch.layout import check_window
+from megamoe.group.hosts import Hosts, host_name, spans_hosts
+from megamoe.group.links import RAIL_CTAS, Links
+from megamoe.group.order import mark_of
+from megamoe.launch.layout import check_window, default_pool_rows
 
 log = logging.getLogger("megamoe")
 
@@ -30,13 +33,41 @@ BACKENDS = {
     "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
 }
 # what the constructors of the backends take besides problem, group and device: users, and who works on megamoe
-OPTIONS = ("window", "reserve_sms", "pool_rows", "timeout_s")
+OPTIONS = ("window", "reserve_sms", "pool_rows", "timeout_s", "chunks", "exchange")
 DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding")
 
 
-def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
-    """Return why the kernel cannot run here, or None when it can."""
-    if (reason := problem.why_no_window()) is not None:
+# backends that run inside each host where a group spans several; by name only, see hosts_of()
+INSIDE_HOSTS = ("mega", "emulate", "reference")
+
+
+def hosts_of(name: str, group: Group, hosts: Sequence[str]) -> Hosts | None:
+    """Return the hosts that a named backend runs inside of; None: it runs over all ranks. hosts: name of each rank's.
+
+    "auto" stays with `staged` over several hosts: until GPUs of several hosts have run the kernel inside each, nobody
+    is given that unasked. Raises ConfigError for hosts with unequal numbers of ranks, or not side by side.
+    """
+    if resolve(name) not in INSIDE_HOSTS or (group.num_hosts is None and len(set(hosts)) == 1):
+        return None
+    found = Hosts.of(hosts, group.num_hosts)
+    return found if len(found.names) > 1 else None
+
+
+def check_inside(
+    name: str, problem: Problem, hosts: Hosts | None, options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError where a backend cannot have the problem that it is given on each host."""
+    if hosts is not None:
+        problem = inside(problem, hosts, options.get("chunks"))
+    if resolve(name) in ("mega", "emulate"):
+        check_window(problem)
+
+
+def why_not_mega(
+    problem: Problem, group: Any, device: torch.device, window: bool = True
+) -> str | None:
+    """Return why the kernel cannot run here, or None when it can. window: whether all ranks are to share one."""
+    if window and (reason := problem.why_no_window()) is not None:
         return reason
     if device.type != "cuda":
         return f"the tensors are on {device}, the kernel needs a CUDA device"
@@ -97,7 +128,15 @@ def choose(
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the backend that `name` stands for, agreed on over the group. Collective."""
-    return _choose(name, problem, Group.of(group), device, options or {}, Opening())[0]
+    return _choose(name, problem, Group.of(group), device, options or {}, Opening()).name
+
+
+class _Chosen(NamedTuple):
+    """hosts: inside each of which it runs, or None. stated: what each rank said of its launches, for "mega"."""
+
+    name: str
+    hosts: Hosts | None = None
+    stated: Mapping[int, Any] = {}
 
 
 def _choose(
@@ -107,14 +146,14 @@ def _choose(
     device: torch.device,
     options: Mapping[str, Any],
     opening: Opening,
-) -> tuple[str, dict[int, Any]]:
-    """Choose a backend as part of `opening`; return it and, for "mega", what each rank stated of its launches."""
+) -> _Chosen:
+    """Choose a backend as part of `opening`."""
 
     def state() -> Facts:
         check_options(problem, group, options)
         asked = resolve(name)
         wanted, launches = asked in ("auto", "mega"), None
-        reason = why_not_mega(problem, group, device) if wanted else None
+        reason = why_not_mega(problem, group, device, False) if wanted else None
         if asked != "auto" and reason is None:
             backend_class(asked)
         if wanted and reason is None:
@@ -125,6 +164,7 @@ def _choose(
             {
                 "backend": repr(asked),
                 "window is given": options.get("window") is not None,
+                **over_hosts(options),
                 "what is opened": f"layer {opening.layer} of the group",
             },
             problem,
@@ -133,22 +173,28 @@ def _choose(
     said = group.agree(opening.call, state)
     for i, question in enumerate(opening.questions):
         question.check({rank: answers[i] for rank, (*_, answers) in said.items()})
-    asked = resolve(name)
+    asked, names = resolve(name), [host for host, *_ in said.values()]
+    hosts = hosts_of(name, group, names)
+    if asked != "mega":
+        check_inside(name, problem, hosts, options)
     if asked not in ("auto", "mega"):
-        return asked, {}
-    why = spans_hosts([host for host, *_ in said.values()])
+        return _Chosen(asked, hosts)
+    why = spans_hosts(names) if hosts is None else None
+    if why is None:
+        here = problem if hosts is None else inside(problem, hosts, options.get("chunks"))
+        why = here.why_no_window()
     for rank, (_, own, *_) in said.items():
         if why is None and own is not None:
             why = f"rank {rank}: {own}" if len(said) > 1 else own
     if why is None:
         stated = {rank: launches for rank, (*_, launches, _) in said.items()}
         _mega().check_stated(stated)
-        return "mega", stated
+        return _Chosen("mega", hosts, stated)
     if asked == "mega":
         raise cannot_run(why)
     if problem.rank == 0:
         _say_why(why)
-    return "staged", {}
+    return _Chosen("staged")
 
 
 def _mega() -> Any:
@@ -174,6 +220,12 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
     if reserve is not None and (not isinstance(reserve, int) or reserve < 0):
         raise ConfigError("reserve_sms", repr(reserve), "None or a number of SMs")
     env.timeout_s(options.get("timeout_s"))
+    chunks, exchange = over_hosts(options).values()
+    if chunks is not None and not (type(chunks) is int and 1 <= chunks <= problem.max_tokens):
+        expected = f"None or a number from 1 to max_tokens = {problem.max_tokens}"
+        raise ConfigError("chunks", repr(chunks), expected)
+    if exchange not in EXCHANGES:
+        raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
     for option in options.keys() - {*OPTIONS, *DEVELOPERS_OPTIONS}:
@@ -183,6 +235,11 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
 
 
+def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a layer over several hosts, which ranks have to agree on."""
+    return {"chunks": options.get("chunks"), "exchange": options.get("exchange") or EXCHANGES[0]}
+
+
 def check_device(
     name: str, problem: Problem, group: Any, device: torch.device | str | None
 ) -> None:
@@ -190,12 +247,10 @@ def check_device(
     device = torch.get_default_device() if device is None else torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device", device, "one that torch can use: it finds no CUDA device")
-    if resolve(name) in ("mega", "emulate"):
-        check_window(problem)
     moves = device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available())
     if resolve(name) != "mega" or moves:
         return
-    if (reason := why_not_mega(problem, group, device)) is not None:
+    if (reason := why_not_mega(problem, group, device, False)) is not None:
         raise cannot_run(reason)
 
 
@@ -222,8 +277,21 @@ def open_backend(
     opening: Opening,
 ) -> Backend:
     """Make the backend that was asked for, as part of another call."""
-    chosen, stated = _choose(name, problem, group, device, options, opening)
-    make = backend_class(chosen)
+    chosen = _choose(name, problem, group, device, options, opening)
+    if chosen.hosts is None:
+        return _made(chosen.name, problem, group, device, options, chosen.stated)
+    return _made_over_hosts(chosen, problem, group, device, options)
+
+
+def _made(
+    name: str,
+    problem: Problem,
+    group: Group,
+    device: torch.device,
+    options: Mapping[str, Any],
+    stated: Mapping[int, Any],
+) -> Backend:
+    make = backend_class(name)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
     if "device" in accepted:
@@ -232,3 +300,37 @@ def open_backend(
         given["agreed"] = stated
     backend: Backend = make(problem, group, **given)
     return backend
+
+
+def _made_over_hosts(
+    chosen: _Chosen,
+    problem: Problem,
+    group: Group,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> Backend:
+    """Make the backend inside each host, and what stands around it; a rank's error is everybody's. Collective."""
+    assert chosen.hosts is not None
+    links = Links.of(group, chosen.hosts)
+    links.timeout_s = env.timeout_s(options.get("timeout_s"))
+    if any(group.gather(mark_of("set-up"), links.broken is not None).values()):
+        links.renew()
+    stated = {i: chosen.stated[r] for i, r in enumerate(links.host.ranks) if chosen.stated}
+    # The rail's kernels run beside those of the layer, and need SMs that no launch holds.
+    given = {"reserve_sms": env.reserve_sms() or RAIL_CTAS, **_stated(options)}
+    chunks, exchange = over_hosts(options).values()
+
+    def make(here: Problem) -> Backend:
+        # A token has a part of its routes here: the pool need not be larger than for one host's tokens.
+        tokens = -(-problem.max_tokens // chunks_of(problem, links.hosts, chunks))
+        rows = default_pool_rows(replace(here, rank=0, max_tokens=tokens))
+        return _made(chosen.name, here, links.host, device, {"pool_rows": rows, **given}, stated)
+
+    def make_all() -> Backend:
+        return HostsBackend(problem, links, make, chunks=chunks, exchange=exchange)
+
+    return group.all_or_none("set-up", make_all)
+
+
+def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

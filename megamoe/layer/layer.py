@@ -19,10 +19,19 @@ from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import ALONE, Facts, Group
+from megamoe.group.hosts import host_name
 from megamoe.layer import main_grad
 from megamoe.layer.autograd import How, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
-from megamoe.layer.functional import Opening, check_options, open_backend, resolve
+from megamoe.layer.functional import (
+    Opening,
+    check_inside,
+    check_options,
+    hosts_of,
+    open_backend,
+    over_hosts,
+    resolve,
+)
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.moves import Placed
 from megamoe.layer.placement import ExpertPlacement
@@ -108,10 +117,14 @@ class Layer(Opened, Placed):
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
             of = None if placement is None else placement.expert_of
-            equal = zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True)
-            return Facts(made, {"backend": repr(resolve(backend)), **dict(equal)}, made)
+            equal = dict(zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True))
+            equal |= {"backend": repr(resolve(backend)), **over_hosts(options)}
+            return Facts((made, host_name()), equal, made)
 
-        self.problem: Problem = ranks.agree("a new layer", state)[ranks.rank]
+        said = ranks.agree("a new layer", state)
+        self.problem: Problem = said[ranks.rank][0]
+        hosts = hosts_of(backend, ranks, [host for _, host in said.values()])
+        check_inside(backend, self.problem, hosts, options)
         self.backend = backend
         self._number = ranks.number("layers")
         # checked by state()
@@ -437,7 +450,7 @@ class Layer(Opened, Placed):
         arguments: dict[str, Any] = dict(
             zip(names, (*given, self._delayed is not None), strict=True)
         )
-        group = ALONE if self.group is None else self.group
+        group = ALONE if self.group is None else self.ranks
         return Layer(self.problem, group, **arguments, **self._options)
 
     def __getstate__(self) -> dict[str, Any]:

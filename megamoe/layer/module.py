@@ -48,6 +48,7 @@ class MegaMoE(PlacedModule):
     placement: redundant experts: parameters are this rank's slots, num_experts and topk_ids logical.
         See move_experts().
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
+    chunks, exchange: how rows travel between hosts, where a named backend runs inside each, see docs/hosts.md.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
         the seed from torch's generator (the same on all ranks only if they were seeded alike).
 
@@ -83,6 +84,8 @@ class MegaMoE(PlacedModule):
         delay_wgrad: bool = False,
         reserve_sms: int | None = None,
         window: Any = None,
+        chunks: int | None = None,
+        exchange: str = "exact",
         init_seed: int | None = None,
         placement: ExpertPlacement | None = None,
         device: torch.device | str | None = None,
@@ -121,6 +124,8 @@ class MegaMoE(PlacedModule):
             placement=placement,
             reserve_sms=reserve_sms,
             window=window,
+            chunks=chunks,
+            exchange=exchange,
         )
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays, self._placed = init_seed, delay_wgrad, placement is not None

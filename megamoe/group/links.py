@@ -1,0 +1,256 @@
+"""The ways of a rank over several hosts: its rail, the equal ranks of all hosts, and its host. Who broke a call.
+
+A rank that fails tells so twice: to those that meet it, by marks, and through torch.distributed's store, which still
+answers where a rank is gone. So every rank's error names the rank that began it, not the one that passed it on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from megamoe.core import env
+from megamoe.core.errors import (
+    ArgumentError,
+    ConfigError,
+    MegaMoEError,
+    PeerFault,
+    ProtocolTimeout,
+    RankMismatch,
+    WindowBroken,
+)
+from megamoe.group.group import Group
+from megamoe.group.hosts import Hosts
+from megamoe.group.order import is_refusal
+
+RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel leaves as many
+SLACK_S = (
+    10.0  # that torch.distributed's own time-out is longer than ours, which can say who is missing
+)
+_LOOK_S, _GRACE_S = (
+    0.25,
+    10.0,
+)  # between looks at the store; that others have at most to say what they saw
+# What ranks report, strongest first: the first two leave a layer usable, where nothing is under way.
+_REFUSED, _DIFFERS, _FAILED, _WAITED, _TOLD = range(5)
+
+_made: WeakKeyDictionary[Any, Links] = WeakKeyDictionary()
+
+
+class Part(Group):
+    """Some ranks of a wider group, as which errors name them. Its exchanges wait for at most the links' time-out."""
+
+    def __init__(self, links: Links, ranks: Sequence[int], own: int) -> None:
+        super().__init__()
+        self.links, self.ranks = links, list(ranks)
+        self.rank, self.size = self.ranks.index(own), len(self.ranks)
+        self.in_process = not self._others
+        self._exchanges = bool(self._others)
+        self._counts: Counter[str] = Counter()
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @property
+    def _others(self) -> list[int]:
+        return [r for i, r in enumerate(self.ranks) if i != self.rank]
+
+    def number(self, what: str) -> int:
+        """Count likewise, however often the process group is made anew."""
+        self._counts[what] += 1
+        return self._counts[what]
+
+    def label(self, rank: int) -> str:
+        """Return how errors call a rank: by its number in the job, and its host."""
+        return self.links.names[self.ranks[rank]]
+
+    def _swap(self, rows: Tensor) -> Tensor:
+        out, ones = torch.empty_like(rows), [1] * self.size
+        ways = (t.view(torch.uint8) for t in (out, rows))
+        work = dist.all_to_all_single(*ways, ones, ones, group=self.process_group, async_op=True)
+        self.wait(work)
+        return out
+
+    def wait(self, work: Any) -> None:
+        """Wait on the host until an operation is done, and the stream until it has its result.
+
+        Raises ProtocolTimeout where it takes longer than the time-out, or another rank has reported a fault.
+        """
+        begin, pause, look = time.monotonic(), 2e-5, 2 * _LOOK_S
+        try:
+            while not work.is_completed():
+                waited = time.monotonic() - begin
+                if waited > self.links.timeout_s:
+                    raise ProtocolTimeout(f"waited {waited:.1f} s for {self._awaited()}")
+                if waited > look:
+                    look += _LOOK_S
+                    if self.links.is_reported():
+                        raise ProtocolTimeout(f"left {self._awaited()}: another rank had failed")
+                time.sleep(pause)
+                pause = min(2 * pause, 2e-3)
+            work.wait()
+        except MegaMoEError:
+            raise
+        except RuntimeError as error:  # of torch.distributed, whose engines have types of their own
+            raise ProtocolTimeout(f"lost {self._awaited()}: {error}") from error
+
+    def _awaited(self) -> str:
+        return " or ".join(self.links.names[r] for r in self._others)
+
+
+class Links:
+    """Of one group, for all layers on it. Making and renewing them is collective over the group.
+
+    rail, host: stay the same objects when what is behind them is made anew.
+    broken: what broke a call so that only renew() helps, or None.
+    """
+
+    def __init__(self, group: Group, hosts: Hosts) -> None:
+        self.group, self.hosts, self.timeout_s = group, hosts, env.timeout_s()
+        jobs = dist.get_process_group_ranks(group.process_group)
+        each, (host, local) = hosts.per_host, hosts.place(group.rank)
+        self.names = [f"rank {job} on {hosts.names[r // each]}" for r, job in enumerate(jobs)]
+        self._jobs = jobs
+        self.rail = Part(self, range(local, group.size, each), group.rank)
+        self.host = Part(self, range(host * each, (host + 1) * each), group.rank)
+        self.broken: str | None = None
+        self._round = self._incident = 0
+        self.renew()
+
+    @staticmethod
+    def of(group: Group, hosts: Hosts) -> Links:
+        """Return those of a group, made once, and anew where a call has broken them on some rank. Collective."""
+        made = _made.get(group.process_group)
+        if made is None or made.hosts != hosts:
+            _made[group.process_group] = made = Links(group, hosts)
+            return made
+        return made
+
+    def renew(self) -> None:
+        """Make the process groups anew: what was under way in the old ones is lost. Collective over the group."""
+        for part in (self.rail, self.host):
+            if part.size > 1:
+                ranks = [self._jobs[r] for r in part.ranks]
+                part.process_group = _new_group(self.group.process_group, ranks, self.timeout_s)
+        self._round, self._incident, self.broken = self._round + 1, 0, None
+
+    # --- who broke a call ---
+
+    def is_reported(self) -> bool:
+        """Whether some rank has reported a fault of this call."""
+        try:
+            return bool(self._store().check(["any"]))
+        except RuntimeError:
+            return False
+
+    def refuse(self) -> None:
+        """Report that this rank refuses its arguments."""
+        self._report(_REFUSED, "")
+
+    def end_incident(self, cause: str | None) -> None:
+        """Go on to another incident. cause: what broke the links, if that is so."""
+        self._incident += 1
+        self.broken = self.broken or cause
+
+    def check(self) -> None:
+        """Raise WindowBroken where an earlier call broke the links."""
+        if self.broken is not None:
+            raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
+
+    def report(self, error: Exception) -> bool:
+        """Report what this rank has met. Return whether it is this rank's own, as which it raises it."""
+        kind = _kind(error)
+        self._report(kind, str(error))
+        return kind in (_REFUSED, _FAILED)
+
+    def verdict(self, error: Exception) -> MegaMoEError:
+        """Return what broke the call that ended in this error, by what ranks report within a bound."""
+        found, deadline = self._reports(), time.monotonic() + min(self.timeout_s, _GRACE_S)
+        while (
+            len(found) < self.group.size
+            and min((kind for kind, _ in found.values()), default=_TOLD) > _FAILED
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.02)
+            found = self._reports()
+        strongest = min(((kind, rank) for rank, (kind, _) in found.items()), default=(_TOLD, -1))
+        (kind, rank), silent = strongest, [r for r in range(self.group.size) if r not in found]
+        if kind == _REFUSED:
+            return RankMismatch(f"{self.names[rank]} refused its arguments: see that rank's error")
+        if kind == _DIFFERS:
+            return RankMismatch(found[rank][1])
+        if kind == _FAILED:
+            return MegaMoEError(f"{self.names[rank]} failed: {found[rank][1]}")
+        if silent and found:
+            return ProtocolTimeout(
+                f"{self._list(silent)} did not take part in this call over {len(self.hosts.names)} hosts: dead, later "
+                f"than the time-out of {self.timeout_s:g} s, or never made it ({error})"
+            )
+        return ProtocolTimeout(f"{self.names[self.group.rank]} {error}")
+
+    def _list(self, ranks: Iterable[int]) -> str:
+        by_host: dict[str, list[str]] = {}
+        for r in ranks:
+            host = self.hosts.names[self.hosts.place(r)[0]]
+            by_host.setdefault(host, []).append(str(self._jobs[r]))
+        return "; ".join(
+            f"rank{'s' * (len(of) > 1)} {', '.join(of)} on {h}" for h, of in by_host.items()
+        )
+
+    def _store(self) -> Any:
+        name = f"megamoe/{self.group.process_group.group_name}/{self._round}/{self._incident}"
+        return dist.PrefixStore(name, distributed_c10d._get_default_store())
+
+    def _report(self, kind: int, text: str) -> None:
+        try:
+            store = self._store()
+            store.set(str(self.group.rank), json.dumps([kind, text]))
+            store.set("any", "")
+        except RuntimeError:  # the store went with a rank: the others find out by themselves
+            return
+
+    def _reports(self) -> dict[int, tuple[int, str]]:
+        found: dict[int, tuple[int, str]] = {}
+        try:
+            store = self._store()
+            for rank in range(self.group.size):
+                if store.check([str(rank)]):
+                    kind, text = json.loads(store.get(str(rank)))
+                    found[rank] = kind, text
+        except RuntimeError:
+            return {}
+        return found
+
+
+def _kind(error: Exception) -> int:
+    if isinstance(error, RankMismatch):
+        return _TOLD if is_refusal(error) else _DIFFERS
+    if isinstance(error, (ProtocolTimeout, PeerFault, WindowBroken)):
+        return _WAITED
+    return _REFUSED if isinstance(error, (ArgumentError, ConfigError)) else _FAILED
+
+
+def _new_group(like: Any, ranks: list[int], timeout_s: float) -> Any:
+    backend = dist.get_backend(like)
+    if backend not in ("gloo", "nccl"):
+        backend = dist.get_backend_config(like)
+    options = None
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = RAIL_CTAS
+    return dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=timeout_s + SLACK_S),
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+    )
