@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.api_reference import reference
 from bench.tree import ROOT
-from megamoe.core import env
 from megamoe.backends.hosts import HostsBackend
+from megamoe.core import env
 from megamoe.layer.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
