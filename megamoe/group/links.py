@@ -10,6 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -174,14 +175,18 @@ class Links:
 
     def verdict(self, error: Exception) -> MegaMoEError:
         """Return what broke the call that ended in this error, by what ranks report within a bound."""
-        found, deadline = self._reports(), time.monotonic() + min(self.timeout_s, _GRACE_S)
+        found, said = self._reports()
+        deadline = time.monotonic() + min(self.timeout_s / 2, _GRACE_S)
         while (
-            len(found) < self.group.size
+            said is None
+            and len(found) < self.group.size
             and min((kind for kind, _ in found.values()), default=_TOLD) > _FAILED
             and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-            found = self._reports()
+            found, said = self._reports()
+        if said is not None:  # by ranks that have gone on since; who was missing then may have come
+            return ProtocolTimeout(said)
         strongest = min(((kind, rank) for rank, (kind, _) in found.items()), default=(_TOLD, -1))
         (kind, rank), silent = strongest, [r for r in range(self.group.size) if r not in found]
         if kind == _REFUSED:
@@ -191,10 +196,12 @@ class Links:
         if kind == _FAILED:
             return MegaMoEError(f"{self.names[rank]} failed: {found[rank][1]}")
         if silent and found:
-            return ProtocolTimeout(
+            said = (
                 f"{self._list(silent)} did not take part in this call over {len(self.hosts.names)} hosts: dead, later "
                 f"than the time-out of {self.timeout_s:g} s, or never made it ({error})"
             )
+            self._set("said", said)
+            return ProtocolTimeout(said)
         return ProtocolTimeout(f"{self.names[self.group.rank]} {error}")
 
     def _list(self, ranks: Iterable[int]) -> str:
@@ -210,25 +217,27 @@ class Links:
         name = f"megamoe/{self.group.process_group.group_name}/{self._round}/{self._incident}"
         return dist.PrefixStore(name, distributed_c10d._get_default_store())
 
-    def _report(self, kind: int, text: str) -> None:
-        try:
-            store = self._store()
-            store.set(str(self.group.rank), json.dumps([kind, text]))
-            store.set("any", "")
-        except RuntimeError:  # the store went with a rank: the others find out by themselves
-            return
+    def _set(self, key: str, value: str) -> None:
+        # Where the store went with a rank the others find out by themselves.
+        with suppress(RuntimeError):
+            self._store().set(key, value)
 
-    def _reports(self) -> dict[int, tuple[int, str]]:
+    def _report(self, kind: int, text: str) -> None:
+        self._set(str(self.group.rank), json.dumps([kind, text]))
+        self._set("any", "")
+
+    def _reports(self) -> tuple[dict[int, tuple[int, str]], str | None]:
+        """Return what each rank reports that has done so, and what some rank has made of it."""
         found: dict[int, tuple[int, str]] = {}
-        try:
+        with suppress(RuntimeError):
             store = self._store()
+            if store.check(["said"]):
+                return found, store.get("said").decode()
             for rank in range(self.group.size):
                 if store.check([str(rank)]):
                     kind, text = json.loads(store.get(str(rank)))
                     found[rank] = kind, text
-        except RuntimeError:
-            return {}
-        return found
+        return found, None
 
 
 def _kind(error: Exception) -> int:

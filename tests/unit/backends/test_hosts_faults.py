@@ -1,0 +1,245 @@
+"""Calls over hosts that fail: every rank raises, and names the rank that began it and its host; then right again."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_hosts import Case, along, be_on_host, inputs, made, step
+from programs import fresh
+
+from megamoe.testing import launch
+
+TIMEOUT_S = 2.0
+BOUND_S = 2 * TIMEOUT_S + 2
+EXACT = Case(over={"chunks": 2})
+STATIC = Case(over={"chunks": 2, "exchange": "static"})
+
+
+def failed(call):
+    """Return the error of a call, as text, and how long it took."""
+    begin = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+    return "nothing", time.monotonic() - begin
+
+
+class Rank:
+    """One rank with a layer that has been right once."""
+
+    def __init__(self, rank, case, group=None):
+        self.rank, self.case, self.group = rank, case, group or dist.group.WORLD
+        self.call = inputs(case, rank)
+        self.layer = self.made()
+        self.expected = self.step()
+
+    def made(self):
+        return made(self.case, self.group, **self.case.over)
+
+    def step(self, layer=None):
+        return step(layer or self.layer, self.case, *self.call)
+
+    def wrong(self):
+        """Make a call that is refused here."""
+        x, *rest = self.call
+        self.layer(x.float(), *rest[:2])
+
+    def is_right(self, layer=None):
+        found = self.step(layer)
+        return all(torch.equal(found[n], t) for n, t in self.expected.items())
+
+
+def refusals(rank):
+    """Each rank refuses in turn, forward and backward; nothing needs a reset in between."""
+    be_on_host(rank, 2)
+    mine, found = Rank(rank, EXACT), {}
+    for who in range(4):
+        found["forward", who] = failed(mine.wrong if rank == who else mine.step)
+
+        def backward(who=who):
+            x, ids, weights, dy = mine.call
+            x = x.clone().requires_grad_()
+            y = mine.layer(x, ids, weights)
+            if rank == who:
+                x.data.add_(0)
+                with torch.no_grad():
+                    x.add_(1)  # autograd finds that out
+            y.backward(dy)
+
+        found["backward", who] = failed(backward)
+    found["right"] = mine.is_right()
+    other = mine.made()
+    mine.step(other)
+    order = [mine.layer, other] if rank != 2 else [other, mine.layer]
+    found["order"] = failed(lambda: [mine.step(layer) for layer in order])
+    found["then"] = mine.is_right() and mine.is_right(other)
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused():
+    os.environ["MEGAMOE_TIMEOUT_S"] = "20"  # nothing here takes as long
+    try:
+        return launch(refusals, 4, timeout_s=100)
+    finally:
+        del os.environ["MEGAMOE_TIMEOUT_S"]
+
+
+@pytest.mark.parametrize("who", range(4))
+def test_a_refusal_is_named_on_all_ranks(refused, who):
+    for rank, found in enumerate(refused):
+        for what, own in (
+            ("forward", "ArgumentError: x.dtype is"),
+            ("backward", "RuntimeError: one of the"),
+        ):
+            text, seconds = found[what, who]
+            others = f"RankMismatch: rank {who} on host-{who // 2} refused its arguments"
+            assert text.startswith(own if rank == who else others)
+            assert seconds < 3
+
+
+def test_other_orders_of_calls_are_named_on_all_ranks(refused):
+    for found in refused:
+        text, seconds = found["order"]
+        assert text.startswith("RankMismatch: rank ")
+        assert "rank 2 on host-1 for " in text or "rank 2 on host-1 comes for " in text
+        assert "of layer 1" in text
+        assert "of layer 2" in text
+        assert seconds < 3
+
+
+def test_layers_are_right_after_refusals(refused):
+    assert all(found["right"] and found["then"] for found in refused)
+
+
+def lateness(rank):
+    """Ranks come later than twice the time-out, or refuse where nothing is met; what then makes the layer right."""
+    be_on_host(rank, 2)
+    mine, found = Rank(rank, EXACT), {}
+
+    def late(ranks, call=None):
+        dist.barrier()
+        if rank in ranks:
+            time.sleep(2 * TIMEOUT_S)
+        return failed(call or mine.step)
+
+    found["late host"] = late((2, 3))
+    found["again"] = failed(mine.step)
+    mine.layer.reset()
+    found["after reset()"] = mine.is_right()
+    found["late rank"] = late((1,))
+    new = mine.made()
+    found["new layer"] = mine.is_right(new)
+    found["old layer"] = mine.is_right()
+    # an error of a rank's own, in the middle of a call
+    backend = along(new)
+    good = backend.inner.forward
+
+    def bad(call, keep):
+        raise ValueError("planted")
+
+    dist.barrier()
+    backend.inner.forward = bad if rank == 3 else good
+    found["own"] = failed(lambda: mine.step(new))
+    backend.inner.forward = good
+    new.reset()
+    found["after own"] = mine.is_right(new)
+    other = Rank(rank, STATIC)
+    dist.barrier()
+    found["static"] = failed(other.wrong if rank == 0 else other.step)
+    other.layer.reset()
+    found["after static"] = other.is_right()
+    return found
+
+
+@pytest.fixture(scope="module")
+def late():
+    os.environ["MEGAMOE_TIMEOUT_S"] = str(TIMEOUT_S)
+    try:
+        return launch(lateness, 4, timeout_s=100)
+    finally:
+        del os.environ["MEGAMOE_TIMEOUT_S"]
+
+
+@pytest.mark.parametrize(
+    ("what", "who"), [("late host", "ranks 2, 3 on host-1"), ("late rank", "rank 1 on host-0")]
+)
+def test_who_is_late_is_named_on_all_ranks(late, what, who):
+    for found in late:
+        text, seconds = found[what]
+        assert text.startswith(
+            f"ProtocolTimeout: {who} did not take part in this call over 2 hosts"
+        )
+        assert seconds < BOUND_S
+
+
+def test_a_broken_layer_says_so_until_reset(late):
+    for found in late:
+        text, seconds = found["again"]
+        assert text.startswith(
+            "WindowBroken: call reset() on all ranks first. The fault was: ranks"
+        )
+        assert seconds < 0.1
+
+
+def test_an_error_of_one_rank_is_named_on_all(late):
+    for rank, found in enumerate(late):
+        text, seconds = found["own"]
+        others = "MegaMoEError: rank 3 on host-1 failed: planted"
+        assert text == ("ValueError: planted" if rank == 3 else others)
+        assert seconds < BOUND_S
+
+
+def test_a_refusal_is_named_where_nothing_is_met(late):
+    for rank, found in enumerate(late):
+        text, seconds = found["static"]
+        others = "RankMismatch: rank 0 on host-0 refused its arguments: see that rank's error"
+        assert text.startswith("ArgumentError: x.dtype") if rank == 0 else text == others
+        assert seconds < BOUND_S
+
+
+@pytest.mark.parametrize(
+    "what", ["after reset()", "new layer", "old layer", "after own", "after static"]
+)
+def test_layers_are_right_again(late, what):
+    assert all(found[what] for found in late)
+
+
+# --- ranks that die ---
+
+
+def mortal(rank, dead, port, folder):
+    """One of four ranks; some end between two calls, and the others write down what they raise."""
+    os.environ.update(MEGAMOE_TIMEOUT_S=str(TIMEOUT_S), GLOO_SOCKET_IFNAME="lo")
+    be_on_host(rank, 2)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    mine = Rank(rank, EXACT)
+    if rank in dead:
+        os._exit(9)
+    text, seconds = failed(mine.step)
+    (folder / str(rank)).write_text(f"{seconds}\n{text}")
+    os._exit(0)  # whoever leaves properly waits for the dead
+
+
+@pytest.mark.parametrize(
+    ("dead", "who"), [((1,), "rank 1 on host-0"), ((2, 3), "ranks 2, 3 on host-1")]
+)
+def test_who_is_dead_is_named_on_all_ranks(dead, who, tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ranks = [fresh(mortal, rank, dead, store.port, tmp_path) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [p.exitcode for p in ranks] == [9 if r in dead else 0 for r in range(4)]
+    for rank in set(range(4)) - set(dead):
+        seconds, text = (tmp_path / str(rank)).read_text().split("\n", 1)
+        assert text.startswith(
+            f"ProtocolTimeout: {who} did not take part in this call over 2 hosts"
+        )
+        assert float(seconds) < BOUND_S
