@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.uncompiled import uncompiled
-from megamoe.group.group import ALONE
-from megamoe.layer.functional import check_options, choose, resolve
+from megamoe.group.group import ALONE, Group
+from megamoe.layer.functional import check_options, resolve, window_of
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
 
@@ -143,12 +143,13 @@ def borrow_window(
     problem: Problem, group: Any, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> dict[str, Window]:
     """Return the option `window` for a layer where the kernel runs, nothing elsewhere. Collective."""
-    chosen = choose(backend, problem, group, device, options)
-    if chosen != "mega" or options.get("window") is not None:
+    found = window_of(backend, problem, Group.of(group), device, options)
+    if found is None or options.get("window") is not None:
         return {}
+    problem, group = found
     key = WindowSpec.of(problem), group, device
     if key not in _windows:
-        _windows[key] = Window(problem, group, device=device, agreed=True), [0]  # by choose()
+        _windows[key] = Window(problem, group, device=device, agreed=True), [0]  # by window_of()
     window, users = _windows[key]
     users[0] += 1
     return {"window": window}

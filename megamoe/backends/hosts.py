@@ -109,6 +109,7 @@ class HostsBackend(Backend):
         self._codec = codec(problem.formats.x)
         self._exchange = engine or _along(links.rail)
         self.inner = make(self.inside)
+        self.plan = getattr(self.inner, "plan", None)
         self.mark = links.group.mark(problem)
         self._device = torch.device("cpu")
         self._counts: list[Statistics] = []

@@ -131,6 +131,17 @@ def choose(
     return _choose(name, problem, Group.of(group), device, options or {}, Opening()).name
 
 
+def window_of(
+    name: str, problem: Problem, group: Group, device: torch.device, options: Mapping[str, Any]
+) -> tuple[Problem, Group] | None:
+    """Return the problem and the group of the window that a layer has, or None where it has none. Collective."""
+    chosen = _choose(name, problem, group, device, options, Opening())
+    if chosen.name != "mega" or chosen.hosts is None:
+        return (problem, group) if chosen.name == "mega" else None
+    here = inside(problem, chosen.hosts, options.get("chunks"))
+    return here, Links.of(group, chosen.hosts).host
+
+
 class _Chosen(NamedTuple):
     """hosts: inside each of which it runs, or None. stated: what each rank said of its launches, for "mega"."""
 
@@ -289,8 +300,9 @@ def _made(
     group: Group,
     device: torch.device,
     options: Mapping[str, Any],
-    stated: Mapping[int, Any],
+    stated: Mapping[int, Any] | None,
 ) -> Backend:
+    """stated: what ranks said of their launches; None: they say so now."""
     make = backend_class(name)
     accepted = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
@@ -315,22 +327,18 @@ def _made_over_hosts(
     links.timeout_s = env.timeout_s(options.get("timeout_s"))
     if any(group.gather(mark_of("set-up"), links.broken is not None).values()):
         links.renew()
-    stated = {i: chosen.stated[r] for i, r in enumerate(links.host.ranks) if chosen.stated}
-    # The rail's kernels run beside those of the layer, and need SMs that no launch holds.
-    given = {"reserve_sms": env.reserve_sms() or RAIL_CTAS, **_stated(options)}
+    given = {name: value for name, value in options.items() if value is not None}
+    if env.reserve_sms() is None:  # the rail's kernels run beside those of the layer
+        given.setdefault("reserve_sms", RAIL_CTAS)
     chunks, exchange = over_hosts(options).values()
 
     def make(here: Problem) -> Backend:
         # A token has a part of its routes here: the pool need not be larger than for one host's tokens.
         tokens = -(-problem.max_tokens // chunks_of(problem, links.hosts, chunks))
         rows = default_pool_rows(replace(here, rank=0, max_tokens=tokens))
-        return _made(chosen.name, here, links.host, device, {"pool_rows": rows, **given}, stated)
+        return _made(chosen.name, here, links.host, device, {"pool_rows": rows, **given}, None)
 
     def make_all() -> Backend:
         return HostsBackend(problem, links, make, chunks=chunks, exchange=exchange)
 
     return group.all_or_none("set-up", make_all)
-
-
-def _stated(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}

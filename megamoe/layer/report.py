@@ -14,8 +14,8 @@ from megamoe.layer.module import MegaMoE
 def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -> dict[str, Any]:
     """Return the bytes that "mega" allocates on this rank beside weights; `print(report["text"])` shows them.
 
-    of: a layer, or the problem of one that is still to be made. pool_rows: as the option of that name; None: what the
-        layer has, or the default.
+    of: a layer, or the problem of one that is still to be made; over several hosts a layer that is open.
+    pool_rows: as the option of that name; None: what the layer has, or the default.
     Returns window_bytes (symmetric memory; layers may share one window), workspace_bytes (layers of equal sizes that
     share a window share that too), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes), and the
     same as "text" and in one "line". Of training backward_bytes (a workspace that layers share likewise),
@@ -29,4 +29,6 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
     layer = of if isinstance(of, Layer) else getattr(of, "_layer", None)
     if not isinstance(layer, Layer):
         raise ConfigError("of", type(of).__name__, "a Problem, a Layer or a MegaMoE")
-    return layout.memory_report(layer.problem, layer.pool_rows if pool_rows is None else pool_rows)
+    return layout.memory_report(
+        layer.window_problem, layer.pool_rows if pool_rows is None else pool_rows
+    )

@@ -75,6 +75,7 @@ class Runtime:
 class Opened:
     """What a Layer says of its runtime, while it has one."""
 
+    problem: Problem
     _runtime: Runtime | None
     _options: Mapping[str, Any]
     ranks: Group
@@ -104,6 +105,12 @@ class Opened:
         return Statistics.of_last(
             None if self._runtime is None else self._runtime.backend.statistics()
         )
+
+    @property
+    def window_problem(self) -> Problem:
+        """What a window is made of, that layers share: over several hosts, once it is open, the problem inside one."""
+        inside: Problem = getattr(self._runtime and self._runtime.backend, "inside", self.problem)
+        return inside
 
     @property
     def pool_rows(self) -> int | None:

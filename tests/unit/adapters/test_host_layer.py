@@ -78,7 +78,11 @@ def test_no_window_is_taken_for_a_layer_that_is_refused(monkeypatch):
 def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch):
     made, closed = [], []
     chosen = ["mega"]
-    monkeypatch.setattr(host_layer, "choose", lambda *_: chosen[-1])
+
+    def window_of(name, problem, group, *_):
+        return (problem, group) if chosen[-1] == "mega" else None
+
+    monkeypatch.setattr(host_layer, "window_of", window_of)
     window = type("Window", (), {"close": lambda self: closed.append(self)})
     monkeypatch.setattr(host_layer, "Window", lambda *_, **__: made.append(window()) or made[-1])
     small, cuda = Problem(64, 48, 6, 2, max_tokens=64), torch.device("cuda", 0)
