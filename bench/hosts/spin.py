@@ -1,0 +1,240 @@
+"""A fabric that is not there: an engine that spins for as long as bytes would take, and hosts that say what one does.
+
+So overlap and cost of the backend over hosts can be measured on one GPU. What comes from another host is what this rank
+sends to itself, over and over: as many rows as it expects, with experts of this host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.hosts.model import Fabric, Prediction, interpolated, predict
+from bench.shapes import shapes_from
+from bench.tables import header
+from bench.timing import Contender, Timer
+from megamoe.backends.call import Backend, Call
+from megamoe.backends.hosts import HostsBackend, chunks_of
+from megamoe.backends.rail import Waiter
+from megamoe.core.config import Problem, activation_by_name
+from megamoe.group.group import Group
+from megamoe.group.hosts import Hosts
+from megamoe.group.links import RAIL_CTAS
+from megamoe.group.order import WIDTH
+from megamoe.layer.functional import make_backend
+from megamoe.testing import make_inputs, make_weights
+from megamoe.testing.shapes import Shape
+
+SAMPLES = 20
+
+
+class Spinning:
+    """The engine (megamoe/backends/rail.py, Exchange) of a wire with one direction at a time, of host 0.
+
+    us_of: bytes that leave this host -> us. The time that an exchange waits for its rows is not the wire's.
+    """
+
+    def __init__(self, us_of: Callable[[float], float], device: torch.device) -> None:
+        self.us_of, self.device = us_of, device
+        self.busy_us, self.num_bytes = 0.0, 0
+        self._free = 0.0  # when the wire is, on a CPU
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
+        own, row = rows[: send[0]], rows[:1].nbytes
+        num_bytes = row * max(sum(send[1:]), sum(receive[1:]))
+        us = self.us_of(num_bytes)
+        self.busy_us, self.num_bytes = self.busy_us + us, self.num_bytes + num_bytes
+        if self._stream is None:
+            self._free = until = max(self._free, time.perf_counter()) + us / 1e6
+            out = _repeated(own, receive)
+
+            def arrived() -> Tensor:
+                time.sleep(max(0.0, until - time.perf_counter()))
+                return out
+
+            return arrived
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(us * _cycles_per_us(self.device)))
+            out = _repeated(own, receive)
+            event = self._stream.record_event()
+        rows.record_stream(self._stream)
+
+        def after() -> Tensor:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(event)
+            out.record_stream(stream)
+            return out
+
+        return after
+
+
+def _repeated(own: Tensor, receive: Sequence[int]) -> Tensor:
+    """Return as many rows from each host as it sends, the own ones over and over."""
+    if not len(own):
+        return own.new_zeros(sum(receive), *own.shape[1:])
+    return torch.cat([own[torch.arange(n, device=own.device) % len(own)] for n in receive])
+
+
+@cache
+def _cycles_per_us(device: torch.device) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 20_000_000
+    for _ in range(2):
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        torch.cuda.synchronize(device)
+    return float(cycles / (begin.elapsed_time(end) * 1e3))
+
+
+class _Rail(Group):
+    """Ranks that all say what this one says to itself."""
+
+    def __init__(self, hosts: int) -> None:
+        super().__init__()
+        self.size, self._exchanges = hosts, False
+
+    def meet(self, mark: Sequence[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """Return the own counts, from every host; the host waits, as in a real one."""
+        said = torch.cat([torch.tensor(mark, device=parts[0].device), parts[0]]).to(torch.int32)
+        row = torch.nn.functional.pad(said, (0, WIDTH - said.numel()))
+        return row.expand(self.size, -1), row.expand(self.size, -1).cpu()
+
+    def barrier(self) -> None:
+        """Nobody is waited for."""
+
+
+class StandIn:
+    """In place of Links, for one rank of host 0 of hosts that have one."""
+
+    broken = None
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts = Hosts(tuple(f"host {i}" for i in range(hosts)), 1)
+        self.group, self.rail = Group(), _Rail(hosts)
+
+    def check(self) -> None:
+        """Nothing breaks."""
+
+    def report(self, error: Exception) -> bool:
+        """All errors are this rank's own."""
+        return True
+
+    def end_incident(self, cause: str | None) -> None:
+        """Nobody else is to know."""
+
+
+def over_hosts(
+    problem: Problem, hosts: int, name: str, device: torch.device, engine: Any, **options: Any
+) -> HostsBackend:
+    """Return a backend over hosts of one rank, of which this process is the first. problem: of all of them."""
+    links: Any = StandIn(hosts)
+    over = {n: options.pop(n) for n in ("chunks", "exchange") if options.get(n) is not None}
+
+    def make(inside: Problem) -> Backend:
+        return make_backend(name, inside, "alone", device=device, **options)
+
+    return HostsBackend(problem, links, make, engine=engine, **over)
+
+
+def measure(
+    shape: Shape, precision: str, tokens: int, hosts: int, fabric: Fabric, args: argparse.Namespace
+) -> tuple[dict[str, float], Prediction]:
+    """Return us of the layer, of its launches alone and its wire alone, and what the model says of these launches."""
+    on_gpu = torch.cuda.is_available() and not args.cpu
+    if not on_gpu:
+        torch.set_num_threads(1)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    experts = shape.num_experts // fabric.per_host
+    problem = Problem(
+        hidden=shape.hidden, intermediate=shape.intermediate, num_experts=experts,
+        top_k=shape.top_k, ep_size=hosts, max_tokens=tokens, precision=precision,
+        activation=activation_by_name(shape.activation), bias=shape.bias,
+    )  # fmt: skip
+    reserve = RAIL_CTAS if args.reserve_sms is None else args.reserve_sms
+    options = {"chunks": args.chunks, "reserve_sms": reserve} if on_gpu else {"chunks": args.chunks}
+    name = "mega" if on_gpu else "reference"
+    found: dict[str, float] = {}
+    drawn = make_inputs(problem, tokens, device=device, ids_dtype=torch.int32)
+    weights = make_weights(problem, device=device)
+    timer = Timer(device, SAMPLES if on_gpu else 3)
+    with torch.no_grad():
+        engines = {
+            "layer": Spinning(fabric.wire_us, device),
+            "without a wire": Spinning(lambda _: 0.0, device),
+        }
+        for what, engine in engines.items():
+            backend = over_hosts(problem, hosts, name, device, engine, **options)
+            backend.prepare(weights)
+            call = Call(drawn.x, drawn.topk_ids, drawn.topk_weights, weights)
+            backend.forward(call)
+            engine.busy_us = 0.0
+            backend.forward(call)
+            found["wire"] = max(found.get("wire", 0.0), engine.busy_us)
+            found[what] = _median(timer, what, partial(_forward, backend, call))
+            if what == "layer":
+                found |= _launches(backend, call, timer)
+            backend.close()
+    chunks = chunks_of(problem, StandIn(hosts).hosts, args.chunks)
+    of_chunk = [(max(1, tokens // chunks), found["launches"] / chunks * fabric.sms_left)]
+    model = predict(
+        shape, precision, tokens, hosts, fabric, interpolated(of_chunk), None, (chunks,)
+    )
+    return found, model
+
+
+def _forward(backend: Backend, call: Call, _: Any) -> Any:
+    return backend.forward(call)
+
+
+def _launches(backend: HostsBackend, call: Call, timer: Timer) -> dict[str, float]:
+    """Return us of the inner launches that a call makes, one behind the other, and of one of them."""
+    calls: list[Call] = []
+    good = backend.inner.forward
+
+    def keep(given: Call, keep: bool = False) -> Any:
+        calls.append(given)
+        return good(given, keep)
+
+    with mock.patch.object(backend.inner, "forward", keep):
+        backend.forward(call)
+    us = _median(timer, "launches", lambda _: [good(c) for c in calls])
+    return {"launches": us, "one launch": us / len(calls)}
+
+
+def _median(timer: Timer, name: str, timed: Callable[[Any], Any]) -> float:
+    return timer.medians([Contender(name, timed)])[0]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure all that is asked for; print a line each. Returns 1 where overlap is not what it should be."""
+    fabric = Fabric(args.per_host, args.gb_s, args.latency_us, args.hbm_gb_s)
+    print(header())
+    print(f"# {fabric}; an engine that spins; one rank's experts; us of a forward pass")
+    bad = 0
+    for shape in shapes_from(args):
+        for precision in args.precision:
+            for hosts in args.hosts:
+                for tokens in args.tokens:
+                    found, model = measure(shape, precision, tokens, hosts, fabric, args)
+                    chunk = found["one launch"] + found["wire"] / model.chunks
+                    most = 1.1 * (max(found["wire"], found["launches"]) + chunk)
+                    missed = found["layer"] > most
+                    bad |= missed
+                    print(
+                        f"{shape.name:14}{precision:6}{tokens:6} tokens {hosts} hosts {model.chunks} chunks  "
+                        + "  ".join(f"{name} {us:.0f}" for name, us in found.items())
+                        + f"  model {model.two_level:.0f}  at most {most:.0f}"
+                        + ("  MISSED" if missed else ""),
+                        flush=True,
+                    )
+    return int(bad)

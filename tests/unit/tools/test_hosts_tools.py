@@ -1,0 +1,171 @@
+"""Tools for layers over hosts: the model, launches that were measured, the wire that spins, what a fabric gives."""
+
+import time
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from programs import passes, run
+
+from bench.hosts import plan, spin
+from bench.hosts.model import Fabric, interpolated, other_hosts, pipeline_us, predict
+from megamoe.backends.call import Backend, Call
+from megamoe.backends.hosts import HostsBackend
+from megamoe.core.config import Problem
+from megamoe.testing import make_inputs, make_weights
+from megamoe.testing.shapes import SHAPES
+
+# (shape, precision, tokens, hosts, groups) -> us that the design of 2026-11-23 has for launch, wire and layer
+DESIGN = {
+    ("dsv3", "fp8", 8192, 2, None): (5722, 3927, 7610),
+    ("dsv3", "fp8", 8192, 4, None): (5716, 10580, 10760),
+    ("dsv3", "fp8", 8192, 8, (8, 4)): (5714, 13643, 13823),
+    ("dsv3", "fp8", 128, 4, None): (205, 224, 438),
+    ("dsv3", "bf16", 8192, 2, None): (9966, 5160, 12674),
+    ("qwen3-235b", "fp8", 8192, 2, None): (2467, 2276, 3401),
+    ("qwen3-30b", "fp8", 8192, 8, None): (639, 5278, 5338),
+}
+
+
+@pytest.mark.parametrize("case", DESIGN)
+def test_the_model_is_the_designs(case):
+    name, precision, tokens, hosts, groups = case
+    found = predict(SHAPES[name], precision, tokens, hosts, Fabric(), groups=groups)
+    times = found.launch, found.wire, found.two_level
+    assert times == pytest.approx(DESIGN[case], rel=0.01)
+
+
+def test_other_hosts_are_those_of_tokens_that_are_drawn():
+    shape, hosts = SHAPES["qwen3-30b"], 4
+    ids = torch.rand(20_000, shape.num_experts).topk(shape.top_k).indices
+    owners = torch.stack([(ids * hosts // shape.num_experts == h).any(1) for h in range(1, hosts)])
+    assert other_hosts(shape, hosts) == pytest.approx(float(owners.sum(0).float().mean()), rel=0.01)
+    assert other_hosts(SHAPES["dsv3"], 8, (8, 4)) == 3.5
+
+
+def test_a_pipeline_hides_the_shorter_of_wire_and_launches():
+    assert pipeline_us(1, 10, 100, 20) == 130
+    assert pipeline_us(4, 10, 100, 20) == 10 + 400 + 20
+    assert pipeline_us(4, 50, 10, 60) == pytest.approx(4 * 110, rel=0.1)
+
+
+def test_launches_that_were_measured_take_the_models_place():
+    us = interpolated([(1000, 300.0), (100, 100.0)])
+    assert [us(t) for t in (10, 100, 550, 1000, 1900)] == [100, 100, 200, 300, 500]
+    shape = SHAPES["dsv3"]
+    found = predict(shape, "fp8", 1000, 2, Fabric(), us, chunks=(1,))
+    copied = 1000 * (found.others + 1) * (2 * 7456 + 3 * 14336) / 3e6
+    assert found.launch == 300
+    assert found.two_level == pytest.approx(300 + found.wire + copied)
+
+
+def test_the_plan_says_when_hosts_are_worth_it(tmp_path):
+    table = tmp_path / "sweep.csv"
+    head = "shape,precision,ranks,tokens,mode,backend,us,tflops,clock_ghz,utilisation"
+    floors = "gemm_floor_us,hbm_floor_us,nvlink_floor_us"
+    rows = [f"dsv3/ep16,fp8,1,{t},cool,{b},{us},1,,,1,2,3" for t, b, us in (
+        (1024, "mega", 900), (8192, "mega", 6000), (8192, "staged", 5))]  # fmt: skip
+    table.write_text("\n".join(["# title", f"{head},{floors}", *rows]) + "\n")
+    picture = tmp_path / "plan.png"
+    options = ("--shape", "dsv3", "--hosts", 2, 8, "--tokens", 8192)
+    said = passes("hosts_plan.py", *options, "--sweep", table, "--plot", picture)
+    two, eight = (line.split() for line in said.splitlines() if line.startswith("   8192"))
+    assert "launches measured" in said
+    assert (two[1], two[4], two[-5:]) == ("2", "6000", ["wire", "fits", "beside", "the", "launch"])
+    assert "wire bound: PP, or DDP from 24 k tokens a step on" in " ".join(eight)
+    assert picture.stat().st_size > 1000
+    refused = run("hosts_plan.py", "--shape", "qwen3-30b", "--sweep", table)
+    assert refused.returncode == 1
+    assert "no forward of qwen3-30b in fp8 by mega" in refused.stderr
+
+
+# --- the wire that spins ---
+
+PROBLEM = Problem(64, 48, 6, 2, ep_size=3, max_tokens=48)
+WIRE_US, LAUNCH_US = 8000, 20000
+
+
+class Sleeping(Backend):
+    """In the place of a launch: takes its time, and says what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def forward(self, call, keep=False):
+        time.sleep(LAUNCH_US / 1e6)
+        self.calls.append(call)
+        return torch.zeros(call.x.shape, dtype=torch.bfloat16), None
+
+    def statistics(self):
+        return SimpleNamespace(tokens_per_expert=torch.zeros(2), passes=torch.ones(1))
+
+
+def one_behind_the_other(self, trip, rows_of, compute, returns=True):
+    """A flaw: nothing travels while a chunk is computed."""
+    back = []
+    for i in range(self.chunks):
+        result = compute(i, self._exchange(rows_of(i), trip.send[i], trip.receive[i])())
+        back.append(self._exchange(result, trip.receive[i], trip.send[i])())
+    return back
+
+
+def spun(exchange):
+    """Return seconds of a call of four chunks, the engine, and what was computed."""
+    engine = spin.Spinning(lambda num_bytes: WIRE_US, torch.device("cpu"))
+    links, inner = spin.StandIn(3), Sleeping()
+    options = {"chunks": 4, "exchange": exchange, "engine": engine}
+    backend = HostsBackend(PROBLEM, links, lambda problem: inner, **options)
+    given = make_inputs(PROBLEM, 48)
+    call = Call(given.x, given.topk_ids, given.topk_weights, make_weights(PROBLEM))
+    begin = time.perf_counter()
+    backend.forward(call)
+    return time.perf_counter() - begin, engine, inner.calls
+
+
+@pytest.mark.parametrize("exchange", ["exact", "static"])
+def test_chunks_travel_while_others_are_computed(exchange, monkeypatch):
+    _, engine, calls = spun(exchange)
+    assert engine.busy_us == 9 * WIRE_US  # ids and weights, four ways out, four back
+    first, chunk = 2 * WIRE_US, WIRE_US  # before the first launch, behind the last
+    most = 1.1 * (first + 4 * LAUNCH_US + chunk) / 1e6
+    assert min(spun(exchange)[0] for _ in range(3)) < most  # others may be busy here
+    # what comes from other hosts has experts of this one
+    assert all(((call.topk_ids >= 0) & (call.topk_ids < 2)).any(1).sum() > 10 for call in calls)
+    monkeypatch.setattr(HostsBackend, "_pipelined", one_behind_the_other)
+    assert spun(exchange)[0] > most
+
+
+def test_the_tool_measures_what_it_can_here(capsys):
+    threads = torch.get_num_threads()
+    args = Namespace(
+        shape=["tiny"], hidden=None, intermediate=None, num_experts=None, top_k=None,
+        activation=None, bias=None, precision=["fp8"], hosts=[2], tokens=[64], per_host=1,
+        gb_s=46.0, latency_us=3000.0, hbm_gb_s=3000.0, chunks=3, reserve_sms=None, cpu=True,
+    )  # fmt: skip
+    try:
+        assert spin.run(args) == 0
+    finally:
+        torch.set_num_threads(threads)
+    *_, line = capsys.readouterr().out.splitlines()
+    words = line.split()
+    assert words[:6] == ["tiny", "fp8", "64", "tokens", "2", "hosts"]
+    assert float(words[words.index("wire") + 1]) == pytest.approx(7 * 3000, rel=0.01)
+    assert float(words[words.index("layer") + 1]) > 7 * 3000
+
+
+def test_the_rails_of_a_machine_are_measured():
+    said = passes("rail_bench.py", "--cpu", "--ranks", 4, "--hosts", 2, "--kb", 4, 64, "--repeats", 2)  # fmt: skip
+    first, second = (line.split() for line in said.splitlines()[-2:])
+    assert (first[0], second[0]) == ("4", "64")
+    for kb, us, gb_s, *_ in (first, second):
+        assert float(gb_s) == pytest.approx(int(kb) * 1024 / float(us) / 1e3, abs=0.006)
+    alone = run("rail_bench.py", "--cpu", "--ranks", 2)
+    assert alone.returncode != 0
+    assert "all ranks are on" in alone.stdout
+
+
+def test_shapes_of_the_plan_are_named():
+    refused = run("hosts_plan.py", "--sweep", "nowhere.csv")
+    assert "--sweep nowhere.csv: no such file" in refused.stderr
+    assert plan.measured(None, SHAPES["tiny"], "fp8") is None

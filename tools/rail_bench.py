@@ -1,0 +1,34 @@
+#!/usr/bin/env python3
+"""Measure what your fabric gives between equal ranks of the hosts, before a layer is put over them.
+
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT tools/rail_bench.py        on both hosts
+    python tools/rail_bench.py --cpu --ranks 4 --hosts 2 --kb 16 256                   two that are one, to try the tool
+
+All rails exchange at the same time, as in a layer: each rank sends --kb to its equal rank of each other host, by
+all_to_all over a process group of its own. Beside it stands what tools/hosts_plan.py assumes; give that tool
+--gb-s and --latency-us as they are found here. docs/hosts.md has the variables of NCCL to try.
+"""
+
+import sys
+
+from command import parser_of
+
+from bench.hosts.model import Fabric
+from bench.hosts.rail import worker
+from bench.ranks import add_launch_arguments, launch
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add_launch_arguments(parser)
+    add("--hosts", type=int, help="divide this machine's ranks into so many hosts")
+    add("--kb", type=int, nargs="+", default=[1, 16, 256, 1024, 4096, 16384, 65536])
+    add("--repeats", type=int, default=20)
+    add("--gb-s", type=float, default=Fabric.gb_s, help="of a rank's link, for the model")
+    add("--latency-us", type=float, default=Fabric.latency_us, help="of one exchange, likewise")
+    return launch(worker, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
