@@ -7,10 +7,15 @@ for both ways, as one communication stream is. Chunks go D0 D1 C0 D2 C1 ...; lau
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb, sqrt
 
+from megamoe.backends.hosts import chunks_of, inside
+from megamoe.core.config import Problem, activation_by_name
 from megamoe.core.table import PRECISIONS
+from megamoe.group.hosts import Hosts
+from megamoe.launch.arguments import Plan
+from megamoe.launch.layout import default_pool_rows
 from megamoe.testing.shapes import Shape
 
 CHUNKS = (1, 2, 4, 8)
@@ -94,6 +99,9 @@ class Prediction:
     two_level: float
     staged_wire: float  # what `staged` sends
     even_tokens: float  # a step, from which on DDP between hosts moves less than rows do
+    state_gib: (
+        float  # that a call keeps for its backward pass; 0 where the precision does not train
+    )
 
     @property
     def advice(self) -> str:
@@ -145,8 +153,30 @@ def predict(
         chunks=c,
         two_level=best,
         staged_wire=2 * fabric.wire_us(crossing),
+        state_gib=state_gib(shape, precision, tokens, hosts, fabric.per_host),
         even_tokens=2 * (hosts - 1) / hosts * held / (2 * d * (x + y)),
     )
+
+
+def state_gib(shape: Shape, precision: str, tokens: int, hosts: int, per_host: int) -> float:
+    """Return GiB of a call's state for max_tokens = tokens: on one host the kernel's, over several also x and ids."""
+    if not PRECISIONS[precision].trains:
+        return 0.0
+    problem = Problem(
+        shape.hidden, shape.intermediate, shape.num_experts, shape.top_k, hosts * per_host,
+        max_tokens=tokens, precision=precision, activation=activation_by_name(shape.activation),
+        bias=shape.bias,
+    )  # fmt: skip
+    names = tuple(map(str, range(hosts)))
+    chunks = 1 if hosts == 1 else chunks_of(problem, Hosts(names, per_host), None)
+    here = problem if hosts == 1 else inside(problem, Hosts(names, per_host), chunks)
+    if here.why_no_window() is not None:
+        return 0.0
+    part = replace(here, max_tokens=-(-tokens // chunks))
+    launches = Plan(here, default_pool_rows(part)).train_state_bytes
+    x, _ = row_bytes(shape, precision)
+    kept = 0 if hosts == 1 else here.max_tokens * (x - 4 * shape.top_k)  # no weights
+    return chunks * (launches + kept) / 2**30
 
 
 def interpolated(points: Sequence[tuple[int, float]]) -> Callable[[float], float]:

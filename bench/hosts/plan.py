@@ -23,6 +23,7 @@ HEAD = (
     "two-level",
     "chunks",
     "staged's wire",
+    "state GiB",
 )
 
 
@@ -48,7 +49,7 @@ def line(p: Prediction) -> str:
     return (
         f"{p.tokens:7}{p.hosts:7}{p.out_mb:9.1f}{p.back_mb:8.1f}"
         + "".join(f"{us:11.0f}" for us in figures)
-        + f"{p.chunks:8}{p.staged_wire:15.0f}   {p.advice}"
+        + f"{p.chunks:8}{p.staged_wire:15.0f}{p.state_gib:11.2f}   {p.advice}"
     )
 
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
             )
             print(
                 "".join(
-                    f"{h:>{w}}" for h, w in zip(HEAD, (7, 7, 9, 8, 11, 11, 11, 8, 15), strict=True)
+                    f"{h:>{w}}"
+                    for h, w in zip(HEAD, (7, 7, 9, 8, 11, 11, 11, 8, 15, 11), strict=True)
                 )
             )
             for tokens in args.tokens:

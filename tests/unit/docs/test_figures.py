@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.hosts.model import Fabric, predict
 from megamoe.core.config import Problem
 from megamoe.layer.report import memory_report
 from megamoe.testing.shapes import SHAPES
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MEASUREMENTS = ROOT / "docs" / "measurements"
 GUIDES = (
     *("adapters", "architecture", "backward", "fp4", "measurements", "numerics", "ops", "protocol"),
-    *("serving", "testing", "training"),
+    *("hosts", "serving", "testing", "training"),
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in GUIDES))
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w])")
@@ -36,6 +37,7 @@ PRINTED = {
 }
 # figures that a reader can work out, and waits that the code has as constants
 STATED = {
+    "docs/hosts.md": ("46 GB",),  # defaults of tools/hosts_plan.py
     "docs/measurements.md": ("80 GB",),  # the device's memory
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
@@ -231,7 +233,20 @@ def across_hosts():
     share = (hosts - 1) / hosts
     experts = s.num_experts / 8 * 3 * s.hidden * s.intermediate * 2
     gathered = 6 * s.top_k * share * 2 * s.hidden * 8192
-    return [x / 1e9 for x in (2 * share * experts, 3 * share * experts, gathered)]
+    rails = [predict(s, precision, 8192, hosts, Fabric()) for precision in ("bf16", "fp8")]
+    by_rail = [2e6 * (p.out_mb + p.back_mb) for p in rails]  # backward as much as forward
+    found = (2 * share * experts, 3 * share * experts, gathered, *by_rail)
+    return [x / 1e9 for x in found]
+
+
+def planned():
+    """The table of docs/hosts.md, as tools/hosts_plan.py has it."""
+    rows = [("dsv3", "fp8", 2), ("dsv3", "fp8", 4), ("dsv3", "bf16", 2)]
+    rows += [("qwen3-235b", "fp8", 2), ("qwen3-235b", "fp8", 4)]
+    for name, precision, hosts in rows:
+        p = predict(SHAPES[name], precision, 8192, hosts, Fabric())
+        yield from (hosts, p.out_mb, p.back_mb, p.launch, p.wire, p.two_level)
+        yield from (p.staged_wire, p.state_gib)
 
 
 def gelu(x, form):
@@ -379,6 +394,12 @@ CLAIMS = {
         "\n\n",
         across_hosts,
         beside=r"`[^`]*`|1/N of the memory|2H",
+    ),
+    "plan": Claim(
+        "docs/hosts.md",
+        "| layer us | `staged` us | state GiB |\n",
+        "\n\n",
+        planned,
     ),
     "rounding of y": Claim(
         "docs/numerics.md",

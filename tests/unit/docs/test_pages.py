@@ -35,6 +35,13 @@ RUN = {
         assert torch.equal((topk_ids >= 0).sum(1), routing_map.sum(1))
         assert (topk_ids < 0).any()
     """),
+    "docs/hosts.md": (4, """
+        with torch.no_grad():
+            assert torch.equal(layer(x, ids, weights), flat(x, ids, weights))
+        assert type(layer._layer._runtime.backend).__name__ == "HostsBackend"
+        assert x.grad.any() and layer.w13.grad.isfinite().all()
+        dist.destroy_process_group()
+    """),
     "docs/ops.md": (1, """
         once = ops.grouped_mlp(x, w13, w2, offs)
         e4m3 = ops.grouped_mm_downproj(h, w2_e4m3, offs, scales=(h_scale, w2_scale))
