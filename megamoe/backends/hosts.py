@@ -30,7 +30,13 @@ from megamoe.backends.gathered import Gathered
 from megamoe.backends.rail import Exchange, Waiter, all_to_all, exchange_counts
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
-from megamoe.core.errors import ConfigError, MegaMoEError, RankMismatch
+from megamoe.core.errors import (
+    ConfigError,
+    MegaMoEError,
+    PeerFault,
+    ProtocolTimeout,
+    RankMismatch,
+)
 from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
@@ -179,7 +185,11 @@ class HostsBackend(Backend):
 
     def check(self) -> None:
         """Wait for what is pending; raise the fault of a launch, if there is one."""
-        self.inner.check()
+        try:
+            self.inner.check()
+        except MegaMoEError as error:
+            self._at_rail = False
+            raise self._of_the_job(error) from error
 
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
@@ -207,7 +217,8 @@ class HostsBackend(Backend):
         try:
             with torch.no_grad():
                 yield
-        except Exception as error:
+        except Exception as caught:
+            error = self._of_the_job(caught)
             own = self.links.report(error)
             if self._at_rail:  # the ranks of this host wait inside
                 with suppress(MegaMoEError):
@@ -215,9 +226,19 @@ class HostsBackend(Backend):
             said = error if own else self.links.verdict(error)
             clean = self._stops_clean and isinstance(said, RankMismatch)
             self.links.end_incident(None if clean else str(said))
-            if own:
+            if said is caught:
                 raise
-            raise said from error
+            raise said from caught
+
+    def _of_the_job(self, error: Exception) -> Exception:
+        """Return an error of the kernel, which knows the ranks of its host, with what they are called outside."""
+        if self._at_rail or not isinstance(error, (ProtocolTimeout, PeerFault)):
+            return error
+        host = self.links.host
+        if isinstance(self.inner, Gathered) or host.size == 1:
+            return error
+        of = f"on this host rank 0 is {host.label(0)}, and so on"
+        return type(error)(f"{error} ({of})")
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ class Part(Group):
 
         Raises ProtocolTimeout where it takes longer than the time-out, or another rank has reported a fault.
         """
-        begin, pause, look = time.monotonic(), 2e-5, 2 * _LOOK_S
+        begin, look = time.monotonic(), 2 * _LOOK_S
         try:
             while not work.is_completed():
                 waited = time.monotonic() - begin
@@ -96,8 +96,7 @@ class Part(Group):
                     look += _LOOK_S
                     if self.links.is_reported():
                         raise ProtocolTimeout(f"left {self._awaited()}: another rank had failed")
-                time.sleep(pause)
-                pause = min(2 * pause, 2e-3)
+                time.sleep(min(2e-3, max(2e-5, waited / 50)))  # at most 2 % too late
             work.wait()
         except MegaMoEError:
             raise
@@ -140,7 +139,9 @@ class Links:
         """Make the process groups anew: what was under way in the old ones is lost. Collective over the group."""
         for part in (self.rail, self.host):
             if part.size > 1:
-                ranks = [self._jobs[r] for r in part.ranks]
+                ranks, old = [self._jobs[r] for r in part.ranks], part.process_group
+                if self.broken is not None and old is not None and dist.get_backend(old) == "nccl":
+                    old.abort()  # its kernels would wait on, and hold SMs
                 part.process_group = _new_group(self.group.process_group, ranks, self.timeout_s)
         self._round, self._incident, self.broken = self._round + 1, 0, None
 

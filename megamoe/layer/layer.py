@@ -76,7 +76,8 @@ class Layer(Opened, Placed):
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
         process group (None: alone), called where the ranks agree, so that its error on one rank is raised on all.
-    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
+    group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
+        the ranks of each. None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.

@@ -35,7 +35,8 @@ class MegaMoE(PlacedModule):
     """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
-    group: the process group (or 1-D DeviceMesh) that the experts are spread over; None or "alone": this rank holds all.
+    group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
+        the ranks of each. None or "alone": this rank holds all.
     precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
         or NVFP4 weights beside e4m3 or bf16 rows). bf16 masters are quantized once per version.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.

@@ -230,6 +230,10 @@ def of_choices(rank):
 
     backend, found["mesh"] = over_mesh(mesh["hosts", "experts"])
     found["names"] = backend.links.hosts.names
+    copies = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("copies", "hosts", "experts"))
+    half = made(case, copies["hosts", "experts"])  # of two ranks of four, that are one host by name
+    half.prepare()
+    found["half"] = along(half).links.names, half.problem.ep_size
     again = made(case, world)
     again.prepare()
     found["links"] = backend.links is along(again).links
@@ -277,6 +281,8 @@ def test_a_mesh_says_which_ranks_are_a_host(choices):
         assert found["names"] == ("host-0", "host-1")
         assert found["its names"] == ("one #0", "one #1")
         assert found["links"]
+    names = [f"rank {r} on host-{r // 2} #{r % 2}" for r in range(4)]
+    assert [found["half"] for found in choices] == [(names[:2], 2)] * 2 + [(names[2:], 2)] * 2
 
 
 REFUSED = {
