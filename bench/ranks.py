@@ -76,15 +76,21 @@ def launch(worker: Worker, args: argparse.Namespace) -> int:
 
 
 def _run(rank: int, worker: Worker, args: argparse.Namespace) -> int:
+    size, hosts = dist.get_world_size(), getattr(args, "fake_hosts", None)
+    if hosts is not None:
+        os.environ["MEGAMOE_HOST"] = f"host {rank * hosts // size}"
     device = torch.device("cpu")
     if torch.cuda.is_available() and not args.cpu:
         device = gpu_of(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    return worker(Rank(rank, dist.get_world_size(), device), args)
+    return worker(Rank(rank, size, device), args)
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --ranks and --cpu."""
+    """Add --ranks, --cpu and --fake-hosts."""
     add = parser.add_argument
     add("--ranks", type=int, help="processes to spawn; default: all GPUs, 2 on a CPU")
     add("--cpu", action="store_true", help="leave GPUs alone")
+    add(
+        "--fake-hosts", type=int, metavar="N", help="as if the ranks stood on N hosts, side by side"
+    )

@@ -2,7 +2,7 @@
 """Measure what your fabric gives between equal ranks of the hosts, before a layer is put over them.
 
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT tools/rail_bench.py        on both hosts
-    python tools/rail_bench.py --cpu --ranks 4 --hosts 2 --kb 16 256                   two that are one, to try the tool
+    python tools/rail_bench.py --cpu --ranks 4 --fake-hosts 2 --kb 16 256              two that are one, to try the tool
 
 All rails exchange at the same time, as in a layer: each rank sends --kb to its equal rank of each other host, by
 all_to_all over a process group of its own. Beside it stands what tools/hosts_plan.py assumes; give that tool
@@ -22,7 +22,6 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add_launch_arguments(parser)
-    add("--hosts", type=int, help="divide this machine's ranks into so many hosts")
     add("--kb", type=int, nargs="+", default=[1, 16, 256, 1024, 4096, 16384, 65536])
     add("--repeats", type=int, default=20)
     add("--gb-s", type=float, default=Fabric.gb_s, help="of a rank's link, for the model")

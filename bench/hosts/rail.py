@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 import torch
@@ -41,11 +40,11 @@ def exchanged_us(links: Links, num_bytes: int, device: torch.device, repeats: in
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
     """Measure on one rank; all rails work at the same time, as in a layer. The slowest rank counts."""
-    if args.hosts is not None:
-        os.environ["MEGAMOE_HOST"] = f"host {me.rank * args.hosts // me.size}"
     hosts = Hosts.of(me.gather(host_name()))
     if len(hosts.names) < 2:
-        me.print(f"all ranks are on {hosts.names[0]}: start them on several hosts, or --hosts N")
+        me.print(
+            f"all ranks are on {hosts.names[0]}: start them on several hosts, or --fake-hosts N"
+        )
         return 2
     links, fabric = (
         Links.of(Group.of(me.group), hosts),

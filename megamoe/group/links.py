@@ -45,7 +45,7 @@ _LOOK_S, _GRACE_S = (
 # What ranks report, strongest first: the first two leave a layer usable, where nothing is under way.
 _REFUSED, _DIFFERS, _FAILED, _WAITED, _TOLD = range(5)
 
-_made: WeakKeyDictionary[Any, Links] = WeakKeyDictionary()
+_made: WeakKeyDictionary[Any, dict[Hosts, Links]] = WeakKeyDictionary()
 
 
 class Part(Group):
@@ -129,21 +129,23 @@ class Links:
     @staticmethod
     def of(group: Group, hosts: Hosts) -> Links:
         """Return those of a group, made once, and anew where a call has broken them on some rank. Collective."""
-        made = _made.get(group.process_group)
-        if made is None or made.hosts != hosts:
-            _made[group.process_group] = made = Links(group, hosts)
-            return made
-        return made
+        made = _made.setdefault(group.process_group, {})
+        if hosts not in made:
+            made[hosts] = Links(group, hosts)
+        return made[hosts]
 
     def renew(self) -> None:
         """Make the process groups anew: what was under way in the old ones is lost. Collective over the group."""
-        for part in (self.rail, self.host):
+        self._round = self.group.number("links")
+        for what, part in (("rail", self.rail), ("host", self.host)):
             if part.size > 1:
                 ranks, old = [self._jobs[r] for r in part.ranks], part.process_group
                 if self.broken is not None and old is not None and dist.get_backend(old) == "nccl":
                     old.abort()  # its kernels would wait on, and hold SMs
-                part.process_group = _new_group(self.group.process_group, ranks, self.timeout_s)
-        self._round, self._incident, self.broken = self._round + 1, 0, None
+                name = f"{self._name()}/{what}/{min(ranks)}"
+                whole = self.group.process_group
+                part.process_group = _new_group(whole, ranks, name, self.timeout_s)
+        self._incident, self.broken = 0, None
 
     # --- who broke a call ---
 
@@ -215,8 +217,11 @@ class Links:
         )
 
     def _store(self) -> Any:
-        name = f"megamoe/{self.group.process_group.group_name}/{self._round}/{self._incident}"
+        name = f"{self._name()}/{self._incident}"
         return dist.PrefixStore(name, distributed_c10d._get_default_store())
+
+    def _name(self) -> str:
+        return f"megamoe/{self.group.process_group.group_name}/{self._round}"
 
     def _set(self, key: str, value: str) -> None:
         # Where the store went with a rank the others find out by themselves.
@@ -249,7 +254,7 @@ def _kind(error: Exception) -> int:
     return _REFUSED if isinstance(error, (ArgumentError, ConfigError)) else _FAILED
 
 
-def _new_group(like: Any, ranks: list[int], timeout_s: float) -> Any:
+def _new_group(like: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     backend = dist.get_backend(like)
     if backend not in ("gloo", "nccl"):
         backend = dist.get_backend_config(like)
@@ -257,10 +262,17 @@ def _new_group(like: Any, ranks: list[int], timeout_s: float) -> Any:
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = RAIL_CTAS
-    return dist.new_group(
-        ranks,
-        timeout=timedelta(seconds=timeout_s + SLACK_S),
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-    )
+    # torch's own name counts the groups that a rank is in: where ranks are in others, they would wait for each other
+    # under different names.
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+    try:
+        return dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=timeout_s + SLACK_S),
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+        )
+    finally:
+        distributed_c10d._process_group_name = original

@@ -155,7 +155,7 @@ def test_the_tool_measures_what_it_can_here(capsys):
 
 
 def test_the_rails_of_a_machine_are_measured():
-    said = passes("rail_bench.py", "--cpu", "--ranks", 4, "--hosts", 2, "--kb", 4, 64, "--repeats", 2)  # fmt: skip
+    said = passes("rail_bench.py", "--cpu", "--ranks", 4, "--fake-hosts", 2, "--kb", 4, 64, "--repeats", 2)  # fmt: skip
     first, second = (line.split() for line in said.splitlines()[-2:])
     assert (first[0], second[0]) == ("4", "64")
     for kb, us, gb_s, *_ in (first, second):
@@ -163,6 +163,24 @@ def test_the_rails_of_a_machine_are_measured():
     alone = run("rail_bench.py", "--cpu", "--ranks", 2)
     assert alone.returncode != 0
     assert "all ranks are on" in alone.stdout
+
+
+FAULT = """
+from megamoe.backends.hosts import HostsBackend
+good = HostsBackend._summed
+HostsBackend._summed = lambda *given: good(*given) * 1.5
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_trains_over_fake_hosts(tmp_path):
+    demo = ("train_step.py", "--cpu", "--ranks", 4, "--fake-hosts", 2, "--backend", "reference",
+            "--steps", 3, "--batch", 4, "--target", 6, "--compare", "one-rank")  # fmt: skip
+    assert passes(*demo).count("PASS") == 8
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    done = run(*demo, path=tmp_path)
+    assert done.returncode == 1
+    assert "FAIL: experts' gradients there" in done.stdout
 
 
 def test_shapes_of_the_plan_are_named():
