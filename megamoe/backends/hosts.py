@@ -143,6 +143,8 @@ class HostsBackend(Backend):
         group = self.links.group
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
+        ones = [1] * self.num_hosts
+        self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and the state. Collective."""
@@ -386,10 +388,12 @@ class HostsBackend(Backend):
         padded = torch.nn.functional.pad(owned, (0, part * self.chunks - tokens))
         by_chunk = padded.view(self.num_hosts, self.chunks, part)
         counts = by_chunk.sum(2)  # [N, C]
+        own = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        own.copy_(counts, non_blocking=True)  # there when the others' are
         _, found = exchange_counts(self.links.rail, self.mark.ints(flags), list(counts))
         # Sorting keeps their order and, unlike nonzero(), no host waits for it.
         order = torch.argsort((~by_chunk).to(torch.uint8), dim=2, stable=True)
-        send, receive = counts.T.tolist(), found.T.tolist()
+        send, receive = own.T.tolist(), found.T.tolist()
         taken = [
             torch.cat([order[h, i, :n] for h, n in enumerate(send[i])]) + i * part
             for i in range(self.chunks)

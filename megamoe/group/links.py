@@ -140,8 +140,9 @@ class Links:
         for what, part in (("rail", self.rail), ("host", self.host)):
             if part.size > 1:
                 ranks, old = [self._jobs[r] for r in part.ranks], part.process_group
-                if self.broken is not None and old is not None and dist.get_backend(old) == "nccl":
-                    old.abort()  # its kernels would wait on, and hold SMs
+                if self.broken is not None and old is not None and "nccl" in dist.get_backend(old):
+                    with suppress(RuntimeError):
+                        old.abort()  # its kernels would wait on, and hold SMs
                 name = f"{self._name()}/{what}/{min(ranks)}"
                 whole = self.group.process_group
                 part.process_group = _new_group(whole, ranks, name, self.timeout_s)
@@ -258,10 +259,10 @@ def _new_group(like: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     backend = dist.get_backend(like)
     if backend not in ("gloo", "nccl"):
         backend = dist.get_backend_config(like)
-    options = None
-    if backend == "nccl":
+    options, timeout = None, timedelta(seconds=timeout_s + SLACK_S)
+    if "nccl" in str(backend):
         options = dist.ProcessGroupNCCL.Options()
-        options.config.max_ctas = RAIL_CTAS
+        options.config.max_ctas, options._timeout = RAIL_CTAS, timeout
     # torch's own name counts the groups that a rank is in: where ranks are in others, they would wait for each other
     # under different names.
     original = distributed_c10d._process_group_name
@@ -269,7 +270,7 @@ def _new_group(like: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
     try:
         return dist.new_group(
             ranks,
-            timeout=timedelta(seconds=timeout_s + SLACK_S),
+            timeout=timeout,
             backend=backend,
             pg_options=options,
             use_local_synchronization=True,

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 
+import pytest
 import torch
 import torch.distributed as dist
 from programs import fresh
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
-from megamoe import MegaMoE, UnreachablePeer
-from megamoe.group.hosts import spans_hosts
+from megamoe import ConfigError, MegaMoE, UnreachablePeer
+from megamoe.group.hosts import Hosts, spans_hosts
 from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs
 from megamoe.window.window import Window
@@ -125,6 +126,30 @@ def test_layers_compute_the_same_on_two_hosts(tmp_path):
     assert texts[0].count("not mega") == 1
     assert "the group spans 2 hosts" in texts[0]
     assert "ranks 0, 1 on host-a; 2, 3 on host-b" in texts[0]
+    assert 'backend="mega" by name runs inside each' in texts[0]
+
+
+def test_hosts_have_as_many_ranks_side_by_side():
+    found = Hosts.of(["a", "a", "b", "b"])
+    assert (found.names, found.per_host) == (("a", "b"), 2)
+    assert [found.place(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert Hosts.of(["a"] * 3) == Hosts(("a",), 3)
+    assert Hosts.of(["a"] * 4, 2) == Hosts(("a #0", "a #1"), 2)
+    assert Hosts.of(["a", "b"] * 1, 2) == Hosts(("a", "b"), 1)
+    for names in (
+        ["a", "a", "b"],
+        ["a", "b", "a", "b"],
+        ["a", "b", "b", "a"],
+        ["a", "b", "c", "c"],
+    ):
+        with pytest.raises(ConfigError, match="expected as many ranks on each host, host by host"):
+            Hosts.of(names)
+    with pytest.raises(
+        ConfigError, match="2 on b, expected rows of 2 ranks of one host each, as t"
+    ):
+        Hosts.of(["a", "a", "b", "a"], 2)
+    with pytest.raises(ConfigError, match="ranks 0..2 on a, expected rows of"):
+        Hosts.of(["a"] * 3, 2)
 
 
 def test_hosts_are_told_apart_by_their_names():
