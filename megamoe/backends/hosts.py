@@ -43,7 +43,7 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
-from megamoe.group.order import BACKWARD, RECORDED, REFUSED
+from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, check_marks
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
 
@@ -120,6 +120,10 @@ class HostsBackend(Backend):
         self._device = torch.device("cpu")
         self._counts: list[Statistics] = []
         self._at_rail = True  # not inside the inner backend
+        self._marks: dict[int, Tensor] = {}
+        self._seen: Tensor | None = (
+            None  # static: marks of the last call, where the device puts them
+        )
         rows = self.num_hosts * self.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
@@ -143,12 +147,13 @@ class HostsBackend(Backend):
         group = self.links.group
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
+        self._make_marks()
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and the state. Collective."""
-        state = None
+        state, self._device = None, call.x.device
         with self._guarded():
             if keep:
                 device = call.x.device
@@ -196,6 +201,7 @@ class HostsBackend(Backend):
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
         self.links.renew()
+        self._make_marks()
         self.inner.reset()
 
     def close(self) -> None:
@@ -217,6 +223,8 @@ class HostsBackend(Backend):
             refuse_capture('a graph cannot capture exchange="exact": make the layer with "static"')
         self._at_rail = True
         try:
+            if self._seen is not None:
+                check_marks(self._seen.tolist(), self.host, self.links.rail.label)
             with torch.no_grad():
                 yield
         except Exception as caught:
@@ -256,7 +264,7 @@ class HostsBackend(Backend):
         trip = self._trip(ids, RECORDED * (state is not None))
         # ids and weights of all chunks in one exchange, [rows, 2K] of 4 bytes
         meta = torch.cat([ids, call.topk_weights.view(torch.int32)], 1)
-        met = self._exchange_meta(meta, trip)
+        met = self._exchange_meta(meta, trip, RECORDED * (state is not None))
         packed = self._packed(call.x)
         self._counts = []
 
@@ -400,23 +408,45 @@ class HostsBackend(Backend):
         ]
         return _Trip(part, taken, send, receive)
 
-    def _exchange_meta(self, meta: Tensor, trip: _Trip) -> list[Tensor]:
-        """Exchange ids and weights of all chunks at once. Return what comes, by chunk."""
+    def _exchange_meta(self, meta: Tensor, trip: _Trip, flags: int) -> list[Tensor]:
+        """Exchange ids and weights of all chunks at once. Return what comes, by chunk. static: marks go with them."""
         of = [self._taken(meta, trip, i) for i in range(self.chunks)]
+        send, receive = ([*map(list, counts)] for counts in (trip.send, trip.receive))
         if not self.exact:
             for i, rows in enumerate(of):
                 empty = max(0, min(trip.part, len(meta) - i * trip.part))
                 rows.view(self.num_hosts, self.chunk, -1)[:, empty:] = -1
-        by_host = [rows.split(send) for rows, send in zip(of, trip.send, strict=True)]
+            if not self._marks:
+                self._make_marks()
+            of.append(self._marks[flags])
+            send.append([1] * self.num_hosts)
+            receive.append([1] * self.num_hosts)
+        by_host = [rows.split(n) for rows, n in zip(of, send, strict=True)]
         sent = torch.cat([pieces[h] for h in range(self.num_hosts) for pieces in by_host])
-        send, receive = (
-            [sum(column) for column in zip(*counts, strict=True)]
-            for counts in (trip.send, trip.receive)
-        )
-        found = self._exchange(sent, send, receive)()
-        sizes = [of_chunk[h] for h in range(self.num_hosts) for of_chunk in trip.receive]
-        pieces = found.split(sizes)
-        return [torch.cat(pieces[i :: self.chunks]) for i in range(self.chunks)]
+        totals = ([sum(column) for column in zip(*n, strict=True)] for n in (send, receive))
+        found = self._exchange(sent, *totals)()
+        pieces = found.split([n[h] for h in range(self.num_hosts) for n in receive])
+        met = [torch.cat(pieces[i :: len(of)]) for i in range(len(of))]
+        if not self.exact:
+            self._look_at(met.pop()[:, :MARK_INTS])
+        return met
+
+    def _make_marks(self) -> None:
+        """static: make rows for each host that say which call this is, and a place for those that come."""
+        for flags in (0, RECORDED) if not self.exact else ():
+            row = torch.zeros(2 * self.problem.top_k, dtype=torch.int32, device="cpu")
+            row[:MARK_INTS] = torch.tensor(self.mark.ints(flags), device="cpu")
+            rows = row.repeat(self.num_hosts, 1)
+            if self._device.type == "cuda":
+                self._seen = rows[:, :MARK_INTS].contiguous().pin_memory()
+            self._marks[flags] = rows.to(self._device)
+
+    def _look_at(self, marks: Tensor) -> None:
+        """Compare marks [N, MARK_INTS] of a call: now, or in the next one where the host would have to wait."""
+        if self._seen is None:
+            check_marks(marks.tolist(), self.host, self.links.rail.label)
+        else:
+            self._seen.copy_(marks, non_blocking=True)
 
     def _taken(self, rows: Tensor, trip: _Trip, i: int) -> Tensor:
         """Return the rows of a chunk that travel. static: slots without a token hold any row, or zeros."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,33 +98,25 @@ def test_sixteen_ranks():
 # --- equal bits ---
 
 
-def of_bits(rank, repeats):
+def of_bits(rank, tokens, backend, repeats):
     """Return what differs between ways to compute the same."""
     be_on_host(rank, 2)
-    wrong = []
+    wrong, size = [], {"backend": backend, "max_tokens": max(tokens)}
     for layer in ({}, FP8):
         found = {}
-        for way, over in {
-            "exact": {},
-            "static": {"exchange": "static"},
-            "bf16 wire": {},
-            "delay": {},
-        }.items():
+        for way in ("exact", "static", "bf16 wire", "delay"):
+            over = {"chunks": 2, "exchange": "static" if way == "static" else "exact"}
             mode = "delay" if way == "delay" else "step"
-            case = Case(layer=layer, over=over | {"chunks": 2}, routing="dropped", mode=mode)
-            if way == "bf16 wire":
-                with bf16_wire():
-                    module = made(case, dist.group.WORLD, **case.over)
-                    found[way] = step(module, case, *inputs(case, rank))
-            else:
+            case = Case(tokens, layer | size, over, routing="dropped", mode=mode)
+            with bf16_wire() if way == "bf16 wire" else nullcontext():
                 module = made(case, dist.group.WORLD, **case.over)
                 found[way] = step(module, case, *inputs(case, rank))
-        assert all(found["exact"][name].any() for name in found["exact"])
+        assert all(t.any() or not t.numel() for t in found["exact"].values())
         for way, results in found.items():
             for name, t in results.items():
                 if not torch.equal(t, found["exact"][name]):
                     wrong.append(f"{layer.get('precision')}, {way}: {name}")
-    case = Case(routing="dropped", over={"chunks": 3})
+    case = Case(tokens, size, {"chunks": 3}, routing="dropped")
     module = made(case, dist.group.WORLD, **case.over)
     first = step(module, case, *inputs(case, rank))
     shuffle(along(module), rank)
@@ -154,13 +147,18 @@ def shuffle(backend, rank):
     backend._exchange = exchange
 
 
+FEW, MANY = (9, 10, 11), (70, 61, 0, 66)  # the kernel routes 32 tokens at a time
+
+
 def test_bits_are_equal():
-    assert launch(of_bits, 4, 5, timeout_s=100) == [[]] * 4
+    assert launch(of_bits, 4, FEW, "reference", 5, timeout_s=100) == [[]] * 4
 
 
 @pytest.mark.slow
-def test_bits_are_equal_in_100_repeats():
-    assert launch(of_bits, 4, 100, timeout_s=200) == [[]] * 4
+@pytest.mark.parametrize("backend", ["reference", "emulate"])
+def test_bits_of_many_tokens_and_100_repeats_are_equal(backend):
+    repeats = 100 if backend == "reference" else 3
+    assert launch(of_bits, 4, MANY, backend, repeats, timeout_s=300) == [[]] * 4
 
 
 # --- bytes on the wire ---
@@ -195,6 +193,7 @@ def of_bytes(rank, layer, exchange):
     hidden = case.options["hidden"]
     row = hidden + 4 * -(-hidden // 128) if layer else 2 * hidden
     forward = out * (8 * TOP_K + row) + home * 2 * hidden
+    forward += 2 * 8 * TOP_K * (exchange == "static")  # marks
     backward = out * row + home * (2 * hidden + 4 * TOP_K)
     return sum(sent), forward + backward
 

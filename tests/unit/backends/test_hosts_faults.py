@@ -152,6 +152,14 @@ def lateness(rank):
     found["static"] = failed(other.wrong if rank == 0 else other.step)
     other.layer.reset()
     found["after static"] = other.is_right()
+    second = other.made()
+    other.step(second)
+    order = (
+        [other.layer, second] if rank < 2 else [second, other.layer]
+    )  # alike but for their marks
+    found["static order"] = failed(lambda: [other.step(layer) for layer in order])
+    second.reset()
+    found["after order"] = other.is_right() and other.is_right(second)
     return found
 
 
@@ -201,9 +209,19 @@ def test_a_refusal_is_named_where_nothing_is_met(late):
         assert seconds < BOUND_S
 
 
-@pytest.mark.parametrize(
-    "what", ["after reset()", "new layer", "old layer", "after own", "after static"]
-)
+def test_other_orders_are_named_where_nothing_is_met(late):
+    for found in late:
+        text, seconds = found["static order"]
+        assert text.startswith("RankMismatch: rank ")
+        assert "forward of layer 3" in text
+        assert "forward of layer 4" in text
+        assert seconds < BOUND_S
+
+
+RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")
+
+
+@pytest.mark.parametrize("what", RIGHT)
 def test_layers_are_right_again(late, what):
     assert all(found[what] for found in late)
 

@@ -37,7 +37,7 @@ MUTANTS = {
     "weight gradients of the last chunk only": (
         "exact", "sums[name] = made[name] = gradient", "made[name] = gradient"),
     "ids of chunks in another order": (
-        "exact", "torch.cat(pieces[i :: self.chunks])", "torch.cat(pieces[-1 - i :: -self.chunks])"),
+        "exact", "torch.cat(pieces[i :: len(of)])", "torch.cat(pieces[-1 - i :: -len(of)])"),
     "d_topk_weights of one host only": (
         "exact", "d_weights = self._summed(trip, parts, len(dy))",
         "d_weights = self._summed(trip, parts, len(dy)) * (self.host == 0)"),
