@@ -114,16 +114,14 @@ class HostsBackend(Backend):
         self._bounds = [problem.expert_begin(rank) for rank in ranks]
         self._codec = codec(problem.formats.x)
         self._exchange = engine or _along(links.rail)
+        self.mark = links.group.mark(problem)  # counted on all ranks, also where make() fails
         self.inner = make(self.inside)
         self.plan = getattr(self.inner, "plan", None)
-        self.mark = links.group.mark(problem)
         self._device = torch.device("cpu")
         self._counts: list[Statistics] = []
         self._at_rail = True  # not inside the inner backend
-        self._marks: dict[int, Tensor] = {}
-        self._seen: Tensor | None = (
-            None  # static: marks of the last call, where the device puts them
-        )
+        self._marks: dict[int, Tensor] = {}  # static: rows that carry a mark, by flags
+        self._seen: Tensor | None = None  # where a device puts those of a call
         rows = self.num_hosts * self.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
@@ -219,7 +217,7 @@ class HostsBackend(Backend):
     def _guarded(self) -> Iterator[None]:
         """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
         self.links.check()
-        if self.exact and self._device.type == "cuda":
+        if self.exact and self._device.type == "cuda":  # before ranks meet: all capture
             refuse_capture('a graph cannot capture exchange="exact": make the layer with "static"')
         self._at_rail = True
         try:
@@ -308,9 +306,8 @@ class HostsBackend(Backend):
             order = self._order(local)
             if order is not None:
                 rows, local = rows[order], local[order]
-            scores = torch.zeros(
-                local.shape, dtype=torch.float32, device=dy.device
-            )  # the state's count
+            # The state has the weights that count.
+            scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
             x = self._unpacked(kept_rows, wide=True)
             given = Call(x, local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
@@ -396,7 +393,7 @@ class HostsBackend(Backend):
         padded = torch.nn.functional.pad(owned, (0, part * self.chunks - tokens))
         by_chunk = padded.view(self.num_hosts, self.chunks, part)
         counts = by_chunk.sum(2)  # [N, C]
-        own = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        own = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda)
         own.copy_(counts, non_blocking=True)  # there when the others' are
         _, found = exchange_counts(self.links.rail, self.mark.ints(flags), list(counts))
         # Sorting keeps their order and, unlike nonzero(), no host waits for it.

@@ -56,7 +56,11 @@ TABLE: dict[str, Variable] = {
             'what backend="auto" means',
             ("auto", "mega", "staged", "emulate", "reference"),
         ),
-        Variable("MEGAMOE_TIMEOUT_S", "120", "longest wait inside the kernel, in seconds"),
+        Variable(
+            "MEGAMOE_TIMEOUT_S",
+            "120",
+            "longest wait inside the kernel, and for ranks of other hosts, in seconds",
+        ),
         Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to others; empty: see `reserve_sms`"),
         Variable(
             "MEGAMOE_LOG", "warning", "log level", ("debug", "info", "warning", "error", "critical")

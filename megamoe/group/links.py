@@ -38,10 +38,8 @@ RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel 
 SLACK_S = (
     10.0  # that torch.distributed's own time-out is longer than ours, which can say who is missing
 )
-_LOOK_S, _GRACE_S = (
-    0.25,
-    10.0,
-)  # between looks at the store; that others have at most to say what they saw
+_LOOK_S = 0.25  # between looks at the store
+_GRACE_S = 10.0  # that others have at most to say what they saw
 # What ranks report, strongest first: the first two leave a layer usable, where nothing is under way.
 _REFUSED, _DIFFERS, _FAILED, _WAITED, _TOLD = range(5)
 
@@ -128,7 +126,7 @@ class Links:
 
     @staticmethod
     def of(group: Group, hosts: Hosts) -> Links:
-        """Return those of a group, made once, and anew where a call has broken them on some rank. Collective."""
+        """Return those of a group, made once. Collective."""
         made = _made.setdefault(group.process_group, {})
         if hosts not in made:
             made[hosts] = Links(group, hosts)
