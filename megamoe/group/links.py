@@ -181,7 +181,7 @@ class Links:
         deadline = time.monotonic() + min(self.timeout_s / 2, _GRACE_S)
         while (
             said is None
-            and len(found) < self.group.size
+            and 0 < len(found) < self.group.size
             and min((kind for kind, _ in found.values()), default=_TOLD) > _FAILED
             and time.monotonic() < deadline
         ):
@@ -197,7 +197,12 @@ class Links:
             return RankMismatch(found[rank][1])
         if kind == _FAILED:
             return MegaMoEError(f"{self.names[rank]} failed: {found[rank][1]}")
-        if silent and found:
+        if not found:
+            return ProtocolTimeout(
+                f"{self.names[self.group.rank]} was left by another, or lost it; the store of torch.distributed, which "
+                f"would say who began it, does not answer: {error}"
+            )
+        if silent:
             said = (
                 f"{self._list(silent)} did not take part in this call over {len(self.hosts.names)} hosts: dead, later "
                 f"than the time-out of {self.timeout_s:g} s, or never made it ({error})"

@@ -1,6 +1,7 @@
 """Calls over hosts that fail: every rank raises, and names the rank that began it and its host; then right again."""
 
 import os
+import socket
 import time
 
 import pytest
@@ -229,12 +230,12 @@ def test_layers_are_right_again(late, what):
 # --- ranks that die ---
 
 
-def mortal(rank, dead, port, folder):
+def mortal(rank, dead, port, folder, master):
     """One of four ranks; some end between two calls, and the others write down what they raise."""
     os.environ.update(MEGAMOE_TIMEOUT_S=str(TIMEOUT_S), GLOO_SOCKET_IFNAME="lo")
     be_on_host(rank, 2)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, None, False)
+    store = dist.TCPStore("127.0.0.1", port, None, master and rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     mine = Rank(rank, EXACT)
     if rank in dead:
@@ -244,20 +245,35 @@ def mortal(rank, dead, port, folder):
     os._exit(0)  # whoever leaves properly waits for the dead
 
 
-@pytest.mark.parametrize(
-    ("dead", "who"), [((1,), "rank 1 on host-0"), ((2, 3), "ranks 2, 3 on host-1")]
-)
-def test_who_is_dead_is_named_on_all_ranks(dead, who, tmp_path):
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    ranks = [fresh(mortal, rank, dead, store.port, tmp_path) for rank in range(4)]
+def outlived(dead, port, folder, master=False):
+    """Return what each rank that lives raises, and after how long."""
+    ranks = [fresh(mortal, rank, dead, port, folder, master) for rank in range(4)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
     assert [p.exitcode for p in ranks] == [9 if r in dead else 0 for r in range(4)]
     for rank in set(range(4)) - set(dead):
-        seconds, text = (tmp_path / str(rank)).read_text().split("\n", 1)
+        seconds, text = (folder / str(rank)).read_text().split("\n", 1)
+        assert float(seconds) < BOUND_S
+        yield text
+
+
+@pytest.mark.parametrize(
+    ("dead", "who"), [((1,), "rank 1 on host-0"), ((2, 3), "ranks 2, 3 on host-1")]
+)
+def test_who_is_dead_is_named_on_all_ranks(dead, who, tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for text in outlived(dead, store.port, tmp_path):
         assert text.startswith(
             f"ProtocolTimeout: {who} did not take part in this call over 2 hosts"
         )
-        assert float(seconds) < BOUND_S
+
+
+def test_all_ranks_raise_where_the_store_dies_too(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    texts = list(outlived((0,), port, tmp_path, master=True))
+    assert all("was left by another, or lost it; the store of" in text for text in texts)
+    assert any("lost rank 0 on host-0" in text for text in texts)
