@@ -1,5 +1,7 @@
 """What layers do beside steps, over hosts that are fake: as on one rank, or as over ranks of one host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,8 +13,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import megamoe
+from megamoe.backends.hosts import inside
 from megamoe.formats.quantization import quantize_rows
-from megamoe.testing import assert_close, launch
+from megamoe.group.hosts import Hosts
+from megamoe.launch.layout import min_pool_rows
+from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
 CHUNKED = {"chunks": 2}
 EVEN = [0, 1, 2, 3, 4, 5, 0, 1]
@@ -163,6 +168,36 @@ def more_experts(rank):
     assert_close(*ys, relative=2 * ROUNDED_ONCE_MORE)
     found["shared"] = True
     return found
+
+
+def several_passes(rank):
+    """Return what is wrong where the pool of a host is filled more than once."""
+    problem = megamoe.Problem(48, 32, 11, 3, ep_size=4, rank=rank, max_tokens=300)
+    weights, drawn = make_weights(problem), make_inputs(problem, 300, rank=rank)
+    here = inside(problem, Hosts(("host-0", "host-1"), 2), 2)
+    found = []
+    for rows in (None, min_pool_rows(replace(here, rank=0))):
+        layer = megamoe.Layer(
+            problem, dist.group.WORLD, backend="emulate", pool_rows=rows, **CHUNKED
+        )
+        x = drawn.x.clone().requires_grad_()
+        y = layer(x, drawn.topk_ids, drawn.topk_weights, weights)
+        y.float().square().sum().backward()
+        found.append((y.detach(), x.grad, layer.statistics().passes.tolist()))
+    (y, dx, once), (y2, dx2, twice) = found
+    return {"passes": torch.equal(y, y2) and torch.equal(dx, dx2)}, once, twice
+
+
+def on_hosts(rank, function):
+    be_on_host(rank, 2)
+    return function(rank)
+
+
+@pytest.mark.slow
+def test_passes_change_no_bit():
+    for rank, (found, once, twice) in enumerate(launch(on_hosts, 4, several_passes, timeout_s=120)):
+        assert found == {"passes": True}
+        assert (once, twice) == ([1], [1 if rank == 3 else 2])  # which holds two experts
 
 
 def program(rank, folder):
