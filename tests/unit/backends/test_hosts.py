@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -221,6 +222,10 @@ def of_choices(rank):
     auto = made(case, world, backend="auto")
     auto.prepare()
     found["auto"] = type(auto._layer._runtime.backend).__name__
+    with mock.patch.dict(os.environ, MEGAMOE_BACKEND="reference"):
+        named = made(case, world, backend="auto")
+        named.prepare()
+        assert along(named)
     expected = step(made(case, world), case, *inputs(case, rank))
 
     def over_mesh(mesh):
