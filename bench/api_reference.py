@@ -10,7 +10,7 @@ from bench.tree import ROOT
 WIDTH = 120
 # Public in Python's sense, but for other modules of ours.
 INNER = {"extra_repr", "handle", "move_tensors", "needs_close", "of_last"}
-INNER |= {"of_tables", "refuse", "replicas", "without_pool"}
+INNER |= {"cells", "of_cells", "of_tables", "refuse", "replicas", "without_pool"}
 
 # Classes whose methods stand with those of a class that is made of them.
 PARTS = {

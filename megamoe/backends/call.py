@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -128,6 +128,11 @@ class Backend(Protocol):
     def statistics(self) -> Statistics:
         """Return what the last forward did, without waiting for it."""
         raise NotImplementedError
+
+    def later_statistics(self) -> Callable[[], Statistics]:
+        """Return a function that makes those of the last forward, also when others have followed."""
+        found = self.statistics()
+        return lambda: found
 
     def refuse(self) -> None:
         """Tell the ranks that wait in a call that this one does not make it, where they wait at all."""

@@ -118,7 +118,7 @@ class HostsBackend(Backend):
         self.inner = make(self.inside)
         self.plan = getattr(self.inner, "plan", None)
         self._device = torch.device("cpu")
-        self._counts: list[Statistics] = []
+        self._counts: list[Callable[[], Statistics]] = []  # of the chunks of a call
         self._at_rail = True  # not inside the inner backend
         self._marks: dict[int, Tensor] = {}  # static: rows that carry a mark, by flags
         self._seen: Tensor | None = None  # where a device puts those of a call
@@ -170,7 +170,7 @@ class HostsBackend(Backend):
             return self.inner.statistics()
         if not self._counts:
             return Statistics.of_last(None)
-        counts, passes = zip(*(vars(found).values() for found in self._counts), strict=True)
+        counts, passes = zip(*(vars(made()).values() for made in self._counts), strict=True)
         return Statistics(
             torch.stack(counts).sum(0, dtype=torch.int32), torch.stack(passes).amax(0)
         )
@@ -282,7 +282,7 @@ class HostsBackend(Backend):
             with self._inside():
                 y, made = self.inner.forward(given, keep=state is not None)
                 if self.chunks > 1:
-                    self._counts.append(self.inner.statistics())
+                    self._counts.append(self.inner.later_statistics())
             if kept is not None and made is not None and made is not kept:
                 kept.copy_(made)
             return y if order is None else torch.empty_like(y).index_copy_(0, order, y)

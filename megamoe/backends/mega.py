@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -219,14 +219,20 @@ class MegaBackend(Backend):
 
         A backward leaves what its forward did.
         """
+        return self.later_statistics()()
+
+    def later_statistics(self) -> Callable[[], Statistics]:
+        """Copy what statistics() is made of: three operations, where that are dozens."""
         layer, kernel = self.window.last_launch or (None, "")
         if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
                 "statistics() are those of the last call of a window, and that was another layer's, or there was none"
             )
         routes = self.plan.window["window_routes"].view(self.window.memory)
-        tables = routes, self._tables(kernel)["chunk_prefix"], self.window.epoch_cell
-        return Statistics.of_tables(*tables, self.plan.pool_rows, layout.BLOCK_ROWS)
+        cells = Statistics.cells(routes, self.window.epoch_cell)
+        prefix = self._tables(kernel)["chunk_prefix"].clone()
+        sizes = self.plan.pool_rows, layout.BLOCK_ROWS
+        return partial(Statistics.of_cells, cells, prefix, *sizes)
 
     def _tables(self, kernel: str) -> dict[str, Tensor]:
         """Return the regions of the workspace, with the state of the last launch, which was of `kernel`."""

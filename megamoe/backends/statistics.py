@@ -39,9 +39,21 @@ class Statistics:
 
         routes: [2, R, 4], chunk_prefix: [L, C + 1], as in megamoe/launch/layout.py. epoch: [1], of the launch.
         """
-        cells = routes.index_select(0, (epoch & 1).long())[0]  # [R, 4]
+        cells = cls.cells(routes, epoch)
+        return cls.of_cells(cells, chunk_prefix, pool_rows, block_rows)
+
+    @staticmethod
+    def cells(routes: Tensor, epoch: Tensor) -> Tensor:
+        """Return [R, 4], a copy of the routes of the launch."""
+        return routes.index_select(0, (epoch & 1).long())[0]
+
+    @classmethod
+    def of_cells(
+        cls, cells: Tensor, chunk_prefix: Tensor, pool_rows: int, block_rows: int
+    ) -> Statistics:
+        """As of_tables(), of the routes of the launch."""
         longest = cells[:, :1].amax(0)  # [1] tokens
-        used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * routes.shape[1]
+        used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * cells.shape[0]
         # Behind the chunks of this launch lies what other launches left. Those chunks are taken as empty.
         position = torch.arange(chunk_prefix.shape[1], device=chunk_prefix.device)
         column = torch.minimum(position, used).expand(chunk_prefix.shape[0], -1)
