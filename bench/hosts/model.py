@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import comb, sqrt
+from typing import NamedTuple
 
 from megamoe.backends.hosts import chunks_of, inside
 from megamoe.core.config import Problem, activation_by_name
@@ -113,17 +114,28 @@ class Prediction:
         return f"wire bound: PP, or DDP from {self.even_tokens / 1e3:.0f} k tokens a step on"
 
 
+class Given(NamedTuple):
+    """What may be known beside sizes.
+
+    measured: us of a launch by tokens of a rank; None: launch_us(). groups: as in other_hosts(). chunks: of which the
+    best counts.
+    """
+
+    measured: Callable[[float], float] | None = None
+    groups: tuple[int, int] | None = None
+    chunks: Sequence[int] = CHUNKS
+
+
 def predict(
     shape: Shape,
     precision: str,
     tokens: int,
     hosts: int,
     fabric: Fabric,
-    measured: Callable[[float], float] | None = None,
-    groups: tuple[int, int] | None = None,
-    chunks: Sequence[int] = CHUNKS,
+    given: Given | None = None,
 ) -> Prediction:
-    """Predict the best of `chunks`. measured: us of a launch by tokens of a rank; None: launch_us()."""
+    """Predict a layer with the best number of chunks."""
+    measured, groups, chunks = given or Given()
 
     def launch(t: float) -> float:
         return launch_us(shape, precision, t, hosts, fabric) if measured is None else measured(t)

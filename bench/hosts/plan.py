@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from bench import plot
-from bench.hosts.model import Fabric, Prediction, interpolated, predict
+from bench.hosts.model import Fabric, Given, Prediction, interpolated, predict
 from bench.shapes import shapes_from
 from bench.tables import header
 from megamoe.testing.shapes import Shape
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for shape in shapes_from(args):
         for precision in args.precision:
             launches = measured(args.sweep, shape, precision)
+            given = Given(launches, args.groups)
             print(
                 f"\n{shape.name} {precision}, launches {'modelled' if launches is None else 'measured'}"
             )
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             )
             for tokens in args.tokens:
                 for hosts in args.hosts:
-                    p = predict(shape, precision, tokens, hosts, fabric, launches, args.groups)
+                    p = predict(shape, precision, tokens, hosts, fabric, given)
                     found.setdefault(f"{shape.name} {precision}", []).append(p)
                     print(line(p))
     if args.plot is not None:

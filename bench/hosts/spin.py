@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.hosts.model import Fabric, Prediction, interpolated, predict
+from bench.hosts.model import Fabric, Given, Prediction, interpolated, predict
 from bench.shapes import shapes_from
 from bench.tables import header
 from bench.timing import Contender, Timer
@@ -186,9 +186,8 @@ def measure(
             backend.close()
     chunks = chunks_of(problem, StandIn(hosts).hosts, args.chunks)
     of_chunk = [(max(1, tokens // chunks), found["launches"] / chunks * fabric.sms_left)]
-    model = predict(
-        shape, precision, tokens, hosts, fabric, interpolated(of_chunk), None, (chunks,)
-    )
+    given = Given(interpolated(of_chunk), chunks=(chunks,))
+    model = predict(shape, precision, tokens, hosts, fabric, given)
     return found, model
 
 

@@ -9,7 +9,7 @@ import torch
 from programs import passes, run
 
 from bench.hosts import plan, spin
-from bench.hosts.model import Fabric, interpolated, other_hosts, pipeline_us, predict
+from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline_us, predict
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.hosts import HostsBackend
 from megamoe.core.config import Problem
@@ -31,7 +31,7 @@ DESIGN = {
 @pytest.mark.parametrize("case", DESIGN)
 def test_the_model_is_the_designs(case):
     name, precision, tokens, hosts, groups = case
-    found = predict(SHAPES[name], precision, tokens, hosts, Fabric(), groups=groups)
+    found = predict(SHAPES[name], precision, tokens, hosts, Fabric(), Given(groups=groups))
     times = found.launch, found.wire, found.two_level
     assert times == pytest.approx(DESIGN[case], rel=0.01)
 
@@ -54,7 +54,7 @@ def test_launches_that_were_measured_take_the_models_place():
     us = interpolated([(1000, 300.0), (100, 100.0)])
     assert [us(t) for t in (10, 100, 550, 1000, 1900)] == [100, 100, 200, 300, 500]
     shape = SHAPES["dsv3"]
-    found = predict(shape, "fp8", 1000, 2, Fabric(), us, chunks=(1,))
+    found = predict(shape, "fp8", 1000, 2, Fabric(), Given(us, chunks=(1,)))
     copied = 1000 * (found.others + 1) * (2 * 7456 + 3 * 14336) / 3e6
     assert found.launch == 300
     assert found.two_level == pytest.approx(300 + found.wire + copied)
