@@ -277,7 +277,7 @@ class HostsBackend(Backend):
                 rows, local, scores = rows[order], local[order], scores[order]
             if state is not None:
                 kept_rows.copy_(_bytes(rows))
-            x = self._unpacked(rows, wide=state is not None)
+            x = self._unpacked(rows) if state is None else self._wide(rows)
             given = Call(x, local, scores, call.weights, state=kept)
             with self._inside():
                 y, made = self.inner.forward(given, keep=state is not None)
@@ -308,11 +308,11 @@ class HostsBackend(Backend):
                 rows, local = rows[order], local[order]
             # The state has the weights that count.
             scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
-            x = self._unpacked(kept_rows, wide=True)
+            x = self._wide(kept_rows)
             given = Call(x, local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
             with self._inside():
-                found = self.inner.backward(given, self._unpacked(rows, wide=True), kept, of_chunk)
+                found = self.inner.backward(given, self._wide(rows), kept, of_chunk)
             for name, gradient in zip(Gradients._fields[2:], found.of_weights, strict=True):
                 if gradient is not None:  # of the first chunk; the others add to it
                     sums[name] = made[name] = gradient
@@ -384,8 +384,8 @@ class HostsBackend(Backend):
         part = -(-tokens // self.chunks)
         if not self.exact:
             slot = torch.arange(self.chunk, device=device)
-            own = [slot.clamp(max=max(part - 1, 0)) + i * part for i in range(self.chunks)]
-            every = [t.clamp(max=max(tokens - 1, 0)).repeat(self.num_hosts) for t in own]
+            mine = [slot.clamp(max=max(part - 1, 0)) + i * part for i in range(self.chunks)]
+            every = [t.clamp(max=max(tokens - 1, 0)).repeat(self.num_hosts) for t in mine]
             rows = [[self.chunk] * self.num_hosts] * self.chunks
             return _Trip(part, every, rows, rows)
         pairs = zip(self._bounds, self._bounds[1:], strict=False)
@@ -475,16 +475,22 @@ class HostsBackend(Backend):
         q, scale = x if isinstance(x, QuantizedRows) else self._codec.quantize(x)
         return torch.cat([_bytes(q), _bytes(scale)], 1)
 
-    def _unpacked(self, rows: Tensor, wide: bool) -> Tensor | QuantizedRows:
-        """Return rows as the inner backend takes them. wide: in bf16, which makes the same e4m3 again."""
+    def _wide(self, rows: Tensor) -> Tensor:
+        """Return rows in bf16, which makes the same e4m3 again."""
+        x = self._unpacked(rows)
+        if not isinstance(x, QuantizedRows):
+            return x
+        assert self._codec is not None
+        return self._codec.dequantize(*x).to(torch.bfloat16)
+
+    def _unpacked(self, rows: Tensor) -> Tensor | QuantizedRows:
+        """Return rows as the inner backend takes them."""
         if self._codec is None:
             return rows.view(torch.bfloat16)
         hidden = self.problem.hidden
         q = rows[:, :hidden].contiguous().view(self.problem.formats.x.dtype)
         scale = rows[:, hidden:].contiguous().view(torch.float32)
-        if not wide:
-            return QuantizedRows(q, scale)
-        return self._codec.dequantize(q, scale).to(torch.bfloat16)
+        return QuantizedRows(q, scale)
 
     def _views(self, state: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the state has of a chunk: rows as they travelled, in the order in which they are computed; local

@@ -293,7 +293,7 @@ class Training:
             fill_call(args, x, topk_ids, topk_weights, y, call.num_tokens_device)
             launch._launch((x, topk_ids, topk_weights, y, state, call.num_tokens_device))
             self._state = StorageWeakRef(state.untyped_storage())
-            self._begin = state.storage_offset()
+            self._begin = int(state.storage_offset())
         return y, state
 
     def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:

@@ -74,8 +74,9 @@ class Part(Group):
 
     def _swap(self, rows: Tensor) -> Tensor:
         out, ones = torch.empty_like(rows), [1] * self.size
-        ways = (t.view(torch.uint8) for t in (out, rows))
-        work = dist.all_to_all_single(*ways, ones, ones, group=self.process_group, async_op=True)
+        into, sent = out.view(torch.uint8), rows.view(torch.uint8)
+        options = {"group": self.process_group, "async_op": True}
+        work = dist.all_to_all_single(into, sent, ones, ones, **options)
         self.wait(work)
         return out
 
@@ -259,7 +260,7 @@ def _kind(error: Exception) -> int:
 
 
 def _new_group(like: Any, ranks: list[int], name: str, timeout_s: float) -> Any:
-    backend = dist.get_backend(like)
+    backend: str = dist.get_backend(like)
     if backend not in ("gloo", "nccl"):
         backend = dist.get_backend_config(like)
     options, timeout = None, timedelta(seconds=timeout_s + SLACK_S)

@@ -118,7 +118,9 @@ class Layer(Opened, Placed):
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
             of = None if placement is None else placement.expert_of
-            equal = dict(zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True))
+            equal: dict[str, Any] = dict(
+                zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True)
+            )
             equal |= {"backend": repr(resolve(backend)), **over_hosts(options)}
             return Facts((made, host_name()), equal, made)
 
