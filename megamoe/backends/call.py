@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -172,7 +172,7 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
     check_tensor("topk_weights", call.topk_weights, routes, torch.float32, device)
     if call.out is not None:
         check_tensor("out", call.out, (tokens, problem.hidden), torch.bfloat16, device)
-        check_overlap(call.out, x)
+        check_out(call.out, x, (call.topk_ids, call.topk_weights, *vars(call.weights).values()))
     if call.num_tokens_device is not None:
         check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
 
@@ -184,7 +184,26 @@ def overlap(out: Tensor, x: Tensor) -> bool:
     return shifted and first < second + x.nbytes and second < first + out.nbytes
 
 
-def check_overlap(out: Tensor, x: Tensor) -> None:
-    """Raise ArgumentError where they overlap in part. Compiled, y is made first and then copied."""
-    if not torch.compiler.is_compiling() and overlap(out, x):
+def meets(out: Tensor, others: Iterable[Tensor | None]) -> bool:
+    """Whether `out` shares memory with one of the others, which other ranks and later calls read."""
+    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    return any(
+        t is not None and begin < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in others
+    )
+
+
+def check_out(out: Tensor, x: Tensor, others: Iterable[Tensor | None]) -> None:
+    """Raise ArgumentError for an `out` that cannot be written, or not without changing what the call reads.
+
+    others: all that it reads but x. Compiled, y is made first and then copied.
+    """
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("out", "a tensor with a gradient", "one without: it is overwritten")
+    if torch.compiler.is_compiling():
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError("out", "an inference tensor", "one that was made outside")
+    if overlap(out, x):
         raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")
+    if meets(out, others):
+        raise ArgumentError("out", "memory that the call reads", "x, or memory of its own")

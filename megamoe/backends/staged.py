@@ -93,7 +93,10 @@ class StagedBackend(Backend):
         call.weights.validate(self.problem, call.x.device)
         dense = call.weights.dense(self.problem, compute_dtype(call.x.device))
         given = call._replace(topk_ids=call.computed_ids(), weights=dense)
-        y, counts = moe(self.problem, self.group, given, self.mark.ints(RECORDED * keep))
+        # Both modes may be on; then nothing is recorded.
+        recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.set_grad_enabled(recorded):
+            y, counts = moe(self.problem, self.group, given, self.mark.ints(RECORDED * keep))
         self._statistics = Statistics.without_pool(counts)
         return y if call.out is None else call.out.copy_(y), None
 

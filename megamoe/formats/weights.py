@@ -52,7 +52,7 @@ class ExpertWeights:
         biases: tuple[Tensor, Tensor, Tensor] | None = None,
         scales: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> ExpertWeights:
-        """Join gate and up projections without a copy; differentiable in all of them.
+        """Join gate and up projections without a copy; differentiable in all of them. Join anew behind each step.
 
         w1, w3: [L, I, H], views of one tensor, w3 behind w1: `w1, w3 = torch.empty(2, L, I, H)`, or the halves of a
             [L, 2*I, H]. w2: [L, H, I]. biases: b1 [L, I], b3 [L, I], b2 [L, H]. scales: of w1, w3 and w2, with e4m3.

@@ -128,7 +128,8 @@ def _recording_gradients() -> Iterator[None]:
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set() - keys
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    guard = torch._C._ForceDispatchKeyGuard(included, excluded)
+    with guard, torch.inference_mode(False), torch.enable_grad():
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, check_call, check_overlap
+from megamoe.backends.call import Call, check_call, check_out
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.core.uncompiled import uncompiled
@@ -301,13 +301,13 @@ class Layer(Opened, Placed):
             rows = rows_of(self.problem, x, topk_ids, topk_weights)
             x_scale = scales_of(rows[0], x_scale)
             x, topk_ids, topk_weights = rows
-            if out is not None:
-                check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-                check_overlap(out, x)
             whole = flat(x) if x_scale is None else QuantizedRows(flat(x), flat(x_scale))
             routes = flat(topk_ids), flat(topk_weights)
             check_call(self.problem, Call(whole, *routes, weights, num_tokens_device))
             self._check_weights(weights, x.device)
+            if out is not None:
+                check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+                check_out(out, x, (topk_ids, topk_weights, *vars(weights).values()))
             inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
             tensors = [t for _, t in inputs.named()]
             recording = records(tensors)

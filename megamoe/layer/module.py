@@ -183,7 +183,10 @@ class MegaMoE(PlacedModule):
             raise ConfigError("delay_wgrad", True, expected)
         if self._placed:
             self._refuse_shards(is_fsdp(self))
-        weights = self._experts()
+        try:
+            weights = self._experts()
+        except (AttributeError, TypeError) as error:
+            raise self._lacking(error) from error
         # By position and by the method's name: half a microsecond less than Layer.__call__.
         return self._layer._call(
             x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
@@ -197,9 +200,19 @@ class MegaMoE(PlacedModule):
         whole = {n: self.place.whole(n, t) for n, t in given.items() if t is not None}
         return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
+    def _lacking(self, error: Exception) -> Exception:
+        """Tell the other ranks of parameters that are gone, or no tensors; return the error that says which."""
+        for name in ("w13", "w2", "b13", "b2"):
+            given = getattr(self, name, None)
+            if not isinstance(given, Tensor) and (given is not None or name in ("w13", "w2")):
+                found = ArgumentError(name, type(given).__name__, "a parameter of the layer")
+                self._layer.refuse(found)
+                return found
+        return error
+
     def _experts(self) -> ExpertWeights:
         """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""
-        if self.place.distributed:
+        if self.place.distributed or type(self).expert_weights is not MegaMoE.expert_weights:
             return self.expert_weights()
         found, buffers = self._parameters, self._buffers
         b13: Tensor | None
@@ -221,7 +234,7 @@ class MegaMoE(PlacedModule):
         Call it before torch.compile or graph capture.
         """
         if self._distinct is not None and not self._distinct.passed:
-            self._distinct.around = None  # once more in the first call: DDP may come in between
+            self._distinct.around = self._surroundings()
             self._ask(self._distinct, "prepare()")
         self._layer.prepare(self.expert_weights())
 

@@ -197,7 +197,7 @@ class Distinct:
 
     def ask(self, weights: ExpertWeights, call: str) -> None:
         """Ask as part of `call`, one of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
-        if not _readable(weights.w13):
+        if _traced(weights.w13):
             return
         questions = [asks.question(weights) for asks in (self._replicas, self) if asks is not None]
         said = self._group.agree(call, lambda: Facts([asked.state() for asked in questions]))
@@ -227,11 +227,18 @@ class Distinct:
         return Question(state, check)
 
 
+def _traced(tensor: Tensor) -> bool:
+    """Whether a call computes nothing, so that the other ranks make none, or is captured, where no host may ask."""
+    modes = torch._C._TorchDispatchModeKey
+    tracing = (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
+    if tensor.is_meta or any(torch._C._get_dispatch_mode(mode) is not None for mode in tracing):
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _readable(tensor: Tensor) -> bool:
-    """Whether the host may look at what a tensor holds."""
-    if tensor.is_meta or torch._C._len_torch_dispatch_stack():
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Whether the host may look at what a tensor holds: not past modes that see every operation, as profilers do."""
+    return not _traced(tensor) and not torch._C._len_torch_dispatch_stack()
 
 
 def _key(row: bytes) -> bytes | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megamoe.backends.call import overlap
+from megamoe.backends.call import meets, overlap
 from megamoe.core import transforms
 from megamoe.core.planes import SUSPECT_BELOW
 from megamoe.formats.weights import ExpertWeights
@@ -50,7 +50,9 @@ class Signature:
         out = None if out is inputs.x else out  # see fits()
         self.shape, tensors = inputs.x.shape, (*inputs, out)
         there = [t for t in tensors if t is not None]
-        self.trains, self.requires_grad = trains, any(t.requires_grad for t in there)
+        # A call in inference_mode() records nothing, whatever grad mode says; guards tell the modes apart.
+        plain = not torch.is_inference_mode_enabled()
+        self.trains, self.requires_grad = trains, plain and any(t.requires_grad for t in there)
         absent = [t is None for t in tensors[5:]]
         self._absent = None if all(absent) else absent
         self._alike, self._places = _alike(there), _places(vars(inputs.weights).values())
@@ -65,7 +67,10 @@ class Signature:
         out: Tensor | None,
         x_scale: Tensor | None,
     ) -> bool:
-        """Whether a call is like the one that this was made of. Each line is paid for by each call."""
+        """Whether a call is like the one that this was made of. Each line is paid for by each call.
+
+        Storage that shrank, but not to nothing, is not seen: as torch's own operations do not.
+        """
         w13, w2, b13, b2, s13, s2 = w.w13, w.w2, w.b13, w.b2, w.w13_scale, w.w2_scale
         if out is x:  # as good as none, and no guard is met by one tensor twice
             out = None
@@ -88,7 +93,9 @@ class Signature:
                 return False
             if any(t.data_ptr() < SUSPECT_BELOW and t.numel() for t in there):
                 return False
-            if out is not None and overlap(out, x):
+            if out is not None and (
+                overlap(out, x) or meets(out, (topk_ids, topk_weights, w13, w2, *further[:4]))
+            ):
                 return False
         if (
             not (
