@@ -323,6 +323,13 @@ void misuse(const Args& args) {
         case 19:  // a hint about another tensor
             if (first) arch::tma_prefetch_4d(table(args)[0].a, 0, 0, 0, 0);
             break;
+        case 20:  // of three warpgroups: as many as an SM has, but more than the launch began with
+            if (arch::warp_idx() < 4) {
+                arch::registers_shrink<48>();
+            } else {
+                arch::registers_grow<232>();
+            }
+            break;
         case 16:  // two budgets in a warpgroup
             if (arch::warp_idx() == 0) {
                 arch::registers_shrink<40>();
@@ -346,5 +353,6 @@ MEGAMOE_HOST_ENTRY(test_convert, megamoe::ForwardArgs, convert, smem_bytes, 32);
 MEGAMOE_HOST_ENTRY(test_elementary, megamoe::ForwardArgs, elementary, smem_bytes, 32);
 MEGAMOE_HOST_ENTRY(test_await, megamoe::ForwardArgs, await, smem_bytes, 64);
 MEGAMOE_HOST_ENTRY(test_misuse, megamoe::ForwardArgs, misuse, smem_bytes, 128);
+MEGAMOE_HOST_ENTRY(test_misuse_384, megamoe::ForwardArgs, misuse, smem_bytes, 384);
 MEGAMOE_HOST_ENTRY(test_misuse_512, megamoe::ForwardArgs, misuse, smem_bytes, 512);
 MEGAMOE_HOST_EXPORT const char* test_edge_name(uint32_t edge) { return edge_name(Edge(edge)); }

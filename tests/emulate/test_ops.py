@@ -545,3 +545,6 @@ def test_too_many_registers(library: Any) -> None:
     status, report = run(library.test_misuse_512, make_args([12]))
     assert status == 2
     assert "hold 126976 registers" in report
+    status, report = run(library.test_misuse_384, make_args([20]))
+    assert status == 2
+    assert "hold 65536 registers, the launch began with 64512" in report
