@@ -17,6 +17,7 @@ from megamoe.formats.quantization import (
     quantize_rows,
 )
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
+from megamoe.launch import weight_tiles
 from megamoe.ops import arguments, machines, operators, scales
 from megamoe.ops.operands import Operands
 from megamoe.testing.compare import compare
@@ -134,9 +135,14 @@ def test_saving_changes_no_bit(name):
     assert torch.equal(ops.grouped_mm_swiglu(x, w, offs, activation=name), h)
 
 
+FORMS = [weight_tiles.HALVES, weight_tiles.WHOLE]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", [0, 7])
-def test_weight_gradient(seed, monkeypatch):
+def test_weight_gradient(seed, form, monkeypatch):
     monkeypatch.setattr(machines.fibers, "seed", seed)
+    monkeypatch.setattr(weight_tiles, "stated", form)
     offs, num, rows = case()
     a, b = rand(rows, H), rand(rows, 264)
     a[offs[-1] :] = b[offs[-1] :] = float("nan")  # rows of no expert count nowhere
@@ -152,6 +158,41 @@ def test_weight_gradient(seed, monkeypatch):
     assert torch.equal(added[empty], before[empty])
     _, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
     near(sums, exact_weights(a, torch.ones_like(b[:, :1]), offs)[..., 0], 1e-6)
+
+
+OTHER_SHAPES = {
+    "tiles of both kinds of units, and none for a CTA": ([70, 0, 200], 264, 520),
+    "an odd number of blocks, shared rows": ([64, 5], 392, 24),
+    "one row an expert": ([1, 0, 1, 1], 8, 272),
+    "no rows at all": ([0, 0, 0], 136, 264),
+    "more experts than a warp has lanes": ([e % 3 * 40 for e in range(40)], 16, 24),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SHAPES)
+def test_both_forms_of_the_weight_gradient_have_the_same_bits(name, monkeypatch):
+    """Sums over an expert's rows have one order, whatever an MMA takes at a time: bf16, fp32, added to either."""
+    lengths, n1, n2 = OTHER_SHAPES[name]
+    offs, num, rows = case(lengths)
+    a, b = rand(rows, n1), rand(rows, n2)
+    before, found = torch.randn(num, n1, n2), []
+    variants = []
+    run = machines.fibers.run
+    monkeypatch.setattr(
+        machines.fibers, "run", lambda variant, fill: (variants.append(variant), run(variant, fill))
+    )
+    for form in FORMS:
+        monkeypatch.setattr(weight_tiles, "stated", form)
+        plain, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
+        half = ops.grouped_mm_wgrad(a, b, offs)
+        added = (before.clone(), before.bfloat16())
+        for out in added:
+            ops.grouped_mm_wgrad(a, b, offs, out=out)
+        found.append((plain, sums, half, *added))
+    assert variants == [GroupedVariant(form) for form in FORMS for _ in range(4)]
+    near(found[1][0], exact_weights(a, b, offs), 1e-6)
+    for of_halves, of_whole in zip(*found, strict=True):
+        assert torch.equal(of_halves, of_whole)
 
 
 def test_loads_through_a_ragged_map_are_seen(monkeypatch):
