@@ -1,8 +1,9 @@
 """tools/ops_bench.py: megamoe.ops in turns with the same made of torch's grouped_mm and elementwise operations."""
 
 import argparse
+import itertools
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,8 +17,13 @@ from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
+from megamoe.launch import weight_tiles
+from megamoe.testing.shapes import SHAPES
 
 FAMILY = {"swiglu": "swiglu", "geglu": "geglu", "srelu": "relu2"}
+# Weight gradients of a model: its experts by a rank of four, and rows of each: 8192 tokens there, for dsv3 also 4608.
+RANKS = 4
+MODEL_ROWS = {"dsv3": (576, 1024), "flash": (768,), "qwen3-235b": (2048,), "qwen3-30b": (2048,)}
 DEVICE = "cuda"
 aten = torch.ops.aten
 Call = Callable[[Any], object]  # as a contender has it, with nothing before it
@@ -97,13 +103,57 @@ def family(name: str, args: argparse.Namespace) -> list[Case]:
     return [Case(name, flops * args.n, forward), Case(f"d{name}", flops * width, backward)]
 
 
+def by_form(form: str, call: Callable[[], object]) -> Call:
+    """Return the call with this kernel for weight gradients, whatever the rules say."""
+
+    def run(_: Any) -> object:
+        before, weight_tiles.stated = weight_tiles.stated, form
+        try:
+            return call()
+        finally:
+            weight_tiles.stated = before
+
+    return run
+
+
+def weight_forms(ours: Callable[[], object], theirs: Callable[[], object]) -> list[Contender]:
+    """Return both forms of the kernel, and torch."""
+    halves, whole = (by_form(form, ours) for form in (weight_tiles.HALVES, weight_tiles.WHOLE))
+    first, last = contenders(halves, lambda _: theirs())
+    return [first, Contender("whole", whole), last]
+
+
 def wgrad(args: argparse.Namespace) -> list[Case]:
     """Return the weight gradient of the family."""
     num, rows = args.experts_of_family, args.rows
     offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
     a, b = rand(num * rows, args.n), rand(num * rows, args.k)
-    both = contenders(lambda _: ops.grouped_mm_wgrad(a, b, offs), lambda _: grouped(a.T, b, offs))
-    return [Case("wgrad", 2.0 * num * rows * args.n * args.k, both)]
+    made, theirs = partial(ops.grouped_mm_wgrad, a, b, offs), partial(grouped, a.T, b, offs)
+    return [Case("wgrad", 2.0 * num * rows * args.n * args.k, weight_forms(made, theirs))]
+
+
+def add(out: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    return out.add_(product())
+
+
+def model_wgrad(name: str, args: argparse.Namespace) -> Iterator[Case]:
+    """Yield dw13 and dw2 of a model's local experts, in bf16, and added to fp32: torch adds its bf16 product."""
+    shape = SHAPES[name]
+    num, planes = shape.num_experts // RANKS, ACTIVATIONS[shape.activation].planes
+    matrices = {
+        "dw13": (planes * shape.intermediate, shape.hidden),
+        "dw2": (shape.hidden, shape.intermediate),
+    }
+    for rows, (matrix, (n1, n2)) in itertools.product(MODEL_ROWS[name], matrices.items()):
+        offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
+        a, b = rand(num * rows, n1), rand(num * rows, n2)
+        out = torch.zeros(num, n1, n2, device=DEVICE)
+        case, flops = f"wgrad-{name} {rows} {matrix}", 2.0 * num * rows * n1 * n2
+        made = partial(ops.grouped_mm_wgrad, a, b, offs)
+        theirs = partial(grouped, a.T, b, offs)
+        yield Case(case, flops, weight_forms(made, theirs))
+        added = weight_forms(partial(made, out=out), partial(add, out, theirs))
+        yield Case(f"{case} +=", flops, added)
 
 
 def gpt_oss(args: argparse.Namespace) -> list[Case]:
@@ -153,9 +203,10 @@ def gpt_oss(args: argparse.Namespace) -> list[Case]:
 
 
 # names of cases that share tensors -> what makes them
-CASES: dict[tuple[str, ...], Callable[[argparse.Namespace], list[Case]]] = {
+CASES: dict[tuple[str, ...], Callable[[argparse.Namespace], Iterable[Case]]] = {
     **{(n, f"d{n}"): partial(family, n) for n in FAMILY},
     ("wgrad",): wgrad,
+    **{(f"wgrad-{n}",): partial(model_wgrad, n) for n in MODEL_ROWS},
     ("gpt-oss",): gpt_oss,
 }
 
@@ -172,11 +223,11 @@ def measure(case: Case, mode: str, timer: Timer, clocks: dict[str, int]) -> list
             contender.timed(None)
     timer.synchronize()
     medians = timer.medians(case.contenders, mode)
-    ours_and_torch = zip(case.contenders, medians, strict=True)
+    every, of_torch = zip(case.contenders, medians, strict=True), medians[-1]
     return [
         Row(case.name, c.name, mode, round(us, 1), round(case.flops / us / 1e6, 1),
-            round(medians[1] / us, 3), clocks.get(c.name, 0))
-        for c, us in ours_and_torch
+            round(of_torch / us, 3), clocks.get(c.name, 0))
+        for c, us in every
     ]  # fmt: skip
 
 
@@ -185,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
     title = header()
     print(title)
     print(
-        f"{'case':<18}{'contender':<11}{'mode':<6}{'us':>10}{'TFLOPS':>9}{'x torch':>9}{'MHz':>6}"
+        f"{'case':<28}{'contender':<11}{'mode':<6}{'us':>10}{'TFLOPS':>9}{'x torch':>9}{'MHz':>6}"
     )
     clocks: dict[str, int] = {}
 
@@ -203,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
                 for row in measure(case, mode, timer, clocks):
                     found.append(row)
                     print(
-                        f"{row.case:<18}{row.contender:<11}{row.mode:<6}{row.us:>10.1f}{row.tflops:>9.1f}"
+                        f"{row.case:<28}{row.contender:<11}{row.mode:<6}{row.us:>10.1f}{row.tflops:>9.1f}"
                         f"{row.speedup:>9.2f}{row.clock_mhz or '-':>6}",
                         flush=True,
                     )
