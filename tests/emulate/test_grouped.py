@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flaws import plant
 from torch import Tensor
 
 from megamoe import ops
@@ -193,6 +194,43 @@ def test_both_forms_of_the_weight_gradient_have_the_same_bits(name, monkeypatch)
     near(found[1][0], exact_weights(a, b, offs), 1e-6)
     for of_halves, of_whole in zip(*found, strict=True):
         assert torch.equal(of_halves, of_whole)
+
+
+def said(operation: str) -> tuple[str, str, str]:
+    """Let the kernel say which CTA does it, and where: a flaw, but for the result."""
+    told = "arch::block_idx(), tile.expert(), row, to.column"
+    call = f"arch::tma_{operation}_4d(to.map, "
+    say = f'fprintf(stderr, "{operation} %d %d %d %d\\n", {told});'
+    return "epilogue/weight_gradient.cuh", call, f"{say} {call}"
+
+
+@pytest.mark.parametrize(("form", "ahead"), [(FORMS[0], 7), (FORMS[1], 2)])
+def test_what_is_added_to_was_asked_for(form, ahead, monkeypatch, tmp_path, capfd):
+    """Once, by who adds, and so many slots of a tile ahead: hints are in no result."""
+    for operation in ("prefetch", "reduce_add"):
+        plant(said(operation), monkeypatch, tmp_path / operation)
+    monkeypatch.setattr(weight_tiles, "stated", form)
+    offs, num, rows = case([70, 0, 9])
+    a, b, out = rand(rows, 200), rand(rows, 424), torch.zeros(num, 200, 424)
+    ops.grouped_mm_wgrad(a, b, offs, out=out)
+    near(out, exact_weights(a, b, offs), 1e-6)
+    asked: dict[tuple[int, ...], int] = {}
+    added = []
+    for line in capfd.readouterr().err.splitlines():
+        operation, *numbers = line.split()
+        cta, *place = map(int, numbers)
+        expert, row, column = place
+        if operation == "prefetch":
+            assert (expert, row, column) not in asked
+            asked[expert, row, column] = cta
+            continue
+        first = column // 256 * 256
+        tile = range(first, min(first + 256, 424), 32)  # eight slots
+        found = [c for c in tile if asked.get((expert, row, c)) == cta]
+        assert found == [c for c in tile if c <= column + 32 * ahead]
+        added.append((expert, row, column))
+    wanted = [(e, r, c) for e in (0, 2) for r in range(0, 200, 64) for c in range(0, 424, 32)]
+    assert sorted(added) == sorted(asked) == wanted
 
 
 def test_loads_through_a_ragged_map_are_seen(monkeypatch):

@@ -33,14 +33,21 @@ struct WeightGradientEpilogue {
         GradientBlock<T> block(ctx.args, tile);
         MEGAMOE_UNROLL_BY(1)
         for (int c = 0; c < slots<T>(ctx.args); ++c) {
-            Destination to = output<T>(ctx, tile, c);
-            if (to.column >= to.width) break;
-            MEGAMOE_UNROLL_BY(1)
-            for (int row = block.row; row < block.row + S::rows; row += warpgroup_rows) {
-                if (row < gemm_of<T>(ctx.args, tile.gemm).m)
-                    arch::tma_prefetch_4d(to.map, to.column, row, block.plane, tile.expert());
-            }
+            if (!prefetch_slot<T>(ctx, tile, block, c)) break;
         }
+    }
+    // An output slot of it; false past the matrix's last column.
+    template <class T>
+    static MEGAMOE_DEVICE bool prefetch_slot(const Context& ctx, const Tile& tile,
+                                             const GradientBlock<T>& block, int c) {
+        Destination to = output<T>(ctx, tile, c);
+        if (to.column >= to.width) return false;
+        MEGAMOE_UNROLL_BY(1)
+        for (int row = block.row; row < block.row + S::rows; row += warpgroup_rows) {
+            if (row < gemm_of<T>(ctx.args, tile.gemm).m)
+                arch::tma_prefetch_4d(to.map, to.column, row, block.plane, tile.expert());
+        }
+        return true;
     }
     // One thread: 64 rows of the matrix, from `row` of the m-block on.
     template <class T>

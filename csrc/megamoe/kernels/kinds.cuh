@@ -39,7 +39,7 @@ using TrainKind               = Kind<2, WithTransport,    TrainArgs,          Po
 using BackwardKind            = Kind<2, WithTransport,    BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
 using GroupedKind             = Kind<1, WithTransport,    GroupedArgs,        SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
 using GroupedWeightsKind      = Kind<0, WithTransport,    GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
-using GroupedWholeWeightsKind = Kind<0, WithoutTransport, GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
+using GroupedWholeWeightsKind = Kind<0, WithoutTransport, GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAskedAhead>;
 // clang-format on
 
 }  // namespace megamoe

@@ -44,6 +44,15 @@ MEGAMOE_DEVICE void store_input(Context& ctx, const Tile& tile, int input, const
     ctx.mem.arrive(smem.pipeline.empty[slot], math_role.num_warps);
 }
 
+// Asks for what an output slot of a weight tile will be added to, if there is such a slot. Whoever stores
+// asks, so that this is as many slots ahead as it is meant to be.
+template <class T>
+MEGAMOE_DEVICE void ask_for(const Context& ctx, const Tile& tile, int slot) {
+    using E = typename T::WeightGemm::Epilogue;
+    if (slot < E::template slots<T>(ctx.args))
+        E::template prefetch_slot<T>(ctx, tile, GradientBlock<T>(ctx.args, tile), slot);
+}
+
 // Stores one output slot of each warpgroup.
 template <class T>
 MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const OutputRing<T>& output) {
@@ -86,8 +95,13 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
         if constexpr (T::WeightTiles::any) {
             // The prefetch comes now, when the last tile is stored, about 5 us before this one is: when it
             // came three slots earlier, much of it left L2 again.
-            if (is_weight_gradient(tile.gemm) && adds_weight_gradients<T>(ctx))
-                T::WeightGemm::Epilogue::template prefetch<T>(ctx, tile);
+            if (is_weight_gradient(tile.gemm) && adds_weight_gradients<T>(ctx)) {
+                if constexpr (T::WeightTiles::asked_ahead == 0) {
+                    T::WeightGemm::Epilogue::template prefetch<T>(ctx, tile);
+                } else {
+                    for (int c = 0; c < T::WeightTiles::asked_ahead; ++c) ask_for<T>(ctx, tile, c);
+                }
+            }
         }
         walk_slots<T>(
             args, tile,
@@ -96,6 +110,10 @@ MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) 
                 output.advance();
             },
             [&](int slot) {
+                if constexpr (T::WeightTiles::asked_ahead != 0) {
+                    if (adds_weight_gradients<T>(ctx))
+                        ask_for<T>(ctx, tile, slot + T::WeightTiles::asked_ahead);
+                }
                 store_output<T>(ctx, tile, slot, output);
                 output.advance();
             });
