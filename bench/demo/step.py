@@ -48,9 +48,8 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     m, world, backend = recipe.model, dist.group.WORLD, args.backend
     shape = Shape("demo", m.hidden, m.intermediate, m.num_experts, m.top_k)
     problem = problem_of(shape, batch // me.size * m.context, me, args.precision)
-    if (
-        backend == "auto"
-    ):  # asked once, not in every layer; if it is not the kernel, a line says why
+    # Asked once, not in every layer; where it is not the kernel, a line says why.
+    if backend == "auto":
         backend = choose("auto", problem, world, me.device) if on_gpu else "staged"
     text = shared_corpus()
     me.print(megamoe.memory_report(problem)["line"])

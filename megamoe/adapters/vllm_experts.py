@@ -124,9 +124,8 @@ class Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_batch_invariance() -> bool:
-        return (
-            resolve(Experts.layers.backend) == "mega"
-        )  # asked for by name, since "auto" may be staged
+        # Asked for by name, since "auto" may be staged.
+        return resolve(Experts.layers.backend) == "mega"
 
     @property
     def expects_unquantized_inputs(self) -> bool:

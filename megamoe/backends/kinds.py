@@ -194,9 +194,8 @@ class Launch:
     def _keep_in(self, state: Tensor) -> None:
         """Point the launch at the state of its call."""
         base = state.data_ptr()
-        if (
-            base != self._state
-        ):  # else it lies where the last one lay, in a loop that frees it in between
+        # In a loop that frees it in between it lies where the last one lay.
+        if base != self._state:
             self._state = 0
             self._use_device()
             fill_train_state(self.argument, self._plan, base, self._encode)

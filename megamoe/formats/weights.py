@@ -311,9 +311,8 @@ def check_tensor(
         raise ArgumentError(f"{name}.dtype", value.dtype, " or ".join(map(str, dtypes)))
     if tuple(value.shape) != shape:
         raise ArgumentError(f"{name}.shape", list(value.shape), str(list(shape)))
-    if (
-        not torch.compiler.is_compiling() and value.is_neg()
-    ):  # the kernel would read the numbers before their sign is changed
+    # The kernel would read the numbers before their sign is changed.
+    if not torch.compiler.is_compiling() and value.is_neg():
         raise ArgumentError(
             name, "a negative view", "a tensor as it lies in memory: .resolve_neg()"
         )

@@ -35,9 +35,8 @@ from megamoe.group.hosts import Hosts
 from megamoe.group.order import is_refusal
 
 RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel leaves as many
-SLACK_S = (
-    10.0  # that torch.distributed's own time-out is longer than ours, which can say who is missing
-)
+# By which torch.distributed's own time-out is longer than ours, which can say who is missing.
+SLACK_S = 10.0
 _LOOK_S = 0.25  # between looks at the store
 _GRACE_S = 10.0  # that others have at most to say what they saw
 # What ranks report, strongest first: the first two leave a layer usable, where nothing is under way.

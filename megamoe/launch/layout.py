@@ -260,9 +260,8 @@ def train_state_used(problem: Problem, pool_rows: int) -> int:
     rows_of_expert = _round_up(-(-p.ep_size * p.max_tokens * p.top_k // experts), WARPGROUP_ROWS)
     filled = min(local * rows_of_expert / pool_rows, 1.0)
     k = min(p.top_k, experts)
-    named = 1 - math.comb(experts - local, k) / math.comb(
-        experts, k
-    )  # one of our experts, by a token
+    # How likely a token names one of our experts.
+    named = 1 - math.comb(experts - local, k) / math.comb(experts, k)
     share = {"gu": filled, "tokens": named, "tokens_scale": named}
     return round(sum(region.bytes * share.get(name, 1.0) for name, region in regions.items()))
 

@@ -95,9 +95,8 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     if isinstance(dy, Tensor) and dy.is_neg():
         dy = dy.resolve_neg()
     check_tensor("dy", dy, tuple(x.shape), torch.bfloat16, x.device)
-    return (
-        dy.clone() if dy.data_ptr() % ALIGNMENT else dy
-    )  # as a slice of a larger gradient may lie
+    # A slice of a larger gradient may lie elsewhere than at a multiple.
+    return dy.clone() if dy.data_ptr() % ALIGNMENT else dy
 
 
 def _check_there(problem: Problem, inputs: Inputs) -> None:

@@ -222,9 +222,8 @@ class _Moves:
                 tensor[[row for row, _ in at]] = rows
 
 
-_stepped: WeakKeyDictionary[Optimizer, None] = (
-    WeakKeyDictionary()
-)  # in the order of their first steps
+# In the order of their first steps.
+_stepped: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
 _watched: list[Any] = []
 
 

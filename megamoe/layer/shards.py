@@ -273,9 +273,8 @@ def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable
         Group.of(place.group).begin("a full state dict")
     for name in names:
         value = state_dict.get(prefix + name)
-        if isinstance(
-            value, Tensor
-        ):  # with keep_vars=True a view that autograd knows, not the parameter
+        # With keep_vars=True it is a view that autograd knows, not the parameter.
+        if isinstance(value, Tensor):
             value = place.mark(value)
             if isinstance(value, Experts) and full:
                 value = place.as_dtensor(value)

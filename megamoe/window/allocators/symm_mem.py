@@ -35,7 +35,6 @@ class SymmMemTransport:
             ) from error
         held: list[Any] = [memory, handle]
         peers = checked_peers(list(handle.buffer_ptrs), group)
-        shift = (
-            memory.data_ptr() - peers[group.rank]
-        )  # not zero if torch placed it inside a larger piece
+        # Not zero where torch placed it inside a larger piece.
+        shift = memory.data_ptr() - peers[group.rank]
         return Allocation(memory, [address + shift for address in peers], held.clear)
