@@ -129,6 +129,13 @@ step host_cost 120 "$python" tools/host_cost.py --check
 step captured 60 "$python" tools/host_cost.py --captured --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
     --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
+# On one GPU, the local experts of EP4, beside the GEMMs alone, with bytes of DRAM where ncu is.
+for direction in forward train backward; do
+    step "gemms_$direction" 150 env CUDA_VISIBLE_DEVICES=0 "$python" tools/latency_sweep.py --ranks 1 --dram \
+        --shape dsv3 flash qwen3-235b qwen3-30b --local-experts-of 4 --reserve-sms 0 --tokens 4096 8192 \
+        --precision bf16 --direction $direction --samples 10 --backend mega --baseline gemms --out "$out" \
+        --name "gemms_$direction"
+done
 step train_curves 300 "$python" tools/train_step.py --steps 300 --curves "$out/train_curves.png"
 step train_sweep 300 "$python" tools/latency_sweep.py --direction step --shape qwen3-30b --tokens 8192 --precision bf16 \
     fp8 --reserve-sms 0 default --backend mega --baseline staged --out "$out" --name train_sweep
