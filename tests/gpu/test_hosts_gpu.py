@@ -148,4 +148,4 @@ def two_hosts(rank):
 @pytest.mark.ep(2)
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_two_hosts_of_one_gpu_train_as_one_does(backend):
-    assert launch(two_hosts, 2, backend=backend, timeout_s=300) == [[], []]
+    assert launch(two_hosts, 2, backend=backend, timeout_s=120) == [[], []]
