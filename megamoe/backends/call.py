@@ -172,7 +172,7 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
     check_tensor("topk_weights", call.topk_weights, routes, torch.float32, device)
     if call.out is not None:
         check_tensor("out", call.out, (tokens, problem.hidden), torch.bfloat16, device)
-        check_out(call.out, x, (call.topk_ids, call.topk_weights, *vars(call.weights).values()))
+        check_out(call.out, x, (call.topk_ids, call.topk_weights), call.weights)
     if call.num_tokens_device is not None:
         check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
 
@@ -192,10 +192,10 @@ def meets(out: Tensor, others: Iterable[Tensor | None]) -> bool:
     )
 
 
-def check_out(out: Tensor, x: Tensor, others: Iterable[Tensor | None]) -> None:
+def check_out(out: Tensor, x: Tensor, routes: tuple[Tensor, Tensor], w: ExpertWeights) -> None:
     """Raise ArgumentError for an `out` that cannot be written, or not without changing what the call reads.
 
-    others: all that it reads but x. Compiled, y is made first and then copied.
+    routes: topk_ids, topk_weights. Compiled, y is made first and then copied.
     """
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("out", "a tensor with a gradient", "one without: it is overwritten")
@@ -205,5 +205,5 @@ def check_out(out: Tensor, x: Tensor, others: Iterable[Tensor | None]) -> None:
         raise ArgumentError("out", "an inference tensor", "one that was made outside")
     if overlap(out, x):
         raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")
-    if meets(out, others):
+    if meets(out, (*routes, *vars(w).values())):
         raise ArgumentError("out", "memory that the call reads", "x, or memory of its own")

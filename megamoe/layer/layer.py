@@ -307,7 +307,7 @@ class Layer(Opened, Placed):
             self._check_weights(weights, x.device)
             if out is not None:
                 check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-                check_out(out, x, (topk_ids, topk_weights, *vars(weights).values()))
+                check_out(out, x, (topk_ids, topk_weights), weights)
             inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
             tensors = [t for _, t in inputs.named()]
             recording = records(tensors)
