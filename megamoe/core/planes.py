@@ -26,10 +26,10 @@ def rows_of(w: Tensor) -> Tensor:
 def check_strides(name: str, w: Tensor) -> None:
     """Raise ArgumentError unless rows are contiguous and every other stride is one of a tensor map."""
     size = w.element_size()
-    ok = w.shape[-1] <= 1 or w.stride(-1) == 1
-    for extent, stride in zip(w.shape[:-1], w.stride()[:-1], strict=True):
-        ok &= extent <= 1 or _is_legal(stride * size)
-    if not ok:
+    # Not by &=, which torch 2.11 writes into a graph as an assignment to True.
+    before = zip(w.shape[:-1], w.stride()[:-1], strict=True)
+    last = w.shape[-1] <= 1 or w.stride(-1) == 1
+    if not last or not all(extent <= 1 or _is_legal(stride * size) for extent, stride in before):
         expected = (
             f"1 in the last dimension, positive multiples of {STRIDE_BYTES // size} before it"
         )
