@@ -41,8 +41,8 @@ def test_experts_are_those_of_transformers(experts, kind):
     in_place = weights.w13_scale.data_ptr() == module.gate_up_proj_scale_inv.data_ptr()
     assert in_place == (kind == "fp8")
     scales = module.gate_up_proj_scale_inv.view(torch.uint8)
-    gate, up = scales.clone().chunk(2, dim=1)
-    scales.copy_(torch.cat((up, gate), dim=1))  # a fault that this test sees; copies are made anew
+    # A fault that this test sees, whatever torch draws; copies are made anew.
+    scales.chunk(2, dim=1)[1].zero_()
     y = module(rows(40, HIDDEN), ids, topk_weights)
     assert compare(y, expected).relative > 0.1
 
