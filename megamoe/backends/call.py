@@ -179,13 +179,13 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
 
 def overlap(out: Tensor, x: Tensor) -> bool:
     """Whether `out` shares some memory with x but is not x: a row could be overwritten before it was read."""
-    first, second = out.data_ptr(), x.data_ptr()
-    shifted = first != second or out.element_size() != x.element_size()  # rows of e4m3 are shorter
-    return shifted and first < second + x.nbytes and second < first + out.nbytes
+    apart = out.data_ptr() != x.data_ptr()
+    shifted = apart or out.element_size() != x.element_size()  # rows of e4m3 are shorter
+    return shifted and meets(out, (x,))
 
 
 def meets(out: Tensor, others: Iterable[Tensor | None]) -> bool:
-    """Whether `out` shares memory with one of the others, which other ranks and later calls read."""
+    """Whether `out` shares memory with one of the others."""
     begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
     return any(
         t is not None and begin < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in others

@@ -287,10 +287,7 @@ class HostsBackend(Backend):
                 kept.copy_(made)
             return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
-        def rows_of(i: int) -> Tensor:
-            return self._taken(packed, trip, i)
-
-        back = self._pipelined(trip, rows_of, compute)
+        back = self._pipelined(trip, packed, compute)
         return self._summed(trip, back, tokens).to(torch.bfloat16)
 
     def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
@@ -323,10 +320,7 @@ class HostsBackend(Backend):
             both = torch.cat([_bytes(found.x), _bytes(found.topk_weights)], 1)
             return both if order is None else torch.empty_like(both).index_copy_(0, order, both)
 
-        def rows_of(i: int) -> Tensor:
-            return self._taken(packed, trip, i)
-
-        back = self._pipelined(trip, rows_of, compute, returns=not only_weights)
+        back = self._pipelined(trip, packed, compute, returns=not only_weights)
         if not only_weights:
             parts = [rows[:, : 2 * hidden].contiguous().view(torch.bfloat16) for rows in back]
             dx = self._summed(trip, parts, len(dy)).to(torch.bfloat16)
@@ -340,17 +334,17 @@ class HostsBackend(Backend):
     def _pipelined(
         self,
         trip: _Trip,
-        rows_of: Callable[[int], Tensor],
+        packed: Tensor,
         compute: Callable[[int, Tensor], Tensor],
         returns: bool = True,
     ) -> list[Tensor]:
-        """Send rows_of(chunk), compute what comes, send that back. Return what came back, by chunk.
+        """Send the rows of a chunk, compute what comes, send that back. Return what came back, by chunk.
 
         A collective waits for what its issuing stream holds: so chunk i + 1 goes out before chunk i is computed.
         """
 
         def start(i: int) -> Waiter:
-            return self._exchange(rows_of(i), trip.send[i], trip.receive[i])
+            return self._exchange(self._taken(packed, trip, i), trip.send[i], trip.receive[i])
 
         coming, back = start(0), []
         for i in range(self.chunks):

@@ -219,20 +219,28 @@ class MegaBackend(Backend):
 
         A backward leaves what its forward did.
         """
-        return self.later_statistics()()
+        routes, prefix = self._counted()
+        return Statistics.of_tables(routes, prefix, self.window.epoch_cell, *self._sizes)
 
     def later_statistics(self) -> Callable[[], Statistics]:
         """Copy what statistics() is made of: three operations, where that are dozens."""
+        routes, prefix = self._counted()
+        cells = Statistics.cells(routes, self.window.epoch_cell)
+        return partial(Statistics.of_cells, cells, prefix.clone(), *self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self.plan.pool_rows, layout.BLOCK_ROWS
+
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        """Return routes and chunk_prefix of the last call, as Statistics.of_tables() takes them."""
         layer, kernel = self.window.last_launch or (None, "")
         if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
                 "statistics() are those of the last call of a window, and that was another layer's, or there was none"
             )
         routes = self.plan.window["window_routes"].view(self.window.memory)
-        cells = Statistics.cells(routes, self.window.epoch_cell)
-        prefix = self._tables(kernel)["chunk_prefix"].clone()
-        sizes = self.plan.pool_rows, layout.BLOCK_ROWS
-        return partial(Statistics.of_cells, cells, prefix, *sizes)
+        return routes, self._tables(kernel)["chunk_prefix"]
 
     def _tables(self, kernel: str) -> dict[str, Tensor]:
         """Return the regions of the workspace, with the state of the last launch, which was of `kernel`."""

@@ -63,12 +63,8 @@ def check_inside(
         check_window(problem)
 
 
-def why_not_mega(
-    problem: Problem, group: Any, device: torch.device, window: bool = True
-) -> str | None:
-    """Return why the kernel cannot run here, or None when it can. window: whether all ranks are to share one."""
-    if window and (reason := problem.why_no_window()) is not None:
-        return reason
+def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | None:
+    """Return why the kernel cannot run here, or None when it can; of the window see Problem.why_no_window()."""
     if device.type != "cuda":
         return f"the tensors are on {device}, the kernel needs a CUDA device"
     if not torch.cuda.is_available():
@@ -164,7 +160,7 @@ def _choose(
         check_options(problem, group, options)
         asked = resolve(name)
         wanted, launches = asked in ("auto", "mega"), None
-        reason = why_not_mega(problem, group, device, False) if wanted else None
+        reason = why_not_mega(problem, group, device) if wanted else None
         if asked != "auto" and reason is None:
             backend_class(asked)
         if wanted and reason is None:
@@ -263,7 +259,7 @@ def check_device(
     moves = device.type == "meta" or (device.type == "cpu" and torch.cuda.is_available())
     if resolve(name) != "mega" or moves:
         return
-    if (reason := why_not_mega(problem, group, device, False)) is not None:
+    if (reason := why_not_mega(problem, group, device)) is not None:
         raise cannot_run(reason)
 
 

@@ -342,15 +342,13 @@ class Layer(Opened, Placed):
                 known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
             return self._record(x, topk_ids, topk_weights, weights, count, known)
+        given = x if x_scale is None else QuantizedRows(x, x_scale)
         if known is not None:
-            given = x if x_scale is None else QuantizedRows(x, x_scale)
             return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
         runtime = self._runtime
         assert runtime is not None
-        weighted, topk_weights = self._weighting.apply(
-            self.problem, x if x_scale is None else x_scale, topk_ids, topk_weights, count
-        )
-        x, x_scale = (weighted, None) if x_scale is None else (x, weighted)
+        given, topk_weights = self._weighted(given, topk_ids, topk_weights, count)
+        x, x_scale = given if type(given) is QuantizedRows else (given, None)
         inputs = Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale)
         y = apply(inputs, runtime.handle)
         return y if out is None else out.copy_(y)

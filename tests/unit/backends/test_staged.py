@@ -17,7 +17,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.launch.layout import window_regions
 from megamoe.layer.autograd import Runtime, apply
-from megamoe.layer.functional import make_backend, why_not_mega
+from megamoe.layer.functional import make_backend
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 
@@ -244,7 +244,7 @@ def test_sixteen_ranks_train_as_one_does():
         assert_close(torch.cat([of_rank[name] for of_rank in found]), value, relative=1e-2)
     large = Problem(16, 16, 20, 2, ep_size=16)
     reason = "ep_size is 16, expected 1..8 for the kernel's window"
-    assert why_not_mega(large, None, torch.device("cuda")) == reason
+    assert large.why_no_window() == reason
     for make in (EmulateBackend, window_regions):
         with pytest.raises(ConfigError, match=reason):
             make(large)
