@@ -188,8 +188,13 @@ class Group:
         """rows: [R, N], one for each rank -> those that came from each, as bytes: one kind of collective for all."""
         out, ones = torch.empty_like(rows), [1] * self.size
         received, sent = (t.view(torch.uint8) for t in (out, rows))
-        dist.all_to_all_single(received, sent, ones, ones, group=self.process_group)
+        options = {"group": self.process_group, "async_op": True}
+        self.wait(dist.all_to_all_single(received, sent, ones, ones, **options))
         return out
+
+    def wait(self, work: Any) -> None:
+        """Wait until an operation of torch.distributed is done: where it runs on a GPU, the stream does."""
+        work.wait()
 
     # --- what ranks agree on ---
 

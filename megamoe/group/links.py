@@ -15,9 +15,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megamoe.core import env
@@ -70,14 +68,6 @@ class Part(Group):
     def label(self, rank: int) -> str:
         """Return how errors call a rank: by its number in the job, and its host."""
         return self.links.names[self.ranks[rank]]
-
-    def _swap(self, rows: Tensor) -> Tensor:
-        out, ones = torch.empty_like(rows), [1] * self.size
-        into, sent = out.view(torch.uint8), rows.view(torch.uint8)
-        options = {"group": self.process_group, "async_op": True}
-        work = dist.all_to_all_single(into, sent, ones, ones, **options)
-        self.wait(work)
-        return out
 
     def wait(self, work: Any) -> None:
         """Wait on the host until an operation is done, and the stream until it has its result.
