@@ -5,6 +5,7 @@ The command runs once more below ncu, where each contender is called once, behin
 
 import csv
 import io
+import os
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,12 @@ def call_below_ncu(contenders: Sequence[Contender]) -> None:
         torch.cuda.profiler.stop()
 
 
+def alone() -> dict[str, str]:
+    """Return this process's environment without what makes it a rank: the command below ncu spawns its own."""
+    of_ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    return {name: value for name, value in os.environ.items() if name not in of_ranks}
+
+
 def parse(text: str) -> list[float]:
     """ncu's output -> GB of the kernels behind each mark."""
     table = "\n".join(line for line in text.splitlines() if line.startswith('"'))
@@ -57,7 +64,7 @@ def read_gb(ranks: int) -> Iterator[float | None]:
             "--dram: ncu replays no launch that waits for another rank; expected --ranks 1"
         )
     done = subprocess.run(
-        [*COMMAND, sys.executable, *sys.argv, CHILD], capture_output=True, text=True
+        [*COMMAND, sys.executable, *sys.argv, CHILD], capture_output=True, text=True, env=alone()
     )
     found = parse(done.stdout)
     if done.returncode or not found:

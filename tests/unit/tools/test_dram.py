@@ -26,11 +26,14 @@ def test_kernels_behind_a_mark_are_one_contenders() -> None:
 def test_bytes_come_in_the_order_of_measurement(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     fake = tmp_path / "ncu"
     fake.write_text(
-        f"#!/bin/sh\nfor last; do :; done\n[ $last = {dram.CHILD} ] || exit 1\ncat <<'E'\n{NCU}E\n"
+        f"#!/bin/sh\nfor last; do :; done\n[ $last = {dram.CHILD} ] || exit 1\n"
+        f"[ -z $LOCAL_RANK$WORLD_SIZE ] || exit 1  # of a rank: it would wait for others\ncat <<'E'\n{NCU}E\n"
     )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert list(dram.read_gb(1)) == pytest.approx([13.4, 12.7])
     with pytest.raises(SystemExit, match="--ranks 1"):
         dram.read_gb(2)
