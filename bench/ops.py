@@ -17,7 +17,6 @@ from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
-from megamoe.launch import weight_tiles
 from megamoe.testing.shapes import SHAPES
 
 FAMILY = {"swiglu": "swiglu", "geglu": "geglu", "srelu": "relu2"}
@@ -103,24 +102,9 @@ def family(name: str, args: argparse.Namespace) -> list[Case]:
     return [Case(name, flops * args.n, forward), Case(f"d{name}", flops * width, backward)]
 
 
-def by_form(form: str, call: Callable[[], object]) -> Call:
-    """Return the call with this kernel for weight gradients, whatever the rules say."""
-
-    def run(_: Any) -> object:
-        before, weight_tiles.stated = weight_tiles.stated, form
-        try:
-            return call()
-        finally:
-            weight_tiles.stated = before
-
-    return run
-
-
-def weight_forms(ours: Callable[[], object], theirs: Callable[[], object]) -> list[Contender]:
-    """Return both forms of the kernel, and torch."""
-    halves, whole = (by_form(form, ours) for form in (weight_tiles.HALVES, weight_tiles.WHOLE))
-    first, last = contenders(halves, lambda _: theirs())
-    return [first, Contender("whole", whole), last]
+def alone(ours: Callable[[], object], theirs: Callable[[], object]) -> list[Contender]:
+    """Return both, of which neither needs anything before it."""
+    return contenders(lambda _: ours(), lambda _: theirs())
 
 
 def wgrad(args: argparse.Namespace) -> list[Case]:
@@ -129,7 +113,7 @@ def wgrad(args: argparse.Namespace) -> list[Case]:
     offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
     a, b = rand(num * rows, args.n), rand(num * rows, args.k)
     made, theirs = partial(ops.grouped_mm_wgrad, a, b, offs), partial(grouped, a.T, b, offs)
-    return [Case("wgrad", 2.0 * num * rows * args.n * args.k, weight_forms(made, theirs))]
+    return [Case("wgrad", 2.0 * num * rows * args.n * args.k, alone(made, theirs))]
 
 
 def add(out: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -151,9 +135,8 @@ def model_wgrad(name: str, args: argparse.Namespace) -> Iterator[Case]:
         case, flops = f"wgrad-{name} {rows} {matrix}", 2.0 * num * rows * n1 * n2
         made = partial(ops.grouped_mm_wgrad, a, b, offs)
         theirs = partial(grouped, a.T, b, offs)
-        yield Case(case, flops, weight_forms(made, theirs))
-        added = weight_forms(partial(made, out=out), partial(add, out, theirs))
-        yield Case(f"{case} +=", flops, added)
+        yield Case(case, flops, alone(made, theirs))
+        yield Case(f"{case} +=", flops, alone(partial(made, out=out), partial(add, out, theirs)))
 
 
 def gpt_oss(args: argparse.Namespace) -> list[Case]:
@@ -223,11 +206,11 @@ def measure(case: Case, mode: str, timer: Timer, clocks: dict[str, int]) -> list
             contender.timed(None)
     timer.synchronize()
     medians = timer.medians(case.contenders, mode)
-    every, of_torch = zip(case.contenders, medians, strict=True), medians[-1]
+    ours_and_torch = zip(case.contenders, medians, strict=True)
     return [
         Row(case.name, c.name, mode, round(us, 1), round(case.flops / us / 1e6, 1),
-            round(of_torch / us, 3), clocks.get(c.name, 0))
-        for c, us in every
+            round(medians[1] / us, 3), clocks.get(c.name, 0))
+        for c, us in ours_and_torch
     ]  # fmt: skip
 
 

@@ -21,7 +21,6 @@ PRODUCTS = {
     "saving": f"GroupedSaving<{TILE}, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",
-    "weights-whole": f"GroupedWeightGradient<{TILE}, GroupedWholeWeightsKind>",
 }
 
 
@@ -53,7 +52,7 @@ class GroupedVariant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        return "grouped_weights" if self.product.startswith("weights") else "grouped"
+        return "grouped_weights" if self.product == "weights" else "grouped"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""

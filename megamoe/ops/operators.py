@@ -28,7 +28,6 @@ from megamoe.core.config import Activation
 from megamoe.core.planes import STRIDE_BYTES
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.launch import weight_tiles
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.machines import machine_of
@@ -38,6 +37,7 @@ from megamoe.ops.tails import tails
 
 _op = torch.library.custom_op
 _variant = cache(GroupedVariant)
+_WEIGHTS = _variant("weights")
 
 
 @_op("megamoe::grouped_mm", mutates_args=())
@@ -145,8 +145,7 @@ def grouped_wgrad(
 ) -> tuple[Tensor, Tensor]:
     """a: [M, N1], b: [M, N2] -> [E, N1, N2] bf16 or fp32, sums of a's columns [E, N1] fp32."""
     dtype = torch.float32 if fp32 else a.dtype
-    variant = _variant(weight_tiles.chosen(a.shape[0], num_experts, dtype.itemsize))
-    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, variant)
+    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
     if machine is None:
         total = reference.column_sums(a, offs) if sums else a.new_empty(0, dtype=torch.float32)
         return reference.weights(a, b, offs, num_experts, dtype).to(dtype), total
@@ -155,20 +154,19 @@ def grouped_wgrad(
     total = make((num_experts, a.shape[1]) if sums else (0,), dtype=torch.float32)
     if a.shape[0]:
         outer = Outer(a, b, tails(a, b, offs), offs, out, total if sums else None, False)
-        machine.run(variant, outer.fill)
+        machine.run(_WEIGHTS, outer.fill)
     return out, total
 
 
 @_op("megamoe::grouped_wgrad_add", mutates_args=("out",))
 def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) -> None:
     """out: [E, N1, N2] bf16 or fp32, contiguous in N2, += a^T b of each expert's rows."""
-    variant = _variant(weight_tiles.chosen(a.shape[0], out.shape[0], out.dtype.itemsize))
-    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, variant)
+    a, b, machine = _aligned(a), _aligned(b), machine_of(a.device, _WEIGHTS)
     if machine is None:
         out += reference.weights(a, b, offs, out.shape[0], out.dtype)
     elif a.shape[0]:
         outer = Outer(a, b, tails(a, b, offs), offs, out, None, True)
-        machine.run(variant, outer.fill)
+        machine.run(_WEIGHTS, outer.fill)
 
 
 def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tensor:

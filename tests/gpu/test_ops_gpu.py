@@ -23,7 +23,6 @@ from megamoe.formats.quantization import (
 )
 from megamoe.jit.__main__ import main as jit
 from megamoe.jit.grouped import GroupedVariant
-from megamoe.launch import weight_tiles
 from megamoe.ops import arguments, operators, reference
 from megamoe.ops.machines import Gpu, machine_of
 from megamoe.ops.operands import Operands
@@ -169,24 +168,6 @@ def test_weight_gradient(n1, n2):
     before = torch.randn_like(fp32)
     near(ops.grouped_mm_wgrad(a, b, offs, out=before.clone()), before + expected, SUMMED)
     assert torch.equal(ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32), fp32)
-
-
-@pytest.mark.parametrize(("n1", "n2"), [*SIZES, (392, 520)])
-def test_both_forms_of_the_weight_gradient_have_the_same_bits(n1, n2, monkeypatch):
-    """Whatever an MMA takes at a time, 128 columns or 256; in turns, so that neither finds the sums of the other."""
-    offs, num, rows = case()
-    a, b = rand(rows, n1), rand(rows, n2)
-    before, found = torch.randn(num, n1, n2, device=DEVICE), []
-    for form in 2 * [weight_tiles.HALVES, weight_tiles.WHOLE]:
-        monkeypatch.setattr(weight_tiles, "stated", form)
-        added = ops.grouped_mm_wgrad(a, b, offs, out=before.clone())
-        half = ops.grouped_mm_wgrad(a, b, offs)
-        found.append((*operators.grouped_wgrad(a, b, offs, num, True, True), half, added))
-    near(found[1][0], reference.weights(a.float(), b.float(), offs, num, torch.float32), SUMMED)
-    for others in found[1:]:
-        assert [torch.equal(t, first) for t, first in zip(others, found[0], strict=True)] == [
-            True
-        ] * 4
 
 
 def test_the_next_expert_may_be_nan():

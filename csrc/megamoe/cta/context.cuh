@@ -53,16 +53,10 @@ MEGAMOE_DEVICE TileSmem<typename T::Tiling>& tile_smem() {
     return cta_smem<T>().tiles;
 }
 
-// Which of the layer's two math warpgroups this is.
-template <class T>
-MEGAMOE_DEVICE int math_warpgroup() {
-    return math_warpgroup_of<typename T::Warps>();
-}
-
 // A math warp's copy of its tile: the slot that it began in may hold another before its epilogue.
 template <class T>
 MEGAMOE_DEVICE Tile& current_tile() {
-    return tile_smem<T>().math_tile[arch::warp_idx() - T::Warps::first_math];
+    return tile_smem<T>().math_tile[arch::warp_idx() - first_math_warp];
 }
 
 // The argument of a layer's launch. Roles are handed the part of it that all launches have.
@@ -98,7 +92,7 @@ using OutputRing = Ring<T::Tiling::num_output_slots>;
 template <class T>
 MEGAMOE_DEVICE void await_slot(Context& ctx, PipelineRing<T> ring) {
     Profile<T>::timed(
-        ctx.smem, Mark::slot_wait, [] { return arch::thread_idx() == T::Warps::first_math * 32; },
+        ctx.smem, Mark::slot_wait, [] { return arch::thread_idx() == first_math_warp * 32; },
         [&] { ring.await(ctx.mem, tile_smem<T>().pipeline); });
 }
 

@@ -29,11 +29,8 @@ MEGAMOE_DEVICE void transport_sync() { arch::named_sync(transport_barrier, num_t
 MEGAMOE_DEVICE int mover_warp() { return arch::warp_idx() - first_transport_warp; }
 MEGAMOE_DEVICE int mover_thread() { return arch::thread_idx() - first_transport_warp * 32; }
 
-// Which of the two math warpgroups of such a CTA this is.
-template <class Warps>
-MEGAMOE_DEVICE int math_warpgroup_of() {
-    return (arch::warp_idx() - Warps::first_math) / 4;
-}
+// Which of the two math warpgroups this is.
+MEGAMOE_DEVICE int math_warpgroup() { return (arch::warp_idx() - first_math_warp) / 4; }
 MEGAMOE_DEVICE void warpgroup_sync(int warpgroup) { arch::named_sync(first_math_barrier + warpgroup, 128); }
 MEGAMOE_DEVICE void math_sync() { arch::named_sync(math_barrier, math_role.num_warps * 32); }
 

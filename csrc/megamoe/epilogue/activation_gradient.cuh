@@ -79,7 +79,7 @@ struct ActivationGradientEpilogue {
                                    Sums<T>& sum) {
         const Args& args = ctx.args;
         Fragment f;
-        int group_row = math_warpgroup<T>() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
+        int group_row = math_warpgroup() * warpgroup_rows, row = row0<T>(tile) + group_row + f.row;
         constexpr bool weighted = T::Sums::of_gradients;
         float s[2] = {1.0f, 1.0f};
         if constexpr (weighted) {
@@ -91,9 +91,9 @@ struct ActivationGradientEpilogue {
         MEGAMOE_UNROLL
         for (int input = 0; input < inputs; ++input) {
             auto& slot = output.claim_input(ring);
-            uint8_t* gates = slot.b[0] + math_warpgroup<T>() * box_bytes;
-            uint8_t* ups = slot.b[1] + math_warpgroup<T>() * box_bytes;
-            uint8_t* hs = slot.a + math_warpgroup<T>() * box_bytes;
+            uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
+            uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
+            uint8_t* hs = slot.a + math_warpgroup() * box_bytes;
             MEGAMOE_UNROLL
             for (int g = 0; g < slot_columns / 8; ++g) {
                 int of_half = input % inputs_of_half * (slot_columns / 8) + g;

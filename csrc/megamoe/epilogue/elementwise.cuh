@@ -95,7 +95,7 @@ MEGAMOE_DEVICE float* scales_of_half(const Context& ctx, const Tile& tile, int h
     const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
     int group = halves_of<T>(tile.gemm, tile.n).column0 / scale_group + half;
     float* scales = gemm.out_scale + int64_t{group} * ctx.args.pool_rows + scale_row0<T>(tile) +
-                    (wide ? 0 : math_warpgroup<T>() * warpgroup_rows);
+                    (wide ? 0 : math_warpgroup() * warpgroup_rows);
     return group < ceil_div(gemm.n, scale_group) ? scales : nullptr;
 }
 

@@ -25,7 +25,7 @@ class Expansion {
         --slots_;
         await_slot<T>(ctx_, ring_);
         auto& smem = tile_smem<T>();
-        int slot = ring_.slot(), half = math_warpgroup<T>();
+        int slot = ring_.slot(), half = math_warpgroup();
         using A = typename T::Gemm1::A;
         using B = typename T::Gemm1::B;
         uint8_t* scales = smem.slots[slot].scales + PackedHalf<A, B>::scale_offset(0, half);

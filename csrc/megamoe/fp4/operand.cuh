@@ -12,7 +12,7 @@ namespace megamoe {
 struct WideFragment {
     int warpgroup, column, quad;  // `column`: of the warpgroup's 64
     MEGAMOE_DEVICE WideFragment()
-        : warpgroup(math_warpgroup_of<WithTransport>()), column(Fragment().row), quad(Fragment().quad) {}
+        : warpgroup(math_warpgroup()), column(Fragment().row), quad(Fragment().quad) {}
     MEGAMOE_DEVICE int row(int g) const { return 8 * g + 2 * quad; }
 };
 

@@ -29,7 +29,7 @@ class BiasGradient {
     MEGAMOE_DEVICE void add(int slot, int i) {
         const float s[2] = {next_[0], next_[1]};
         ask_for_weights(i + 1);
-        const uint8_t* box = tile_smem<T>().slots[slot].a + math_warpgroup<T>() * box_bytes;
+        const uint8_t* box = tile_smem<T>().slots[slot].a + math_warpgroup() * box_bytes;
         MEGAMOE_UNROLL
         for (int j = 0; j < warpgroup_rows / rows_at_once; ++j) {
             int r = j * rows_at_once + arch::lane_idx() / lanes;
@@ -45,7 +45,7 @@ class BiasGradient {
 
     MEGAMOE_DEVICE void store(const Context& ctx, const Tile& tile) {
         int at = 0, width = 0;
-        float* out = place(ctx, tile, out_, math_warpgroup<T>() * warpgroup_rows + column(), &at, &width);
+        float* out = place(ctx, tile, out_, math_warpgroup() * warpgroup_rows + column(), &at, &width);
         MEGAMOE_UNROLL
         for (int j = 0; j < 2; ++j) {
             MEGAMOE_UNROLL

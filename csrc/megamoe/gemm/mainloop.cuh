@@ -62,7 +62,7 @@ struct MultiplyBf16 {
         using S = typename T::Tiling;
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
-        Ops operands(smem, math_warpgroup<T>());
+        Ops operands(smem, math_warpgroup());
         if constexpr (T::WeightTiles::beside_rows) {
             // Zeros, because there are sums of other forms beside these: while undefined they would be alive
             // there, too, and ptxas would spill.
@@ -79,15 +79,10 @@ struct MultiplyBf16 {
             arch::wgmma_fence();
             MEGAMOE_UNROLL
             for (int k = 0; k < slot_k_bytes / mma_k_bytes; ++k) {
-                if constexpr (T::Warps::whole_mmas) {  // the halves lie behind each other
-                    arch::wgmma<bf16_t, a_major, b_major>(sum, Ops::a_at(a, k), Ops::b_at(b0, k),
-                                                          (i | k) != 0);
-                } else {
-                    arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k),
-                                                          (i | k) != 0);
-                    arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k),
-                                                          (i | k) != 0);
-                }
+                arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k),
+                                                      (i | k) != 0);
+                arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k),
+                                                      (i | k) != 0);
             }
             arch::wgmma_commit();
             beside(ring.slot(), i);
@@ -122,13 +117,13 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                                    Beside beside) {
         using S = typename T::Tiling;
         TileSmem<S>& smem = tile_smem<T>();
-        Operands<Major::k, Major::k> operands(smem, math_warpgroup<T>());
+        Operands<Major::k, Major::k> operands(smem, math_warpgroup());
         MEGAMOE_UNROLL
         for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i] = 0.0f;
         constexpr int slot_bytes = sizeof(smem.slots[0]);
         int at = ring.slot() * slot_bytes;
         bool has_arrived = false;
-        int row = math_warpgroup<T>() * warpgroup_rows + Fragment().row;
+        int row = math_warpgroup() * warpgroup_rows + Fragment().row;
         for (; slots > 0; --slots) {
             arch::Desc a = arch::desc_advance(operands.a, at), b0 = arch::desc_advance(operands.b, at);
             beside(ring.slot(), 0);

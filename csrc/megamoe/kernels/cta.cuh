@@ -46,12 +46,12 @@ MEGAMOE_DEVICE void init_barriers() {
 #include "megamoe/arch/host/entry.h"
 #define MEGAMOE_KERNEL(name, body, traits)                                                               \
     MEGAMOE_HOST_ENTRY(name, traits::LaunchArgs, body<traits>, sizeof(megamoe::CtaSmem<traits::Tiling>), \
-                       traits::Warps::num_threads);
+                       megamoe::num_threads);
 #else
 #define MEGAMOE_KERNEL(name, body, traits)                                                                 \
     extern "C" __device__ const uint32_t megamoe_args_bytes = sizeof(traits::LaunchArgs);                  \
     extern "C" __device__ const uint32_t megamoe_smem_bytes = sizeof(megamoe::CtaSmem<traits::Tiling>);    \
-    extern "C" __global__ void __launch_bounds__(traits::Warps::num_threads, 1)                            \
+    extern "C" __global__ void __launch_bounds__(megamoe::num_threads, 1)                                  \
         __cluster_dims__(megamoe::pair_ctas, 1, 1) name(const __grid_constant__ traits::LaunchArgs args) { \
         body<traits>(args.args);                                                                           \
     }

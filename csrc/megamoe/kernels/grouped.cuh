@@ -37,16 +37,9 @@ template <class S, class Activation>
 using GroupedGradient =
     GroupedLayer<S, Bf16Rows, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
 
-// A^T B of each expert's rows, in two forms whose sums have one order (K ascending, 16 a step), and so the
-// same bits. One has the 16 warps of a layer. The other has no transport warps, which do nothing here: the
-// four of one thread each and math, 384 threads. An MMA then takes all 256 columns of a tile, four a slot: a
-// slot's A is read from shared memory once and not once a half, so that MMAs read 80 KB of it where they
-// read 96. Slots and epilogue are the same: three pipeline slots, four output slots a math warpgroup, stores
-// in bf16 or fp32 or additions by TMA. A prototype took 6.2 to 6.5 us a tile of 8 slots, with three slots as
-// with four, where the tile of a layer's backward takes 9.1 (H200, 2026-11-23);
-// megamoe/launch/weight_tiles.py chooses.
-template <class S, class Kind_ = GroupedWeightsKind>
-struct GroupedWeightGradient : Kind_ {
+// A^T B of each expert's rows.
+template <class S>
+struct GroupedWeightGradient : GroupedWeightsKind {
     static constexpr bool profile = false;
     using Tiling = S;
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
@@ -54,27 +47,22 @@ struct GroupedWeightGradient : Kind_ {
     using Gemm2 = WeightGemm;
 };
 
-// Registers of a thread. Math gets what the others do not need: transport warps need fewer here than in the
-// layer, and math's epilogues would spill with 184. What a launch begins with is all there is to deal out: 4
-// warpgroups x 128 = 2 x 208 + 2 x 48, and 3 x 168 = 2 x 232 + 40.
-template <class T>
-constexpr int grouped_math_registers = T::Warps::whole_mmas ? 232 : 208;
-template <class T>
-constexpr int grouped_other_registers =
-    (T::Warps::count / 4 * T::Warps::registers - num_math_warpgroups * grouped_math_registers<T>) /
-    (T::Warps::count / 4 - num_math_warpgroups);
+// Registers of a thread. Transport warps need fewer here than in the layer; math gets the rest, since its
+// epilogues would spill with 184.
+constexpr int grouped_math_registers = 208;
+constexpr int grouped_other_registers = (512 - 2 * grouped_math_registers) / 2;
 
 // Who does what: every warp is here once, in the order of cta/warps.h.
 template <class T>
 MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
-    if (warp >= T::Warps::first_math) {
-        arch::registers_grow<grouped_math_registers<T>>();
+    if (warp >= first_math_warp) {
+        arch::registers_grow<grouped_math_registers>();
         PipelineRing<T> ring;
         OutputRing<T> output;
         math<T>(ctx, ring, output);
         return;
     }
-    arch::registers_shrink<grouped_other_registers<T>>();
+    arch::registers_shrink<grouped_other_registers>();
     if (warp >= first_transport_warp) {
         if constexpr (T::num_row_gemms != 0) clear_rest<T>(ctx);
     } else if (arch::lane_idx() == 0) {
@@ -88,9 +76,6 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     }
 }
 
-// The first one behind those of one thread, which have no role yet.
-constexpr int table_warp = first_transport_warp;
-
 template <class T>
 MEGAMOE_DEVICE void grouped(const Args& args) {
     Smem& smem = cta_smem<T>().common;
@@ -100,7 +85,7 @@ MEGAMOE_DEVICE void grouped(const Args& args) {
         smem.cta = arch::block_idx();
         smem.num_ctas = arch::grid_dim();
     }
-    if (arch::warp_idx() == table_warp) make_expert_table<T>(ctx);
+    if (arch::warp_idx() == first_transport_warp) make_expert_table<T>(ctx);
     init_barriers<T>();  // and a barrier of the pair, behind the table
     run_grouped_role<T>(ctx, arch::warp_idx());
     arch::warp_sync();

@@ -12,11 +12,10 @@
 namespace megamoe {
 
 // row_gemms: how many GEMMs have rows for outputs.
-template <int row_gemms, class Warps_, class LaunchArgs_, class Blocks_, class Routes_, class Pool_,
-          class Deal_, class Sums_, class State_, class WeightTiles_>
+template <int row_gemms, class LaunchArgs_, class Blocks_, class Routes_, class Pool_, class Deal_,
+          class Sums_, class State_, class WeightTiles_>
 struct Kind {
     static constexpr int num_row_gemms = row_gemms;
-    using Warps = Warps_;              // of a CTA
     using LaunchArgs = LaunchArgs_;    // what it is given
     using Blocks = Blocks_;            // whose rows stand where
     using Routes = Routes_;            // where routes come from
@@ -33,13 +32,12 @@ struct NoPool {
 };
 
 // clang-format off: a table
-//                            GEMMs warps             arguments           blocks        routes           pool          deal       sums          state       weight tiles
-using ForwardKind             = Kind<2, WithTransport,    ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
-using TrainKind               = Kind<2, WithTransport,    TrainArgs,          PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
-using BackwardKind            = Kind<2, WithTransport,    BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
-using GroupedKind             = Kind<1, WithTransport,    GroupedArgs,        SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
-using GroupedWeightsKind      = Kind<0, WithTransport,    GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
-using GroupedWholeWeightsKind = Kind<0, WithoutTransport, GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAskedAhead>;
+//                       GEMMs arguments           blocks        routes           pool          deal       sums          state       weight tiles
+using ForwardKind        = Kind<2, ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
+using TrainKind          = Kind<2, TrainArgs,          PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
+using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
+using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
+using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
 // clang-format on
 
 }  // namespace megamoe

@@ -14,8 +14,8 @@ struct OutputSlots {
     OutputRing<T>& ring;
 
     MEGAMOE_DEVICE uint8_t* claim() {
-        ring.acquire(ctx.mem, tile_smem<T>().outputs[math_warpgroup<T>()]);
-        return tile_smem<T>().output[math_warpgroup<T>()][ring.slot()];
+        ring.acquire(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
+        return tile_smem<T>().output[math_warpgroup()][ring.slot()];
     }
     // A pipeline slot of the epilogue's inputs, which becomes an output slot itself: the store warp gives it
     // back.
@@ -25,13 +25,12 @@ struct OutputSlots {
         int slot = inputs.slot();
         inputs.advance();
         claim();
-        if (math_warpgroup<T>() == 0)
-            smem.input_slot[ring.slot()] = slot;  // the other warpgroup's is the same
+        if (math_warpgroup() == 0) smem.input_slot[ring.slot()] = slot;  // the other warpgroup's is the same
         return smem.slots[slot];
     }
     MEGAMOE_DEVICE void hand_over() {
         arch::fence_proxy_async_shared();
-        ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup<T>()]);
+        ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
         ring.advance();
     }
     // The wide form: all 256 threads fill the first warpgroup's slot; `beside` it is the second's, for rows
@@ -55,7 +54,7 @@ struct OutputSlots {
         math_sync();  // either warpgroup's commits are for both
         MEGAMOE_UNROLL
         for (int i = 0; i < count; ++i) {
-            ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup<T>()]);
+            ring.commit(ctx.mem, tile_smem<T>().outputs[math_warpgroup()]);
             ring.advance();
         }
     }
@@ -89,7 +88,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
             skip_slots<T>(ctx, ring, tile.slots + tile.inputs);
         } else if (Forms<T>::run_wide(ctx, ring, output, tile)) {
             continue;
-        } else if (tile.rows() <= math_warpgroup<T>() * warpgroup_rows) {
+        } else if (tile.rows() <= math_warpgroup() * warpgroup_rows) {
             skip_slots<T>(ctx, ring, tile.slots);
             walk_slots<T>(
                 ctx.args, tile,

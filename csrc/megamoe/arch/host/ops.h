@@ -19,10 +19,6 @@ inline void wgmma(float (&acc)[sums], Desc a, Desc b, bool accumulate) {
     check_mma<Element, a_major, b_major, sums>();
     fibers::ops::wgmma<sizeof(Element) == 1, of_fibers(a_major), of_fibers(b_major)>(acc, a, b, accumulate);
 }
-template <class Element, Major a_major = Major::k, Major b_major = Major::k, int sums>
-inline void wgmma(float (&acc)[2][sums], Desc a, Desc b, bool accumulate) {
-    wgmma<Element, a_major, b_major>(reinterpret_cast<float (&)[2 * sums]>(acc), a, b, accumulate);
-}
 template <class Element, Major b_major = Major::k, int sums>
 inline void wgmma(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate) {
     check_mma<Element, Major::k, b_major, sums>();

@@ -73,10 +73,6 @@ MEGAMOE_DEVICE void issue(float (&acc)[sums], Desc a, Desc b, bool accumulate, I
     Fma::fma(a.bits, b.bits, acc[i]..., scale_out(accumulate));
 }
 template <class Fma, int sums, int... i>
-MEGAMOE_DEVICE void issue(float (&acc)[2][sums], Desc a, Desc b, bool accumulate, Indices<i...>) {
-    Fma::fma(a.bits, b.bits, acc[i / sums][i % sums]..., scale_out(accumulate));
-}
-template <class Fma, int sums, int... i>
 MEGAMOE_DEVICE void issue(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate,
                           Indices<i...>) {
     Fma::fma(a[0], a[1], a[2], a[3], b.bits, acc[i]..., scale_out(accumulate));
@@ -88,12 +84,6 @@ MEGAMOE_DEVICE void wgmma(float (&acc)[sums], Desc a, Desc b, bool accumulate) {
     check_mma<Element, a_major, b_major, sums>();
     using Fma = typename detail::Atom<Element, 2 * sums>::template Shared<a_major, b_major>;
     detail::issue<Fma>(acc, a, b, accumulate, typename detail::MakeIndices<sums>::type{});
-}
-template <class Element, Major a_major = Major::k, Major b_major = Major::k, int sums>
-MEGAMOE_DEVICE void wgmma(float (&acc)[2][sums], Desc a, Desc b, bool accumulate) {
-    check_mma<Element, a_major, b_major, 2 * sums>();
-    using Fma = typename detail::Atom<Element, 4 * sums>::template Shared<a_major, b_major>;
-    detail::issue<Fma>(acc, a, b, accumulate, typename detail::MakeIndices<2 * sums>::type{});
 }
 template <class Element, Major b_major = Major::k, int sums>
 MEGAMOE_DEVICE void wgmma(float (&acc)[sums], const uint32_t (&a)[4], Desc b, bool accumulate) {
