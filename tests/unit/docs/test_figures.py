@@ -9,7 +9,7 @@ import csv
 import re
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from bench.hosts.model import Fabric, predict
+from bench.memory_model.predict import Machine, rows_of_experts
+from bench.memory_model.predict import predict as predict_bytes
 from megamoe.core.config import Problem
+from megamoe.launch.meetings import Meet
 from megamoe.layer.report import memory_report
 from megamoe.testing.shapes import SHAPES
 
@@ -43,7 +46,7 @@ STATED = {
 }
 EP1, EP4 = "2026-11-23-e841b3a-sweep-ep1.csv", "2026-11-22-7ea8cae-sweep-ep4.csv"
 TRAINED = "2026-11-23-backward-ep1.csv"
-MEETINGS = "2026-11-24-d39b211-meetings.csv"
+H100 = "2026-11-25-565007b-h100.csv"
 HF = "2026-11-24-1f8a3ec-hf.csv"
 EP2, STEPS, FP4, OPS = (
     f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
@@ -137,8 +140,9 @@ def staged_bf16(shape):
 
 
 def beside_staged(shape):
-    """Return a row of README's table of two ranks: as latency(), then staged in BF16."""
-    return [*latency(EP2, shape), staged_bf16(shape)]
+    """Return a row of README's table of two ranks: as latency(), then staged in BF16, then BF16 on H100."""
+    of_h100 = two_h100("565007b")[FOUR.index(shape)]
+    return [*latency(EP2, shape), staged_bf16(shape), of_h100]
 
 
 def gains():
@@ -305,39 +309,47 @@ def flat(lists: Iterable[Iterable[float]]) -> list[float]:
     return [x for one in lists for x in one]
 
 
-ORDERS = ("steps", "columns")
-
-
-def in_step():
-    """Return tokens, and the times of both orders, forward and where the call saves."""
+def on_h100():
+    """Return tokens, then by direction us and GB read, each of the layer and of its GEMMs alone."""
     found = []
     for shape, tokens in (("dsv3", "8192"), ("dsv3", "4096"), *((s, "8192") for s in FOUR[1:])):
-        case = {"gpu": "H100", "shape": f"{shape}/ep4", "precision": "bf16", "tokens": tokens}
-        times = [
-            us(MEETINGS, mode="cool", direction=d, order=o, **case)
-            for d in ("forward", "train")
-            for o in ORDERS
-        ]
-        found += [float(tokens), *times]
+        found.append(float(tokens))
+        for direction in ("forward", "train", "backward"):
+            case = {"shape": f"{shape}/ep4", "tokens": tokens, "direction": direction}
+            both = [{"backend": b, **case} for b in ("mega", "gemms")]
+            found += [us(H100, **of) for of in both]
+            found += [ends(H100, "dram_read_gb", **of)[0] for of in both]
     return found
 
 
-def bytes_in_step():
-    """Return GB read in step and apart, forward and where the call saves."""
-    case = {"mode": "ncu", "shape": "dsv3/ep4", "tokens": "8192"}
-    return [
-        ends(MEETINGS, "read_gb", direction=d, order=o, **case)[0]
-        for d in ("forward", "train")
-        for o in reversed(ORDERS)
-    ]
+@cache
+def bytes_by_model():
+    """Return GB that a model of L2 says of forward, in the order of the table."""
+    found = []
+    for shape, tokens in (("dsv3", 8192), ("dsv3", 4096), *((s, 8192) for s in FOUR[1:])):
+        local = replace(SHAPES[shape], num_experts=SHAPES[shape].num_experts // 4)
+        rows, machine = rows_of_experts(local, tokens, 1), Machine()
+        found.append(predict_bytes(local, "bf16", rows, Meet(), machine).read_gb)
+    return found
 
 
-def backward_in_rounds():
-    """Return GB read and ms of DeepSeek-V3's backward in rounds that meet, and by tickets."""
-    case = {"shape": "dsv3/ep4", "tokens": "8192", "direction": "backward"}
-    ways = "rounds 500", "main"
-    read = [ends(MEETINGS, "read_gb", mode="ncu", order=way, **case)[0] for way in ways]
-    return read + [us(MEETINGS, mode="cool", order=way, **case) for way in ways]
+def over_gemms():
+    """Return least and most over the GEMMs alone: forward, saving, backward without Qwen3-30B; then its own."""
+    found = []
+    for shapes in (FOUR[:3], FOUR[3:]):
+        for direction in ("forward", "train", "backward"):
+            each = [
+                us(H100, shape=f"{s}/ep4", tokens=t, direction=direction, backend="mega")
+                / us(H100, shape=f"{s}/ep4", tokens=t, direction=direction, backend="gemms")
+                for s in shapes
+                for t in (("4096", "8192") if s == "dsv3" else ("8192",))
+            ]
+            found += [min(each), max(each)] if len(each) > 1 else each
+    return found
+
+
+def two_h100(tree):
+    return [us(H100, shape=s, ranks="2", tokens="8192", backend=f"mega {tree}") for s in FOUR]
 
 
 CLAIMS = {
@@ -369,24 +381,31 @@ CLAIMS = {
         "\n\n",
         steps_in_full,
     ),
-    "in step": Claim(
+    "H100": Claim(
         "docs/measurements.md",
-        "| | tokens | forward: apart | in step | saving: apart | in step |\n",
+        "| | tokens | us | GEMMs | GB | GEMMs | saving | GEMMs | GB | GEMMs | backward | GEMMs | GB | GEMMs |\n",
         "\n\n",
-        in_step,
+        on_h100,
     ),
-    "bytes in step": Claim(
+    "bytes by a model": Claim(
         "docs/measurements.md",
-        "DeepSeek-V3 with 8192 tokens then reads ",
-        "\n\n",
-        bytes_in_step,
+        "`tools/predict_bytes.py` says of the forward passes ",
+        " GB",
+        bytes_by_model,
     ),
-    "backward in rounds": Claim(
+    "two H100": Claim(
         "docs/measurements.md",
-        "trial branch 7a0f4f0 on 51e0dde, 29 ways in turns, equal bits): ",
-        "\n\n",
-        backward_in_rounds,
-        beside="DeepSeek-V3",
+        "Two H100, BF16, 8192 tokens a rank, by shape: ",
+        " us",
+        lambda: [*two_h100("2b8e089"), *two_h100("565007b")],
+        beside="0019|2b8e089",
+    ),
+    "over GEMMs": Claim(
+        "README.md",
+        "over the same GEMMs alone: ",
+        " (one H100",
+        over_gemms,
+        beside="Qwen3-30B",
     ),
     "hosts": Claim(
         "README.md",
@@ -434,13 +453,13 @@ CLAIMS = {
     ),
     "EP2": Claim(
         "README.md",
-        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 |\n",
+        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 | H100, BF16: 8192 |\n",
         "\n\n",
         lambda: flat(map(beside_staged, FOUR)),
     ),
     "step": Claim(
         "README.md",
-        "A step (forward and backward) of Qwen3-30B there, ",
+        "A step (forward and backward) of Qwen3-30B on two H200, ",
         "One and four GPUs",
         steps_and_transformers,
         beside="8192 tokens|107 M|100 steps|H200|1f8a3ec",
