@@ -10,8 +10,9 @@
 DeepSeek's limit: a token's experts are in 4 of 8 groups.
 
 --spin runs the backend over hosts in this process: the kernel with one rank's experts, and in place of a network an
-engine that spins on the communication stream for as long as bytes would take, and returns stand-in rows. It prints the
-layer's time beside the wire's, the launches' and the model's. On a CPU it runs the reference, to try the tool.
+engine that spins on the communication stream for as long as bytes would take, and mirrors rows. It prints the layer's
+time beside the wire's, the launches', the host's, with static that of a graph's replay, and the model's. On a CPU it
+runs the reference, to try the tool.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from command import parser_of
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric
 from bench.shapes import add_shape_arguments
+from megamoe.backends.hosts import EXCHANGES
 from megamoe.core.table import PRECISIONS
 
 
@@ -42,6 +44,13 @@ def main() -> int:
     add("--plot", type=Path, help="a picture to write")
     add("--spin", action="store_true", help="measure on this machine with a wire that spins")
     add("--chunks", type=int, help="--spin: parts of a call; default: by tokens")
+    add(
+        "--exchange",
+        nargs="+",
+        default=["exact"],
+        choices=EXCHANGES,
+        help="--spin: how rows travel",
+    )
     add("--reserve-sms", type=int, help="--spin: SMs left to the wire; default: 8")
     add("--cpu", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,7 +1,8 @@
-"""A fabric that is not there: an engine that spins for as long as bytes would take, and hosts that say what one does.
+"""A fabric that is not there: an engine that spins for as long as bytes would take, and hosts that mirror this one.
 
-So overlap and cost of the backend over hosts can be measured on one GPU. What comes from another host is what this rank
-sends to itself, over and over: as many rows as it expects, with experts of this host.
+So overlap and cost of the backend over hosts can be measured on one GPU. All hosts have the experts of this one, and
+tokens like its own, whose ids are turned by as many hosts: then host h sends to this one what this one sends to it, but
+that ids count from the experts of h. So every exchange has the right rows, and y is that of a layer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -27,7 +30,6 @@ from megamoe.core.config import Problem, activation_by_name
 from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import RAIL_CTAS
-from megamoe.group.order import WIDTH
 from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -39,22 +41,37 @@ class Spinning:
     """The engine (megamoe/backends/rail.py, Exchange) of a wire with one direction at a time, of host 0.
 
     us_of: bytes that leave this host -> us. The time that an exchange waits for its rows is not the wire's.
+    problem: of all hosts. exchange: of the backend.
     """
 
-    def __init__(self, us_of: Callable[[float], float], device: torch.device) -> None:
-        self.us_of, self.device = us_of, device
+    def __init__(
+        self,
+        us_of: Callable[[float], float],
+        device: torch.device,
+        problem: Problem,
+        exchange: str = "exact",
+    ) -> None:
+        self.us_of, self.device, self.problem = us_of, device, problem
+        self.marks = int(exchange == "static")  # rows behind those of each host that are no tokens
         self.busy_us, self.num_bytes = 0.0, 0
         self._free = 0.0  # when the wire is, on a CPU
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
-        own, row = rows[: send[0]], rows[:1].nbytes
+    def __call__(
+        self,
+        rows: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        place: Tensor | None = None,
+    ) -> Waiter:
+        assert list(send) == list(receive)  # a mirror
+        row = rows[:1].nbytes
         num_bytes = row * max(sum(send[1:]), sum(receive[1:]))
         us = self.us_of(num_bytes)
         self.busy_us, self.num_bytes = self.busy_us + us, self.num_bytes + num_bytes
         if self._stream is None:
             self._free = until = max(self._free, time.perf_counter()) + us / 1e6
-            out = _repeated(own, receive)
+            out = self._mirrored(rows, send, place)
 
             def arrived() -> Tensor:
                 time.sleep(max(0.0, until - time.perf_counter()))
@@ -64,7 +81,7 @@ class Spinning:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(int(us * _cycles_per_us(self.device)))
-            out = _repeated(own, receive)
+            out = self._mirrored(rows, send, place)
             event = self._stream.record_event()
         rows.record_stream(self._stream)
 
@@ -76,12 +93,14 @@ class Spinning:
 
         return after
 
-
-def _repeated(own: Tensor, receive: Sequence[int]) -> Tensor:
-    """Return as many rows from each host as it sends, the own ones over and over."""
-    if not len(own):
-        return own.new_zeros(sum(receive), *own.shape[1:])
-    return torch.cat([own[torch.arange(n, device=own.device) % len(own)] for n in receive])
+    def _mirrored(self, rows: Tensor, sizes: Sequence[int], place: Tensor | None) -> Tensor:
+        out = torch.empty_like(rows) if place is None else place
+        out.copy_(rows)
+        if rows.dtype == torch.int32:  # ids come first
+            for host, piece in enumerate(out.split(list(sizes))):
+                tokens = piece[: len(piece) - self.marks, : self.problem.top_k]
+                tokens -= self.problem.expert_begin(host)
+        return out
 
 
 @cache
@@ -97,20 +116,11 @@ def _cycles_per_us(device: torch.device) -> float:
 
 
 class _Rail(Group):
-    """Ranks that all say what this one says to itself."""
+    """Ranks of which each says what this one says to it, as a group does that exchanges nothing."""
 
     def __init__(self, hosts: int) -> None:
         super().__init__()
-        self.size, self._exchanges = hosts, False
-
-    def meet(self, mark: Sequence[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """Return the own counts, from every host; the host waits, as in a real one."""
-        said = torch.cat([torch.tensor(mark, device=parts[0].device), parts[0]]).to(torch.int32)
-        row = torch.nn.functional.pad(said, (0, WIDTH - said.numel()))
-        return row.expand(self.size, -1), row.expand(self.size, -1).cpu()
-
-    def barrier(self) -> None:
-        """Nobody is waited for."""
+        self.size = hosts
 
 
 class StandIn:
@@ -147,9 +157,18 @@ def over_hosts(
 
 
 def measure(
-    shape: Shape, precision: str, tokens: int, hosts: int, fabric: Fabric, args: argparse.Namespace
+    shape: Shape,
+    precision: str,
+    tokens: int,
+    hosts: int,
+    fabric: Fabric,
+    exchange: str,
+    args: argparse.Namespace,
 ) -> tuple[dict[str, float], Prediction]:
-    """Return us of the layer, of its launches alone and its wire alone, and what the model says of these launches."""
+    """Return us of the layer, of its launches alone and its wire alone, and what the model says of these launches.
+
+    host: until forward() returns. replay: of a graph of static, on a GPU.
+    """
     on_gpu = torch.cuda.is_available() and not args.cpu
     if not on_gpu:
         torch.set_num_threads(1)
@@ -161,7 +180,8 @@ def measure(
         activation=activation_by_name(shape.activation), bias=shape.bias,
     )  # fmt: skip
     reserve = RAIL_CTAS if args.reserve_sms is None else args.reserve_sms
-    options = {"chunks": args.chunks, "reserve_sms": reserve} if on_gpu else {"chunks": args.chunks}
+    options = {"chunks": args.chunks, "exchange": exchange}
+    options |= {"reserve_sms": reserve} if on_gpu else {}
     name = "mega" if on_gpu else "reference"
     found: dict[str, float] = {}
     drawn = make_inputs(problem, tokens, device=device, ids_dtype=torch.int32)
@@ -169,8 +189,8 @@ def measure(
     timer = Timer(device, SAMPLES if on_gpu else 3)
     with torch.no_grad():
         engines = {
-            "layer": Spinning(fabric.wire_us, device),
-            "without a wire": Spinning(lambda _: 0.0, device),
+            "layer": Spinning(fabric.wire_us, device, problem, exchange),
+            "without a wire": Spinning(lambda _: 0.0, device, problem, exchange),
         }
         for what, engine in engines.items():
             backend = over_hosts(problem, hosts, name, device, engine, **options)
@@ -183,6 +203,9 @@ def measure(
             found[what] = _median(timer, what, partial(_forward, backend, call))
             if what == "layer":
                 found |= _launches(backend, call, timer)
+                found["host"] = _host_us(backend, call)
+                if exchange == "static" and on_gpu:
+                    found["replay"] = _replayed(backend, call, timer)
             backend.close()
     chunks = chunks_of(problem, StandIn(hosts).hosts, args.chunks)
     of_chunk = [(max(1, tokens // chunks), found["launches"] / chunks * fabric.sms_left)]
@@ -193,6 +216,28 @@ def measure(
 
 def _forward(backend: Backend, call: Call, _: Any) -> Any:
     return backend.forward(call)
+
+
+def _host_us(backend: Backend, call: Call) -> float:
+    """Return us until forward() returns, on an idle device: the median."""
+    taken = []
+    for _ in range(SAMPLES):
+        if call.x.device.type == "cuda":
+            torch.cuda.synchronize(call.x.device)
+        begin = time.perf_counter()
+        backend.forward(call)
+        taken.append((time.perf_counter() - begin) * 1e6)
+    return median(taken)
+
+
+def _replayed(backend: Backend, call: Call, timer: Timer) -> float:
+    """Return us of a graph's replay."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.forward(call)
+    us = _median(timer, "replay", lambda _: graph.replay())
+    backend.check()
+    return us
 
 
 def _launches(backend: HostsBackend, call: Call, timer: Timer) -> dict[str, float]:
@@ -223,14 +268,15 @@ def run(args: argparse.Namespace) -> int:
     for shape in shapes_from(args):
         for precision in args.precision:
             for hosts in args.hosts:
-                for tokens in args.tokens:
-                    found, model = measure(shape, precision, tokens, hosts, fabric, args)
+                for tokens, exchange in product(args.tokens, args.exchange):
+                    found, model = measure(shape, precision, tokens, hosts, fabric, exchange, args)
                     chunk = found["one launch"] + found["wire"] / model.chunks
                     most = 1.1 * (max(found["wire"], found["launches"]) + chunk)
-                    missed = found["layer"] > most
+                    missed = found.get("replay", found["layer"]) > most
                     bad |= missed
                     print(
-                        f"{shape.name:14}{precision:6}{tokens:6} tokens {hosts} hosts {model.chunks} chunks  "
+                        f"{shape.name:14}{precision:6}{tokens:6} tokens {hosts} hosts {model.chunks} chunks "
+                        + f"{exchange}  "
                         + "  ".join(f"{name} {us:.0f}" for name, us in found.items())
                         + f"  model {model.two_level:.0f}  at most {most:.0f}"
                         + ("  MISSED" if missed else ""),

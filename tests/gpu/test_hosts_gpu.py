@@ -27,7 +27,7 @@ def spun():
 
     def make(exchange):
         device = torch.device("cuda", torch.cuda.current_device())
-        engine = Spinning(Fabric(gb_s=50, latency_us=20).wire_us, device)
+        engine = Spinning(Fabric(gb_s=50, latency_us=20).wire_us, device, PROBLEM, exchange)
         options = {"chunks": 2, "exchange": exchange, "reserve_sms": 8}
         backend = over_hosts(PROBLEM, HOSTS, "mega", device, engine, **options)
         made.append(backend)

@@ -1,6 +1,7 @@
 """Tools for layers over hosts: the model, launches that were measured, the wire that spins, what a fabric gives."""
 
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.hosts import HostsBackend
 from megamoe.core.config import Problem
-from megamoe.testing import make_inputs, make_weights
+from megamoe.formats.weights import ExpertWeights
+from megamoe.layer.functional import make_backend
+from megamoe.testing import assert_close, make_inputs, make_weights
 from megamoe.testing.shapes import SHAPES
 
 # (shape, precision, tokens, hosts, groups) -> us that the design of 2026-11-23 has for launch, wire and layer
@@ -82,6 +85,7 @@ def test_the_plan_says_when_hosts_are_worth_it(tmp_path):
 # --- the wire that spins ---
 
 PROBLEM = Problem(64, 48, 6, 2, ep_size=3, max_tokens=48)
+MIRRORED = Problem(144, 144, 6, 2, ep_size=3, max_tokens=48)
 WIRE_US, LAUNCH_US = 8000, 20000
 
 
@@ -126,7 +130,7 @@ def spun(exchange, monkeypatch):
     """Return us of a call of four chunks, the engine, and what was computed."""
     clock = Clock()
     monkeypatch.setattr(spin, "time", clock)
-    engine = spin.Spinning(lambda num_bytes: WIRE_US, torch.device("cpu"))
+    engine = spin.Spinning(lambda num_bytes: WIRE_US, torch.device("cpu"), PROBLEM, exchange)
     links, inner = spin.StandIn(3), Sleeping(clock)
     options = {"chunks": 4, "exchange": exchange, "engine": engine}
     backend = HostsBackend(PROBLEM, links, lambda problem: inner, **options)
@@ -155,16 +159,44 @@ def test_the_tool_measures_what_it_can_here(capsys):
         shape=["tiny"], hidden=None, intermediate=None, num_experts=None, top_k=None,
         activation=None, bias=None, precision=["fp8"], hosts=[2], tokens=[64], per_host=1,
         gb_s=46.0, latency_us=3000.0, hbm_gb_s=3000.0, chunks=3, reserve_sms=None, cpu=True,
+        exchange=["exact", "static"],
     )  # fmt: skip
     try:
         assert spin.run(args) == 0
     finally:
         torch.set_num_threads(threads)
-    *_, line = capsys.readouterr().out.splitlines()
-    words = line.split()
-    assert words[:6] == ["tiny", "fp8", "64", "tokens", "2", "hosts"]
-    assert float(words[words.index("wire") + 1]) == pytest.approx(7 * 3000, rel=0.01)
-    assert float(words[words.index("layer") + 1]) > 7 * 3000
+    *_, first, second = capsys.readouterr().out.splitlines()
+    for line, exchange in (first, "exact"), (second, "static"):
+        words = line.split()
+        assert words[:9] == ["tiny", "fp8", "64", "tokens", "2", "hosts", "3", "chunks", exchange]
+        assert float(words[words.index("wire") + 1]) == pytest.approx(7 * 3000, rel=0.01)
+        assert float(words[words.index("layer") + 1]) > 7 * 3000
+        assert float(words[words.index("host") + 1]) > 7 * 3000  # a CPU waits for all
+
+
+@pytest.mark.parametrize("name", ["reference", "emulate"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_mirrored_hosts_compute_a_layer(name, precision):
+    """exact and static have the same rows, so the same bits: those of one rank with all experts, but for roundings."""
+    problem = replace(MIRRORED, precision=precision)
+    drawn, weights = make_inputs(problem, 48), make_weights(problem)
+    found = {}
+    for exchange in ("exact", "static"):
+        engine = spin.Spinning(lambda _: 0.0, torch.device("cpu"), problem, exchange)
+        options = {"chunks": 2, "exchange": exchange}
+        backend = spin.over_hosts(problem, 3, name, torch.device("cpu"), engine, **options)
+        call = Call(drawn.x, drawn.topk_ids, drawn.topk_weights, weights)
+        found[exchange] = backend.forward(call)[0]
+        backend.close()
+    assert torch.equal(found["exact"], found["static"])
+    whole = {
+        n: torch.cat([t.view(torch.uint8)] * 3).view(t.dtype) for n, t in weights.named().items()
+    }
+    alone = make_backend(
+        "reference", replace(problem, ep_size=1), "alone", device=torch.device("cpu")
+    )
+    expected, _ = alone.forward(call._replace(weights=ExpertWeights(**whole)))
+    assert_close(found["exact"], expected, relative=5e-3)
 
 
 def test_the_rails_of_a_machine_are_measured():
