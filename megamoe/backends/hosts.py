@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,15 +77,28 @@ def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
 
 
 class _Trip(NamedTuple):
-    """Which rows of a call go where, by chunk. part: own tokens of a chunk, but for the last ones.
+    """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
 
-    tokens: indices of what is sent, by host. send, receive: how many rows to and from each host.
+    tokens: of each row that is sent. places: [T * N], which row of what comes back each host has made of a token; 0: of
+    no token. send, receive: how many rows to and from each host, by chunk. slots: static: tokens, but T where
+    there is none, which hold any row in `tokens`, and T + 1 of marks, which are sent like another chunk.
     """
 
-    part: int
-    tokens: list[Tensor]
+    tokens: Tensor
+    places: Tensor
     send: list[list[int]]
     receive: list[list[int]]
+    slots: Tensor | None = None
+
+
+class _Numbers(NamedTuple):
+    """What indices are made of, where the tensors of calls lie."""
+
+    begins: Tensor  # [N + 1] int32: the first expert of each host, and E
+    hosts: Tensor  # [N, 1, 1], from 1, as torch.bucketize counts
+    slots: Tensor  # [slots of all chunks]
+    bags: Tensor  # [max_tokens]: where in `places` a token begins
+    counts: Tensor  # [C, N] in the host's memory
 
 
 class HostsBackend(Backend):
@@ -120,19 +134,36 @@ class HostsBackend(Backend):
         self._device = torch.device("cpu")
         self._counts: list[Callable[[], Statistics]] = []  # of the chunks of a call
         self._at_rail = True  # not inside the inner backend
-        self._marks: dict[int, Tensor] = {}  # static: rows that carry a mark, by flags
+        # static: of the last call, by tokens and stream, and those that graphs read, which may live for ever
+        self._last: tuple[int, int, _Trip] | None = None
+        self._captured: dict[int, _Trip] = {}
+        self._marks: dict[int, Tensor] = {}  # static: by flags, a row of no token and a mark
         self._seen: Tensor | None = None  # where a device puts those of a call
+        self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
         rows = self.num_hosts * self.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
-            for n in (rows * self._row_bytes, rows * problem.top_k * 4, self.inner.state_bytes)
+            for n in (rows * sum(self._row_bytes), rows * problem.top_k * 4, self.inner.state_bytes)
         ]
         self.state_bytes = self.chunks * sum(self._sizes) if self.inner.state_bytes else 0
 
     @property
-    def _row_bytes(self) -> int:
-        hidden = self.problem.hidden
-        return 2 * hidden if self._codec is None else hidden + 4 * -(-hidden // SCALE_GROUP)
+    def _groups(self) -> int:  # of a row's numbers that share a scale
+        return 0 if self._codec is None else -(-self.problem.hidden // SCALE_GROUP)
+
+    @cached_property
+    def _numbers(self) -> _Numbers:
+        num, device, on_gpu = self.num_hosts, self._device, self._device.type == "cuda"
+        made = _Numbers(
+            torch.tensor(self._bounds, dtype=torch.int32, device=device),
+            torch.arange(1, num + 1, device=device).view(num, 1, 1),
+            torch.arange(self.chunks * self.chunk, device=device),
+            torch.arange(0, self.problem.max_tokens * num, num, device=device),
+            torch.empty(self.chunks, num, dtype=torch.int64, device="cpu", pin_memory=on_gpu),
+        )
+        if on_gpu:  # other streams read them too
+            torch.cuda.current_stream(device).synchronize()
+        return made
 
     @property
     def needs_close(self) -> bool:  # type: ignore[override]
@@ -146,6 +177,7 @@ class HostsBackend(Backend):
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
         self._make_marks()
+        _ = self._numbers  # not in a graph
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
 
@@ -257,59 +289,71 @@ class HostsBackend(Backend):
     # --- both passes ---
 
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
-        top_k, tokens = self.problem.top_k, call.x.shape[0]
+        flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
-        trip = self._trip(ids, RECORDED * (state is not None))
-        # ids and weights of all chunks in one exchange, [rows, 2K] of 4 bytes
-        meta = torch.cat([ids, call.topk_weights.view(torch.int32)], 1)
-        met = self._exchange_meta(meta, trip, RECORDED * (state is not None))
-        packed = self._packed(call.x)
+        trip = self._trip(ids, flags)
+        x, scale = self._stored(call.x)
+        columns = [ids, call.topk_weights, *([] if scale is None else [scale])]
+        meta = torch.cat([t.view(torch.int32) for t in columns], 1)
+        met = self._exchange_meta(meta, trip, flags).split([t.shape[1] for t in columns], 1)
+        sizes = [sum(of) for of in trip.receive]
+        # ids as the inner backend counts experts; those of others lie outside of its own
+        local = (met[0] - self._bounds[self.host]).split(sizes)
+        floats = [t.contiguous().view(torch.float32).split(sizes) for t in met[1:]]
         self._counts = []
 
         def compute(i: int, rows: Tensor) -> Tensor:
-            local = self._local(met[i][:, :top_k])
-            scores = met[i][:, top_k:].contiguous().view(torch.float32)
-            order, kept = self._order(local), None
+            given, order, kept = (rows, local[i], *(of[i] for of in floats)), None, None
             if state is not None:
-                kept_rows, kept_ids, kept = self._views(state, i, len(rows))
-                kept_ids.copy_(local)
+                *_, kept_ids, kept = self._views(state, i, len(rows))
+                kept_ids.copy_(local[i])
+                order = self._order(local[i])
             if order is not None:
-                rows, local, scores = rows[order], local[order], scores[order]
+                given = tuple(t[order] for t in given)
+            rows, inner_ids, scores, *beside = given
             if state is not None:
-                kept_rows.copy_(_bytes(rows))
-            x = self._unpacked(rows) if state is None else self._wide(rows)
-            given = Call(x, local, scores, call.weights, state=kept)
+                for place, t in zip(
+                    self._views(state, i, len(rows)), (rows, *beside), strict=False
+                ):
+                    place.copy_(t)
+            x = self._given(rows, *beside, wide=state is not None)
+            inside = Call(x, inner_ids, scores, call.weights, state=kept)
             with self._inside():
-                y, made = self.inner.forward(given, keep=state is not None)
+                y, made = self.inner.forward(inside, keep=state is not None)
                 if self.chunks > 1:
                     self._counts.append(self.inner.later_statistics())
             if kept is not None and made is not None and made is not kept:
                 kept.copy_(made)
             return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
-        back = self._pipelined(trip, packed, compute)
-        return self._summed(trip, back, tokens).to(torch.bfloat16)
+        return self._summed(trip, self._pipelined(trip, x, compute))
 
     def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         needs, only_weights = wanted.needs, wanted.only_weights
         # Another rank may want what this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
         trip = self._trip(self._valid(call.computed_ids()), BACKWARD)
-        packed, hidden = self._packed(dy), self.problem.hidden
-        sums, made = dict(wanted.into), {}
+        rows, scale = self._stored(dy)
+        if scale is not None:
+            met = self._once(self._taken(scale, trip.tokens), trip.send, trip.receive)
+            scales = met.split([sum(of) for of in trip.receive])
+        sums, made, of_routes = dict(wanted.into), {}, []
 
         def compute(i: int, rows: Tensor) -> Tensor:
-            kept_rows, local, kept = self._views(state, i, len(rows))
-            order = self._order(local)
+            kept_rows, kept_scale, local, kept = self._views(state, i, len(rows))
+            given, order = (
+                (local, rows, *([] if scale is None else [scales[i]])),
+                self._order(local),
+            )
             if order is not None:
-                rows, local = rows[order], local[order]
+                given = tuple(t[order] for t in given)
+            local = given[0]
             # The state has the weights that count.
             scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
-            x = self._wide(kept_rows)
-            given = Call(x, local, scores, call.weights)
+            inside = Call(self._given(kept_rows, kept_scale), local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
             with self._inside():
-                found = self.inner.backward(given, self._wide(rows), kept, of_chunk)
+                found = self.inner.backward(inside, self._given(*given[1:]), kept, of_chunk)
             for name, gradient in zip(Gradients._fields[2:], found.of_weights, strict=True):
                 if gradient is not None:  # of the first chunk; the others add to it
                     sums[name] = made[name] = gradient
@@ -317,56 +361,61 @@ class HostsBackend(Backend):
                 return rows.new_empty(0)
             assert found.x is not None
             assert found.topk_weights is not None
-            both = torch.cat([_bytes(found.x), _bytes(found.topk_weights)], 1)
-            return both if order is None else torch.empty_like(both).index_copy_(0, order, both)
+            both: tuple[Tensor, ...] = found.x, found.topk_weights
+            if order is not None:
+                both = tuple(torch.empty_like(t).index_copy_(0, order, t) for t in both)
+            of_routes.append(both[1])
+            return both[0]
 
-        back = self._pipelined(trip, packed, compute, returns=not only_weights)
+        back = self._pipelined(trip, rows, compute, returns=not only_weights)
         if not only_weights:
-            parts = [rows[:, : 2 * hidden].contiguous().view(torch.bfloat16) for rows in back]
-            dx = self._summed(trip, parts, len(dy)).to(torch.bfloat16)
-            # of each route all hosts' but one are zero
-            parts = [rows[:, 2 * hidden :].contiguous().view(torch.float32) for rows in back]
-            d_weights = self._summed(trip, parts, len(dy))
-            made |= {"x": dx} if needs.x else {}
-            made |= {"topk_weights": d_weights} if needs.topk_weights else {}
+            found = self._once(torch.cat(of_routes), trip.receive, trip.send)
+            if needs.x:
+                made["x"] = self._summed(trip, back)
+            if needs.topk_weights:  # of each route all hosts' but one are zero
+                padded = torch.nn.functional.pad(found, (0, 0, 1, 0))
+                made["topk_weights"] = self._summed(trip, padded)
         return Gradients(**made)
 
     def _pipelined(
         self,
         trip: _Trip,
-        packed: Tensor,
+        rows: Tensor,
         compute: Callable[[int, Tensor], Tensor],
         returns: bool = True,
-    ) -> list[Tensor]:
-        """Send the rows of a chunk, compute what comes, send that back. Return what came back, by chunk.
+    ) -> Tensor:
+        """Send the rows of a chunk, compute what comes, send that back. Return what came back behind a row of nothing.
 
         A collective waits for what its issuing stream holds: so chunk i + 1 goes out before chunk i is computed.
         """
+        sent = [sum(of) for of in trip.send]
+        tokens = trip.tokens.split(sent)
 
         def start(i: int) -> Waiter:
-            return self._exchange(self._taken(packed, trip, i), trip.send[i], trip.receive[i])
+            return self._exchange(self._taken(rows, tokens[i]), trip.send[i], trip.receive[i])
 
-        coming, back = start(0), []
+        back = rows.new_empty(1 + sum(sent), self.problem.hidden, dtype=torch.bfloat16)
+        pieces = back[1:].split(sent)
+        coming, under_way = start(0), []
         for i in range(self.chunks):
             following = start(i + 1) if i + 1 < self.chunks else coming
             result = compute(i, coming())
             if returns:
-                back.append(self._exchange(result, trip.receive[i], trip.send[i]))
+                under_way.append(self._exchange(result, trip.receive[i], trip.send[i], pieces[i]))
             coming = following
-        return [arrived() for arrived in back]
+        for arrived in under_way:
+            arrived()
+        return back
 
     # --- which rows ---
 
     def _valid(self, ids: Tensor) -> Tensor:
-        """[T, K] of any integers -> int32, those of no expert as -1: another number could be one's in 32 bits."""
-        return ids.where((ids >= 0) & (ids < self.problem.num_experts), -1).to(torch.int32)
-
-    def _local(self, ids: Tensor) -> Tensor:
-        """Return ids as the inner backend counts experts; those of others lie outside of its own."""
-        return (ids - self._bounds[self.host]).contiguous()
+        """[T, K] of any integers -> int32: in 32 bits another number could be an expert's."""
+        return ids if ids.dtype == torch.int32 else ids.clamp(-1, self.problem.num_experts).int()
 
     def _order(self, local: Tensor) -> Tensor | None:
-        """static: what is for an expert of this host first, so that rows are computed in the order of exact."""
+        """static: what is for an expert of this host first, so that rows are computed in the order of exact, and
+        gradients of weights have its bits."""
         if self.exact:
             return None
         here = ((local >= 0) & (local < self.inside.num_experts)).any(1)
@@ -374,142 +423,141 @@ class HostsBackend(Backend):
 
     def _trip(self, ids: Tensor, flags: int) -> _Trip:
         """ids: [T, K], valid. exact: meet along the rail, and tell how many rows will come."""
-        tokens, device = ids.shape[0], ids.device
-        part = -(-tokens // self.chunks)
+        (tokens, top_k), chunks, num = ids.shape, self.chunks, self.num_hosts
         if not self.exact:
-            slot = torch.arange(self.chunk, device=device)
-            mine = [slot.clamp(max=max(part - 1, 0)) + i * part for i in range(self.chunks)]
-            every = [t.clamp(max=max(tokens - 1, 0)).repeat(self.num_hosts) for t in mine]
-            rows = [[self.chunk] * self.num_hosts] * self.chunks
-            return _Trip(part, every, rows, rows)
-        pairs = zip(self._bounds, self._bounds[1:], strict=False)
-        owned = torch.stack([((ids >= b) & (ids < e)).any(1) for b, e in pairs])  # [N, T]
-        padded = torch.nn.functional.pad(owned, (0, part * self.chunks - tokens))
-        by_chunk = padded.view(self.num_hosts, self.chunks, part)
-        counts = by_chunk.sum(2)  # [N, C]
-        own = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda)
-        own.copy_(counts, non_blocking=True)  # there when the others' are
-        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), list(counts))
-        # Sorting keeps their order and, unlike nonzero(), no host waits for it.
-        order = torch.argsort((~by_chunk).to(torch.uint8), dim=2, stable=True)
-        send, receive = own.T.tolist(), found.T.tolist()
-        taken = [
-            torch.cat([order[h, i, :n] for h, n in enumerate(send[i])]) + i * part
-            for i in range(self.chunks)
-        ]
-        return _Trip(part, taken, send, receive)
+            return self._kept_trip(tokens)
+        numbers, part = self._numbers, -(-tokens // chunks)
+        owner = torch.bucketize(ids, numbers.begins, right=True, out_int32=True)
+        if part * chunks > tokens:
+            owner = torch.nn.functional.pad(owner, (0, 0, 0, part * chunks - tokens))
+        goes = (owner.view(chunks, 1, part, top_k) == numbers.hosts).any(3)  # [C, N, part]
+        counts = goes.sum(2)
+        numbers.counts.copy_(counts, non_blocking=True)  # there when the others' are
+        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), counts.T)
+        send, receive = numbers.counts.tolist(), found.T.tolist()
+        # How many come before a row says where it lies and, unlike for nonzero(), no host waits.
+        places = goes.view(-1).cumsum(0).view(goes.shape) * goes
+        taken = places.new_empty(chunks * num * part + 1)
+        taken[places] = numbers.slots[: part * chunks].view(chunks, 1, part)
+        places = places.transpose(1, 2).reshape(-1)[: tokens * num]
+        return _Trip(taken[1 : 1 + sum(map(sum, send))], places, send, receive)
 
-    def _exchange_meta(self, meta: Tensor, trip: _Trip, flags: int) -> list[Tensor]:
-        """Exchange ids and weights of all chunks at once. Return what comes, by chunk. static: marks go with them."""
-        of = [self._taken(meta, trip, i) for i in range(self.chunks)]
-        send, receive = ([*map(list, counts)] for counts in (trip.send, trip.receive))
-        if not self.exact:
-            for i, rows in enumerate(of):
-                empty = max(0, min(trip.part, len(meta) - i * trip.part))
-                rows.view(self.num_hosts, self.chunk, -1)[:, empty:] = -1
-            if not self._marks:
-                self._make_marks()
-            of.append(self._marks[flags])
-            send.append([1] * self.num_hosts)
-            receive.append([1] * self.num_hosts)
-        by_host = [rows.split(n) for rows, n in zip(of, send, strict=True)]
-        sent = torch.cat([pieces[h] for h in range(self.num_hosts) for pieces in by_host])
-        totals = ([sum(column) for column in zip(*n, strict=True)] for n in (send, receive))
-        found = self._exchange(sent, *totals)()
-        pieces = found.split([n[h] for h in range(self.num_hosts) for n in receive])
-        met = [torch.cat(pieces[i :: len(of)]) for i in range(len(of))]
-        if not self.exact:
-            self._look_at(met.pop()[:, :MARK_INTS])
-        return met
+    def _kept_trip(self, tokens: int) -> _Trip:
+        """static: what follows from the number of tokens. Capture of a graph begins when all streams are done."""
+        on_gpu = self._device.type == "cuda"
+        captures = on_gpu and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
+        last, (size, of, trip) = self._captured.get(tokens), self._last or (-1, 0, None)
+        if last is None and size == tokens and (captures or of == stream):
+            last = trip
+        made = last or self._static_trip(tokens)
+        if not captures:
+            self._last = tokens, stream, made
+        elif last is not None:
+            self._captured[tokens] = last
+        return made
+
+    def _static_trip(self, tokens: int) -> _Trip:
+        chunks, chunk, num = self.chunks, self.chunk, self.num_hosts
+        slots, hosts = self._numbers.slots, self._numbers.hosts
+        part = -(-tokens // chunks)
+        slot, token = slots % chunk, slots // chunk * part + slots % chunk
+        none = (slot >= part) | (token >= tokens)
+        token = token.masked_fill(none, tokens).view(chunks, 1, chunk).expand(-1, num, -1).flatten()
+        marked = torch.nn.functional.pad(token, (0, num), value=tokens + 1)
+        # row 1 is the first; of a chunk there are as many of each host before the next one's
+        of, slot = slots[:tokens] // max(part, 1), slots[:tokens] % max(part, 1)
+        places = (1 + of * num * chunk + slot)[:, None] + (hosts.view(-1) - 1) * chunk
+        rows = [[chunk] * num for _ in range(chunks)]
+        return _Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
+
+    def _exchange_meta(self, meta: Tensor, trip: _Trip, flags: int) -> Tensor:
+        """Exchange ids, weights and scales of all chunks. Return what comes, by chunk. static: marks go with them."""
+        if trip.slots is None:
+            return self._once(meta[trip.tokens], trip.send, trip.receive)
+        if not self._marks:
+            self._make_marks()
+        num = self.num_hosts
+        sent, more = torch.cat([meta, self._marks[flags]])[trip.slots], [*trip.send, [1] * num]
+        found = self._once(sent, more, more)
+        marks = found[-num:, :MARK_INTS]
+        if self._seen is not None:  # looked at in the next call: here the host would have to wait
+            self._seen.copy_(marks, non_blocking=True)
+        else:
+            check_marks(marks.tolist(), self.host, self.links.rail.label)
+        return found[:-num]
+
+    def _once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
+        """Exchange small rows of all chunks at once. They lie by chunk, and so does what comes."""
+        totals = [[sum(of) for of in zip(*n, strict=True)] for n in (send, receive)]
+        found = self._exchange(_turned(rows, send), *totals)()
+        return _turned(found, [*zip(*receive, strict=True)])
 
     def _make_marks(self) -> None:
         """static: make rows for each host that say which call this is, and a place for those that come."""
         for flags in (0, RECORDED) if not self.exact else ():
-            row = torch.zeros(2 * self.problem.top_k, dtype=torch.int32, device="cpu")
-            row[:MARK_INTS] = torch.tensor(self.mark.ints(flags), device="cpu")
-            rows = row.repeat(self.num_hosts, 1)
+            width = 2 * self.problem.top_k + self._groups
+            rows = torch.full((2, width), -1, dtype=torch.int32, device="cpu")
+            rows[1, :MARK_INTS] = torch.tensor(self.mark.ints(flags), device="cpu")
             if self._device.type == "cuda":
-                self._seen = rows[:, :MARK_INTS].contiguous().pin_memory()
+                self._seen = rows[1:, :MARK_INTS].repeat(self.num_hosts, 1).pin_memory()
             self._marks[flags] = rows.to(self._device)
 
-    def _look_at(self, marks: Tensor) -> None:
-        """Compare marks [N, MARK_INTS] of a call: now, or in the next one where the host would have to wait."""
-        if self._seen is None:
-            check_marks(marks.tolist(), self.host, self.links.rail.label)
-        else:
-            self._seen.copy_(marks, non_blocking=True)
+    def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Return the rows that travel. static: zeros, where there is no token at all."""
+        if not len(rows):
+            return rows.new_zeros(len(tokens), rows.shape[1])
+        return rows[tokens]
 
-    def _taken(self, rows: Tensor, trip: _Trip, i: int) -> Tensor:
-        """Return the rows of a chunk that travel. static: slots without a token hold any row, or zeros."""
-        if not len(rows) and not self.exact:
-            return rows.new_zeros(len(trip.tokens[i]), rows.shape[1])
-        return rows[trip.tokens[i]]
-
-    def _summed(self, trip: _Trip, rows: Sequence[Tensor], tokens: int) -> Tensor:
-        """Sum what came back of each token in the order of hosts -> [T, n] fp32. No host twice, so no atomics."""
-        total = rows[0].new_zeros(tokens, rows[0].shape[1], dtype=torch.float32)
-        for i, of_chunk in enumerate(rows):
-            pieces = of_chunk.split(trip.send[i])
-            if not self.exact:
-                own = total[i * trip.part : (i + 1) * trip.part]
-                for piece in pieces:
-                    own += piece[: len(own)]
-                continue
-            for token, piece in zip(trip.tokens[i].split(trip.send[i]), pieces, strict=True):
-                total[token] += piece
-        return total
+    def _summed(self, trip: _Trip, rows: Tensor) -> Tensor:
+        """Sum what came back of each token in the order of hosts, in fp32, and round that once: no atomics."""
+        bags = self._numbers.bags[: len(trip.places) // self.num_hosts]
+        return torch.embedding_bag(rows, trip.places, bags, False, 0, False, None, False, 0)[0]
 
     # --- rows as they travel ---
 
-    def _packed(self, x: Tensor | QuantizedRows) -> Tensor:
-        """Return bf16 rows, or bytes of e4m3 rows with their scales side by side, quantized at home."""
+    def _stored(self, x: Tensor | QuantizedRows) -> tuple[Tensor, Tensor | None]:
+        """Return bf16 rows, or those of e4m3, as bytes, and their scales, quantized at home."""
         if self._codec is None:
             assert isinstance(x, Tensor)
-            return x
+            return x, None
         q, scale = x if isinstance(x, QuantizedRows) else self._codec.quantize(x)
-        return torch.cat([_bytes(q), _bytes(scale)], 1)
+        return q.view(torch.uint8), scale
 
-    def _wide(self, rows: Tensor) -> Tensor:
-        """Return rows in bf16, which makes the same e4m3 again."""
-        x = self._unpacked(rows)
-        if not isinstance(x, QuantizedRows):
-            return x
-        assert self._codec is not None
-        return self._codec.dequantize(*x).to(torch.bfloat16)
+    def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:
+        """Return rows as the inner backend takes them. wide: in bf16, which makes the same e4m3 again."""
+        if self._codec is None or scale is None:
+            return rows
+        q = rows.view(self.problem.formats.x.dtype)
+        return self._codec.dequantize(q, scale).bfloat16() if wide else QuantizedRows(q, scale)
 
-    def _unpacked(self, rows: Tensor) -> Tensor | QuantizedRows:
-        """Return rows as the inner backend takes them."""
-        if self._codec is None:
-            return rows.view(torch.bfloat16)
-        hidden = self.problem.hidden
-        q = rows[:, :hidden].contiguous().view(self.problem.formats.x.dtype)
-        scale = rows[:, hidden:].contiguous().view(torch.float32)
-        return QuantizedRows(q, scale)
-
-    def _views(self, state: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the state has of a chunk: rows as they travelled, in the order in which they are computed; local
-        ids as they came; the inner state."""
-        begin, parts = i * sum(self._sizes), []
-        for size in self._sizes:
-            parts.append(state[begin : begin + size])
-            begin += size
-        x, ids, inner = parts
-        top_k = self.problem.top_k
-        x = x[: rows * self._row_bytes].view(rows, self._row_bytes)
-        ids = ids[: rows * top_k * 4].view(torch.int32).view(rows, top_k)
-        return x, ids, inner[: self.inner.state_bytes]
+    def _views(self, state: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what the state has of a chunk: rows as they travelled and their scales, in the order in which they are
+        computed; local ids as they came; the inner state."""
+        hidden, top_k = self.problem.hidden, self.problem.top_k
+        x, ids, inner = state[i * sum(self._sizes) :][: sum(self._sizes)].split(self._sizes)
+        x, scale, _ = x.tensor_split([rows * self._row_bytes[0], rows * sum(self._row_bytes)])
+        return (
+            x.view(torch.bfloat16 if self._codec is None else torch.uint8).view(rows, hidden),
+            scale.view(torch.float32).view(rows, self._groups),
+            ids[: rows * top_k * 4].view(torch.int32).view(rows, top_k),
+            inner[: self.inner.state_bytes],
+        )
 
 
 def _along(rail: Part) -> Exchange:
     """Return the engine of torch.distributed; on the CPU its waits are bounded."""
 
-    def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
+    def exchange(rows: Tensor, *how: Any) -> Waiter:
         wait = None if rows.is_cuda else rail.wait
-        return all_to_all(rail.process_group, wait)(rows, send, receive)
+        return all_to_all(rail.process_group, wait)(rows, *how)
 
     return exchange
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    """[M, n] -> [M, bytes] uint8."""
-    return rows.contiguous().view(torch.uint8)
+def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in pieces of sizes [A][B], by A and then by B -> by B and then by A."""
+    if min(len(sizes), len(sizes[0])) == 1:
+        return rows
+    pieces = rows.split([n for of in sizes for n in of])
+    return torch.cat([piece for b in range(len(sizes[0])) for piece in pieces[b :: len(sizes[0])]])

@@ -14,8 +14,8 @@ from megamoe.group.order import MARK_INTS
 
 # Waits for what was sent, where a stream can wait the stream does, and returns what came.
 Waiter = Callable[[], Tensor]
-# The engine: (rows [sum(send), ...], rows to each rank, rows from each) -> a Waiter for [sum(receive), ...].
-Exchange = Callable[[Tensor, Sequence[int], Sequence[int]], Waiter]
+# The engine: (rows [sum(send), ...], rows to each rank, rows from each[, place for them]) -> a Waiter for what comes.
+Exchange = Callable[..., Waiter]
 
 
 def all_to_all(process_group: Any, wait: Callable[[Any], None] | None = None) -> Exchange:
@@ -24,8 +24,10 @@ def all_to_all(process_group: Any, wait: Callable[[Any], None] | None = None) ->
     wait: waits for an operation of it; None: as torch.distributed does.
     """
 
-    def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Waiter:
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
+    def exchange(
+        rows: Tensor, send: Sequence[int], receive: Sequence[int], place: Tensor | None = None
+    ) -> Waiter:
+        out = rows.new_empty(sum(receive), *rows.shape[1:]) if place is None else place
         # as bytes, since not every gloo knows bf16
         ways = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         splits = list(receive), list(send)
@@ -59,7 +61,7 @@ class Crossing(torch.autograd.Function):
 
 
 def exchange_counts(
-    group: Group, mark: Sequence[int], parts: Sequence[Tensor]
+    group: Group, mark: Sequence[int], parts: Sequence[Tensor] | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tell each rank `parts` [R], numbers of rows; the host waits. Collective, checked by the mark: RankMismatch.
 

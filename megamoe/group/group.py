@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -126,21 +127,24 @@ class Group:
 
     # --- exchanges ---
 
-    def meet(self, mark: Sequence[int], parts: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    def meet(
+        self, mark: Sequence[int], parts: Sequence[Tensor] | Tensor = ()
+    ) -> tuple[Tensor, Tensor]:
         """Exchange WIDTH numbers with each rank: the mark, then what `parts` [R] has for it. Collective.
 
         mark: Mark.ints(), or mark_of(). Raises RankMismatch unless all meet for the same. Returns what came
         [R, WIDTH] int32, and its copy in CPU memory.
         """
-        device = parts[0].device if parts else self._device()
-        label = torch.tensor(mark, dtype=torch.int64, device=device)
-        padding = torch.zeros(WIDTH, dtype=torch.int64, device=device)
-        rows = [
-            (label, part, padding[MARK_INTS + part.numel() :])
-            for part in parts or [padding[:0]] * self.size
-        ]
-        sent = torch.cat([piece for row in rows for piece in row]).to(torch.int32)
-        sent = sent.view(self.size, WIDTH)
+        device = parts[0].device if len(parts) else self._device()
+        sent = _marked(tuple(mark), self.size, device)
+        if isinstance(parts, Tensor):
+            sent = sent.clone()
+            sent[:, MARK_INTS : MARK_INTS + parts.shape[1]] = parts
+        elif parts:
+            rows = zip(sent, parts, strict=True)
+            pieces = [(row[:MARK_INTS], t, row[MARK_INTS + t.numel() :]) for row, t in rows]
+            sent = torch.cat([piece for row in pieces for piece in row]).to(torch.int32)
+            sent = sent.view(self.size, WIDTH)
         if not self._exchanges:
             return sent, sent.cpu()
         table = self._swap(sent)
@@ -335,6 +339,13 @@ def _of_hosts(mesh: DeviceMesh) -> Group:
     group = Group(dist.group.WORLD if whole else mesh._flatten().get_group())
     group.num_hosts = mesh.shape[0]
     return group
+
+
+@lru_cache(maxsize=256)  # a copy from the host's memory would wait for the stream at every call
+def _marked(mark: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Return [size, WIDTH] int32, which nobody writes: the mark and zeros."""
+    row = torch.tensor([*mark, *[0] * (WIDTH - MARK_INTS)], dtype=torch.int32, device="cpu")
+    return row.repeat(size, 1).to(device)
 
 
 def _padded(data: bytes, size: int) -> Tensor:

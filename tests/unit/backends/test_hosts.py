@@ -135,9 +135,9 @@ def shuffle(backend, rank):
     def later():
         time.sleep(float(torch.rand(1, generator=dice)) * 2e-3)
 
-    def exchange(rows, send, receive):
+    def exchange(rows, send, receive, *place):
         later()
-        arrived = good(rows, send, receive)
+        arrived = good(rows, send, receive, *place)
 
         def wait():
             later()
@@ -174,10 +174,10 @@ def of_bytes(rank, layer, exchange):
     backend, sent = along(module), []
     good = backend._exchange
 
-    def counting(rows, send, receive):
+    def counting(rows, send, receive, *place):
         pieces = rows.split(send)
         sent.append(sum(p.nbytes for h, p in enumerate(pieces) if h != backend.host))
-        return good(rows, send, receive)
+        return good(rows, send, receive, *place)
 
     backend._exchange = counting
     step(module, case, *inputs(case, rank))
@@ -192,9 +192,10 @@ def of_bytes(rank, layer, exchange):
     if exchange == "static":
         out = home = 2 * 3 * -(-MAX_TOKENS // 3)
     hidden = case.options["hidden"]
-    row = hidden + 4 * -(-hidden // 128) if layer else 2 * hidden
+    scales = 4 * -(-hidden // 128) if layer else 0
+    row = hidden + scales if layer else 2 * hidden
     forward = out * (8 * TOP_K + row) + home * 2 * hidden
-    forward += 2 * 8 * TOP_K * (exchange == "static")  # marks
+    forward += 2 * (8 * TOP_K + scales) * (exchange == "static")  # marks
     backward = out * row + home * (2 * hidden + 4 * TOP_K)
     return sum(sent), forward + backward
 

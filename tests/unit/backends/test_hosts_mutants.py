@@ -26,31 +26,32 @@ CASES = {
 # what is planted: the case that sees it, a text, and what takes its place
 MUTANTS = {
     "ids keep the group's numbers": (
-        "exact", "(ids - self._bounds[self.host]).contiguous()", "ids.contiguous()"),
+        "exact", "(met[0] - self._bounds[self.host])", "(met[0] - 0)"),
     "a sum over one host less": (
-        "exact", "in zip(trip.tokens[i].split(trip.send[i]), pieces, strict=True):",
-        "in list(zip(trip.tokens[i].split(trip.send[i]), pieces, strict=True))[1:]:"),
-    "a sum that writes": ("exact", "total[token] += piece", "total[token] = piece.float()"),
+        "exact", "places.transpose(1, 2).reshape(-1)",
+        "(places * torch.tensor([[1], [0]])).transpose(1, 2).reshape(-1)"),
+    "a sum that takes the largest": (
+        "exact", "trip.places, bags, False, 0,", "trip.places, bags, False, 2,"),
     "a chunk's state is the next one's": (
-        "exact", "kept_rows, local, kept = self._views(state, i, len(rows))",
-        "kept_rows, local, kept = self._views(state, (i + 1) % self.chunks, len(rows))"),
+        "exact", "local, kept = self._views(state, i, len(rows))",
+        "local, kept = self._views(state, (i + 1) % self.chunks, len(rows))"),
     "weight gradients of the last chunk only": (
         "exact", "sums[name] = made[name] = gradient", "made[name] = gradient"),
     "ids of chunks in another order": (
-        "exact", "torch.cat(pieces[i :: len(of)])", "torch.cat(pieces[-1 - i :: -len(of)])"),
+        "exact", "return _turned(found, [*zip(*receive, strict=True)])", "return found"),
     "d_topk_weights of one host only": (
-        "exact", "d_weights = self._summed(trip, parts, len(dy))",
-        "d_weights = self._summed(trip, parts, len(dy)) * (self.host == 0)"),
+        "exact", "= self._summed(trip, padded)",
+        "= self._summed(trip, padded) * (self.host == 0)"),
     "a refusal is not reported": ("refusal", "        self.links.refuse()\n", ""),
     "hosts in reverse order": (
-        "order", "pieces, strict=True):", "pieces, strict=True).__reduce__()[1][::-1] and reversed("
-        "list(zip(trip.tokens[i].split(trip.send[i]), pieces, strict=True))):"),
-    "a chunk left out": ("few", "part = -(-tokens // self.chunks)", "part = tokens // self.chunks"),
-    "ids wrap in 32 bits": (
-        "exact", "ids.where((ids >= 0) & (ids < self.problem.num_experts), -1).to(torch.int32)",
-        "ids.to(torch.int32)"),
+        "order", "places.transpose(1, 2).reshape(-1)", "places.flip(1).transpose(1, 2).reshape(-1)"),
+    "a chunk left out": (
+        "few", "numbers, part = self._numbers, -(-tokens // chunks)",
+        "numbers, part = self._numbers, tokens // chunks"),
+    "ids wrap in 32 bits": ("exact", "ids.clamp(-1, self.problem.num_experts).int()", "ids.int()"),
     "static rows stay in the order of their computation": (
         "static", "return y if order is None else", "return y if True else"),
+    "empty slots count as tokens": ("static", "token.masked_fill(none, tokens)", "token.clamp(max=tokens - 1)"),
     "num_tokens_device is not looked at": (
         "count", "ids = self._valid(call.computed_ids())", "ids = self._valid(call.topk_ids)"),
 }  # fmt: skip
@@ -104,7 +105,7 @@ def program(rank, expected, cases, mutants):
 
 SAME = ("EXCHANGES = ", "EXCHANGES = ")
 WRONG_SIZES = (
-    "self._exchange(result, trip.receive[i], trip.send[i])",
+    "self._exchange(result, trip.receive[i], trip.send[i], pieces[i])",
     "self._exchange(result, trip.receive[i], trip.receive[i])",
 )
 

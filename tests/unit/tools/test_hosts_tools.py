@@ -116,14 +116,14 @@ class Sleeping(Backend):
         return SimpleNamespace(tokens_per_expert=torch.zeros(2), passes=torch.ones(1))
 
 
-def one_behind_the_other(self, trip, packed, compute, returns=True):
+def one_behind_the_other(self, trip, rows, compute, *_):
     """A flaw: nothing travels while a chunk is computed."""
-    back = []
+    tokens = trip.tokens.split([sum(of) for of in trip.send])
+    back = [torch.zeros(1, rows.shape[1]).bfloat16()]
     for i in range(self.chunks):
-        rows = self._taken(packed, trip, i)
-        result = compute(i, self._exchange(rows, trip.send[i], trip.receive[i])())
+        result = compute(i, self._exchange(rows[tokens[i]], trip.send[i], trip.receive[i])())
         back.append(self._exchange(result, trip.receive[i], trip.send[i])())
-    return back
+    return torch.cat(back)
 
 
 def spun(exchange, monkeypatch):
