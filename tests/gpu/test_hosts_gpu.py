@@ -102,7 +102,10 @@ def test_exact_is_not_captured(spun):
 
 
 def trained(rank, group, precision, **options):
-    """Return y and gradients of a step; of one rank those of all tokens."""
+    """Return y and gradients of a step; of one rank those of all tokens.
+
+    dy is drawn: one made of y would have its roundings, which differ between hosts, and flip those of dy to e4m3.
+    """
     device = gpu_of(rank)
     ranks = 1 if group == "alone" else 2
     sizes = {"hidden": 512, "intermediate": 384, "num_experts": 9, "top_k": 3, "bias": True}
@@ -115,8 +118,10 @@ def trained(rank, group, precision, **options):
     x = torch.cat([d.x for d in mine]).requires_grad_()
     ids = torch.cat([d.topk_ids for d in mine])
     scores = torch.cat([d.topk_weights for d in mine]).requires_grad_()
+    dice = torch.Generator().manual_seed(2)
+    drawn = torch.randn(2 * TOKENS, layer.problem.hidden, generator=dice).bfloat16().split(TOKENS)
     y = layer(x, ids, scores)
-    y.float().square().sum().backward()
+    y.backward(torch.cat(drawn if ranks == 1 else drawn[rank : rank + 1]).to(device))
     layer._layer.check()
     found = {"y": y.detach(), "x": x.grad, "topk_weights": scores.grad}
     found |= {name: p.grad for name, p in layer.named_parameters()}
