@@ -1,20 +1,21 @@
-"""FP8 quantization of weights on CUDA, one pass over memory: csrc/megamoe/kernels/quantize_weights.cuh."""
+"""FP8 quantization of weights and rows on CUDA, one pass over memory: csrc/megamoe/kernels/quantize_weights.cuh."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, check_strides
-from megamoe.core.table import E4M3_BLOCKS
+from megamoe.core.table import E4M3_BLOCKS, SCALE_GROUP
 from megamoe.formats.quantization import stored_shape
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
-from megamoe.jit.source import QUANTIZE, QUANTIZE_ENTRY, QUANTIZE_SOURCE
+from megamoe.jit.source import QUANTIZE, QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY, QUANTIZE_SOURCE
 
 
 class _Args(ctypes.Structure):
@@ -33,14 +34,31 @@ class _Args(ctypes.Structure):
     )
 
 
+class _RowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+    )
+
+
 def compile_quantize() -> CompileResult:
-    """Compile the kernel, or take it as prebuilt or from the cache. Needs no GPU."""
+    """Compile the kernels, or take it as prebuilt or from the cache. Needs no GPU."""
     return compile_source(QUANTIZE_SOURCE, name=f"{QUANTIZE}.cu")
 
 
 @lru_cache(maxsize=16)
-def _kernel(device: int) -> Kernel:
-    return Kernel(compile_quantize().cubin, QUANTIZE_ENTRY, device)
+def _kernel(device: int, entry: str) -> Kernel:
+    return Kernel(compile_quantize().cubin, entry, device)
+
+
+def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: Any) -> None:
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device)
+        kernel = _kernel(stream.device.index, entry)
+        Launcher(kernel, grid, args, cooperative=False).launch(stream.cuda_stream)
 
 
 Pair = tuple[Tensor, Tensor]
@@ -88,8 +106,20 @@ def quantize_weights(
         ]
         places += [0] * (5 - len(places))
         args = _Args(*places, planes, rows, columns, *strides)
-        with torch.cuda.device(w.device):
-            stream = torch.cuda.current_stream(w.device)
-            kernel = _kernel(stream.device.index)
-            Launcher(kernel, grid, args, cooperative=False).launch(stream.cuda_stream)
+        _launch(QUANTIZE_ENTRY, w.device, grid, args)
     return (q, scale), turned_out if turned else None
+
+
+def quantize_rows(x: Tensor) -> Pair:
+    """x: [M, H] bf16 on CUDA, contiguous, 16-byte aligned, H a multiple of 8 -> (q [M, H] e4m3, scale [M, S] fp32).
+
+    Runs on the current stream; the same bits as quantization.quantize_rows.
+    """
+    rows, columns = x.shape
+    groups = -(-columns // SCALE_GROUP)
+    q = torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device)
+    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    if x.numel():
+        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, columns)
+        _launch(QUANTIZE_ROWS_ENTRY, x.device, (-(-rows * groups // 16), 1, 1), args)
+    return q, scale

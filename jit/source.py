@@ -21,14 +21,19 @@ ACTIVATIONS = {
 KERNELS = {"forward": "ForwardLayer", "train": "TrainLayer", "backward": "BackwardLayer"}
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
-QUANTIZE = "quantize-weights"  # the other kernel, of jit/quantize.py
-QUANTIZE_ENTRY = "megamoe_quantize_weights"
+QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
+QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_rows"
 QUANTIZE_SOURCE = f"""\
 #include "megamoe/kernels/quantize_weights.cuh"
 
 extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
 {QUANTIZE_ENTRY}(const __grid_constant__ megamoe::QuantizeWeightsArgs args) {{
     megamoe::quantize_weights(args);
+}}
+
+extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
+{QUANTIZE_ROWS_ENTRY}(const __grid_constant__ megamoe::QuantizeRowsArgs args) {{
+    megamoe::quantize_rows(args);
 }}
 """
 

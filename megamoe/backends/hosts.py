@@ -45,6 +45,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
 from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, check_marks
+from megamoe.launch.cache import quantize_activations
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
 
@@ -177,7 +178,8 @@ class HostsBackend(Backend):
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
         self._make_marks()
-        _ = self._numbers  # not in a graph
+        _ = self._numbers  # not in a graph, which cannot load a kernel either
+        self._stored(torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=self._device))
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
 
@@ -521,7 +523,7 @@ class HostsBackend(Backend):
         if self._codec is None:
             assert isinstance(x, Tensor)
             return x, None
-        q, scale = x if isinstance(x, QuantizedRows) else self._codec.quantize(x)
+        q, scale = x if isinstance(x, QuantizedRows) else quantize_activations(x)
         return q.view(torch.uint8), scale
 
     def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:

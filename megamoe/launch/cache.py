@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from megamoe.core.table import E4M3_BLOCKS, Format
 from megamoe.formats.quantization import (
     codec,
     quantize_blockwise,
+    quantize_rows,
     stored_shape,
     transpose_blocks,
 )
@@ -39,16 +39,27 @@ Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
 @lru_cache(maxsize=1)
-def _fused_quantizer() -> Callable[..., tuple[Pair, Pair | None]] | None:
-    """Return the kernel that quantizes in one pass over memory, if it can be compiled here."""
+def _fused_quantizer() -> Any:
+    """Return the module of kernels that quantize in one pass over memory, if they can be compiled here."""
     try:
         from megamoe.jit import quantize
 
         quantize.compile_quantize()
     except (ImportError, CompileError) as error:
-        log.warning("weights are quantized by torch operations, not by one kernel: %s", error)
+        log.warning("tensors are quantized by torch operations, not by one kernel: %s", error)
         return None
-    return quantize.quantize_weights
+    return quantize
+
+
+def _on_hopper(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
+
+
+def quantize_activations(x: Tensor) -> Pair:
+    """x: [M, H] bf16, contiguous -> (q, scale), as quantize_weights() makes them."""
+    fits = x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+    fused = _fused_quantizer() if _on_hopper(x) and fits else None
+    return quantize_rows(x) if fused is None else fused.quantize_rows(x)
 
 
 def quantize_weights(
@@ -61,9 +72,8 @@ def quantize_weights(
     formulas = codec(stored)  # raises for a format that this cannot make
     if stored != E4M3_BLOCKS and formulas is not None:
         return formulas.quantize(w, planes, out), None
-    on_hopper = w.is_cuda and torch.cuda.get_device_capability(w.device)[0] == 9
-    if on_hopper and w.numel() and (fused := _fused_quantizer()) is not None:
-        return fused(w, planes, out=out, turned=turned, turned_out=turned_out)
+    if _on_hopper(w) and w.numel() and (fused := _fused_quantizer()) is not None:
+        return fused.quantize_weights(w, planes, out=out, turned=turned, turned_out=turned_out)
     made = quantize_blockwise(w, planes, out=out)
     return made, transpose_blocks(*made, planes, turned_out) if turned else None
 

@@ -25,18 +25,27 @@ uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t selector) {
 
 #include "megamoe/kernels/quantize_weights.cuh"
 
-MEGAMOE_HOST_EXPORT int quantize(const megamoe::QuantizeWeightsArgs* args, const unsigned* grid,
-                                 uint64_t seed, char* report, size_t report_bytes) {
+template <class Args, void (*kernel)(const Args&)>
+int run(const Args* args, const unsigned* grid, uint64_t seed, char* report, size_t report_bytes) {
     gridDim = {grid[0], grid[1], grid[2]};
     int status = 0;
     for (unsigned i = 0; i < grid[0] * grid[1] * grid[2] && status == 0; ++i) {
         blockIdx = {i % grid[0], i / grid[0] % grid[1], i / grid[0] / grid[1]};
-        auto kernel = [](const void* p) {
-            megamoe::quantize_weights(*static_cast<const megamoe::QuantizeWeightsArgs*>(p));
-        };
+        auto entry = [](const void* p) { kernel(*static_cast<const Args*>(p)); };
         std::string text;
-        status = fibers::run({kernel, {args}, 1, megamoe::quantize_threads, 0, seed + i, 0}, &text);
+        status = fibers::run({entry, {args}, 1, megamoe::quantize_threads, 0, seed + i, 0}, &text);
         report[text.copy(report, report_bytes - 1)] = 0;
     }
     return status;
+}
+
+MEGAMOE_HOST_EXPORT int quantize(const megamoe::QuantizeWeightsArgs* args, const unsigned* grid,
+                                 uint64_t seed, char* report, size_t report_bytes) {
+    return run<megamoe::QuantizeWeightsArgs, megamoe::quantize_weights>(args, grid, seed, report,
+                                                                        report_bytes);
+}
+
+MEGAMOE_HOST_EXPORT int quantize_rows(const megamoe::QuantizeRowsArgs* args, const unsigned* grid,
+                                      uint64_t seed, char* report, size_t report_bytes) {
+    return run<megamoe::QuantizeRowsArgs, megamoe::quantize_rows>(args, grid, seed, report, report_bytes);
 }

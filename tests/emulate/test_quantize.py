@@ -1,4 +1,4 @@
-"""The kernel that quantizes weights, on fibers: the bits of the formula in torch, and nothing written beside them."""
+"""The kernels that quantize weights and rows, on fibers: the bits of the formula in torch, and nothing beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.formats.quantization import quantize_blockwise, transpose_blocks
+from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
 from megamoe.jit import host, quantize
 from megamoe.testing.compare import same_bits
 from megamoe.testing.layouts import apart, interleaved, with_gaps
@@ -21,20 +21,31 @@ GUARD, UNTOUCHED = 64, 0xA5  # bytes behind each output, and what all of them ho
 @pytest.fixture(scope="module")
 def kernel() -> Any:
     source = Path(__file__).with_name("quantize_test.cpp").read_text()
-    return ctypes.CDLL(str(host.build_source(source, ("-Wall", "-Wextra", "-Werror")))).quantize
+    return ctypes.CDLL(str(host.build_source(source, ("-Wall", "-Wextra", "-Werror"))))
 
 
 def run(kernel: Any, w: Tensor, planes: int, expected: list[Tensor], seed: int) -> list[Tensor]:
     """Return what the kernel makes of w: [L, P*I, H] or [L, P, I, H], as many tensors as are expected."""
-    raw = [torch.full((t.nbytes + GUARD,), UNTOUCHED, dtype=torch.uint8) for t in expected]
-    outs = [r[:-GUARD].view(t.dtype).view(t.shape) for r, t in zip(raw, expected, strict=True)]
     by_plane = quantize.by_plane(w, planes)
     num, _, rows, columns = by_plane.shape
     grid = (ctypes.c_uint * 3)(-(-columns // 128), planes * -(-rows // 128), num)
-    places = [t.data_ptr() for t in (w, *outs)] + [0] * (4 - len(outs))
-    args = quantize._Args(*places, planes, rows, columns, *by_plane.stride()[:3])
+    sizes = planes, rows, columns, *by_plane.stride()[:3]
+
+    def args_of(*places: int) -> Any:
+        return quantize._Args(w.data_ptr(), *places, *[0] * (4 - len(places)), *sizes)
+
+    return launched(kernel.quantize, args_of, grid, expected, seed)
+
+
+def launched(
+    entry: Any, args_of: Any, grid: Any, expected: list[Tensor], seed: int
+) -> list[Tensor]:
+    """Return what a kernel writes to places like `expected`, and to nothing beside them."""
+    raw = [torch.full((t.nbytes + GUARD,), UNTOUCHED, dtype=torch.uint8) for t in expected]
+    outs = [r[:-GUARD].view(t.dtype).view(t.shape) for r, t in zip(raw, expected, strict=True)]
+    args = args_of(*(t.data_ptr() for t in outs))
     report = ctypes.create_string_buffer(1 << 12)
-    status = kernel(
+    status = entry(
         ctypes.byref(args), grid, ctypes.c_uint64(seed), report, ctypes.c_size_t(1 << 12)
     )
     assert status == 0, report.value.decode()
@@ -95,3 +106,20 @@ def test_nan_stays_where_it_is(kernel: Any) -> None:
     assert same_bits(scale, clean[1])
     clean[0].view(torch.uint8)[0, 130, 131] = q.view(torch.uint8)[0, 130, 131]
     assert same_bits(q, clean[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (37, 272), (5, 8), (3, 1032)])
+def test_rows_have_the_bits_of_the_formula(kernel: Any, shape: tuple[int, ...]) -> None:
+    x = weights(1, *shape)[0].clone()
+    x[-1, -1] = torch.nan
+    rows, columns = shape
+    grid = (ctypes.c_uint * 3)(-(-rows * -(-columns // 128) // 16), 1, 1)
+    expected = list(quantize_rows(x.nan_to_num(0.0)))
+    q = quantize_rows(x)[0].view(torch.uint8)[-1, -1]
+
+    def args_of(*places: int) -> Any:
+        return quantize._RowsArgs(x.data_ptr(), *places, rows, columns)
+
+    found = launched(kernel.quantize_rows, args_of, grid, expected, 3)
+    expected[0].view(torch.uint8)[-1, -1] = q
+    assert all(map(same_bits, found, expected))

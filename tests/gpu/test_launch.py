@@ -12,6 +12,7 @@ from megamoe.core.errors import ConfigError
 from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.jit import quantize
 from megamoe.jit.quantize import quantize_weights
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
@@ -39,6 +40,16 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
         assert torch.equal(again[1], scale)
         assert torch.equal(turned[0].view(torch.uint8), expected[0].view(torch.uint8))
         assert torch.equal(turned[1], expected[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (300, 272), (8192, 7168), (0, 256)])
+def test_quantized_rows_have_torchs_bits(shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).bfloat16()
+    x[:1, :16] = 0
+    x[-1:] *= 1e-30
+    for found, expected in zip(quantize.quantize_rows(x), quantize_rows(x), strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("change", [interleaved, apart, with_gaps])

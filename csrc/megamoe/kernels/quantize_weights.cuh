@@ -1,7 +1,7 @@
 // bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the transposes of
 // both, in one pass over memory. [L, P * I, H]; blocks restart at each of the P planes, so the last block of
 // a plane may be ragged. One CTA a block. Same formula as everywhere (docs/numerics.md), so the bits equal
-// those of megamoe/formats/quantization.py.
+// those of megamoe/formats/quantization.py. Below, bf16 rows -> e4m3 and a scale per 1 x 128 group.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
 
@@ -17,7 +17,15 @@ struct QuantizeWeightsArgs {
     int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
 };
 
-constexpr int quantize_threads = 256;  // each has 8 rows x 8 columns of the block
+struct QuantizeRowsArgs {
+    const void* x;      // [M, H] bf16
+    void* q;            // [M, H] e4m3
+    float* scale;       // [M, ceil(H/128)]
+    int rows, columns;  // M, H; H a multiple of 8
+};
+
+constexpr int quantize_threads =
+    256;  // each has 8 rows x 8 columns of the block; of rows 8 columns of a group
 constexpr int quantize_edge = 8;
 
 struct alignas(16) Bf16x8 {
@@ -124,6 +132,30 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         *reinterpret_cast<Bf16x8*>(static_cast<uint8_t*>(args.turned) +
                                    at) = {{first.quads[0], first.quads[1], second.quads[0], second.quads[1]}};
     }
+}
+
+// gridDim.x: ceil(M * ceil(H/128) / 16), since 16 threads have a group
+MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
+    constexpr int edge = quantize_edge, lanes = scale_group / edge;
+    int thread = static_cast<int>(threadIdx.x), groups = ceil_div(args.columns, scale_group);
+    int64_t index = static_cast<int64_t>(blockIdx.x) * (quantize_threads / lanes) + thread / lanes;
+    int64_t row = index / groups;
+    int column = static_cast<int>(index % groups) * scale_group + thread % lanes * edge;
+    bool is_inside = row < args.rows && column < args.columns;
+    int64_t at = row * args.columns + column;
+
+    Bf16x8 v =
+        is_inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + at) : Bf16x8{};
+    E4m3Group group;
+    MEGAMOE_UNROLL
+    for (uint32_t pair : v.pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
+    group.join_lanes<lanes>();
+    if (!is_inside) return;
+    float inverse = group.inverse();
+    E4m3x8 out = {
+        {e4m3_of_bf16(v.pairs[0], v.pairs[1], inverse), e4m3_of_bf16(v.pairs[2], v.pairs[3], inverse)}};
+    *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
+    if (thread % lanes == 0) args.scale[index] = group.scale();
 }
 
 }  // namespace megamoe
