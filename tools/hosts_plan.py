@@ -39,6 +39,12 @@ def main() -> int:
     add("--gb-s", type=float, default=Fabric.gb_s, help="of a rank's link, in each direction")
     add("--latency-us", type=float, default=Fabric.latency_us, help="of one exchange")
     add("--hbm-gb-s", type=float, default=Fabric.hbm_gb_s, help="of the GPUs' memory")
+    add(
+        "--host-us",
+        type=float,
+        default=Fabric.host_us,
+        help="of a call before its first row leaves",
+    )
     add("--groups", nargs=2, type=int, metavar=("OF", "TAKEN"), help="that routing is limited to")
     add("--sweep", type=Path, help="a CSV with launches that were measured")
     add("--plot", type=Path, help="a picture to write")

@@ -1,7 +1,9 @@
 """What a layer over N hosts takes: a model of the wire around the time of launches inside a host.
 
 A rank's wire carries d rows of each token out and back, d the other hosts that own one of its experts. It is one wire
-for both ways, as one communication stream is. Chunks go D0 D1 C0 D2 C1 ...; launches follow each other.
+for both ways, as one communication stream is. Chunks go D0 D1 C0 D2 C1 ...; launches follow each other. Around that is
+the glue: what the host does and the quantization before the first row leaves, a gathering of rows for each chunk beside
+its launch, and behind the last row one sum over hosts.
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ class Fabric:
     """Hosts of GPUs with a link each. gb_s, latency_us: of an exchange, a rank and direction.
 
     46 GB/s and 30 us are what NCCL was said to reach between two hosts of 8 H100 with 400 Gb/s (DeepEP, issue 3).
+    host_us: of a call, before its first row leaves: 60 operations of torch at 5 us, which --spin measures.
     """
 
     per_host: int = 8
     gb_s: float = 46.0
     latency_us: float = 30.0
     hbm_gb_s: float = 3000.0
+    host_us: float = 300.0
     sms_left: float = 124 / 132
 
     def wire_us(self, num_bytes: float) -> float:
@@ -55,6 +59,13 @@ def row_bytes(shape: Shape, precision: str) -> tuple[int, int]:
     scaled = PRECISIONS[precision].x.scaled
     x = shape.hidden + 4 * -(-shape.hidden // 128) if scaled else 2 * shape.hidden
     return x + 8 * shape.top_k, 2 * shape.hidden
+
+
+def glue_us(shape: Shape, precision: str, tokens: int, others: float, fabric: Fabric) -> float:
+    """Return the time of passes over memory that nothing hides: quantization, and the sum over hosts."""
+    x, y = row_bytes(shape, precision)
+    quantized = 2 * shape.hidden + x if PRECISIONS[precision].x.scaled else 0
+    return tokens * (quantized + (others + 2) * y) / fabric.hbm_gb_s / 1e3
 
 
 def launch_us(shape: Shape, precision: str, tokens: float, hosts: int, fabric: Fabric) -> float:
@@ -146,11 +157,12 @@ def predict(
         part = tokens / c
         if c > chunks[0] and part < LEAST_TOKENS:
             continue
-        copies = part * (d + 1) * (2 * x + 3 * y) / fabric.hbm_gb_s / 1e3  # packing, sums
+        gathered = part * (d + 1) * 2 * x / fabric.hbm_gb_s / 1e3
         beside = launch(part) if c == 1 else launch(part) / fabric.sms_left
         out, back = fabric.wire_us(part * d * x), fabric.wire_us(part * d * y)
-        found.append((pipeline_us(c, out, beside + copies, back), c))
+        found.append((pipeline_us(c, out, beside + gathered, back), c))
     best, c = min(found)
+    best += fabric.host_us + glue_us(shape, precision, tokens, d, fabric)
     matrices = 2 if shape.activation == "relu2" else 3
     held = shape.num_experts / fabric.per_host * matrices * shape.hidden * shape.intermediate * 2
     crossing = shape.top_k * (hosts - 1) / hosts * 2 * shape.hidden * tokens

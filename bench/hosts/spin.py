@@ -261,7 +261,7 @@ def _median(timer: Timer, name: str, timed: Callable[[Any], Any]) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all that is asked for; print a line each. Returns 1 where overlap is not what it should be."""
-    fabric = Fabric(args.per_host, args.gb_s, args.latency_us, args.hbm_gb_s)
+    fabric = Fabric(args.per_host, args.gb_s, args.latency_us, args.hbm_gb_s, args.host_us)
     print(header())
     print(f"# {fabric}; an engine that spins; one rank's experts; us of a forward pass")
     bad = 0

@@ -8,11 +8,11 @@ cut into chunks, of which one travels while another is computed. What the hosts 
 order, in fp32: same inputs, same bits.
 
 exact: rows travel that are needed, by counts, for which the host waits once a pass. static: every token travels to
-every host in slots of a fixed number, nothing waits, and a graph can capture it. Both compute the same rows in the
-same order.
+every host in slots of a fixed number, nothing waits, and a graph can capture it. Both compute the same rows and,
+where gradients are recorded, in the same order.
 
-Where the precision stores x as e4m3, x and dy travel as e4m3 with their scales: numbers that the kernel makes of bf16
-rows, so nothing is lost that was not before. y and dx travel in bf16.
+Where the precision stores x as e4m3, x and dy travel as e4m3, scales ahead of them: numbers that the kernel makes of
+bf16 rows, so nothing is lost that was not before. y and dx travel in bf16.
 """
 
 from __future__ import annotations
