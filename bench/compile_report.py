@@ -15,6 +15,7 @@ OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
 REQUIRED = {
     "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
     "fp8": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
+    "fp8_channel": ("QGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
     "bf16xmxfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
     "bf16xnvfp4": ("HGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),
     "fp8xmxfp4": ("QGMMA", "PRMT", "UTMALDG", "UTMASTG", "SYNCS"),

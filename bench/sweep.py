@@ -22,6 +22,7 @@ from megamoe.testing.shapes import Shape
 FLOPS_PER_SM_CLOCK = {
     "fp8": 8192,
     "bf16": 4096,
+    "fp8_channel": 8192,
     "fp8xmxfp4": 8192,
     "bf16xmxfp4": 4096,
     "bf16xnvfp4": 4096,

@@ -19,7 +19,9 @@ from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make
 from megamoe.testing.shapes import Shape
 
 # relative error of y; docs/numerics.md
-LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "bf16xmxfp4": 5e-3, "fp8xmxfp4": 1e-2, "bf16xnvfp4": 5e-3}
+LIMIT = {"bf16": 5e-3, "fp8": 1e-2, "fp8_channel": 2e-2} | {
+    "fp8xmxfp4": 1e-2, "bf16xmxfp4": 5e-3, "bf16xnvfp4": 5e-3
+}  # fmt: skip
 SMALL = Shape("soak", hidden=1024, intermediate=512, num_experts=32, top_k=4)
 BLOCK = 500  # calls between two looks at the device
 FEW_TOKENS = 64  # below, one rounding step of h weighs more: four times the limit

@@ -38,7 +38,6 @@ from megamoe.core.errors import (
     ProtocolTimeout,
     RankMismatch,
 )
-from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
@@ -150,7 +149,8 @@ class HostsBackend(Backend):
 
     @property
     def _groups(self) -> int:  # of a row's numbers that share a scale
-        return 0 if self._codec is None else -(-self.problem.hidden // SCALE_GROUP)
+        x, hidden = self.problem.formats.x, self.problem.hidden
+        return 0 if self._codec is None else x.scale_shape(1, hidden)[1]
 
     @cached_property
     def _numbers(self) -> _Numbers:
@@ -523,7 +523,7 @@ class HostsBackend(Backend):
         if self._codec is None:
             assert isinstance(x, Tensor)
             return x, None
-        q, scale = x if isinstance(x, QuantizedRows) else quantize_activations(x)
+        q, scale = x if isinstance(x, QuantizedRows) else quantize_activations(x, self.problem.formats.x)
         return q.view(torch.uint8), scale
 
     def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:

@@ -11,7 +11,8 @@ from math import inf
 
 import torch
 
-SCALE_GROUP = 128  # values along K that share a scale, in every format that has scales
+SCALE_GROUP = 128  # values along K that share a scale, where it is not all of a row
+WHOLE_ROW = 1 << 31  # columns of a block that is a row, however wide
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Format:
     def scaled(self) -> bool:
         """Whether scales stand beside the elements."""
         return self.scale_block is not None
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether a scale stands for all of a row."""
+        return self.scale_block is not None and self.scale_block[1] == WHOLE_ROW
 
     @property
     def bytes(self) -> int:
@@ -78,6 +84,8 @@ _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
 BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 E4M3_QUADS = replace(E4M3_ROWS, name="e4m3 1x128 by quads", cpp="E4m3Quad", by_quads=True)
+E4M3_TOKENS = Format("e4m3 by token", _E4M3, (1, WHOLE_ROW), _E4M3_MAX)
+E4M3_CHANNELS = Format("e4m3 by channel", _E4M3, (1, WHOLE_ROW), _E4M3_MAX)
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
 FP4_HEADER = 16  # bytes before a block's scales, see arrange_scales() of either format
@@ -139,6 +147,7 @@ PRECISIONS: dict[str, Precision] = {
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
         Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
+        Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
         Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS, trains=False),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
         Precision("bf16xnvfp4", x=BF16, w=NVFP4, h=BF16, trains=False),

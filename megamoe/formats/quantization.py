@@ -1,4 +1,4 @@
-"""Block quantization to FP8: activations in groups of 1x128, weights in blocks of 128x128.
+"""Quantization to FP8: activations in groups of 1x128 or by token, weights in blocks of 128x128 or by channel.
 
 The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
 q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly these two divisions.
@@ -18,8 +18,10 @@ from megamoe.core.planes import by_plane, rows_of
 from megamoe.core.table import (
     BF16,
     E4M3_BLOCKS,
+    E4M3_CHANNELS,
     E4M3_QUADS,
     E4M3_ROWS,
+    E4M3_TOKENS,
     MXFP4,
     NVFP4,
     SCALE_GROUP,
@@ -60,6 +62,45 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     """q: [..., K] e4m3, scale: [..., ceil(K/128)] -> [..., K] fp32."""
     return q.float() * scale.repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [..., K] -> (q [..., K] e4m3, scale [..., 1] fp32); a group is a row."""
+    return _quantize(x.float(), dims=(-1,))
+
+
+def dequantize_tokens(q: Tensor, scale: Tensor) -> Tensor:
+    """q: [..., K] e4m3, scale: [..., 1] -> [..., K] fp32."""
+    return q.float() * scale
+
+
+def quantize_channels(
+    w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize weights by output channel, which is a row: of whichever plane.
+
+    w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32).
+    out: (q, scale) to write into.
+    """
+    num, height, width = stored_shape(w)
+    if out is None:
+        q = torch.empty((num, height, width), dtype=E4M3, device=w.device)
+        scale = torch.empty((num, height, 1), dtype=torch.float32, device=w.device)
+    else:
+        q, scale = out
+    for expert in range(num):  # one by one: the fp32 copy of all experts would be large
+        q[expert], scale[expert] = quantize_tokens(rows_of(w[expert].detach()))
+    return q, scale
+
+
+def dequantize_channels(
+    q: Tensor, scale: Tensor, planes: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Invert quantize_channels: -> [L, P*I, K], computed in fp32, rounded to `dtype`."""
+    out = torch.empty(stored_shape(q), dtype=dtype, device=q.device)
+    for expert in range(len(q)):
+        out[expert] = dequantize_tokens(rows_of(q[expert]), scale[expert])
+    return out
 
 
 def _pad_planes(w: Tensor, planes: int) -> Tensor:
@@ -148,6 +189,8 @@ _CODECS: dict[Format, Codec | None] = {
     BF16: None,
     E4M3_ROWS: Codec(quantize_rows, dequantize_rows),
     E4M3_QUADS: Codec(quantize_rows, dequantize_rows),
+    E4M3_TOKENS: Codec(quantize_tokens, dequantize_tokens),
+    E4M3_CHANNELS: Codec(quantize_channels, dequantize_channels),
     E4M3_BLOCKS: Codec(quantize_blockwise, dequantize_blockwise),
     MXFP4: Codec(quantize_mxfp4, dequantize_mxfp4),
     NVFP4: Codec(quantize_nvfp4, dequantize_nvfp4),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @final
 class QuantizedRows(NamedTuple):
-    """q: [T, H] e4m3, or its bytes. scale: [T, ceil(H/128)] fp32, any numbers; value = q * scale."""
+    """q: [T, H] e4m3, or its bytes. scale: [T, S] fp32, any numbers, S as the precision has it; value = q * scale."""
 
     q: Tensor
     scale: Tensor

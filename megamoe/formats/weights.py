@@ -24,6 +24,7 @@ class ExpertWeights:
     w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
     w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
     b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
+    Scales by channel, of precision "fp8_channel": w13_scale [L, P*I, 1], w2_scale [L, H, 1].
     MXFP4 and NVFP4, which quantized() makes of bf16, and from_mxfp4() and from_nvfp4() of checkpoints, with planes
     apart: w13 [L, P*I, H/2] and w2 [L, H, I/2] uint8, w13_scale [L, P*ceil(I/128), ceil(H/128), S] and w2_scale
     [L, ceil(H/128), ceil(I/128), S] uint8, S = 528 or, in NVFP4, 1040.

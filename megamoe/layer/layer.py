@@ -167,8 +167,8 @@ class Layer(Opened, Placed):
         num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
             of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
         out: like y, to write y into; not while gradients are recorded.
-        x_scale: [..., ceil(H/128)] fp32 of an x that was quantized before, in e4m3 and groups of 128 along H, where the
-            precision stores it so; not while gradients are recorded. Ranks need not agree on that.
+        x_scale: [..., ceil(H/128)] fp32 of an x that was quantized before, in e4m3 and groups of 128 along H,
+            or [..., 1] by token, as the precision has it; not while gradients are recorded. Ranks need not agree.
         Raises ArgumentError for tensors that do not fit the problem, on all ranks.
         """
         return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.core.table import E4M3_BLOCKS, MXFP4, NVFP4, Format
+from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.layer.experts import is_fsdp
@@ -37,7 +37,8 @@ class MegaMoE(PlacedModule):
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
     group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
         the ranks of each. None or "alone": this rank holds all.
-    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
+    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8_channel" (e4m3
+        with scales by token and output channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
         or NVFP4 weights beside e4m3 or bf16 rows). bf16 masters are quantized once per version.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
@@ -250,12 +251,14 @@ class MegaMoE(PlacedModule):
     def load_fp8_weights(
         self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
     ) -> None:
-        """Take FP8 weights in place of bf16 masters: e4m3 with an fp32 scale per 128x128 block.
+        """Take FP8 weights in place of bf16 masters: e4m3 with an fp32 scale per 128x128 block, or by channel.
 
         Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
         its input, its routing weights and its biases only. The tensors are kept, not copied.
         """
-        self._take(E4M3_BLOCKS, dict(zip(QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
+        by_channel = self.problem.formats.w == E4M3_CHANNELS
+        stored = E4M3_CHANNELS if by_channel else E4M3_BLOCKS
+        self._take(stored, dict(zip(QUANTIZED, (w13, w2, w13_scale, w2_scale), strict=True)))
 
     @torch.no_grad()
     def load_mxfp4_weights(self, weights: ExpertWeights) -> None:

@@ -83,7 +83,7 @@ def scales_of(x: Tensor, x_scale: Tensor | None) -> Tensor | None:
     check_kind("x_scale", x_scale)
     check_memory("x_scale", x_scale)
     if x_scale.shape[:-1] != x.shape[:-1] or not x_scale.dim():
-        expected = f"{list(x.shape[:-1])} + [ceil(H/128)], the leading sizes of x"
+        expected = f"{list(x.shape[:-1])} + [S], the leading sizes of x"
         raise ArgumentError("x_scale.shape", list(x_scale.shape), expected)
     return x_scale.contiguous()
 

@@ -120,6 +120,8 @@ class SharedExperts:
         for name, value in whole.named().items():
             if name in ("w13", "w13_scale", "b13"):
                 made[name] = value.unflatten(0, (planes, n, -1)).transpose(0, 1).flatten(1, 2)
+            elif name == "w2_scale" and self.problem.formats.w.whole_rows:
+                made[name] = value.repeat(n, 1, 1)  # that of each part, too
             elif name in ("w2", "w2_scale"):
                 made[name] = value.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
         if self.problem.bias:
@@ -135,13 +137,16 @@ class SharedExperts:
         """Return name -> (shape, dtype) of what parts() is given."""
         n, width = self.count, self.problem.intermediate
         of_part = replace(self._stored(whole), ep_size=1, rank=0, num_experts=1)
-        if of_part.formats.w.scaled and n > 1 and width % SCALE_GROUP:
+        stored = of_part.formats.w
+        if stored.scaled and not stored.whole_rows and n > 1 and width % SCALE_GROUP:
             found = f"of parts of {width}, which end within a block of scales"
             raise ArgumentError("shared.w13", found, "bf16 masters")
         expected = {}
         for name, ((_, rows, *rest), dtype) in expected_weights(of_part).items():
             if name in ("w13", "w13_scale", "b13"):
                 shape = (n * rows, *rest)
+            elif name == "w2_scale" and stored.whole_rows:
+                shape = (rows, *rest)
             else:
                 shape = (rows, *(n * columns for columns in rest[:1]), *rest[1:])
             if getattr(whole, name) is not None or not name.startswith("b"):

@@ -1,4 +1,4 @@
-"""Quantize to e4m3 with an fp32 scale per 1x128 (activations) or 128x128 (weights), and read MXFP4 and NVFP4."""
+"""Quantize to e4m3 with an fp32 scale per 1x128, row (activations) or 128x128 (weights); read other weights."""
 
 from __future__ import annotations
 
@@ -32,6 +32,24 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     """Invert quantize_rows: -> [M, K] fp32."""
     group = torch.arange(q.shape[1], device=q.device) // GROUP
     return q.float() * scale[:, group]
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [M, K] -> (q [M, K] e4m3, scale [M, 1] fp32), row by row."""
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    limit = torch.tensor(448.0, device=x.device)
+    for m in range(x.shape[0]):
+        v = x[m].float()
+        amax = v.abs().max().clamp(min=1e-10)
+        scale[m, 0] = amax / limit
+        q[m] = (v * (limit / amax)).clamp(-448.0, 448.0).to(q.dtype)
+    return q, scale
+
+
+def dequantize_tokens(q: Tensor, scale: Tensor) -> Tensor:
+    """Invert quantize_tokens: -> [M, K] fp32."""
+    return q.float() * scale
 
 
 def quantize_blocks(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
@@ -72,6 +90,11 @@ def dequantize_block(q: Tensor, scale: Tensor, planes: int) -> Tensor:
     return q.float() * scale[n][:, k]
 
 
+def dequantize_channels(q: Tensor, scale: Tensor, planes: int) -> Tensor:
+    """q: [P*I, K] of one expert, scale: [P*I, 1] -> fp32; planes are rows like others."""
+    return q.float() * scale
+
+
 HEADER = 16  # bytes before a block's scales
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -108,11 +131,13 @@ _E4M3_ROWS = quantize_rows, dequantize_rows
 ROWS: dict[str, Any] = {
     "bf16": None,
     "e4m3 1x128": _E4M3_ROWS,
+    "e4m3 by token": (quantize_tokens, dequantize_tokens),
     "e4m3 1x128 by quads": _E4M3_ROWS,  # the kernel's own order: no number is another
 }
 BLOCKS: dict[str, Any] = {
     "bf16": None,
     "e4m3 128x128": dequantize_block,
+    "e4m3 by channel": dequantize_channels,
     "mxfp4": dequantize_mxfp4,
     "nvfp4": dequantize_nvfp4,
 }

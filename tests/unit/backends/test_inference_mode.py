@@ -35,7 +35,9 @@ def test_a_layer_trains_behind_it(backend, precision):
 
 
 @pytest.mark.parametrize("first", ["call", "prepare"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"])
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"]
+)
 def test_copies_follow_new_weights(precision, first):
     sizes = {"max_tokens": 32, "backend": "staged", "precision": precision, "init_seed": 1}
     layer, fresh = (megamoe.MegaMoE(64, 32, 5, 2, **sizes).requires_grad_(False) for _ in range(2))

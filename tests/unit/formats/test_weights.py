@@ -12,9 +12,13 @@ from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import (
     dequantize_blockwise,
+    dequantize_channels,
     dequantize_rows,
+    dequantize_tokens,
     quantize_blockwise,
+    quantize_channels,
     quantize_rows,
+    quantize_tokens,
 )
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch.cache import QuantizedCache
@@ -39,6 +43,31 @@ def test_rows_agree_with_the_oracle_bit_for_bit(seed, width, size):
     assert same_bits(q, q_oracle)
     assert torch.equal(scale, scale_oracle)
     assert torch.equal(dequantize_rows(q, scale), quant.dequantize_rows(q, scale))
+
+
+@pytest.mark.parametrize(("width", "size"), [(16, 1e-12), (144, 1), (400, 1e4)])
+def test_tokens_and_channels_agree_with_the_oracle_bit_for_bit(width, size):
+    """A row has one scale, that of its largest value, whichever plane it is of."""
+    x = (torch.randn(10, width) * size).bfloat16()
+    x[3] *= 100
+    q, scale = quantize_tokens(x)
+    assert scale.shape == (10, 1)
+    q_oracle, scale_oracle = quant.quantize_tokens(x)
+    assert same_bits(q, q_oracle)
+    assert torch.equal(scale, scale_oracle)
+    assert torch.equal(dequantize_tokens(q, scale), quant.dequantize_tokens(q, scale))
+    w = x.view(2, 5, width).transpose(1, 2).contiguous().transpose(1, 2)  # of any strides
+    out = torch.empty(2, 5, width, dtype=E4M3), torch.empty(2, 5, 1)
+    for planes, split in ((1, w), (5, w.unflatten(1, (5, 1)))):
+        made = quantize_channels(split, planes, out if planes == 1 else None)
+        assert same_bits(made[0].flatten(0, 1), q)
+        assert torch.equal(made[1].flatten(0, 1), scale)
+    assert made[0].data_ptr() != out[0].data_ptr()
+    dense = dequantize_channels(*out, 1, torch.bfloat16)
+    for expert in range(2):
+        of_expert = out[0][expert], out[1][expert]
+        assert torch.equal(dense[expert], quant.dequantize_channels(*of_expert, 1).bfloat16())
+    assert_close(dense.float(), w.float(), relative=0.05 if size > 1e-9 else 1)
 
 
 def test_rows_edge_values():
@@ -93,7 +122,7 @@ def test_blocks_restart_at_each_plane(planes, rows, width):
 PROBLEM = Problem(48, 32, 3, 2, precision="fp8", bias=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 def test_valid_weights_pass(precision):
     problem = replace(PROBLEM, precision=precision)
     make_weights(problem).validate(problem)
@@ -119,7 +148,7 @@ def test_invalid_weights_are_named(change, message):
         replace(make_weights(PROBLEM), **change).validate(PROBLEM)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16xmxfp4", "bf16xnvfp4"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_channel", "bf16xmxfp4", "bf16xnvfp4"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_planes_of_another_number_are_not_quantized_away(precision, activation):
     """Copies are [L, P*I, H], with scales of equal shapes where 128 divides rows: layers would take them."""
@@ -149,6 +178,13 @@ def test_blocks_of_unsplit_rows_are_seen_where_the_problem_is_given():
     w = ExpertWeights(torch.randn(2, 224, 128).bfloat16(), torch.randn(2, 128, 112).bfloat16())
     with pytest.raises(ArgumentError, match=r"weights.w13.shape is \[2, 224, 128\]"):
         w.quantized(replace(gated, activation=ACTIVATIONS["relu2"]))
+
+
+def test_scales_of_blocks_are_none_of_channels():
+    problem = replace(PROBLEM, precision="fp8_channel")
+    expected = r"weights.w13_scale.shape is \[3, 2, 1\], expected \[3, 64, 1\]"
+    with pytest.raises(ArgumentError, match=expected):
+        make_weights(PROBLEM).validate(problem)
 
 
 def test_superfluous_weights_are_named():

@@ -13,7 +13,7 @@ from megamoe.testing import launch
 
 SIZES = {"hidden": 32, "intermediate": 32, "num_experts": 3, "top_k": 2, "max_tokens": 8}
 OTHERS = {"bias": True, "activation": "swiglu_oai"}
-MASTERS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
+MASTERS = ("bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 
 
 def make(precision, seed=1, backend="staged", group=None):
@@ -132,7 +132,7 @@ def taking(precision, values):
     """Return a layer without masters, of these weights."""
     layer = make(precision, 2)
     given = quantized(layer, precision, values)
-    if precision == "fp8":
+    if precision in ("fp8", "fp8_channel"):
         layer.load_fp8_weights(*(given[n].clone() for n in ("w13", "w2", "w13_scale", "w2_scale")))
         copied(layer, {n: given.get(n, p) for n, p in layer.named_parameters()})
     elif precision == "bf16xnvfp4":
@@ -143,7 +143,9 @@ def taking(precision, values):
 
 
 @pytest.mark.parametrize("way", ["copy_", "uncounted", "load_state_dict", "load again"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"])
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"]
+)
 def test_given_numbers_and_scales(precision, way):
     """They are read in place: nothing to invalidate."""
     masters = make(precision)

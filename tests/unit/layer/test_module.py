@@ -201,12 +201,14 @@ def test_casting_the_model_keeps_the_layer_working():
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "float", "double"])
-@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"])
+@pytest.mark.parametrize(
+    "precision", ["fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4"]
+)
 def test_casting_leaves_quantized_weights_as_they_are(precision, cast):
     """As of torchao's tensors, and of integers: their scales hold for these bits only."""
     layer = make(hidden=64, precision=precision)
     given = make_weights(layer.problem)
-    if precision == "fp8":
+    if precision in ("fp8", "fp8_channel"):
         layer.load_fp8_weights(given.w13, given.w2, given.w13_scale, given.w2_scale)
     elif precision.endswith("mxfp4"):
         layer.load_mxfp4_weights(given)
