@@ -15,7 +15,7 @@ from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.timing import Contender
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.formats.quantization import quantize_rows
+from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.functional import make_backend
@@ -121,7 +121,8 @@ class TimedLayer:
         name = self.entry.backend
         if self.infers:
             quantized = self.entry.direction == E4M3_FORWARD
-            x = QuantizedRows(*quantize_rows(drawn.x)) if quantized else drawn.x
+            formulas = codec(self.problem.formats.x) if quantized else None
+            x = QuantizedRows(*formulas.quantize(drawn.x)) if formulas else drawn.x
             call = Call(x, drawn.topk_ids, drawn.topk_weights, self.weights())
             found = Contender(name, lambda _: self.backend.forward(call))
         elif self.entry.direction == "quantize":

@@ -149,6 +149,13 @@ struct Store {
     std::vector<uint8_t> data;              // empty until the source was read
 };
 
+// An asynchronous copy of 16 bytes into shared memory by one thread, which lands when that waits.
+struct Copy {
+    Fiber* owner;
+    uint8_t* destination;
+    const void* source;  // null: zeros
+};
+
 struct Cta {
     const void* arguments = nullptr;  // of its rank, for the kernel
     int rank = 0, block = 0, num_ctas = 0, threads = 0;
@@ -162,6 +169,7 @@ struct Cta {
     NamedBarrier cluster;                  // used in the cluster's first CTA
     std::vector<MbarrierQueue> mbarriers;  // those with waiters
     std::vector<Store> stores;
+    std::vector<Copy> copies;
     int loads_in_flight = 0;
 
     // CTAs 2i and 2i + 1 of a rank are a cluster; all CTAs of a launch lie in one array.

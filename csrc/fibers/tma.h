@@ -254,6 +254,25 @@ inline void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, uint64_t* 
     issue(Load{&cta, static_cast<uint8_t*>(s_dst), bar, nullptr, g_src, {}, bytes, 0, {}}, "bulk_load");
 }
 
+inline void copy_async(void* s_dst, const void* g_src, bool exists) {
+    machine.preemption_point();
+    check_shared(*current->cta, s_dst, 16, 16, "copy_async");
+    if (reinterpret_cast<uintptr_t>(g_src) % 16)
+        machine.fail("copy_async: from %p, no multiple of 16", g_src);
+    memset(s_dst, poison, 16);
+    auto* destination = static_cast<uint8_t*>(s_dst);
+    current->cta->copies.push_back(Copy{current, destination, exists ? g_src : nullptr});
+}
+inline void copies_wait() {
+    machine.preemption_point();
+    std::erase_if(current->cta->copies, [](const Copy& copy) {
+        if (copy.owner != current) return false;
+        if (copy.source == nullptr) memset(copy.destination, 0, 16);
+        if (copy.source != nullptr) memcpy(copy.destination, copy.source, 16);
+        return true;
+    });
+}
+
 inline void tma_store_2d(const void* map, const void* s_src, int c0, int c1) {
     tensor_store(s_src, map, 2, {c0, c1, 0, 0}, false, "tma_store_2d");
 }

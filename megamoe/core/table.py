@@ -84,8 +84,8 @@ _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
 BF16 = Format("bf16", torch.bfloat16, cpp="Bf16")
 E4M3_ROWS = Format("e4m3 1x128", _E4M3, (1, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 E4M3_QUADS = replace(E4M3_ROWS, name="e4m3 1x128 by quads", cpp="E4m3Quad", by_quads=True)
-E4M3_TOKENS = Format("e4m3 by token", _E4M3, (1, WHOLE_ROW), _E4M3_MAX)
-E4M3_CHANNELS = Format("e4m3 by channel", _E4M3, (1, WHOLE_ROW), _E4M3_MAX)
+E4M3_TOKENS = Format("e4m3 by token", _E4M3, (1, WHOLE_ROW), _E4M3_MAX, cpp="E4m3Token")
+E4M3_CHANNELS = Format("e4m3 by channel", _E4M3, (1, WHOLE_ROW), _E4M3_MAX, cpp="E4m3Channel")
 E4M3_BLOCKS = Format("e4m3 128x128", _E4M3, (SCALE_GROUP, SCALE_GROUP), _E4M3_MAX, cpp="E4m3")
 MXFP4_GROUP = 32  # values along K that share a power of two, by the OCP MX specification
 FP4_HEADER = 16  # bytes before a block's scales, see arrange_scales() of either format

@@ -52,6 +52,7 @@ class Rule:
 RULES = (
     Rule("bf16", 4000, 0, Meet()),
     Rule("fp8", 4000, 40 << 20, Meet()),
+    Rule("fp8_channel", 4000, 40 << 20, Meet()),
 )
 
 # For measurements: unless it is None, it takes the place of the rules. With mean_rows 0 no pair meets.

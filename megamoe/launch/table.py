@@ -218,7 +218,8 @@ def weight_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
         if base % 16:
             raise ArgumentError("weights", hex(base), "16-byte aligned storage")
         b_scale = address_of(scale)
-        if stored.block_scales > 1 and b_scale % 16:
+        by_vectors = stored.block_scales > 1 or stored.whole_rows
+        if by_vectors and b_scale % 16:
             raise ArgumentError("weights' scales", hex(b_scale), "16-byte aligned storage")
         b = Map(base, (width, height, w_planes, max(local, 1)), strides, (inner, HALF, 1, 1), size)
         found.append(Row(gemm, b=b, b_scale=b_scale, bias=address_of(bias)))

@@ -35,7 +35,8 @@ from megamoe.testing.layouts import LAYOUTS
 # Relative Frobenius error to the reference with the kernel's roundings. What remains are fp32 sums in another order,
 # which now and then round to the neighbouring bf16 or e4m3 value. Where there are so few elements that two such steps
 # are more than this, the limit is those two steps (megamoe/testing/intermediates.py).
-TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3}
+TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3, "fp8_channel": 4e-3}
+PRECISIONS = list(TOLERANCE)
 
 
 def inputs_of(
@@ -87,7 +88,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         top_k=draw(st.integers(1, 5)),
         ep_size=ep_size,
         max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
-        precision=draw(st.sampled_from(["bf16", "fp8"])),
+        precision=draw(st.sampled_from(PRECISIONS)),
         activation=draw(st.sampled_from(list(ACTIVATIONS))),
         bias=draw(st.booleans()),
     )
@@ -115,7 +116,7 @@ def test_any_shape(case: dict[str, Any]) -> None:
     check(emulation, case["tokens"], **options)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_every_variant_through_several_launches(precision: str, activation: str) -> None:
     problem = Problem(
@@ -136,7 +137,7 @@ def test_every_variant_through_several_launches(precision: str, activation: str)
         check(emulation, tokens, routing=routing, seed=seed)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_several_passes(precision: str) -> None:
     """A pool of the least size makes many passes; later launches reuse it."""
     problem = Problem(144, 80, 4, 4, ep_size=2, max_tokens=200, precision=precision)
@@ -156,7 +157,7 @@ def test_a_pass_waits_for_the_last_one(precision: str, seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
     problem = Problem(272, 272, 6, 4, ep_size=2, max_tokens=130, precision=precision, bias=True)
     inputs, weights = inputs_of(problem, [130, 57])
@@ -185,7 +186,7 @@ def test_bits_do_not_depend_on_anything_but_the_inputs(precision: str) -> None:
             )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_rows_of_few_tokens_move_in_slices(precision: str) -> None:
     """By as many warps as there are: 2 CTAs pull whole rows, 16 pull slices; sums are in slices, one not full."""
     problem = Problem(2320, 80, 4, 3, ep_size=2, max_tokens=40, precision=precision)

@@ -13,7 +13,7 @@ from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
 
-PRECISIONS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
+PRECISIONS = ("bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 SIZES = {"hidden": 1024, "intermediate": 640, "num_experts": 17, "top_k": 4, "max_tokens": 2000}
 WATCHED = 40
 MEGA = ("mega", "cuda", SIZES)

@@ -30,7 +30,7 @@ struct PassPlan {
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
 // movers. What a mover's thread remembers while it sums rows is here, because the loads that it keeps in
 // flight take the registers. Each struct has an odd number of words, so that a warp's accesses meet no bank
-// conflicts.
+// conflicts. Those of math warps hold their tiles' column scales before (epilogue/column_scales.cuh).
 struct ReducerState {
     int32_t row;       // the lot's first; no lot: negative
     int32_t block;     // the last that has a row of the lot's closers
@@ -85,7 +85,7 @@ struct RoutingSmem {
     int32_t padding_before[max_local_experts];
 };
 
-struct MoverSmem {
+struct alignas(16) MoverSmem {
     ReducerState reducer[num_movers * 32];
     CombinerState combiner[num_movers * 32];
     SumJob job[num_movers];

@@ -17,6 +17,7 @@
 // when unrolled.
 #pragma once
 #include "megamoe/cta/blocks.cuh"
+#include "megamoe/epilogue/column_scales.cuh"
 #include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/format.h"
 #include "megamoe/formats/fragment.cuh"
@@ -128,6 +129,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     Fragment f;
     bool first = same<E1, E2> || tile.gemm == GemmId::gemm1;
     const auto& gemm = gemm_of<T>(args, tile.gemm);
+    if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::multiply(ctx, sum, f);
     add_bias<T>(tile, sum, gemm.bias, gemm.n, f);
     if (first) {
         if constexpr (E1::saves) write_halves<Bf16Rows, T>(ctx, tile, 2, output, sum, Fragment());

@@ -9,6 +9,7 @@ struct Bf16Rows {
     static constexpr int element_bytes = 2;
     static constexpr bool scaled = false;
     static MEGAMOE_DEVICE int row_bytes(int columns) { return columns * element_bytes; }
+    static MEGAMOE_DEVICE int num_scales(int) { return 0; }
 
     // One half as bf16: two chunks of 64 columns.
     template <class Output, int n>
@@ -32,7 +33,7 @@ struct Bf16Rows {
 struct Bf16Weights {
     using Element = bf16_t;
     static constexpr int element_bytes = 2, packed = 1;
-    static constexpr bool scaled = false, k_major = true;
+    static constexpr bool scaled = false, column_scales = false, k_major = true;
     static constexpr int slot_scale_bytes = 0;
 
     struct Scales {

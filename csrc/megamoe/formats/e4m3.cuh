@@ -1,6 +1,7 @@
 // e4m3 with fp32 scales: rows have one per 128 columns, weights one per 128 x 128 (along K: a pipeline
-// slot).
+// slot); or tokens one a row, and weights one a channel, which is a column of N.
 #pragma once
+#include "megamoe/formats/bf16.cuh"
 #include "megamoe/formats/e4m3_group.cuh"
 #include "megamoe/formats/fragment.cuh"
 
@@ -23,8 +24,9 @@ struct E4m3RowsIn {
     using Words = Words_;
     using Element = e4m3_t;
     static constexpr int element_bytes = 1;
-    static constexpr bool scaled = true;
+    static constexpr bool scaled = true, whole_rows = false;
     static MEGAMOE_DEVICE int row_bytes(int columns) { return Words::row_bytes(columns); }
+    static MEGAMOE_DEVICE int num_scales(int columns) { return ceil_div(columns, scale_group); }
 
     // Eight columns of bf16 a lane, from `column` of a row on, so that 16 lanes hold one group of 128
     // (docs/numerics.md): the row's words, and by the first lane of a group its scale. `columns`: of the row.
@@ -88,6 +90,16 @@ struct E4m3RowsIn {
 };
 using E4m3Rows = E4m3RowsIn<PlainWords>;
 
+// Of x alone: a tile of gemm1 has 128 columns of h, and knows no largest of a row.
+struct E4m3TokenRows {
+    using Words = PlainWords;
+    using Element = e4m3_t;
+    static constexpr int element_bytes = 1;
+    static constexpr bool scaled = true, whole_rows = true;
+    static MEGAMOE_DEVICE int row_bytes(int columns) { return columns; }
+    static MEGAMOE_DEVICE int num_scales(int) { return 1; }
+};
+
 // Where the scales of a tile's halves lie, in rows of blocks of 128 x 128. A half past the last column has no
 // scales and takes the first half's, since its products are zero.
 struct ScaleRows {
@@ -106,7 +118,7 @@ struct ScaleRows {
 struct E4m3Weights {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1, packed = 1;
-    static constexpr bool scaled = true, k_major = true;
+    static constexpr bool scaled = true, column_scales = false, k_major = true;
     static constexpr int slot_scale_bytes = 0;
 
     // One float a pipeline slot and half.
@@ -134,6 +146,13 @@ struct E4m3Weights {
         int to_half1_;
         float scale_[2];
     };
+};
+
+// No slot brings a scale, as with bf16.
+struct E4m3ChannelWeights : Bf16Weights {
+    using Element = e4m3_t;
+    static constexpr int element_bytes = 1;
+    static constexpr bool column_scales = true;
 };
 
 }  // namespace megamoe

@@ -1,11 +1,12 @@
 // Formats: how the numbers of x, of the weights and of h are stored, each by itself. A format is a type; a
 // precision names three; megamoe/core/table.py has the table.
 //
-//   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: one fp32 scale a row and
-//                    128 columns stands beside them, and quantize() makes it of eight columns a lane;
-//                    write_half(output, sums, row_scale, f): a half of a tile -> output slots of 128 bytes a
-//                    row
-//   weights          Element, element_bytes; packed: numbers in an element of the map; scaled;
+//   rows (x and h)   Element, element_bytes; row_bytes(columns) in memory; scaled: fp32 scales stand beside
+//                    them, num_scales(columns) a row, one for each 128 columns or (whole_rows) for all;
+//                    quantize() makes one of eight columns a lane; write_half(output, sums, row_scale, f): a
+//                    half of a tile -> output slots of 128 bytes a row
+//   weights          Element, element_bytes; packed: numbers in an element of the map; scaled: in each slot;
+//                    column_scales: one for each column of N, in the epilogue (epilogue/column_scales.cuh);
 //                    slot_scale_bytes that come with them, where MMAs do not read them as they arrive
 //                    (gemm/forms.cuh); k_major, or as rows of N for each k; Scales(scales, n, columns, tile,
 //                    halves): fetch() reads what the next pipeline slot needs, put(slot) hands it to the math

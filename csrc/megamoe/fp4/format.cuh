@@ -87,6 +87,7 @@ template <int group_, bool scales_sums_>
 struct Fp4Weights {
     static constexpr int packed = 2, group = group_;
     static constexpr bool k_major = true;
+    static constexpr bool column_scales = false;
     static constexpr bool scaled = false;  // by the math warps: its scales come with the numbers
     static constexpr bool scales_sums = scales_sums_;
     static constexpr int block_scales = scale_group * scale_group / group;

@@ -70,6 +70,14 @@ struct Shape {
     static MEGAMOE_DEVICE bool a_scaled(GemmId id) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::A::scaled; });
     }
+    // Floats from A's scales of a slot to the next one's: a scale of whole rows is every slot's.
+    static MEGAMOE_DEVICE int a_scale_stride(const Args& args, GemmId id) {
+        return of_gemm<T>(id, [&](auto gemm) {
+            using A = typename decltype(gemm)::A;
+            if constexpr (A::scaled) return A::whole_rows ? 0 : args.pool_rows;
+            return args.pool_rows;
+        });
+    }
     static MEGAMOE_DEVICE bool b_scaled(GemmId id) {
         return of_gemm<T>(id, [](auto gemm) { return decltype(gemm)::B::scaled; });
     }

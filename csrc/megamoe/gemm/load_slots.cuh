@@ -60,7 +60,8 @@ MEGAMOE_DEVICE void load_a_slots(Context& ctx, PipelineRing<T>& ring, const Tile
             if (tall) rows.load(to + box_bytes, full, i, 1, false);
         }
         if (scaled)
-            arch::bulk_load(smem.a_scale[ring.slot()], scale + int64_t{i} * ctx.args.pool_rows, scale_bytes,
+            arch::bulk_load(smem.a_scale[ring.slot()],
+                            scale + int64_t{i} * Shape<T>::a_scale_stride(ctx.args, tile.gemm), scale_bytes,
                             full);
     }
 }

@@ -50,11 +50,20 @@ struct NothingBeside {
 // FP8 before them, as registers do not suffice for both.
 template <class Rows, class Weights>
 struct Multiply;
+template <class G>
+using MultiplyOf = Multiply<typename G::A, typename G::B>;
 
-// BF16: both halves accumulate in place. A slot goes back to the loaders as soon as its own MMAs are done.
-// Issuing the next slot's before that wait keeps one of three slots from being filled: 6 % slower.
-template <Major a_major, Major b_major>
-struct MultiplyBf16 {
+// Does one GEMM of rows sum in place and the other promote? Then they have sums apart, up to their ends:
+// where the two meet, ptxas finds no registers for promoted products beside sums in place.
+template <class T>
+constexpr bool sums_apart = T::num_row_gemms == 2 && MultiplyOf<typename T::Gemm1>::in_place !=
+                                                         MultiplyOf<typename T::Gemm2>::in_place;
+
+// In place: both halves accumulate over all of K. A slot goes back to the loaders as soon as its own MMAs are
+// done. Issuing the next slot's before that wait keeps one of three slots from being filled: 6 % slower.
+template <class Element, Major a_major, Major b_major>
+struct MultiplyInPlace {
+    static constexpr bool in_place = true;
     static constexpr int registers = 184;  // 128 sums
     template <class T, class Beside>
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots,
@@ -63,7 +72,7 @@ struct MultiplyBf16 {
         using Ops = Operands<a_major, b_major>;
         TileSmem<S>& smem = tile_smem<T>();
         Ops operands(smem, math_warpgroup());
-        if constexpr (T::WeightTiles::beside_rows) {
+        if constexpr (T::WeightTiles::beside_rows || sums_apart<T>) {
             // Zeros, because there are sums of other forms beside these: while undefined they would be alive
             // there, too, and ptxas would spill.
             MEGAMOE_UNROLL
@@ -79,10 +88,10 @@ struct MultiplyBf16 {
             arch::wgmma_fence();
             MEGAMOE_UNROLL
             for (int k = 0; k < slot_k_bytes / mma_k_bytes; ++k) {
-                arch::wgmma<bf16_t, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k),
-                                                      (i | k) != 0);
-                arch::wgmma<bf16_t, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k),
-                                                      (i | k) != 0);
+                arch::wgmma<Element, a_major, b_major>(sum[0], Ops::a_at(a, k), Ops::b_at(b0, k),
+                                                       (i | k) != 0);
+                arch::wgmma<Element, a_major, b_major>(sum[1], Ops::a_at(a, k), Ops::b_at(b1, k),
+                                                       (i | k) != 0);
             }
             arch::wgmma_commit();
             beside(ring.slot(), i);
@@ -99,18 +108,40 @@ struct MultiplyBf16 {
     }
 };
 template <>
-struct Multiply<Bf16Rows, Bf16Weights> : MultiplyBf16<Major::k, Major::k> {};
+struct Multiply<Bf16Rows, Bf16Weights> : MultiplyInPlace<bf16_t, Major::k, Major::k> {};
 template <>
-struct Multiply<Bf16Rows, Bf16Columns> : MultiplyBf16<Major::k, Major::mn> {};
+struct Multiply<Bf16Rows, Bf16Columns> : MultiplyInPlace<bf16_t, Major::k, Major::mn> {};
 template <>
-struct Multiply<Bf16Columns, Bf16Columns> : MultiplyBf16<Major::mn, Major::mn> {};
+struct Multiply<Bf16Columns, Bf16Columns> : MultiplyInPlace<bf16_t, Major::mn, Major::mn> {};
 
-// FP8: each half of each slot is multiplied into a fresh accumulator and promoted, times its scales, into
-// fp32 sums. What stands between two MMAs of a warpgroup costs time (docs/tuning.md, "The FP8 loop"): so
-// scales are read once a slot, behind the first half's MMAs, their row stays in a register, and beside the
-// promotion of the second half the next slot's barrier is looked at.
+// FP8 by token and channel: the row's scale, equal in all slots, is multiplied in behind K, that of the
+// column in the epilogue.
 template <>
-struct Multiply<E4m3Rows, E4m3Weights> {
+struct Multiply<E4m3TokenRows, E4m3ChannelWeights> : MultiplyInPlace<e4m3_t, Major::k, Major::k> {
+    template <class T>
+    static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots) {
+        int row = math_warpgroup() * warpgroup_rows + Fragment().row;
+        float scale[2] = {};  // of rows `row` and `row` + 8
+        MultiplyInPlace::run<T>(sum, ctx, ring, slots, [&](int slot, int) {
+            MEGAMOE_UNROLL
+            for (int i = 0; i < 2; ++i) scale[i] = tile_smem<T>().a_scale[slot][row + 8 * i];
+            arch::warp_sync();  // before one lane releases the slot for all
+        });
+        MEGAMOE_UNROLL
+        for (int j = 0; j < T::Tiling::sums; ++j) {
+            sum[0][j] *= scale[j / 2 % 2];
+            sum[1][j] *= scale[j / 2 % 2];
+        }
+    }
+};
+
+// FP8 in groups of K: each half of each slot is multiplied into a fresh accumulator and promoted, times its
+// scales, into fp32 sums. What stands between two MMAs of a warpgroup costs time (docs/tuning.md, "The FP8
+// loop"): so scales are read once a slot, behind the first half's MMAs, their row stays in a register, and
+// beside the promotion of the second half the next slot's barrier is looked at.
+template <class Weights>
+struct MultiplyPromoted {
+    static constexpr bool in_place = false;
     static constexpr int registers = 208;  // 128 sums and 64 of one promotion
     template <class T, class Beside>
     static MEGAMOE_DEVICE void run(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, int slots,
@@ -146,8 +177,12 @@ struct Multiply<E4m3Rows, E4m3Weights> {
                     const float* of_halves = smem.b_scale[ring.slot()];
                     MEGAMOE_UNROLL
                     for (int h = 0; h < 2; ++h) {
-                        scale[h][0] = of_rows[0] * of_halves[h];
-                        scale[h][1] = of_rows[8] * of_halves[h];
+                        scale[h][0] = of_rows[0];
+                        scale[h][1] = of_rows[8];
+                        if constexpr (Weights::scaled) {
+                            scale[h][0] *= of_halves[h];
+                            scale[h][1] *= of_halves[h];
+                        }
                     }
                 }
                 arch::wgmma_wait<0>();
@@ -174,8 +209,11 @@ struct Multiply<E4m3Rows, E4m3Weights> {
         run<T>(sum, ctx, ring, slots, NothingBeside{});
     }
 };
-template <class G>
-using MultiplyOf = Multiply<typename G::A, typename G::B>;
+template <>
+struct Multiply<E4m3Rows, E4m3Weights> : MultiplyPromoted<E4m3Weights> {};
+template <>
+struct Multiply<E4m3Rows, E4m3ChannelWeights> : MultiplyPromoted<E4m3ChannelWeights> {};
+
 template <class T>
 constexpr int math_registers =
     max_of(MultiplyOf<typename T::Gemm1>::registers, MultiplyOf<typename T::Gemm2>::registers);
@@ -199,8 +237,8 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
 }
 
-// The K of a weight tile, with the gradient of its bias beside it. It has sums of its own, apart from those
-// of multiply(): where the two meet, ptxas finds no registers for promoted products beside sums in place.
+// The K of a weight tile, with the gradient of its bias beside it. It has sums of its own, as
+// those of sums_apart.
 template <class T>
 MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
     using M = MultiplyOf<typename T::WeightGemm>;

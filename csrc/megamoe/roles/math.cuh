@@ -69,6 +69,17 @@ MEGAMOE_DEVICE void begin_tile(int slot) {
     arch::warp_sync();
 }
 
+// A tile of rows by a GEMM that is known here, with sums of its own.
+template <class T, GemmId id>
+MEGAMOE_DEVICE void run_apart(Context& ctx, PipelineRing<T>& ring, OutputSlots<T>& output, Tile tile) {
+    Sums<T> sum;
+    tile.gemm = id;
+    Forms<T>::multiply(sum, ctx, ring, tile);
+    tile = current_tile<T>();
+    tile.gemm = id;
+    finish<T>(ctx, tile, ring, output, sum);
+}
+
 template <class T>
 MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& output_ring) {
     OutputSlots<T> output{ctx, output_ring};
@@ -111,6 +122,15 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                 }
             }
             if constexpr (Forms<T>::has_tall && T::num_row_gemms != 0) {
+                if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::fetch(ctx, tile);
+                if constexpr (sums_apart<T>) {
+                    if (tile.gemm == GemmId::gemm1) {
+                        run_apart<T, GemmId::gemm1>(ctx, ring, output, tile);
+                    } else {
+                        run_apart<T, GemmId::gemm2>(ctx, ring, output, tile);
+                    }
+                    continue;
+                }
                 Sums<T> sum;
                 Forms<T>::multiply(sum, ctx, ring, tile);
                 tile = current_tile<T>();
@@ -119,6 +139,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
         }
     }
     skip_slots<T>(ctx, ring, 1);
+    if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::end();
 }
 
 }  // namespace megamoe

@@ -111,7 +111,7 @@ MEGAMOE_DEVICE void fill_rows(const Context& ctx, const uint4_t* from, const flo
     fan_out(from, static_cast<uint4_t*>(args.x_pool), vectors, slice * slices.vectors,
             min_of(vectors, (slice + 1) * slices.vectors), targets, also);
     if constexpr (X::scaled) {
-        int groups = ceil_div(args.hidden, scale_group);
+        int groups = X::num_scales(args.hidden);
         MEGAMOE_UNROLL_BY(1)
         for (int g = lane + slice * 32; g - lane < groups; g += slices.count * 32) {
             float scale = g < groups ? scales[g] : 0.0f;
@@ -179,11 +179,10 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
     int lane_row = row_of_lane(args, ordered);
     uint32_t targets = arch::ballot(lane_row >= 0);
     int64_t saved = T::Pool::saved ? saved_token(args, X::scaled, home, token) : -1;
-    fill_rows<T>(ctx,
-                 ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors_of_row<X>(args),
-                 ctx.window<const float>(home, args.window_x_scale) +
-                     int64_t{token} * ceil_div(args.hidden, scale_group),
-                 {lane_row, targets}, saved, slice, ctx.smem.plan.pulls);
+    fill_rows<T>(
+        ctx, ctx.window<const uint4_t>(home, args.window_x) + int64_t{token} * vectors_of_row<X>(args),
+        ctx.window<const float>(home, args.window_x_scale) + int64_t{token} * X::num_scales(args.hidden),
+        {lane_row, targets}, saved, slice, ctx.smem.plan.pulls);
     if constexpr (T::Sums::of_gradients) {
         if (own<T>(args).b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }
@@ -199,7 +198,7 @@ MEGAMOE_DEVICE void fill_zero_row(Context& ctx, int64_t row) {
     int vectors = vectors_of_row<X>(args);
     zero_row(static_cast<uint4_t*>(args.x_pool) + row * vectors, vectors);
     if constexpr (X::scaled) {
-        for (int g = arch::lane_idx(); g < ceil_div(args.hidden, scale_group); g += 32)
+        for (int g = arch::lane_idx(); g < X::num_scales(args.hidden); g += 32)
             args.x_pool_scale[int64_t{g} * args.pool_rows + row] = 0.0f;
     }
     if constexpr (T::Sums::of_gradients) {

@@ -85,21 +85,65 @@ MEGAMOE_DEVICE void each_piece(Context& ctx, int num_tokens, Take take) {
     }
 }
 
+// Eight columns a lane of a token that one warp takes: take(v, column).
+template <class Take>
+MEGAMOE_DEVICE void each_part(const Args& args, int64_t token, Take take) {
+    constexpr int batch = 8;  // loads in flight
+    const auto* row = static_cast<const uint4_t*>(args.rows_in) + token * (args.hidden / 8);
+    MEGAMOE_UNROLL_BY(1)
+    for (int i = arch::lane_idx(); i < args.hidden / 8; i += 32 * batch) {
+        uint4_t v[batch];
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j) v[j] = arch::load_streaming_below(row, i + 32 * j, args.hidden / 8);
+        MEGAMOE_UNROLL
+        for (int j = 0; j < batch; ++j) {
+            if (i + 32 * j < args.hidden / 8) take(v[j], (i + 32 * j) * 8);
+        }
+    }
+}
+
+// One scale a token: a warp reads its row for the largest value, and again, from L2, for the numbers.
+template <class X>
+MEGAMOE_DEVICE void stage_tokens(Context& ctx, int num_tokens) {
+    const Args& args = ctx.args;
+    auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
+    auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
+    MEGAMOE_UNROLL_BY(1)
+    for (int64_t token = cta_idx(ctx) * crew_warps + crew_warp(); token < num_tokens;
+         token += num_ctas(ctx) * crew_warps) {
+        E4m3Group group;
+        each_part(args, token, [&](const uint4_t& v, int) {
+            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+            MEGAMOE_UNROLL
+            for (int w = 0; w < 4; ++w) group.include(arch::bf16_lo(words[w]), arch::bf16_hi(words[w]));
+        });
+        group.join_lanes<32>();
+        float inverse = group.inverse();
+        each_part(args, token, [&](const uint4_t& v, int column) {
+            auto* to = reinterpret_cast<TwoWords*>(rows + token * X::row_bytes(args.hidden) + column);
+            *to = {e4m3_of_bf16(v.x, v.y, inverse), e4m3_of_bf16(v.z, v.w, inverse)};
+        });
+        if (arch::lane_idx() == 0) scales[token] = group.scale();
+    }
+}
+
 template <class X>
 MEGAMOE_DEVICE void stage_rows(Context& ctx, int num_tokens) {
     const Args& args = ctx.args;
-    if constexpr (X::scaled) {
-        int groups = ceil_div(args.hidden, scale_group);
+    if constexpr (!X::scaled) {
+        auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
+        copy_by_crews(ctx, to, static_cast<const uint4_t*>(args.rows_in),
+                      int64_t{num_tokens} * args.hidden / 8);
+    } else if constexpr (X::whole_rows) {
+        stage_tokens<X>(ctx, num_tokens);
+    } else {
+        int groups = X::num_scales(args.hidden);
         auto* rows = ctx.window<uint8_t>(args.rank, args.window_x);
         auto* scales = ctx.window<float>(args.rank, args.window_x_scale);
         each_piece<uint4_t>(ctx, num_tokens, [&](const uint4_t& v, int64_t token, int column) {
             X::quantize(v, rows + token * X::row_bytes(args.hidden), scales + token * groups, column,
                         args.hidden);
         });
-    } else {
-        auto* to = ctx.window<uint4_t>(args.rank, args.window_x);
-        copy_by_crews(ctx, to, static_cast<const uint4_t*>(args.rows_in),
-                      int64_t{num_tokens} * args.hidden / 8);
     }
 }
 
@@ -119,7 +163,7 @@ MEGAMOE_DEVICE void stage_quantized(Context& ctx, int num_tokens) {
                 X::put(rows + token * X::row_bytes(args.hidden), column, v);
         });
     }
-    int64_t total = int64_t{num_tokens} * ceil_div(args.hidden, scale_group);
+    int64_t total = int64_t{num_tokens} * X::num_scales(args.hidden);
     MEGAMOE_UNROLL_BY(1)
     for (int64_t i = int64_t{cta_idx(ctx)} * crew_threads + crew_thread(); i < total;
          i += int64_t{num_ctas(ctx)} * crew_threads) {

@@ -16,7 +16,7 @@ from megamoe.testing.crowds import crowds
 from megamoe.testing.inputs import calls_of
 
 WATCHED = 12
-PRECISIONS = ("bf16", "fp8", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
+PRECISIONS = ("bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4")
 
 
 def problem_of(precision, **changed):

@@ -71,6 +71,7 @@ def test_rows_are_consistent(precision: table.Precision) -> None:
         assert stored.scaled == (codec(stored) is not None)
         if stored.scaled and stored.packed == 1:
             assert stored.largest == torch.finfo(stored.dtype).max
+    assert precision.cpp is not None
 
 
 # --- a row that nobody knows ---

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
-from megamoe.core import table
 from megamoe.core.errors import AbiMismatch, CompileError
-from megamoe.core.table import TRAINED
+from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.jit import abi, paths
 from megamoe.jit.__main__ import main as warm
 from megamoe.jit.compiler import NVRTC_FLAGS, compile_source, compile_variant
@@ -21,8 +20,6 @@ from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
 SMEM_LIMIT = 232448  # of a Hopper CTA
 REGISTERS = 65536 // 512  # what 512 threads may start with
-
-PRECISIONS = {p.name: p for p in table.PRECISIONS.values() if p.cpp is not None}
 
 
 def disassemble(cubin, folder):

@@ -108,7 +108,7 @@ def test_masters(precision, write, mode):
             seen.append(y)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 def test_the_kernel(precision):
     """By its own source on the CPU."""
     layer = make(precision, backend="emulate")

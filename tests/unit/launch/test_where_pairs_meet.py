@@ -29,6 +29,7 @@ def problem(name: str, precision: str = "bf16") -> Problem:
     [
         *((n, "bf16", {H100}) for n in ("dsv3", "flash", "qwen3-235b", "qwen3-30b")),
         *(("dsv3", "fp8", {H100}), ("qwen3-30b", "fp8", set()), ("flash", "fp8", set())),
+        *(("dsv3", "fp8_channel", {H100}), ("flash", "fp8_channel", set())),
         *(("dsv3", p, set()) for p in ("bf16xmxfp4", "fp8xmxfp4", "bf16xnvfp4")),
     ],
 )

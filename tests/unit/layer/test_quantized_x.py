@@ -12,7 +12,7 @@ from megamoe.backends.call import Call
 from megamoe.backends.emulation import Emulation
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.errors import ArgumentError
-from megamoe.formats.quantization import quantize_rows
+from megamoe.formats.quantization import codec, quantize_rows
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.inputs import calls_of
@@ -39,7 +39,7 @@ def given(tokens=TOKENS, problem=PROBLEM):
     return q.to(E4M3), scale
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8xmxfp4"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_channel", "fp8xmxfp4"])
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
 def test_y_has_the_bits_of_the_x_that_was_quantized(backend, precision):
     problem = replace(PROBLEM, precision=precision, hidden=160, intermediate=96)
@@ -47,7 +47,7 @@ def test_y_has_the_bits_of_the_x_that_was_quantized(backend, precision):
     weights = make_weights(problem)
     layer = Layer(problem, backend=backend)
     expected = layer(x, ids, scores, weights)
-    q, scale = quantize_rows(x)
+    q, scale = codec(problem.formats.x).quantize(x)
     assert same_bits(layer(q, ids, scores, weights, x_scale=scale), expected)
     assert expected.any(1).sum() > TOKENS // 2
     strided = scale.T.contiguous().T  # as kernels of DeepGEMM want them

@@ -223,6 +223,12 @@ MEGAMOE_DEVICE void bulk_load(void* s_dst, const void* g_src, uint32_t bytes, ui
         "l"(g_src), "r"(bytes), "r"(smem_address(bar))
         : "memory");
 }
+MEGAMOE_DEVICE void copy_async(void* s_dst, const void* g_src, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(s_dst)), "l"(g_src),
+                 "r"(exists ? 16 : 0)
+                 : "memory");
+}
+MEGAMOE_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 MEGAMOE_DEVICE void tma_store_2d(const TensorMap* map, const void* s_src, int c0, int c1) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
                  "r"(smem_address(s_src)), "r"(c0), "r"(c1)
