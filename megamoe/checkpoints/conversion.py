@@ -23,6 +23,7 @@ _BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configura
 
 _WORDS = {
     **{"weight": "weights", "bias": "biases", "scale": "scales of e4m3 weights"},
+    "channels": "scales of e4m3 channels",
     **{"codes": "MXFP4 numbers", "powers": "MXFP4 scales"},
 }
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -19,6 +19,7 @@ _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers an
 _FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
     frozenset({"weight"}): {"weight": FLOATS},
     frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32", "BF16")},
+    frozenset({"weight", "channels"}): {"weight": SCALED, "channels": ("F32", "BF16")},
     frozenset({"codes", "powers"}): {"codes": PACKED, "powers": PACKED},
 }
 _SHOWN = 12  # lines of what was seen
@@ -151,11 +152,14 @@ _Claims = dict[str, dict[tuple[Entry, int | None], str]]  # by layout, then by p
 def _claims(source: Source) -> dict[str, _Claims]:
     """Return for each prefix, by layout, the names that could belong to it."""
     found: dict[str, _Claims] = {}
+    known = set(source.names)
     for name in source.names:
-        packed = source.dtype(name) in PACKED
+        packed, by_channel = source.dtype(name) in PACKED, _is_by_channel(source, known, name)
         for layout, entry, certain, pattern in _patterns():
             match = pattern.fullmatch(name) if certain in name else None
             if match is None or packed != (entry.kind in ("codes", "powers")):
+                continue
+            if by_channel != (entry.kind == "channels"):
                 continue
             number = int(match["n"]) if entry.of_each else None
             places = found.setdefault(match["prefix"], {}).setdefault(layout.name, {})
@@ -163,6 +167,15 @@ def _claims(source: Source) -> dict[str, _Claims]:
                 raise ArgumentError(f"tensor {name!r}", f"there beside {other!r}", "one of them")
             places[entry, number] = name
     return {prefix: claims for prefix, claims in found.items() if _is_module(prefix, claims)}
+
+
+def _is_by_channel(source: Source, known: set[str], name: str) -> bool:
+    """Whether these are scales of as many rows as there are: blocks of rows are fewer, but have the same names."""
+    of = name.removesuffix("_scale")
+    if of == name or of not in known:
+        return False
+    shape = source.shape(name)
+    return shape[-1:] == (1,) and shape[:-1] == source.shape(of)[:-1]
 
 
 def _is_module(prefix: str, claims: _Claims) -> bool:

@@ -1,8 +1,8 @@
 """How checkpoints name and arrange what experts are made of. One table; everything else asks it.
 
 An expert has parts, "gate" [I, H] if it is gated, "up" [I, H] and "down" [H, I], and of each part tensors of a kind:
-its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)]; or MXFP4's "codes" [I, H/2] and "powers" [I, H/32];
-perhaps a "bias" [I]. Of down with H and I exchanged.
+its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)] or "channels" [I, 1]; or MXFP4's "codes" [I, H/2] and
+"powers" [I, H/32]; perhaps a "bias" [I]. Of down with H and I exchanged.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class Layout:
             "weight": (num * rows, columns),
             "bias": (num * rows,),
             "scale": (num * n, k),
+            "channels": (num * rows, 1),
             "codes": (num * rows, *(blocked if self.blocked else (columns // 2,))),
             "powers": arranged if self.arranged else (num * rows, groups),
         }
@@ -187,6 +188,11 @@ _LAYOUTS = (
         _per_expert(_HF, {"weight": "weight", "scale": "weight_scale_inv"}),
         needs=("weight", "scale"),
     ),
+    Layout(
+        "compressed-tensors-fp8",
+        _per_expert(_HF, {"weight": "weight", "channels": "weight_scale"}),
+        needs=("weight", "channels"),
+    ),
     Layout("megatron", _megatron("{linear}.{kind}{n}")),
     Layout("megatron-sequential", _megatron("local_experts.{n}.{linear}.{kind}")),
     Layout(
@@ -198,6 +204,8 @@ _LAYOUTS = (
             Entry("b2", ("down",), "bias"),
             Entry("w13_scale", _UP, "scale"),
             Entry("w2_scale", ("down",), "scale"),
+            Entry("w13_scale", _UP, "channels"),
+            Entry("w2_scale", ("down",), "channels"),
             Entry("w13", _UP, "codes"),
             Entry("w2", ("down",), "codes"),
             Entry("w13_scale", _UP, "powers"),

@@ -19,9 +19,12 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 import megamoe  # noqa: E402
+from megamoe import Problem  # noqa: E402
+from megamoe.backends import reference  # noqa: E402
 from megamoe.checkpoints import convert, files  # noqa: E402
 from megamoe.checkpoints.__main__ import main  # noqa: E402
 from megamoe.checkpoints.layouts import LAYOUTS  # noqa: E402
+from megamoe.testing import assert_close, compare, make_inputs, make_weights  # noqa: E402
 
 H, INNER, E = 160, 96, 3  # ragged last blocks of 128 rows and columns
 PAIRS = {
@@ -30,6 +33,8 @@ PAIRS = {
     "biases": ["gpt-oss", "megatron", "megatron-sequential", "megamoe"],
     "scales": ["deepseek-fp8", "megamoe"],
     "scales, no gate": ["deepseek-fp8", "megamoe"],
+    "scales of channels": ["compressed-tensors-fp8", "megamoe"],
+    "scales of channels, no gate": ["compressed-tensors-fp8", "megamoe"],
     "mxfp4, biases": ["gpt-oss-mxfp4", "megamoe"],
 }
 LAYERS = ("model.layers.0.mlp.", "model.layers.11.mlp.")
@@ -67,6 +72,8 @@ def parts_of(content, dtypes=(torch.bfloat16,) * 2):
         found["bias"] = {p: noise(size[0], dtype=dtype[p]) for p, size in sizes.items()}
     if "scales" in content:
         shape = {p: [-(-n // 128) for n in size] for p, size in sizes.items()}
+        if "channels" in content:
+            shape = {p: [rows, 1] for p, (rows, _) in sizes.items()}
         found["scale"] = {p: noise(*n, dtype=torch.float32) for p, n in shape.items()}
     return found
 
@@ -85,9 +92,10 @@ def hand_made(layout, experts):
     for n, expert in enumerate(experts):
         w, b, s = (expert.get(kind, {}) for kind in ("weight", "bias", "scale"))
         codes, powers = (expert.get(kind, {}) for kind in ("codes", "powers"))
-        if layout in ("hf-per-expert", "deepseek-fp8"):
+        if layout in ("hf-per-expert", "deepseek-fp8", "compressed-tensors-fp8"):
+            end = "weight_scale_inv" if layout == "deepseek-fp8" else "weight_scale"
             found |= {f"{n}.{p}_proj.weight": t for p, t in w.items()}
-            found |= {f"{n}.{p}_proj.weight_scale_inv": t for p, t in s.items()}
+            found |= {f"{n}.{p}_proj.{end}": t for p, t in s.items()}
         elif layout == "mixtral":
             name = {"gate": "w1", "up": "w3", "down": "w2"}
             found |= {f"{n}.{name[p]}.weight": t for p, t in w.items()}
@@ -247,6 +255,54 @@ def test_scales_in_bf16(tmp_path):
         assert_same({"s": layer.w13_scale}, expected)
     convert(tmp_path / "b", tmp_path / "c", "deepseek-fp8")
     assert_same(load(tmp_path / "c"), tensors)
+
+
+def test_channels_as_they_are_published(tmp_path):
+    """llm-compressor's FP8_DYNAMIC: scales in bf16. y is that of the numbers that they stand for, but for x and h."""
+    masters = make_weights(Problem(H, INNER, E, 2))
+    tensors = {}
+    for n in range(E):
+        parts = {
+            "gate": masters.w13[n, :INNER],
+            "up": masters.w13[n, INNER:],
+            "down": masters.w2[n],
+        }
+        for part, w in parts.items():
+            scale = (w.float().abs().amax(1, keepdim=True) / 448).bfloat16()
+            name = f"{LAYERS[0]}experts.{n}.{part}_proj.weight"
+            tensors[name] = (w.float() / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale"] = scale
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a", tensors)
+    convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    found = {n.removeprefix(f"{LAYERS[0]}experts."): t for n, t in load(tmp_path / "b").items()}
+
+    def numbers(part):
+        names = [f"{LAYERS[0]}experts.{n}.{part}_proj.weight" for n in range(E)]
+        return torch.stack([tensors[n].float() * tensors[f"{n}_scale"].float() for n in names])
+
+    problem = Problem(H, INNER, E, 2, max_tokens=32, precision="fp8_channel")
+    layer = megamoe.MegaMoE(
+        H, INNER, E, 2, precision="fp8_channel", max_tokens=32, backend="staged"
+    )
+    layer.load_state_dict(found)
+    dense = layer.expert_weights().dense(problem, torch.float32)
+    assert torch.equal(dense.w13, torch.cat([numbers("gate"), numbers("up")], 1))
+    assert torch.equal(dense.w2, numbers("down"))
+    given = make_inputs(problem, 32)
+    call = [given.x], [given.topk_ids], [given.topk_weights]
+    exact = reference.forward(problem, *call, [dense], rounding="none")["y"][0]
+    with torch.no_grad():
+        y = layer(given.x, given.topk_ids, given.topk_weights)
+        assert_close(y, exact, relative=0.05)
+        # A fault that this sees: up multiplied by gate's scales
+        layer.w13_scale[:, INNER:].copy_(layer.w13_scale[:, :INNER].roll(1, 1) * 2)
+        assert compare(layer(*(each[0] for each in call)), exact).relative > 0.1
+    # Scales of one a matrix, and of groups along K, are no channels.
+    for shape in ((1,), (INNER, 2)):
+        other = {n: torch.ones(shape) if n.endswith("_scale") else t for n, t in tensors.items()}
+        save(tmp_path / "a", other)
+        refuse(tmp_path / "a", "megamoe", r"gate_proj.weight_scale F32 \[", tmp_path)
 
 
 def refuse(source, to, message, tmp_path, **options):
@@ -526,6 +582,7 @@ def test_the_page(tmp_path, monkeypatch):
     for content, layout, precision in (
         ("plain", "hf-per-expert", "bf16"),
         ("scales", "deepseek-fp8", "fp8"),
+        ("scales of channels", "compressed-tensors-fp8", "fp8_channel"),
         ("mxfp4, biases", "gpt-oss-mxfp4", "bf16xmxfp4"),
     ):
         (tmp_path / content).mkdir()
