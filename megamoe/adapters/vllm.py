@@ -1,4 +1,4 @@
-"""vLLM (0.33): MoE layers in BF16 and FP8 (128x128 blocks) through megamoe layers.
+"""vLLM (0.33): MoE layers in BF16 and FP8 (128x128 blocks, or by channel and token) through megamoe layers.
 
     VLLM_PLUGINS=megamoe vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 8 --enable-expert-parallel
 
@@ -17,6 +17,9 @@ import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as unqu
 import vllm.model_executor.layers.quantization.fp8 as fp8
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
+)
 
 from megamoe.adapters.host_layer import check
 from megamoe.adapters.host_patches import Patches, found
@@ -55,6 +58,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     for host, kind, layout in (
         (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),
         (fp8, "fp8", Fp8MoeBackend.TRITON),
+        (compressed_fp8, "fp8", Fp8MoeBackend.TRITON),
     ):
         select, make = f"select_{kind}_moe_backend", f"make_{kind}_moe_kernel"
         _, theirs = (found("vLLM 0.33", host, name) for name in (select, make))

@@ -15,7 +15,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
     kFp8Static128BlockSym,
+    kFp8StaticChannelSym,
 )
 from vllm.platforms import current_platform
 
@@ -25,7 +27,11 @@ from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.functional import resolve
 
-_PRECISIONS = {(None, None): "bf16", (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8"}
+_PRECISIONS = {
+    (None, None): "bf16",
+    (kFp8Static128BlockSym, kFp8Dynamic128Sym): "fp8",
+    (kFp8StaticChannelSym, kFp8DynamicTokenSym): "fp8_channel",
+}
 _PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}
 _CLAMPED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
@@ -56,7 +62,9 @@ class Experts(mk.FusedMoEExpertsModular):
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        precision = "bf16" if quant_config.quant_dtype is None else "fp8"
+        precision = "bf16"
+        if quant_config.quant_dtype is not None:
+            precision = "fp8_channel" if quant_config.per_act_token_quant else "fp8"
         self._problem = _problem_of(moe_config, precision, self._activation())
         self._placed = False
 

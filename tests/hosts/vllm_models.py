@@ -28,6 +28,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import ( 
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.quantization import fp8  # noqa: E402
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (  # noqa: E402
+    compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
+)
 from vllm.v1.worker.workspace import init_workspace_manager  # noqa: E402
 
 from megamoe.core.config import Problem  # noqa: E402
@@ -67,7 +70,9 @@ def config_of(rank=0, size=1, **changes):
 class MoE(torch.nn.Module):
     """What vLLM's methods take for a layer: its config, parameters, and how it is called."""
 
-    def __init__(self, moe, precision="bf16", placement="linear", block=(128, 128)):
+    def __init__(
+        self, moe, precision="bf16", placement="linear", block=(128, 128), strategies=("channel", "token")
+    ):  # fmt: skip
         super().__init__()
         parallel = moe.moe_parallel_config
         self.moe_config, self.activation = moe, moe.activation
@@ -79,6 +84,13 @@ class MoE(torch.nn.Module):
         with set_current_vllm_config(config):
             if precision == "bf16":
                 self.method = UnquantizedFusedMoEMethod(moe)
+            elif precision == "fp8_channel":  # as FP8_DYNAMIC checkpoints say it
+                weights, rows = (
+                    compressed_fp8.QuantizationArgs(num_bits=8, type="float", strategy=s, dynamic=d)
+                    for s, d in zip(strategies, (False, True), strict=True)
+                )
+                method = compressed_fp8.CompressedTensorsW8A8Fp8MoEMethod
+                self.method = method(weights, rows, moe)
             else:
                 quantized = fp8.Fp8Config(True, "dynamic", weight_block_size=list(block))
                 self.method = fp8.Fp8MoEMethod(quantized, self)
@@ -92,7 +104,8 @@ class MoE(torch.nn.Module):
         """Copy them into the parameters, then have vLLM process these."""
         named = {"w13_weight": weights.w13, "w2_weight": weights.w2}
         if weights.w13_scale is not None:
-            named |= {"w13_weight_scale_inv": weights.w13_scale, "w2_weight_scale_inv": weights.w2_scale}  # fmt: skip
+            end = "weight_scale" if hasattr(self, "w13_weight_scale") else "weight_scale_inv"
+            named |= {f"w13_{end}": weights.w13_scale, f"w2_{end}": weights.w2_scale}
         if weights.b13 is not None:
             named |= {"w13_bias": weights.b13, "w2_bias": weights.b2}
         for name, value in named.items():
