@@ -86,6 +86,7 @@ check() { # how: step, single or shared; ranks; tokens
             --csv "$out/shapes_ep$ranks.csv"
         $heavy "backward_shapes_ep$ranks" 240 $judge --direction backward $large --tokens 1024 --precision bf16 fp8 \
             --csv "$out/backward_shapes_ep$ranks.csv"
+        $how "channel_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8_channel
         $how "fp4_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 bf16xmxfp4 bf16xnvfp4
         $how "panels_ep$ranks" 60 $judge --random 30 --repeat 2 --precision fp8xmxfp4 --mean-rows 0
         $how "overload_ep$ranks" 120 $judge --direction step --shape qwen3-30b --tokens 2048 \
