@@ -9,7 +9,7 @@ from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
+from megamoe.formats.quantization import codec, quantize_blockwise, transpose_blocks
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import quantize
@@ -75,7 +75,7 @@ def make(precision, tokens=300, **options):
         if not name.endswith("_scale")
     }
     weights = ExpertWeights(**masters)
-    if precision == "fp8":
+    if problem.formats.w.scaled:
         weights = weights.quantized(problem)
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     ids = torch.rand(tokens, 8, device="cuda").topk(3).indices
@@ -83,7 +83,7 @@ def make(precision, tokens=300, **options):
     return problem, MegaBackend(problem, **options), (x, ids, scores, weights)
 
 
-@pytest.fixture(params=["bf16", "fp8"])
+@pytest.fixture(params=["bf16", "fp8", "fp8_channel"])
 def precision(request):
     return request.param
 
@@ -115,10 +115,11 @@ def test_strided_weights_give_the_same_bits(precision, layout):
     backend.close()
 
 
-def test_a_quantized_x_gives_the_same_bits():
-    _, backend, (x, *rest) = make("fp8")
+@pytest.mark.parametrize("precision", ["fp8", "fp8_channel"])
+def test_a_quantized_x_gives_the_same_bits(precision):
+    problem, backend, (x, *rest) = make(precision)
     y = y_of(backend, x, *rest)
-    quantized = QuantizedRows(*quantize_rows(x))
+    quantized = QuantizedRows(*codec(problem.formats.x).quantize(x))
     assert torch.equal(y_of(backend, quantized, *rest), y)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -24,7 +24,7 @@ MEETS = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 def test_bits_do_not_depend_on_meetings(monkeypatch, precision):
     problem = Problem(1024, 768, 8, 4, max_tokens=4096, precision=precision)
     drawn = make_inputs(problem, 4096, device="cuda", ids_dtype=torch.int32)
@@ -40,7 +40,7 @@ def test_bits_do_not_depend_on_meetings(monkeypatch, precision):
                     for _ in range(20):
                         drawn.x @ drawn.x.t()
             found += [backend.forward(call)[0] for _ in range(5)]
-            found.append(backend.forward(call, keep=True)[0])
+            found.append(backend.forward(call, keep=problem.formats.trains)[0])
         backend.check()
         backend.close()
     assert all(same_bits(y, found[0]) for y in found)

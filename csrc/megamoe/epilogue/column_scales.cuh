@@ -19,6 +19,7 @@ struct ColumnScales {
         static_assert(sizeof(ColumnScales) <= size && size % alignof(ColumnScales) == 0 &&
                           alignof(MoverSmem) % alignof(ColumnScales) == 0,
                       "others may be movers already; copies of 16 bytes");
+        static_assert(T::Blocks::in_pool, "grouped launches have a table of experts there");
         auto* first = ctx.smem.movers.reducer + num_transport_warps * 32;
         return *reinterpret_cast<ColumnScales*>(first + math_warpgroup() * 128);
     }

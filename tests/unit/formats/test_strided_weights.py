@@ -26,7 +26,7 @@ from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 PROBLEM = Problem(144, 80, 5, 3, max_tokens=40, bias=True, activation="swiglu_oai")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_backends_give_the_bits_of_contiguous_weights(layout: str, precision: str) -> None:
     problem = replace(PROBLEM, precision=precision)
@@ -87,7 +87,7 @@ def test_gradients_are_equal_and_in_the_callers_layout(layout: str, precision: s
     layer.close()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_operators_state_the_layout_of_gradients(layout: str, precision: str) -> None:
     """Fake and real outputs of the operators have the same strides."""

@@ -241,3 +241,21 @@ def test_what_is_refused():
         ArgumentError, match="x_scale is given, expected None with precision 'bf16'"
     ):
         Layer(plain, backend="staged")(q, ids, scores, masters, x_scale=scale)
+
+
+def test_scales_by_token_are_another_precisions():
+    """By name, whichever way round; and this precision has no backward pass."""
+    for precision, of, found, expected in (
+        ("fp8_channel", "fp8", r"\[21, 2\]", r"\[21, 1\]"),
+        ("fp8", "fp8_channel", r"\[21, 1\]", r"\[21, 2\]"),
+    ):
+        problem = replace(PROBLEM, precision=precision)
+        x, ids, scores = call_of(problem)
+        weights = make_weights(problem)
+        q, scale = codec(replace(PROBLEM, precision=of).formats.x).quantize(x)
+        layer = Layer(problem, backend="staged")
+        with pytest.raises(ArgumentError, match=f"x_scale.shape is {found}, expected {expected}"):
+            layer(q, ids, scores, weights, x_scale=scale)
+        if not problem.formats.trains:
+            with pytest.raises(ArgumentError, match="precision 'fp8_channel' has no backward pass"):
+                layer(x.requires_grad_(), ids, scores, weights)
