@@ -523,7 +523,9 @@ class HostsBackend(Backend):
         if self._codec is None:
             assert isinstance(x, Tensor)
             return x, None
-        q, scale = x if isinstance(x, QuantizedRows) else quantize_activations(x, self.problem.formats.x)
+        q, scale = (
+            x if isinstance(x, QuantizedRows) else quantize_activations(x, self.problem.formats.x)
+        )
         return q.view(torch.uint8), scale
 
     def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:

@@ -59,11 +59,9 @@ def quantize_activations(x: Tensor, stored: Format) -> Pair:
     """x: [M, H] bf16, contiguous -> (q, scale) in a format of rows: by groups in one kernel, as quantize_weights()."""
     formulas = codec(stored)
     assert formulas is not None, stored.name
-    by_groups = formulas.quantize is quantize_rows
-    if by_groups and _on_hopper(x) and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0:
-        if (fused := _fused_quantizer()) is not None:
-            return fused.quantize_rows(x)
-    return formulas.quantize(x)
+    fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+    fused = _fused_quantizer() if fits and _on_hopper(x) else None
+    return formulas.quantize(x) if fused is None else fused.quantize_rows(x)
 
 
 def quantize_weights(

@@ -95,12 +95,12 @@ FLAWS = {
     "scales are not awaited": (COLUMNS, "arch::copies_wait();", ""),
     "another warp's copies are not awaited": (
         COLUMNS,
-        "arch::copies_wait();\n        warpgroup_sync(math_warpgroup<T>());",
+        "arch::copies_wait();\n        warpgroup_sync(math_warpgroup());",
         "arch::copies_wait();",
     ),
     "scales change while they are read": (
         COLUMNS,
-        "warpgroup_sync(math_warpgroup<T>());  // those",
+        "warpgroup_sync(math_warpgroup());  // those",
         "// those",
     ),
     "row 8 has row 0's scale": ("gemm/mainloop.cuh", "a_scale[slot][row + 8 * i]", "a_scale[slot][row]"),
@@ -130,13 +130,13 @@ def test_a_flaw_is_seen(flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 OF_MOVERS = {
     "a warp moves before others have read": (
         COLUMNS,
-        "void end() { warpgroup_sync(math_warpgroup<T>()); }",
+        "void end() { warpgroup_sync(math_warpgroup()); }",
         "void end() {}",
     ),
     "one warpgroup's scales lie where the other moves": (
         COLUMNS,
-        "*reinterpret_cast<ColumnScales*>(first + math_warpgroup<T>() * 128)",
-        "reinterpret_cast<ColumnScales*>(first)[math_warpgroup<T>()]",
+        "*reinterpret_cast<ColumnScales*>(first + math_warpgroup() * 128)",
+        "reinterpret_cast<ColumnScales*>(first)[math_warpgroup()]",
     ),
 }
 

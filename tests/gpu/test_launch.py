@@ -9,7 +9,7 @@ from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.quantization import codec, quantize_blockwise, transpose_blocks
+from megamoe.formats.quantization import codec, quantize_blockwise, quantize_rows, transpose_blocks
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import quantize
