@@ -64,7 +64,7 @@ single() { # a step of one GPU: to the GPUs in turns
 shared() { # a step that shares the only GPU; those that hold much memory in one lane
     case $1 in
     *shapes* | overload*) lane 0 "$@" ;;
-    random* | panels*) lane 1 "$@" ;;
+    random* | panels* | channel*) lane 1 "$@" ;;
     backward_random* | fp4*) lane 2 "$@" ;;
     tests) lane 3 "$@" ;;
     soak | train_faults) lane 4 "$@" ;;

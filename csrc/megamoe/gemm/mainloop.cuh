@@ -237,8 +237,8 @@ MEGAMOE_DEVICE void multiply(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, 
     }
 }
 
-// The K of a weight tile, with the gradient of its bias beside it. It has sums of its own, as
-// those of sums_apart.
+// The K of a weight tile, with the gradient of its bias beside it. It has sums of its own, as where
+// sums_apart.
 template <class T>
 MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T>& ring, const Tile& tile) {
     using M = MultiplyOf<typename T::WeightGemm>;

@@ -163,7 +163,7 @@ struct Args {
     const float* topk_weights;         // [T, K]
     const int32_t* num_tokens_device;  // [1] or null: then num_tokens below
     void* rows_out;                    // [T, H] y, in backward dx, bf16
-    const float* in_scale;             // [T, S], or null: rows_in is bf16. S: scales of a row, ceil(H/128) or 1. In forward only
+    const float* in_scale;             // [T, ceil(H/128)], of whole rows [T, 1], or null: rows_in is bf16. In forward only
     // workspace, ordinary memory, zeroed once when it is made
     uint32_t* epoch;        // [1] completed launches
     uint32_t* ids_ticket;    // [1] CTAs that have staged their ids and weights
@@ -179,7 +179,7 @@ struct Args {
     int32_t* block_table;   // [M/128, 2] expert and rows, run; see BlockEntry
     uint32_t* rows_ready;   // [M/128] rows that arrived
     void* x_pool;           // [M, H] bf16 or e4m3, written by dispatch; rows may be wider, see fp4/format.cuh
-    float* x_pool_scale;    // fp8: [S, M]
+    float* x_pool_scale;    // fp8: [ceil(H/128), M], of whole rows [1, M]
     void* y_rows;           // [M, H] bf16, read by reduce
     // state: what this call leaves behind; the tables of every pass follow from it
     int32_t* route_ids;     // [C*32, K] local expert or -1
@@ -196,7 +196,7 @@ struct Args {
     int64_t window_ids;       // [2, max_tokens, K] int32, global expert or -1
     int64_t window_weights;   // [2, max_tokens, K] float
     int64_t window_x;         // [max_tokens, H] bf16 or e4m3, as x_pool
-    int64_t window_x_scale;   // fp8: [max_tokens, S] float
+    int64_t window_x_scale;   // fp8: [max_tokens, ceil(H/128)] float, of whole rows [max_tokens, 1]
     int64_t window_ready;     // [R, ready_cells] uint32 epoch: rank r's slice of a partial of my token exists
     int64_t window_partials;  // [R, max_tokens, H] bf16: rank r's partials of my tokens
     uint64_t timeout_ns;
