@@ -8,7 +8,7 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 
 STRIDE_BYTES, MAX_STRIDE_BYTES = 16, 1 << 40  # of a tensor map
-# Such an address may be an offset into storage that was freed: check_memory() is exact. GPUs have no memory there.
+# Such an address may be an offset into storage that was freed. GPUs have no memory there.
 SUSPECT_BELOW = 1 << 32
 _IN_MEMORY = (Tensor, torch.nn.Parameter)  # what subclasses hold is theirs
 
@@ -43,16 +43,27 @@ def check_kind(name: str, t: Tensor) -> None:
         raise ArgumentError(f"{name}.layout", kind, "torch.strided: a dense tensor")
 
 
-def check_memory(name: str, t: Tensor) -> None:
-    """Raise ArgumentError for a tensor whose storage was freed, as FSDP and offloading do by resize_(0)."""
+def _held(t: Tensor) -> int | None:
+    """Return bytes of a storage that is too small for t, as FSDP and offloading make it by resize_(0)."""
     if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
-        return
+        return None
     try:
         held = t.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
-        return
+        return None
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    if held < (t.storage_offset() + last + 1) * t.element_size():
+    return held if held < (t.storage_offset() + last + 1) * t.element_size() else None
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether t's storage was freed. Exact, and asked where the address is suspect: some Pythons' heaps lie as low."""
+    return t.data_ptr() < SUSPECT_BELOW and _held(t) is not None
+
+
+def check_memory(name: str, t: Tensor) -> None:
+    """Raise ArgumentError for a tensor whose storage was freed."""
+    held = _held(t)
+    if held is not None:
         raise ArgumentError(
             f"{name}.untyped_storage()", f"of {held} bytes", "the memory of its elements"
         )

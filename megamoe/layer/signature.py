@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from megamoe.backends.call import meets, overlap
 from megamoe.core import transforms
-from megamoe.core.planes import SUSPECT_BELOW
+from megamoe.core.planes import SUSPECT_BELOW, is_freed
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.inputs import Inputs
 
@@ -91,20 +91,17 @@ class Signature:
                 return False
             if _places((w13, w2, *further[:4])) != self._places:
                 return False
-            if any(t.data_ptr() < SUSPECT_BELOW and t.numel() for t in there):
+            if any(is_freed(t) for t in there):
                 return False
             if out is not None and (
                 overlap(out, x) or meets(out, (topk_ids, topk_weights, w13, w2, *further[:4]))
             ):
                 return False
-        if (
-            not (
-                x.data_ptr() >= SUSPECT_BELOW
-                and topk_ids.data_ptr() >= SUSPECT_BELOW
-                and topk_weights.data_ptr() >= SUSPECT_BELOW
-            )
-            and x.numel()
-        ):
+        if not (
+            x.data_ptr() >= SUSPECT_BELOW
+            and topk_ids.data_ptr() >= SUSPECT_BELOW
+            and topk_weights.data_ptr() >= SUSPECT_BELOW
+        ) and any(is_freed(t) for t in (x, topk_ids, topk_weights)):
             return False
         # Transforms of torch.func, and most modes, have keys that _alike looks at.
         return torch._C._len_torch_dispatch_stack() == 0 and forward_ad._current_level < 0

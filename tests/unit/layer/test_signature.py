@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megamoe.core import planes
 from megamoe.core.config import Problem
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.weights import ExpertWeights
@@ -117,6 +118,18 @@ CHANGES = {
     "an inference tensor": of_inference,
     "freed": freed,
 }
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_low_heap_makes_no_call_another(kind, monkeypatch):
+    """Where all memory lies low, as that of a Python that is no PIE does: what was freed is still seen."""
+    for module in (signature, planes):
+        monkeypatch.setattr(module, "SUSPECT_BELOW", 1 << 63)
+    call = CALLS[kind]()
+    made = signature_of(call)
+    assert fits(made, call)
+    for name in ROWS:
+        assert not fits(made, call, **{name: freed(call[name])})
 
 
 @of_tensors()

@@ -44,7 +44,9 @@ def wheel(sdist, tmp_path_factory):
     """Made from the source distribution, as `make dist` does."""
     folder = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
     return build(next(folder.iterdir()), tmp_path_factory.mktemp("built"), "bdist_wheel")
 
 
