@@ -267,8 +267,11 @@ inline void copies_wait() {
     machine.preemption_point();
     std::erase_if(current->cta->copies, [](const Copy& copy) {
         if (copy.owner != current) return false;
-        if (copy.source == nullptr) memset(copy.destination, 0, 16);
-        if (copy.source != nullptr) memcpy(copy.destination, copy.source, 16);
+        if (copy.source == nullptr) {
+            memset(copy.destination, 0, 16);
+        } else {
+            memcpy(copy.destination, copy.source, 16);
+        }
         return true;
     });
 }

@@ -306,18 +306,16 @@ class HostsBackend(Backend):
 
         def compute(i: int, rows: Tensor) -> Tensor:
             given, order, kept = (rows, local[i], *(of[i] for of in floats)), None, None
+            places: list[Tensor] = []
             if state is not None:
-                *_, kept_ids, kept = self._views(state, i, len(rows))
+                *places, kept_ids, kept = self._views(state, i, len(rows))
                 kept_ids.copy_(local[i])
                 order = self._order(local[i])
             if order is not None:
                 given = tuple(t[order] for t in given)
             rows, inner_ids, scores, *beside = given
-            if state is not None:
-                for place, t in zip(
-                    self._views(state, i, len(rows)), (rows, *beside), strict=False
-                ):
-                    place.copy_(t)
+            for place, t in zip(places, (rows, *beside), strict=False):
+                place.copy_(t)
             x = self._given(rows, *beside, wide=state is not None)
             inside = Call(x, inner_ids, scores, call.weights, state=kept)
             with self._inside():
@@ -343,19 +341,17 @@ class HostsBackend(Backend):
 
         def compute(i: int, rows: Tensor) -> Tensor:
             kept_rows, kept_scale, local, kept = self._views(state, i, len(rows))
-            given, order = (
-                (local, rows, *([] if scale is None else [scales[i]])),
-                self._order(local),
-            )
+            given: tuple[Tensor, ...] = (local, rows) if scale is None else (local, rows, scales[i])
+            order = self._order(local)
             if order is not None:
                 given = tuple(t[order] for t in given)
-            local = given[0]
+            local, *moved = given
             # The state has the weights that count.
             scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
             inside = Call(self._given(kept_rows, kept_scale), local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
             with self._inside():
-                found = self.inner.backward(inside, self._given(*given[1:]), kept, of_chunk)
+                found = self.inner.backward(inside, self._given(*moved), kept, of_chunk)
             for name, gradient in zip(Gradients._fields[2:], found.of_weights, strict=True):
                 if gradient is not None:  # of the first chunk; the others add to it
                     sums[name] = made[name] = gradient

@@ -24,8 +24,8 @@ struct QuantizeRowsArgs {
     int rows, columns;  // M, H; H a multiple of 8
 };
 
-constexpr int quantize_threads =
-    256;  // each has 8 rows x 8 columns of the block; of rows 8 columns of a group
+// Each has 8 rows x 8 columns of a block; of rows that are quantized by themselves 8 columns of a group.
+constexpr int quantize_threads = 256;
 constexpr int quantize_edge = 8;
 
 struct alignas(16) Bf16x8 {

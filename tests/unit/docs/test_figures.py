@@ -6,6 +6,7 @@ docs/measurements/ is one that a claim reads, or a picture.
 """
 
 import csv
+import itertools
 import re
 import statistics
 from collections.abc import Callable, Iterable
@@ -307,12 +308,16 @@ def flat(lists: Iterable[Iterable[float]]) -> list[float]:
     return [x for one in lists for x in one]
 
 
+MEASURED_ON_H100 = (("dsv3", "8192"), ("dsv3", "4096"), *((s, "8192") for s in FOUR[1:]))
+DIRECTIONS = "forward", "train", "backward"
+
+
 def on_h100():
     """Return tokens, then by direction us and GB read, each of the layer and of its GEMMs alone."""
     found = []
-    for shape, tokens in (("dsv3", "8192"), ("dsv3", "4096"), *((s, "8192") for s in FOUR[1:])):
+    for shape, tokens in MEASURED_ON_H100:
         found.append(float(tokens))
-        for direction in ("forward", "train", "backward"):
+        for direction in DIRECTIONS:
             case = {"shape": f"{shape}/ep4", "tokens": tokens, "direction": direction}
             both = [{"backend": b, **case} for b in ("mega", "gemms")]
             found += [us(H100, **of) for of in both]
@@ -324,9 +329,9 @@ def on_h100():
 def bytes_by_model():
     """Return GB that a model of L2 says of forward, in the order of the table."""
     found = []
-    for shape, tokens in (("dsv3", 8192), ("dsv3", 4096), *((s, 8192) for s in FOUR[1:])):
+    for shape, tokens in MEASURED_ON_H100:
         local = replace(SHAPES[shape], num_experts=SHAPES[shape].num_experts // 4)
-        rows, machine = rows_of_experts(local, tokens, 1), Machine()
+        rows, machine = rows_of_experts(local, int(tokens), 1), Machine()
         found.append(predict_bytes(local, "bf16", rows, Meet(), machine).read_gb)
     return found
 
@@ -334,15 +339,13 @@ def bytes_by_model():
 def over_gemms():
     """Return least and most over the GEMMs alone: forward, saving, backward without Qwen3-30B; then its own."""
     found = []
-    for shapes in (FOUR[:3], FOUR[3:]):
-        for direction in ("forward", "train", "backward"):
-            each = [
-                us(H100, shape=f"{s}/ep4", tokens=t, direction=direction, backend="mega")
-                / us(H100, shape=f"{s}/ep4", tokens=t, direction=direction, backend="gemms")
-                for s in shapes
-                for t in (("4096", "8192") if s == "dsv3" else ("8192",))
-            ]
-            found += [min(each), max(each)] if len(each) > 1 else each
+    *others, last = MEASURED_ON_H100
+    for cases, direction in itertools.product((others, [last]), DIRECTIONS):
+        each = []
+        for shape, tokens in cases:
+            case = {"shape": f"{shape}/ep4", "tokens": tokens, "direction": direction}
+            each.append(us(H100, backend="mega", **case) / us(H100, backend="gemms", **case))
+        found += sorted({min(each), max(each)})
     return found
 
 
