@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 import megamoe
 from megamoe.jit import prebuilt
@@ -36,7 +37,9 @@ def build(root, folder, *command):
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    return build(ROOT, tmp_path_factory.mktemp("sdist"), "sdist")
+    """One at a time, of all workers: it puts a tree of links into the checkout."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "sdist.lock"):
+        return build(ROOT, tmp_path_factory.mktemp("sdist"), "sdist")
 
 
 @pytest.fixture(scope="module")
