@@ -1,4 +1,5 @@
-"""FP8 quantization of weights and rows on CUDA, one pass over memory: csrc/megamoe/kernels/quantize_weights.cuh."""
+"""Kernels of one pass over memory, on CUDA: FP8 quantization of weights and rows (csrc/megamoe/kernels/
+quantize_weights.cuh), and sums of rows (sum_rows.cuh)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from megamoe.core.table import E4M3_BLOCKS, SCALE_GROUP
 from megamoe.formats.quantization import stored_shape
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
-from megamoe.jit.source import QUANTIZE, QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY, QUANTIZE_SOURCE
+from megamoe.jit.source import (
+    QUANTIZE,
+    QUANTIZE_ENTRY,
+    QUANTIZE_ROWS_ENTRY,
+    QUANTIZE_SOURCE,
+    SUM_ROWS_ENTRY,
+)
 
 
 class _Args(ctypes.Structure):
@@ -40,6 +47,16 @@ class _RowsArgs(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("rows", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+    )
+
+
+class _SumArgs(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("num", ctypes.c_int32),
         ("columns", ctypes.c_int32),
     )
 
@@ -123,3 +140,16 @@ def quantize_rows(x: Tensor) -> Pair:
         args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, columns)
         _launch(QUANTIZE_ROWS_ENTRY, x.device, (-(-rows * groups // 16), 1, 1), args)
     return q, scale
+
+
+def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:
+    """rows: [R, H] bf16 on CUDA, contiguous, 16-byte aligned, H a multiple of 8; places: [T * num] int64 -> [T, H].
+
+    Sums `num` rows each in their order, in fp32; row 0 counts as none. Runs on the current stream. Result: bf16.
+    """
+    out = rows.new_empty(len(places) // num, rows.shape[1])
+    if out.numel():
+        grid = (len(out), -(-out.shape[1] // (8 * 256)), 1)
+        args = _SumArgs(rows.data_ptr(), places.data_ptr(), out.data_ptr(), num, out.shape[1])
+        _launch(SUM_ROWS_ENTRY, rows.device, grid, args)
+    return out

@@ -44,9 +44,9 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
 from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, check_marks
-from megamoe.launch.cache import quantize_activations
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
+from megamoe.launch.passes import quantize_activations, sum_rows
 
 EXCHANGES = ("exact", "static")
 
@@ -79,9 +79,10 @@ def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
 class _Trip(NamedTuple):
     """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
 
-    tokens: of each row that is sent. places: [T * N], which row of what comes back each host has made of a token; 0: of
-    no token. send, receive: how many rows to and from each host, by chunk. slots: static: tokens, but T where
-    there is none, which hold any row in `tokens`, and T + 1 of marks, which are sent like another chunk.
+    tokens: of each row that is sent; before _met(), behind them any. places: [T * N], which row of what comes back each
+    host has made of a token; 0: of no token. send, receive: how many rows to and from each host, by chunk; exact: once
+    hosts have _met(), before that all that there could be. slots: static: tokens, but T where there is none, which
+    hold any row in `tokens`, and T + 1 of marks, which are sent like another chunk. counts: exact: `send`, [C, N].
     """
 
     tokens: Tensor
@@ -89,6 +90,7 @@ class _Trip(NamedTuple):
     send: list[list[int]]
     receive: list[list[int]]
     slots: Tensor | None = None
+    counts: Tensor | None = None
 
 
 class _Numbers(NamedTuple):
@@ -179,7 +181,9 @@ class HostsBackend(Backend):
         self.links.rail.barrier()
         self._make_marks()
         _ = self._numbers  # not in a graph, which cannot load a kernel either
-        self._stored(torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=self._device))
+        row = torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=self._device)
+        self._stored(row)
+        sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=self._device))
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
 
@@ -293,11 +297,13 @@ class HostsBackend(Backend):
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
         flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
-        trip = self._trip(ids, flags)
+        trip = self._trip(ids)
         x, scale = self._stored(call.x)
         columns = [ids, call.topk_weights, *([] if scale is None else [scale])]
-        meta = torch.cat([t.view(torch.int32) for t in columns], 1)
-        met = self._exchange_meta(meta, trip, flags).split([t.shape[1] for t in columns], 1)
+        meta = self._taken_meta(torch.cat([t.view(torch.int32) for t in columns], 1), trip, flags)
+        first = self._first(x, trip)
+        trip = self._met(trip, flags)
+        met = self._exchange_meta(meta, trip).split([t.shape[1] for t in columns], 1)
         sizes = [sum(of) for of in trip.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
         local = (met[0] - self._bounds[self.host]).split(sizes)
@@ -326,16 +332,19 @@ class HostsBackend(Backend):
                 kept.copy_(made)
             return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
-        return self._summed(trip, self._pipelined(trip, x, compute))
+        return self._summed(trip, self._pipelined(trip, x, first, compute))
 
     def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         needs, only_weights = wanted.needs, wanted.only_weights
         # Another rank may want what this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
-        trip = self._trip(self._valid(call.computed_ids()), BACKWARD)
+        trip = self._trip(self._valid(call.computed_ids()))
         rows, scale = self._stored(dy)
-        if scale is not None:
-            met = self._once(self._taken(scale, trip.tokens), trip.send, trip.receive)
+        sent = None if scale is None else self._taken(scale, trip.tokens)
+        first = self._first(rows, trip)
+        trip = self._met(trip, BACKWARD)
+        if sent is not None:
+            met = self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
             scales = met.split([sum(of) for of in trip.receive])
         sums, made, of_routes = dict(wanted.into), {}, []
 
@@ -365,7 +374,7 @@ class HostsBackend(Backend):
             of_routes.append(both[1])
             return both[0]
 
-        back = self._pipelined(trip, rows, compute, returns=not only_weights)
+        back = self._pipelined(trip, rows, first, compute, returns=not only_weights)
         if not only_weights:
             found = self._once(torch.cat(of_routes), trip.receive, trip.send)
             if needs.x:
@@ -379,18 +388,21 @@ class HostsBackend(Backend):
         self,
         trip: _Trip,
         rows: Tensor,
+        first: Tensor,
         compute: Callable[[int, Tensor], Tensor],
         returns: bool = True,
     ) -> Tensor:
         """Send the rows of a chunk, compute what comes, send that back. Return what came back behind a row of nothing.
 
-        A collective waits for what its issuing stream holds: so chunk i + 1 goes out before chunk i is computed.
+        first: those of chunk 0. A collective waits for what its issuing stream holds: so chunk i + 1 goes out before
+        chunk i is computed.
         """
         sent = [sum(of) for of in trip.send]
         tokens = trip.tokens.split(sent)
 
         def start(i: int) -> Waiter:
-            return self._exchange(self._taken(rows, tokens[i]), trip.send[i], trip.receive[i])
+            taken = self._taken(rows, tokens[i]) if i else first[: sent[0]]
+            return self._exchange(taken, trip.send[i], trip.receive[i])
 
         back = rows.new_empty(1 + sum(sent), self.problem.hidden, dtype=torch.bfloat16)
         pieces = back[1:].split(sent)
@@ -419,8 +431,8 @@ class HostsBackend(Backend):
         here = ((local >= 0) & (local < self.inside.num_experts)).any(1)
         return torch.argsort((~here).to(torch.uint8), stable=True)
 
-    def _trip(self, ids: Tensor, flags: int) -> _Trip:
-        """ids: [T, K], valid. exact: meet along the rail, and tell how many rows will come."""
+    def _trip(self, ids: Tensor) -> _Trip:
+        """ids: [T, K], valid. No host waits: what follows is queued on the device before it does, in _met()."""
         (tokens, top_k), chunks, num = ids.shape, self.chunks, self.num_hosts
         if not self.exact:
             return self._kept_trip(tokens)
@@ -429,16 +441,28 @@ class HostsBackend(Backend):
         if part * chunks > tokens:
             owner = torch.nn.functional.pad(owner, (0, 0, 0, part * chunks - tokens))
         goes = (owner.view(chunks, 1, part, top_k) == numbers.hosts).any(3)  # [C, N, part]
-        counts = goes.sum(2)
-        numbers.counts.copy_(counts, non_blocking=True)  # there when the others' are
-        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), counts.T)
-        send, receive = numbers.counts.tolist(), found.T.tolist()
         # How many come before a row says where it lies and, unlike for nonzero(), no host waits.
         places = goes.view(-1).cumsum(0).view(goes.shape) * goes
-        taken = places.new_empty(chunks * num * part + 1)
+        taken = places.new_zeros(chunks * num * part + 1)
         taken[places] = numbers.slots[: part * chunks].view(chunks, 1, part)
         places = places.transpose(1, 2).reshape(-1)[: tokens * num]
-        return _Trip(taken[1 : 1 + sum(map(sum, send))], places, send, receive)
+        most = [[part] * num for _ in range(chunks)]
+        return _Trip(taken[1:], places, most, most, counts=goes.sum(2))
+
+    def _met(self, trip: _Trip, flags: int) -> _Trip:
+        """exact: meet along the rail, and tell how many rows will come: the host waits."""
+        if trip.counts is None:
+            return trip
+        numbers = self._numbers
+        numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
+        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), trip.counts.T)
+        send = numbers.counts.tolist()
+        tokens = trip.tokens[: sum(map(sum, send))]
+        return trip._replace(tokens=tokens, send=send, receive=found.T.tolist())
+
+    def _first(self, rows: Tensor, trip: _Trip) -> Tensor:
+        """Return the rows of chunk 0, and exact: before _met() others behind them."""
+        return self._taken(rows, trip.tokens[: sum(trip.send[0])])
 
     def _kept_trip(self, tokens: int) -> _Trip:
         """static: what follows from the number of tokens. Capture of a graph begins when all streams are done."""
@@ -469,14 +493,20 @@ class HostsBackend(Backend):
         rows = [[chunk] * num for _ in range(chunks)]
         return _Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
 
-    def _exchange_meta(self, meta: Tensor, trip: _Trip, flags: int) -> Tensor:
-        """Exchange ids, weights and scales of all chunks. Return what comes, by chunk. static: marks go with them."""
+    def _taken_meta(self, meta: Tensor, trip: _Trip, flags: int) -> Tensor:
+        """Return ids, weights and scales as they are sent, of all chunks. static: marks go with them."""
         if trip.slots is None:
-            return self._once(meta[trip.tokens], trip.send, trip.receive)
+            return meta[trip.tokens]
         if not self._marks:
             self._make_marks()
+        return torch.cat([meta, self._marks[flags]])[trip.slots]
+
+    def _exchange_meta(self, sent: Tensor, trip: _Trip) -> Tensor:
+        """Exchange what _taken_meta() made. Return what comes, by chunk."""
+        if trip.slots is None:
+            return self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
         num = self.num_hosts
-        sent, more = torch.cat([meta, self._marks[flags]])[trip.slots], [*trip.send, [1] * num]
+        more = [*trip.send, [1] * num]
         found = self._once(sent, more, more)
         marks = found[-num:, :MARK_INTS]
         if self._seen is not None:  # looked at in the next call: here the host would have to wait
@@ -508,9 +538,9 @@ class HostsBackend(Backend):
         return rows[tokens]
 
     def _summed(self, trip: _Trip, rows: Tensor) -> Tensor:
-        """Sum what came back of each token in the order of hosts, in fp32, and round that once: no atomics."""
+        """Sum what came back of each token, in the order of hosts."""
         bags = self._numbers.bags[: len(trip.places) // self.num_hosts]
-        return torch.embedding_bag(rows, trip.places, bags, False, 0, False, None, False, 0)[0]
+        return sum_rows(rows, trip.places, bags)
 
     # --- rows as they travel ---
 

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from megamoe.core.config import Problem
-from megamoe.core.errors import CompileError, MegaMoEError
+from megamoe.core.errors import MegaMoEError
 from megamoe.core.table import E4M3_BLOCKS, Format
 from megamoe.formats.quantization import (
     codec,
     quantize_blockwise,
-    quantize_rows,
     stored_shape,
     transpose_blocks,
 )
@@ -33,35 +32,10 @@ from megamoe.formats.versions import (
     version_of,
 )
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.launch.passes import fused_kernels, on_hopper
 
 log = logging.getLogger("megamoe")
 Pair = tuple[Tensor, Tensor]  # numbers and scales
-
-
-@lru_cache(maxsize=1)
-def _fused_quantizer() -> Any:
-    """Return the module of kernels that quantize in one pass over memory, if they can be compiled here."""
-    try:
-        from megamoe.jit import quantize
-
-        quantize.compile_quantize()
-    except (ImportError, CompileError) as error:
-        log.warning("tensors are quantized by torch operations, not by one kernel: %s", error)
-        return None
-    return quantize
-
-
-def _on_hopper(t: Tensor) -> bool:
-    return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
-
-
-def quantize_activations(x: Tensor, stored: Format) -> Pair:
-    """x: [M, H] bf16, contiguous -> (q, scale) in a format of rows: by groups in one kernel, as quantize_weights()."""
-    formulas = codec(stored)
-    assert formulas is not None, stored.name
-    fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
-    fused = _fused_quantizer() if fits and _on_hopper(x) else None
-    return formulas.quantize(x) if fused is None else fused.quantize_rows(x)
 
 
 def quantize_weights(
@@ -74,7 +48,7 @@ def quantize_weights(
     formulas = codec(stored)  # raises for a format that this cannot make
     if stored != E4M3_BLOCKS and formulas is not None:
         return formulas.quantize(w, planes, out), None
-    if _on_hopper(w) and w.numel() and (fused := _fused_quantizer()) is not None:
+    if on_hopper(w) and w.numel() and (fused := fused_kernels()) is not None:
         return fused.quantize_weights(w, planes, out=out, turned=turned, turned_out=turned_out)
     made = quantize_blockwise(w, planes, out=out)
     return made, transpose_blocks(*made, planes, turned_out) if turned else None

@@ -1,4 +1,4 @@
-// The kernel that quantizes weights, on fibers; tests/emulate/test_quantize.py. It is written for a GPU
+// The kernels of one pass over memory, on fibers; tests/emulate/test_quantize.py. They are written for a GPU
 // alone, so here are the words of CUDA that it uses. CTAs run one after the other: their shared memory may be
 // a variable.
 #include "megamoe/arch/host/entry.h"
@@ -24,6 +24,7 @@ uint32_t __byte_perm(uint32_t lo, uint32_t hi, uint32_t selector) {
 }  // namespace
 
 #include "megamoe/kernels/quantize_weights.cuh"
+#include "megamoe/kernels/sum_rows.cuh"
 
 template <class Args, void (*kernel)(const Args&)>
 int run(const Args* args, const unsigned* grid, uint64_t seed, char* report, size_t report_bytes) {
@@ -48,4 +49,9 @@ MEGAMOE_HOST_EXPORT int quantize(const megamoe::QuantizeWeightsArgs* args, const
 MEGAMOE_HOST_EXPORT int quantize_rows(const megamoe::QuantizeRowsArgs* args, const unsigned* grid,
                                       uint64_t seed, char* report, size_t report_bytes) {
     return run<megamoe::QuantizeRowsArgs, megamoe::quantize_rows>(args, grid, seed, report, report_bytes);
+}
+
+MEGAMOE_HOST_EXPORT int sum_rows(const megamoe::SumRowsArgs* args, const unsigned* grid, uint64_t seed,
+                                 char* report, size_t report_bytes) {
+    return run<megamoe::SumRowsArgs, megamoe::sum_rows_of_hosts>(args, grid, seed, report, report_bytes);
 }

@@ -1,4 +1,4 @@
-"""The kernels that quantize weights and rows, on fibers: the bits of the formula in torch, and nothing beside them."""
+"""The kernels of one pass over memory, on fibers: the bits of the formulas in torch, and nothing beside them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
 from megamoe.jit import host, quantize
+from megamoe.launch.passes import sum_rows
 from megamoe.testing.compare import same_bits
 from megamoe.testing.layouts import apart, interleaved, with_gaps
 
@@ -123,3 +124,35 @@ def test_rows_have_the_bits_of_the_formula(kernel: Any, shape: tuple[int, ...]) 
     found = launched(kernel.quantize_rows, args_of, grid, expected, 3)
     expected[0].view(torch.uint8)[-1, -1] = q
     assert all(map(same_bits, found, expected))
+
+
+@pytest.mark.parametrize(("tokens", "num", "columns"), [(5, 2, 8), (7, 4, 2056), (3, 1, 4096)])
+def test_sums_of_rows_have_torchs_bits(
+    kernel: Any, tokens: int, num: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    rows = torch.randn(tokens * num + 1, columns, generator=generator).bfloat16()
+    rows[0] = torch.nan  # is never read
+    places = torch.randperm(tokens * num, generator=generator) + 1
+    places[:: num + 1] = 0
+    begins = torch.arange(0, tokens * num, num)
+    expected = sum_rows(rows, places, begins)
+    by_hand = [
+        sum((rows[p].float() for p in of if p), torch.zeros(columns)).bfloat16()
+        for of in places.view(tokens, num)
+    ]
+    assert torch.equal(expected, torch.stack(by_hand))
+    found = []
+
+    def launch(entry: str, device: Any, grid: tuple[int, int, int], args: Any) -> None:
+        report = ctypes.create_string_buffer(1 << 12)
+        given = (ctypes.c_uint * 3)(*grid)
+        status = kernel.sum_rows(
+            ctypes.byref(args), given, ctypes.c_uint64(3), report, ctypes.c_size_t(1 << 12)
+        )
+        assert status == 0, report.value.decode()
+        found.append(entry)
+
+    monkeypatch.setattr(quantize, "_launch", launch)
+    assert same_bits(quantize.sum_rows(rows, places, num), expected)
+    assert found == ["megamoe_sum_rows"]

@@ -14,6 +14,7 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import quantize
 from megamoe.jit.quantize import quantize_weights
+from megamoe.launch import passes
 from megamoe.testing.layouts import LAYOUTS, apart, interleaved, with_gaps
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +51,19 @@ def test_quantized_rows_have_torchs_bits(shape):
     x[-1:] *= 1e-30
     for found, expected in zip(quantize.quantize_rows(x), quantize_rows(x), strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 128), (300, 4, 272), (2048, 2, 7168)])
+def test_sums_of_rows_have_torchs_bits(shape):
+    tokens, num, hidden = shape
+    rows = torch.randn(tokens * num + 1, hidden, device="cuda").bfloat16()
+    rows[0] = torch.nan  # is never read
+    places = torch.randperm(tokens * num, device="cuda") + 1
+    places[:: num + 1] = 0
+    begins = torch.arange(0, tokens * num, num, device="cuda")
+    expected = torch.embedding_bag(rows, places, begins, False, 0, False, None, False, 0)[0]
+    assert torch.equal(passes.sum_rows(rows, places, begins), expected)
+    assert torch.equal(passes.sum_rows(rows.cpu(), places.cpu(), begins.cpu()), expected.cpu())
 
 
 @pytest.mark.parametrize("change", [interleaved, apart, with_gaps])

@@ -31,7 +31,9 @@ MUTANTS = {
         "exact", "places.transpose(1, 2).reshape(-1)",
         "(places * torch.tensor([[1], [0]])).transpose(1, 2).reshape(-1)"),
     "a sum that takes the largest": (
-        "exact", "trip.places, bags, False, 0,", "trip.places, bags, False, 2,"),
+        "exact", "sum_rows(rows, trip.places, bags)",
+        "torch.embedding_bag(rows, trip.places, bags, False, 2, False, None, False, 0)[0]"),
+    "chunk 0 is cut at the wrong end": ("exact", "first[: sent[0]]", "first[len(first) - sent[0] :]"),
     "a chunk's state is the next one's": (
         "exact", "local, kept = self._views(state, i, len(rows))",
         "local, kept = self._views(state, (i + 1) % self.chunks, len(rows))"),

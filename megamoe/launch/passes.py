@@ -1,0 +1,58 @@
+"""Passes over rows beside the layer's launches: by a kernel of jit/quantize.py where one runs, else by torch."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.core.errors import CompileError
+from megamoe.core.table import Format
+from megamoe.formats.quantization import codec, quantize_rows
+
+log = logging.getLogger("megamoe")
+Pair = tuple[Tensor, Tensor]  # numbers and scales
+
+
+@lru_cache(maxsize=1)
+def fused_kernels() -> Any:
+    """Return the module of kernels that make one pass over memory, if they can be compiled here."""
+    try:
+        from megamoe.jit import quantize
+
+        quantize.compile_quantize()
+    except (ImportError, CompileError) as error:
+        log.warning(
+            "tensors are quantized and summed by torch operations, not by one kernel: %s", error
+        )
+        return None
+    return quantize
+
+
+def on_hopper(t: Tensor) -> bool:
+    """Return whether a tensor lies where the kernels run."""
+    return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
+
+
+def quantize_activations(x: Tensor, stored: Format) -> Pair:
+    """x: [M, H] bf16, contiguous -> (q, scale) in a format of rows: by groups in one kernel, as quantize_weights()."""
+    formulas = codec(stored)
+    assert formulas is not None, stored.name
+    fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
+    fused = fused_kernels() if fits and on_hopper(x) else None
+    return formulas.quantize(x) if fused is None else fused.quantize_rows(x)
+
+
+def sum_rows(rows: Tensor, places: Tensor, begins: Tensor) -> Tensor:
+    """rows: [R, H] bf16 or fp32; places: [T * N] int64; begins: [T], where each token's begin in it -> [T, H].
+
+    Sums the N rows of a token in their order, in fp32, and rounds that once: no atomics. Row 0 counts as none.
+    """
+    fits = rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == 0 and rows.data_ptr() % 16 == 0
+    fused = fused_kernels() if fits and len(begins) and on_hopper(rows) else None
+    if fused is not None:
+        return fused.sum_rows(rows, places, len(places) // len(begins))
+    return torch.embedding_bag(rows, places, begins, False, 0, False, None, False, 0)[0]
