@@ -43,7 +43,7 @@ def main() -> int:
         "--host-us",
         type=float,
         default=Fabric.host_us,
-        help="of a call before its first row leaves",
+        help="by which exact takes longer than static",
     )
     add("--groups", nargs=2, type=int, metavar=("OF", "TAKEN"), help="that routing is limited to")
     add("--sweep", type=Path, help="a CSV with launches that were measured")
@@ -58,6 +58,7 @@ def main() -> int:
         help="--spin: how rows travel",
     )
     add("--reserve-sms", type=int, help="--spin: SMs left to the wire; default: 8")
+    add("--out", type=Path, help="--spin: a CSV to write")
     add("--cpu", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.sweep is not None and not args.sweep.exists():

@@ -2,8 +2,8 @@
 
 A rank's wire carries d rows of each token out and back, d the other hosts that own one of its experts. It is one wire
 for both ways, as one communication stream is. Chunks go D0 D1 C0 D2 C1 ...; launches follow each other. Around that is
-the glue: what the host does and the quantization before the first row leaves, a gathering of rows for each chunk beside
-its launch, and behind the last row one sum over hosts.
+the glue: exact's wait for the host, small kernels, the quantization before the first row leaves, a gathering of rows for
+each chunk beside its launch, and behind the last row one sum over hosts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megamoe.testing.shapes import Shape
 
 CHUNKS = (1, 2, 4, 8)
 LEAST_TOKENS = 32  # of a chunk
+SMALL_US = 80.0  # some 15 kernels that have next to nothing to do: a graph's replay beside this model, H200, 2026-11-26
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,15 @@ class Fabric:
     """Hosts of GPUs with a link each. gb_s, latency_us: of an exchange, a rank and direction.
 
     46 GB/s and 30 us are what NCCL was said to reach between two hosts of 8 H100 with 400 Gb/s (DeepEP, issue 3).
-    host_us: of a call, before its first row leaves: 60 operations of torch at 5 us, which --spin measures.
+    host_us: by which `exact` takes longer than `static`, whose launches a graph holds: what the host does behind its wait
+    for counts. 310 to 670 in --spin on an H200, 2026-11-26; less on a faster host.
     """
 
     per_host: int = 8
     gb_s: float = 46.0
     latency_us: float = 30.0
     hbm_gb_s: float = 3000.0
-    host_us: float = 300.0
+    host_us: float = 365.0
     sms_left: float = 124 / 132
 
     def wire_us(self, num_bytes: float) -> float:
@@ -62,10 +64,10 @@ def row_bytes(shape: Shape, precision: str) -> tuple[int, int]:
 
 
 def glue_us(shape: Shape, precision: str, tokens: int, others: float, fabric: Fabric) -> float:
-    """Return the time of passes over memory that nothing hides: quantization, and the sum over hosts."""
+    """Return the time of what nothing hides: small kernels, quantization, and the sum over hosts."""
     x, y = row_bytes(shape, precision)
     quantized = 2 * shape.hidden + x if PRECISIONS[precision].x.scaled else 0
-    return tokens * (quantized + (others + 2) * y) / fabric.hbm_gb_s / 1e3
+    return SMALL_US + tokens * (quantized + (others + 2) * y) / fabric.hbm_gb_s / 1e3
 
 
 def launch_us(shape: Shape, precision: str, tokens: float, hosts: int, fabric: Fabric) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from statistics import median
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from bench.hosts.model import Fabric, Given, Prediction, interpolated, predict
 from bench.shapes import shapes_from
-from bench.tables import header
+from bench.tables import header, write_table
 from bench.timing import Contender, Timer
 from megamoe.backends.call import Backend, Call
 from megamoe.backends.hosts import HostsBackend, chunks_of
@@ -190,7 +191,7 @@ def measure(
     with torch.no_grad():
         engines = {
             "layer": Spinning(fabric.wire_us, device, problem, exchange),
-            "without a wire": Spinning(lambda _: 0.0, device, problem, exchange),
+            "without_a_wire": Spinning(lambda _: 0.0, device, problem, exchange),
         }
         for what, engine in engines.items():
             backend = over_hosts(problem, hosts, name, device, engine, **options)
@@ -210,8 +211,8 @@ def measure(
     chunks = chunks_of(problem, StandIn(hosts).hosts, args.chunks)
     of_chunk = [(max(1, tokens // chunks), found["launches"] / chunks * fabric.sms_left)]
     given = Given(interpolated(of_chunk), chunks=(chunks,))
-    model = predict(shape, precision, tokens, hosts, fabric, given)
-    return found, model
+    waits = fabric if exchange == "exact" else replace(fabric, host_us=0.0)
+    return found, predict(shape, precision, tokens, hosts, waits, given)
 
 
 def _forward(backend: Backend, call: Call, _: Any) -> Any:
@@ -252,34 +253,64 @@ def _launches(backend: HostsBackend, call: Call, timer: Timer) -> dict[str, floa
     with mock.patch.object(backend.inner, "forward", keep):
         backend.forward(call)
     us = _median(timer, "launches", lambda _: [good(c) for c in calls])
-    return {"launches": us, "one launch": us / len(calls)}
+    return {"launches": us, "one_launch": us / len(calls)}
 
 
 def _median(timer: Timer, name: str, timed: Callable[[Any], Any]) -> float:
     return timer.medians([Contender(name, timed)])[0]
 
 
+@dataclass(frozen=True)
+class Spun:
+    """A line of the table: us of a forward pass, and of its parts."""
+
+    shape: str
+    precision: str
+    tokens: int
+    hosts: int
+    chunks: int
+    exchange: str
+    wire: float
+    layer: float
+    launches: float
+    one_launch: float
+    host: float
+    replay: float | None
+    without_a_wire: float
+    model: float
+
+    @property
+    def most(self) -> float:
+        """Return what is allowed: what takes longer, wire or launches, with one chunk's part of both, and 10 %."""
+        chunk = self.one_launch + self.wire / self.chunks
+        return 1.1 * (max(self.wire, self.launches) + chunk)
+
+    @property
+    def missed(self) -> bool:
+        """Return whether a replay, or where there is none a call, takes longer."""
+        return (self.replay or self.layer) > self.most
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measure all that is asked for; print a line each. Returns 1 where overlap is not what it should be."""
+    """Measure all that is asked for; print a line each, write --out. Returns 1 where overlap is not what it should be."""
     fabric = Fabric(args.per_host, args.gb_s, args.latency_us, args.hbm_gb_s, args.host_us)
-    print(header())
+    print(title := header())
     print(f"# {fabric}; an engine that spins; one rank's experts; us of a forward pass")
-    bad = 0
-    for shape in shapes_from(args):
-        for precision in args.precision:
-            for hosts in args.hosts:
-                for tokens, exchange in product(args.tokens, args.exchange):
-                    found, model = measure(shape, precision, tokens, hosts, fabric, exchange, args)
-                    chunk = found["one launch"] + found["wire"] / model.chunks
-                    most = 1.1 * (max(found["wire"], found["launches"]) + chunk)
-                    missed = found.get("replay", found["layer"]) > most
-                    bad |= missed
-                    print(
-                        f"{shape.name:14}{precision:6}{tokens:6} tokens {hosts} hosts {model.chunks} chunks "
-                        + f"{exchange}  "
-                        + "  ".join(f"{name} {us:.0f}" for name, us in found.items())
-                        + f"  model {model.two_level:.0f}  at most {most:.0f}"
-                        + ("  MISSED" if missed else ""),
-                        flush=True,
-                    )
-    return int(bad)
+    table = []
+    for shape, precision in product(shapes_from(args), args.precision):
+        for hosts, tokens, exchange in product(args.hosts, args.tokens, args.exchange):
+            found, model = measure(shape, precision, tokens, hosts, fabric, exchange, args)
+            of = shape.name, precision, tokens, hosts, model.chunks, exchange
+            figures: dict[str, Any] = {"replay": None, **found, "model": model.two_level}
+            line = Spun(*of, **figures)
+            table.append(line)
+            said = "  ".join(f"{name.replace('_', ' ')} {us:.0f}" for name, us in found.items())
+            print(
+                f"{shape.name:14}{precision:12}{tokens:6} tokens {hosts} hosts {model.chunks} chunks {exchange}  "
+                f"{said}  model {line.model:.0f}  at most {line.most:.0f}"
+                + ("  MISSED" if line.missed else ""),
+                flush=True,
+            )
+    if args.out is not None:
+        write_table(args.out, title, table)
+    return int(any(line.missed for line in table))

@@ -21,13 +21,13 @@ from megamoe.testing.shapes import SHAPES
 # (shape, precision, tokens, hosts, groups) -> us that the design of 2026-11-23 has for launch and wire; the layer's are
 # those of the glue of 2026-11-26
 DESIGN = {
-    ("dsv3", "fp8", 8192, 2, None): (5722, 3927, 7897),
-    ("dsv3", "fp8", 8192, 4, None): (5716, 10580, 11304),
-    ("dsv3", "fp8", 8192, 8, (8, 4)): (5714, 13643, 14398),
-    ("dsv3", "fp8", 128, 4, None): (205, 224, 735),
-    ("dsv3", "bf16", 8192, 2, None): (9966, 5160, 12901),
-    ("qwen3-235b", "fp8", 8192, 2, None): (2467, 2276, 3691),
-    ("qwen3-30b", "fp8", 8192, 8, None): (639, 5278, 5730),
+    ("dsv3", "fp8", 8192, 2, None): (5722, 3927, 8042),
+    ("dsv3", "fp8", 8192, 4, None): (5716, 10580, 11449),
+    ("dsv3", "fp8", 8192, 8, (8, 4)): (5714, 13643, 14543),
+    ("dsv3", "fp8", 128, 4, None): (205, 224, 880),
+    ("dsv3", "bf16", 8192, 2, None): (9966, 5160, 13046),
+    ("qwen3-235b", "fp8", 8192, 2, None): (2467, 2276, 3836),
+    ("qwen3-30b", "fp8", 8192, 8, None): (639, 5278, 5875),
 }
 
 
@@ -59,11 +59,9 @@ def test_launches_that_were_measured_take_the_models_place():
     shape = SHAPES["dsv3"]
     found = predict(shape, "fp8", 1000, 2, Fabric(), Given(us, chunks=(1,)))
     gathered, summed = (found.others + 1) * 2 * 7456, (found.others + 2) * 14336
-    glue = (
-        300 + 1000 * (14336 + 7456 + gathered + summed) / 3e6
-    )  # the host's, and passes over memory
+    passes = 1000 * (14336 + 7456 + gathered + summed) / 3e6
     assert found.launch == 300
-    assert found.two_level == pytest.approx(300 + found.wire + glue)
+    assert found.two_level == pytest.approx(300 + found.wire + 365 + 80 + passes)
 
 
 def test_the_plan_says_when_hosts_are_worth_it(tmp_path):
@@ -157,13 +155,13 @@ def test_chunks_travel_while_others_are_computed(exchange, monkeypatch):
     assert us == pytest.approx(9 * WIRE_US + 4 * LAUNCH_US)
 
 
-def test_the_tool_measures_what_it_can_here(capsys):
+def test_the_tool_measures_what_it_can_here(capsys, tmp_path):
     threads = torch.get_num_threads()
     args = Namespace(
         shape=["tiny"], hidden=None, intermediate=None, num_experts=None, top_k=None,
         activation=None, bias=None, precision=["fp8"], hosts=[2], tokens=[64], per_host=1,
         gb_s=46.0, latency_us=3000.0, hbm_gb_s=3000.0, host_us=0.0, chunks=3, reserve_sms=None, cpu=True,
-        exchange=["exact", "static"],
+        exchange=["exact", "static"], out=tmp_path / "spin.csv",
     )  # fmt: skip
     try:
         assert spin.run(args) == 0
@@ -176,6 +174,12 @@ def test_the_tool_measures_what_it_can_here(capsys):
         assert float(words[words.index("wire") + 1]) == pytest.approx(7 * 3000, rel=0.01)
         assert float(words[words.index("layer") + 1]) > 7 * 3000
         assert float(words[words.index("host") + 1]) > 7 * 3000  # a CPU waits for all
+    title, names, *cells = (tmp_path / "spin.csv").read_text().splitlines()
+    assert title.startswith("# ")
+    assert [row.split(",")[names.split(",").index("exchange")] for row in cells] == [
+        "exact",
+        "static",
+    ]
 
 
 @pytest.mark.parametrize("name", ["reference", "emulate"])
