@@ -17,6 +17,7 @@ from megamoe.formats.quantization import stored_shape
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 from megamoe.jit.source import (
+    DEQUANTIZE_ROWS_ENTRY,
     QUANTIZE,
     QUANTIZE_ENTRY,
     QUANTIZE_ROWS_ENTRY,
@@ -132,14 +133,27 @@ def quantize_rows(x: Tensor) -> Pair:
 
     Runs on the current stream; the same bits as quantization.quantize_rows.
     """
-    rows, columns = x.shape
-    groups = -(-columns // SCALE_GROUP)
+    groups = -(-x.shape[1] // SCALE_GROUP)
     q = torch.empty(x.shape, dtype=E4M3_BLOCKS.dtype, device=x.device)
-    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    if x.numel():
-        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), rows, columns)
-        _launch(QUANTIZE_ROWS_ENTRY, x.device, (-(-rows * groups // 16), 1, 1), args)
+    scale = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
+    _launch_rows(QUANTIZE_ROWS_ENTRY, x, q, scale)
     return q, scale
+
+
+def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
+    """q: [M, H] e4m3 on CUDA, scale: [M, S] fp32, both contiguous and as quantize_rows() has them -> [M, H] bf16.
+
+    Runs on the current stream; the bits of quantization.dequantize_rows, rounded to bf16.
+    """
+    x = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    _launch_rows(DEQUANTIZE_ROWS_ENTRY, x, q, scale)
+    return x
+
+
+def _launch_rows(entry: str, x: Tensor, q: Tensor, scale: Tensor) -> None:
+    if x.numel():
+        args = _RowsArgs(x.data_ptr(), q.data_ptr(), scale.data_ptr(), *x.shape)
+        _launch(entry, x.device, (-(-scale.numel() // 16), 1, 1), args)
 
 
 def sum_rows(rows: Tensor, places: Tensor, num: int) -> Tensor:

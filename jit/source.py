@@ -23,7 +23,7 @@ TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
 QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_rows"
-SUM_ROWS_ENTRY = "megamoe_sum_rows"
+DEQUANTIZE_ROWS_ENTRY, SUM_ROWS_ENTRY = "megamoe_dequantize_rows", "megamoe_sum_rows"
 QUANTIZE_SOURCE = f"""\
 #include "megamoe/kernels/quantize_weights.cuh"
 #include "megamoe/kernels/sum_rows.cuh"
@@ -36,6 +36,11 @@ extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
 extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
 {QUANTIZE_ROWS_ENTRY}(const __grid_constant__ megamoe::QuantizeRowsArgs args) {{
     megamoe::quantize_rows(args);
+}}
+
+extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
+{DEQUANTIZE_ROWS_ENTRY}(const __grid_constant__ megamoe::QuantizeRowsArgs args) {{
+    megamoe::dequantize_rows(args);
 }}
 
 extern "C" __global__ void __launch_bounds__(megamoe::sum_rows_threads)

@@ -2,7 +2,7 @@
 
 A rank's wire carries d rows of each token out and back, d the other hosts that own one of its experts. It is one wire
 for both ways, as one communication stream is. Chunks go D0 D1 C0 D2 C1 ...; launches follow each other. Around that is
-the glue: exact's wait for the host, small kernels, the quantization before the first row leaves, a gathering of rows for
+the glue: exact's wait for the host, small kernels, quantization before the first row leaves, a gathering of rows for
 each chunk beside its launch, and behind the last row one sum over hosts.
 """
 
@@ -31,8 +31,8 @@ class Fabric:
     """Hosts of GPUs with a link each. gb_s, latency_us: of an exchange, a rank and direction.
 
     46 GB/s and 30 us are what NCCL was said to reach between two hosts of 8 H100 with 400 Gb/s (DeepEP, issue 3).
-    host_us: by which `exact` takes longer than `static`, whose launches a graph holds: what the host does behind its wait
-    for counts. 310 to 670 in --spin on an H200, 2026-11-26; less on a faster host.
+    host_us: by which `exact` takes longer than `static` in a graph: what the host does behind its wait for counts. 310
+    to 670 in --spin on an H200, 2026-11-26; less on a faster host.
     """
 
     per_host: int = 8

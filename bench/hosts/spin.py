@@ -292,7 +292,7 @@ class Spun:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all that is asked for; print a line each, write --out. Returns 1 where overlap is not what it should be."""
+    """Measure all that is asked for; print a line each; write --out. Returns 1 where one has MISSED."""
     fabric = Fabric(args.per_host, args.gb_s, args.latency_us, args.hbm_gb_s, args.host_us)
     print(title := header())
     print(f"# {fabric}; an engine that spins; one rank's experts; us of a forward pass")

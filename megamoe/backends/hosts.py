@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
@@ -46,17 +47,23 @@ from megamoe.group.links import Links, Part
 from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, check_marks
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
-from megamoe.launch.passes import quantize_activations, sum_rows
+from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
 
 EXCHANGES = ("exact", "static")
+CHUNK_ROWS = 512  # three times what a launch needs for its products to take as long as its weights
 
 
 def chunks_of(problem: Problem, hosts: Hosts, stated: int | None) -> int:
-    """Return the number of chunks. With N or more, as large calls have, the window is as large as for one host."""
+    """Return the number of chunks. With N or more, as large calls have, the window is as large as for one host.
+
+    Each chunk reads all weights, and adds to all of their gradients: so an expert has enough rows in it, in the mean.
+    """
     if stated is not None:
         return stated
     tokens = problem.max_tokens
-    return 1 if tokens < 1024 else 2 if tokens < 4096 else max(len(hosts.names), 4)
+    chunks = 1 if tokens < 1024 else 2 if tokens < 4096 else max(len(hosts.names), 4)
+    rows = problem.ep_size * tokens * problem.top_k // problem.num_experts
+    return max(1, min(chunks, rows // CHUNK_ROWS))
 
 
 def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
@@ -182,7 +189,7 @@ class HostsBackend(Backend):
         self._make_marks()
         _ = self._numbers  # not in a graph, which cannot load a kernel either
         row = torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=self._device)
-        self._stored(row)
+        self._given(*self._stored(row))
         sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=self._device))
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
@@ -549,9 +556,7 @@ class HostsBackend(Backend):
         if self._codec is None:
             assert isinstance(x, Tensor)
             return x, None
-        q, scale = (
-            x if isinstance(x, QuantizedRows) else quantize_activations(x, self.problem.formats.x)
-        )
+        q, scale = x if isinstance(x, QuantizedRows) else quantize_activations(x, self._codec)
         return q.view(torch.uint8), scale
 
     def _given(self, rows: Tensor, scale: Tensor | None = None, *, wide: bool = True) -> Any:
@@ -559,7 +564,7 @@ class HostsBackend(Backend):
         if self._codec is None or scale is None:
             return rows
         q = rows.view(self.problem.formats.x.dtype)
-        return self._codec.dequantize(q, scale).bfloat16() if wide else QuantizedRows(q, scale)
+        return dequantize_activations(q, scale, self._codec) if wide else QuantizedRows(q, scale)
 
     def _views(self, state: Tensor, i: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return what the state has of a chunk: rows as they travelled and their scales, in the order in which they are
@@ -579,10 +584,34 @@ def _along(rail: Part) -> Exchange:
     """Return the engine of torch.distributed; on the CPU its waits are bounded."""
 
     def exchange(rows: Tensor, *how: Any) -> Waiter:
-        wait = None if rows.is_cuda else rail.wait
-        return all_to_all(rail.process_group, wait)(rows, *how)
+        if rows.is_cuda:
+            return _apart(rail, rows, *how)
+        return all_to_all(rail.process_group, rail.wait)(rows, *how)
 
     return exchange
+
+
+def _apart(
+    rail: Part,
+    rows: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    place: Tensor | None = None,
+) -> Waiter:
+    """As all_to_all(), over NCCL: own rows are copied here and now; NCCL would copy them as slowly as it sends."""
+    out = rows.new_empty(sum(receive), *rows.shape[1:]) if place is None else place
+    come = list(out.view(torch.uint8).split(list(receive)))
+    go = list(rows.contiguous().view(torch.uint8).split(list(send)))
+    come[rail.rank].copy_(go[rail.rank])
+    for way in come, go:
+        way[rail.rank] = way[rail.rank][:0]
+    work = dist.all_to_all(come, go, group=rail.process_group, async_op=True)
+
+    def arrived() -> Tensor:
+        work.wait()
+        return out
+
+    return arrived
 
 
 def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

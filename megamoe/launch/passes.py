@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import CompileError
-from megamoe.core.table import Format
-from megamoe.formats.quantization import codec, quantize_rows
+from megamoe.formats.quantization import Codec, quantize_rows
 
 log = logging.getLogger("megamoe")
 Pair = tuple[Tensor, Tensor]  # numbers and scales
@@ -37,13 +36,24 @@ def on_hopper(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.get_device_capability(t.device)[0] == 9
 
 
-def quantize_activations(x: Tensor, stored: Format) -> Pair:
-    """x: [M, H] bf16, contiguous -> (q, scale) in a format of rows: by groups in one kernel, as quantize_weights()."""
-    formulas = codec(stored)
-    assert formulas is not None, stored.name
+def _kernels_for(x: Tensor, formulas: Codec) -> Any:
+    """Return the module of kernels where rows [M, H] by these formulas are theirs."""
     fits = formulas.quantize is quantize_rows and x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0
-    fused = fused_kernels() if fits and on_hopper(x) else None
-    return formulas.quantize(x) if fused is None else fused.quantize_rows(x)
+    return fused_kernels() if fits and on_hopper(x) else None
+
+
+def quantize_activations(x: Tensor, formulas: Codec) -> Pair:
+    """x: [M, H] bf16, contiguous -> (q, scale): by groups in one kernel, as quantize_weights()."""
+    kernels = _kernels_for(x, formulas)
+    return formulas.quantize(x) if kernels is None else kernels.quantize_rows(x)
+
+
+def dequantize_activations(q: Tensor, scale: Tensor, formulas: Codec) -> Tensor:
+    """q, scale: as quantize_activations() has them -> [M, H] bf16."""
+    kernels = _kernels_for(q, formulas)
+    if kernels is None:
+        return formulas.dequantize(q, scale).bfloat16()
+    return kernels.dequantize_rows(q, scale)
 
 
 def sum_rows(rows: Tensor, places: Tensor, begins: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ MEGAMOE_HOST_EXPORT int quantize_rows(const megamoe::QuantizeRowsArgs* args, con
     return run<megamoe::QuantizeRowsArgs, megamoe::quantize_rows>(args, grid, seed, report, report_bytes);
 }
 
+MEGAMOE_HOST_EXPORT int dequantize_rows(const megamoe::QuantizeRowsArgs* args, const unsigned* grid,
+                                        uint64_t seed, char* report, size_t report_bytes) {
+    return run<megamoe::QuantizeRowsArgs, megamoe::dequantize_rows>(args, grid, seed, report, report_bytes);
+}
+
 MEGAMOE_HOST_EXPORT int sum_rows(const megamoe::SumRowsArgs* args, const unsigned* grid, uint64_t seed,
                                  char* report, size_t report_bytes) {
     return run<megamoe::SumRowsArgs, megamoe::sum_rows_of_hosts>(args, grid, seed, report, report_bytes);

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.formats.quantization import quantize_blockwise, quantize_rows, transpose_blocks
+from megamoe.formats.quantization import (
+    dequantize_rows,
+    quantize_blockwise,
+    quantize_rows,
+    transpose_blocks,
+)
 from megamoe.jit import host, quantize
 from megamoe.launch.passes import sum_rows
 from megamoe.testing.compare import same_bits
@@ -124,6 +129,15 @@ def test_rows_have_the_bits_of_the_formula(kernel: Any, shape: tuple[int, ...]) 
     found = launched(kernel.quantize_rows, args_of, grid, expected, 3)
     expected[0].view(torch.uint8)[-1, -1] = q
     assert all(map(same_bits, found, expected))
+    q, scale = found
+    wide = dequantize_rows(q, scale).bfloat16()
+
+    def back(place: int) -> Any:
+        return quantize._RowsArgs(place, q.data_ptr(), scale.data_ptr(), rows, columns)
+
+    (again,) = launched(kernel.dequantize_rows, back, grid, [wide], 3)
+    assert again.isnan().sum() == 1  # of which torch has other bits
+    assert same_bits(again.nan_to_num(1.0), wide.nan_to_num(1.0))
 
 
 @pytest.mark.parametrize(("tokens", "num", "columns"), [(5, 2, 8), (7, 4, 2056), (3, 1, 4096)])

@@ -9,7 +9,13 @@ from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.formats.quantization import codec, quantize_blockwise, quantize_rows, transpose_blocks
+from megamoe.formats.quantization import (
+    codec,
+    dequantize_rows,
+    quantize_blockwise,
+    quantize_rows,
+    transpose_blocks,
+)
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.jit import quantize
@@ -49,8 +55,10 @@ def test_quantized_rows_have_torchs_bits(shape):
     x = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).bfloat16()
     x[:1, :16] = 0
     x[-1:] *= 1e-30
-    for found, expected in zip(quantize.quantize_rows(x), quantize_rows(x), strict=True):
+    pair = quantize.quantize_rows(x)
+    for found, expected in zip(pair, quantize_rows(x), strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(quantize.dequantize_rows(*pair), dequantize_rows(*pair).bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 128), (300, 4, 272), (2048, 2, 7168)])

@@ -1,7 +1,7 @@
 // bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the transposes of
 // both, in one pass over memory. [L, P * I, H]; blocks restart at each of the P planes, so the last block of
 // a plane may be ragged. One CTA a block. Same formula as everywhere (docs/numerics.md), so the bits equal
-// those of megamoe/formats/quantization.py. Below, bf16 rows -> e4m3 and a scale per 1 x 128 group.
+// those of megamoe/formats/quantization.py. Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
 
@@ -18,7 +18,7 @@ struct QuantizeWeightsArgs {
 };
 
 struct QuantizeRowsArgs {
-    const void* x;      // [M, H] bf16
+    void* x;            // [M, H] bf16: read, or to dequantize written
     void* q;            // [M, H] e4m3
     float* scale;       // [M, ceil(H/128)]
     int rows, columns;  // M, H; H a multiple of 8
@@ -134,28 +134,55 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     }
 }
 
-// gridDim.x: ceil(M * ceil(H/128) / 16), since 16 threads have a group
-MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
-    constexpr int edge = quantize_edge, lanes = scale_group / edge;
-    int thread = static_cast<int>(threadIdx.x), groups = ceil_div(args.columns, scale_group);
-    int64_t index = static_cast<int64_t>(blockIdx.x) * (quantize_threads / lanes) + thread / lanes;
-    int64_t row = index / groups;
-    int column = static_cast<int>(index % groups) * scale_group + thread % lanes * edge;
-    bool is_inside = row < args.rows && column < args.columns;
-    int64_t at = row * args.columns + column;
+// Which eight columns of x a thread has; 16 threads have a group.
+struct GroupPlace {
+    int64_t group, at;  // index of its scale, and of the first column
+    bool is_inside;
 
-    Bf16x8 v =
-        is_inside ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + at) : Bf16x8{};
+    explicit MEGAMOE_DEVICE GroupPlace(const QuantizeRowsArgs& args) {
+        constexpr int lanes = scale_group / quantize_edge;
+        int thread = static_cast<int>(threadIdx.x), groups = ceil_div(args.columns, scale_group);
+        group = static_cast<int64_t>(blockIdx.x) * (quantize_threads / lanes) + thread / lanes;
+        int64_t row = group / groups;
+        int column = static_cast<int>(group % groups) * scale_group + thread % lanes * quantize_edge;
+        is_inside = row < args.rows && column < args.columns;
+        at = row * args.columns + column;
+    }
+};
+
+// gridDim.x: ceil(M * ceil(H/128) / 16)
+MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
+    GroupPlace place(args);
+    Bf16x8 v = place.is_inside
+                   ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + place.at)
+                   : Bf16x8{};
     E4m3Group group;
     MEGAMOE_UNROLL
     for (uint32_t pair : v.pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
-    group.join_lanes<lanes>();
-    if (!is_inside) return;
+    group.join_lanes<scale_group / quantize_edge>();
+    if (!place.is_inside) return;
     float inverse = group.inverse();
     E4m3x8 out = {
         {e4m3_of_bf16(v.pairs[0], v.pairs[1], inverse), e4m3_of_bf16(v.pairs[2], v.pairs[3], inverse)}};
-    *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
-    if (thread % lanes == 0) args.scale[index] = group.scale();
+    *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + place.at) = out;
+    if (threadIdx.x % (scale_group / quantize_edge) == 0) args.scale[place.group] = group.scale();
+}
+
+// Back to bf16, on the same grid.
+MEGAMOE_DEVICE void dequantize_rows(const QuantizeRowsArgs& args) {
+    GroupPlace place(args);
+    if (!place.is_inside) return;
+    E4m3x8 q = *reinterpret_cast<const E4m3x8*>(static_cast<const uint8_t*>(args.q) + place.at);
+    float scale = args.scale[place.group];
+    Bf16x8 out;
+    MEGAMOE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+        float v[4];
+        arch::unpack_e4m3x4(q.quads[i], v);
+        out.pairs[2 * i] = arch::pack_bf16x2(v[0] * scale, v[1] * scale);
+        out.pairs[2 * i + 1] = arch::pack_bf16x2(v[2] * scale, v[3] * scale);
+    }
+    *reinterpret_cast<Bf16x8*>(static_cast<uint16_t*>(args.x) + place.at) = out;
 }
 
 }  // namespace megamoe
