@@ -14,7 +14,7 @@ from bench.layers import E4M3_FORWARD, Entry, TimedLayer, layers_of
 from bench.plot import Measurement, plot
 from bench.ranks import Rank
 from bench.shapes import local_shapes, shapes_from
-from bench.tables import header, write_table
+from bench.tables import WIDTH, header, write_table
 from bench.timing import Timer, modes_of
 from megamoe.core.table import PRECISIONS
 from megamoe.testing.shapes import Shape
@@ -93,8 +93,8 @@ def measurement(
 
 
 COLUMNS = (
-    f"{'shape':<16}{'prec':<11}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}{'TFLOPS':>9}"
-    f"{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}{'read GB':>9}"
+    f"{'shape':<16}{'prec':<{WIDTH}}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}"
+    f"{'TFLOPS':>9}{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}{'read GB':>9}"
 )
 
 
@@ -104,8 +104,8 @@ def line(m: Measurement) -> str:
     used = f"{m.utilisation:.0%}" if m.utilisation else "-"
     read = "-" if m.dram_read_gb is None else f"{m.dram_read_gb:.2f}"
     return (
-        f"{m.shape:<16}{m.precision:<11}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}{m.tokens:>6}"
-        f"{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
+        f"{m.shape:<16}{m.precision:<{WIDTH}}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}"
+        f"{m.tokens:>6}{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
         f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}{read:>9}"
     )
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from bench.tree import ROOT, tree_hash
+from megamoe.core.table import PRECISIONS
+
+WIDTH = max(map(len, PRECISIONS)) + 2  # of a column of precisions
 
 
 def header() -> str:

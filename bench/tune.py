@@ -7,6 +7,7 @@ from functools import partial
 from bench.layers import Entry, layers_of
 from bench.ranks import Rank
 from bench.sweep import measure_all
+from bench.tables import WIDTH
 from bench.timing import Timer
 from megamoe.testing.shapes import Shape
 
@@ -43,7 +44,7 @@ def measure(shape: Shape, precision: str, me: Rank, args: argparse.Namespace) ->
             best, over = over_best(choices)
             times = "".join(f"{us:9.1f}" for us in medians)
             me.print(
-                f"{shape.name:<16}{precision:<11}{tokens:>6}{times}"
+                f"{shape.name:<16}{precision:<{WIDTH}}{tokens:>6}{times}"
                 f"{best.step_blocks or 'formula':>9}{over:9.1%}"
             )
             found += choices
@@ -58,6 +59,6 @@ def over_best(choices: list[Choice]) -> tuple[Choice, float]:
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
     columns = "".join(f"{n:>9}" for n in ("formula", *args.steps, "best", "over"))
-    heads = f"{'shape':<16}{'prec':<11}{'T':>6}{columns}"
+    heads = f"{'shape':<16}{'prec':<{WIDTH}}{'T':>6}{columns}"
     measure_all(me, args, heads, partial(measure, me=me, args=args))
     return 0

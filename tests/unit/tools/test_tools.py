@@ -18,11 +18,13 @@ from bench.demo.checks import FREE_STEPS, Replay, checks_of_curves, largest
 from bench.demo.model import ModelConfig
 from bench.demo.training import Curves, Recipe, Setup, train
 from bench.floors import Load
-from bench.plot import read
+from bench.plot import Measurement, read
+from bench.sweep import COLUMNS, line
 from bench.tree import tree_hash
 from megamoe import jit
 from megamoe.backends.reference.quant import quantize_rows
 from megamoe.core.config import Problem
+from megamoe.core.table import PRECISIONS
 from megamoe.jit.compiler import parse_log
 from megamoe.testing.intermediates import StageChecker
 from megamoe.testing.shapes import Shape
@@ -204,7 +206,8 @@ def test_latency_sweep_writes_a_table(tmp_path):
     again = run_code(f"""
 from dataclasses import astuple
 from pathlib import Path
-from bench.plot import read
+from bench.plot import Measurement, read
+from bench.sweep import COLUMNS, line
 for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), sep=",")
 """)
     values = [tuple(v or "None" for v in row.values()) for row in rows]
@@ -212,6 +215,13 @@ for m in read(Path({str(tmp_path / "latency.csv")!r}))[1]: print(*astuple(m), se
     picture = tmp_path / "again.png"
     drawn = run("sweep_plot.py", tmp_path / "latency.csv", "--out", picture)
     assert (drawn.returncode == 0) == picture.exists() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_line_of_the_sweep_has_the_precision_in_a_column_of_its_own(precision):
+    measured = Measurement("dsv3", precision, 1, 8, "cool", "mega", 1, 1, None, None, 1, 1, 1)
+    assert line(measured).split()[:3] == ["dsv3", precision, "cool"]
+    assert line(measured).index("cool") == COLUMNS.index("mode")
 
 
 # Time stands still but for calls, which take what is planted: ranks' medians are 30 and 60 us, means and minima others.
