@@ -16,9 +16,11 @@ from torch import Tensor
 from megamoe.checkpoints.experts import Experts, find
 from megamoe.checkpoints.files import Output, Source, folder_of, write
 from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
+from megamoe.checkpoints.recipes import check_recipes
 from megamoe.core.errors import ArgumentError
 
 SHARD_BYTES = 5 * 10**9
+_CONFIG = "config.json"
 _BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer
 
 _WORDS = {
@@ -45,8 +47,8 @@ def convert(
     Numbers are moved, never computed: types stay, and one expert of one tensor is in memory at a time. Other tensors
     and the files of configuration and tokenizer are copied. Until all is written the folder has another name.
     Returns for each module its name, its layout and its sizes, in words.
-    Raises ArgumentError, before anything is written, for a source that is incomplete or of no known layout, for what
-    `to` has no place for, an existing target, and too little room.
+    Raises ArgumentError, before anything is written, for a source that is incomplete, of no known layout, or FP8 by
+    another recipe than a layer's (config.json), for what `to` has no place for, an existing target, too little room.
     """
     source, target = folder_of("source", source), folder_of("target", target)
     for name, value in (("to", to), ("source_layout", source_layout)):
@@ -60,6 +62,7 @@ def convert(
         config = _config(source)
         modules = find(tensors, source_layout, config.get("model_type"))
         _check_numbers(modules, config)
+        check_recipes(modules, config, source / _CONFIG)
         outputs = _outputs(tensors, modules, LAYOUTS[to])
         total = sum(output.num_bytes for output in outputs)
         with _finished_at_once(target, total) as folder, _bar(total, progress) as written:
@@ -81,7 +84,7 @@ def _is_beside(path: Path) -> bool:
 
 def _config(folder: Path) -> dict[str, Any]:
     """Return config.json, empty without one."""
-    path = folder / "config.json"
+    path = folder / _CONFIG
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:

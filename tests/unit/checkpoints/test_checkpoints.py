@@ -313,6 +313,130 @@ def refuse(source, to, message, tmp_path, **options):
     assert sorted(tmp_path.iterdir()) == before
 
 
+E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
+CHANNEL = E4M3 | {"strategy": "channel", "dynamic": False, "observer": "minmax"}
+TOKEN = E4M3 | {"strategy": "token", "dynamic": True}
+FP8_DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": CHANNEL, "input_activations": TOKEN}
+    },
+}
+DEEPSEEK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def of_group(**changes):
+    """FP8_DYNAMIC with another scheme."""
+    return {"config_groups": {"group_0": FP8_DYNAMIC["config_groups"]["group_0"] | changes}}
+
+
+def beside(*schemes):
+    """FP8_DYNAMIC with schemes of these targets, W8A16, beside its own."""
+    other = [{"targets": [target], "weights": CHANNEL} for target in schemes]
+    groups = FP8_DYNAMIC["config_groups"] | {f"group_{n}": s for n, s in enumerate(other, 1)}
+    return {"config_groups": groups}
+
+
+SCHEME = r"quantization_config.config_groups.group_0"
+RECIPES = {  # of experts by channel: what the recipe has instead, and what the error says; None: accepted
+    "as published": ({}, None),
+    "another scheme elsewhere": (beside("re:.*self_attn.*"), None),
+    "weights alone": (of_group(input_activations=None), rf"{SCHEME}.input_activations is None"),
+    "a calibrated scale": (
+        of_group(input_activations=E4M3 | {"strategy": "tensor", "dynamic": False}),
+        rf"{SCHEME}.input_activations is .*'tensor', 'dynamic': False.*, expected .*'token'",
+    ),
+    "a scale for all tokens": (
+        of_group(input_activations=E4M3 | {"strategy": "tensor", "dynamic": True}),
+        rf"{SCHEME}.input_activations is .*'tensor'",
+    ),
+    "integers": (of_group(input_activations=TOKEN | {"type": "int"}), "'type': 'int'"),
+    "integers, unsaid": (of_group(input_activations={"strategy": "token"}), "'type': 'int'"),
+    "rows with zero points": (
+        of_group(input_activations=TOKEN | {"symmetric": False}),
+        "'symmetric': False",
+    ),
+    "blocks": (of_group(weights=CHANNEL | {"strategy": "block"}), rf"{SCHEME}.weights is .*block"),
+    "rounded results": (of_group(output_activations=TOKEN), rf"{SCHEME}.output_activations is "),
+    "experts by a pattern": (beside(r"re:.*experts\.\d+\."), r"group_1.input_activations is None"),
+    "an expert by its name": (
+        beside("re:.*attn.*", "model.layers.11.mlp.experts.2.down_proj"),
+        "group_2.input_activations is None",
+    ),
+    "no scheme": (
+        of_group(targets=["re:.*attn.*"]),
+        r"config_groups, targets is .*attn.*, expected one of ",
+    ),
+    "no groups": ({"config_groups": []}, "expected one of model.layers.0.mlp.experts.0.gate_proj"),
+    "experts ignored": (
+        {"ignore": ["re:.*mlp.experts.*"]},
+        "quantization_config.ignore is 're:.*mlp.experts.*', expected none that names model.layers",
+    ),
+    "one projection ignored": (
+        {"ignore": ["lm_head", "model.layers.11.mlp.experts.1.up_proj"]},
+        "ignore is 'model.layers.11.mlp.experts.1.up_proj'",
+    ),
+    "no pattern": (of_group(targets=["re:*"]), r"group_0.targets is 're:\*' .*regular expression"),
+    "bounded scales": (
+        {"quant_method": "fbgemm_fp8"},
+        "quant_method is 'fbgemm_fp8', expected 'com",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_the_recipe_of_channels(tmp_path, case):
+    """config.json says how rows are rounded; only what a layer of fp8_channel does is taken."""
+    changes, message = RECIPES[case]
+    checkpoint(tmp_path / "a", "compressed-tensors-fp8", "scales of channels")
+    path = tmp_path / "a" / "config.json"
+    for place in ("quantization_config", "compression_config", "text_config"):
+        recipe = FP8_DYNAMIC | changes
+        config = {place: {"quantization_config": recipe} if place == "text_config" else recipe}
+        path.write_text(json.dumps(config))
+        if message is None:
+            convert(tmp_path / "a", tmp_path / place, "megamoe")
+            # Its recipe stays beside it, and is right for what it has become.
+            convert(tmp_path / place, tmp_path / f"{place} back", "compressed-tensors-fp8")
+        else:
+            said = message.replace("quantization_config", r"\w+_config")
+            refuse(tmp_path / "a", "megamoe", rf"{re.escape(str(path))}: .*{said}", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"fmt": "e4m3", "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}, None),
+        ({"activation_scheme": "static"}, "activation_scheme is 'static', expected 'dynamic'"),
+        (
+            {"weight_block_size": [64, 128]},
+            r"weight_block_size is \[64, 128\], expected \[128, 128\]",
+        ),
+        ({"weight_block_size": None}, "weight_block_size is None"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2', expected 'e4m3'"),
+        (
+            {"quant_method": "modelopt"},
+            "quant_method is 'modelopt', expected 'fp8', for model.layers.0",
+        ),
+    ],
+)
+def test_the_recipe_of_blocks(tmp_path, changes, message):
+    checkpoint(tmp_path / "a", "deepseek-fp8", "scales")
+    config = {"quantization_config": DEEPSEEK | changes}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    if message is not None:
+        refuse(tmp_path / "a", "megamoe", f"quantization_config.{message}", tmp_path)
+        return
+    convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    # Experts that are no FP8 have no recipe.
+    checkpoint(tmp_path / "c", "hf-fused")
+    shutil.copy(tmp_path / "a" / "config.json", tmp_path / "c" / "config.json")
+    convert(tmp_path / "c", tmp_path / "d", "megamoe")
+
+
 REFUSED = [  # content, source, target
     ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
     ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, megamoe"),
