@@ -8,16 +8,21 @@ from megamoe.core.errors import ConfigError
 from megamoe.jit.source import ACTIVATIONS, TILE
 
 _BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
+_TOKENS, _CHANNELS = (f"E4m3{rows}Rows, E4m3ChannelWeights" for rows in ("Token", ""))
 # -> its layer type; those with {} are of an activation
 PRODUCTS = {
     "product": f"GroupedProduct<{TILE}, {_BF16}>",
     "product-columns": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns>",
     "product-planes": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns, 2>",
     "product-e4m3": f"GroupedProduct<{TILE}, {_E4M3}>",
+    "product-e4m3-tokens": f"GroupedProduct<{TILE}, {_TOKENS}>",
+    "product-e4m3-channels": f"GroupedProduct<{TILE}, {_CHANNELS}>",
     "activation": f"GroupedActivation<{TILE}, {_BF16}, {{}}, Bf16Rows>",
     "activation-quantizes": f"GroupedActivation<{TILE}, {_BF16}, {{}}, E4m3Rows>",
     "activation-e4m3": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, Bf16Rows>",
     "activation-e4m3-quantizes": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, E4m3Rows>",
+    "activation-e4m3-tokens": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, Bf16Rows>",
+    "activation-e4m3-tokens-quantizes": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, E4m3Rows>",
     "saving": f"GroupedSaving<{TILE}, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
+from megamoe.ops.scales import by_block as scales_by_block
 from megamoe.ops.scales import num_places
 
 MAX_ROWS = (1 << 31) - 256
@@ -151,18 +153,27 @@ def check_quantizable(name: str, w: Tensor, scales: object) -> None:
 
 
 def check_operands(
-    scales: Any, x: Tensor, num_experts: int, planes: int, height: int
+    scales: Any, x: Tensor, offs: Tensor | None, sizes: tuple[int, ...], grouped: bool = True
 ) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return scales of x [M, K] by block and of w [E, P, height, K], and whether the call makes both."""
+    """Return scales of x [M, K] by block and of w [E, P, N, K], and whether the call makes both. sizes: E, P, N.
+
+    grouped: may rows beside weights by channel have scales of groups of columns? They have one a row else.
+    """
     if scales is None or is_dynamic(scales):
         return None, None, scales is not None
     if not isinstance(scales, tuple | list) or len(scales) != 2:
         refuse("scales", type(scales).__name__, "two tensors: of rows, of weights")
-    groups = num_groups(x.shape[1])
-    of_weights = num_experts, planes * num_groups(height), groups
-    _check_scales("scales[0]", scales[0], (groups, num_places(x.shape[0], num_experts)), x)
-    _check_scales("scales[1]", scales[1], of_weights, x)
-    return scales[0], scales[1], False
+    (of_rows, of_weights), (num, planes, height) = scales, sizes
+    rows, groups, places = x.shape[0], num_groups(x.shape[1]), num_places(x.shape[0], num)
+    blocks, channels = (num, planes * num_groups(height), groups), (num, planes * height, 1)
+    _check_scales("scales[1]", of_weights, (blocks, channels), x)
+    shapes: tuple[tuple[int, ...], ...] = ((groups, places),)
+    if tuple(of_weights.shape) == channels:
+        shapes = (1, places), (rows, 1), (rows,), *(shapes if grouped else ())
+    _check_scales("scales[0]", of_rows, shapes, x)
+    if of_rows.shape[-1] != places:
+        of_rows = scales_by_block(of_rows.reshape(rows, 1), offs, num)
+    return of_rows, of_weights, False
 
 
 def check_experts(name: str, num_experts: int) -> None:
@@ -176,14 +187,17 @@ def check_place(name: str, t: Tensor) -> None:
         refuse(f"{name}.data_ptr()", hex(t.data_ptr()), f"a multiple of {STRIDE_BYTES}")
 
 
-def _check_scales(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
-    """scale: of a shape, fp32, contiguous, 16-byte aligned."""
+def _check_scales(
+    name: str, scale: Tensor | None, shapes: Sequence[tuple[int, ...]], like: Tensor
+) -> None:
+    """scale: of one of these shapes, fp32, contiguous, 16-byte aligned."""
+    expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     if not isinstance(scale, Tensor):
-        refuse(name, scale, f"scales {list(shape)} of e4m3")
+        refuse(name, scale, f"scales {expected} of e4m3")
         return
     _check_type(name, scale, like, torch.float32)
-    if tuple(scale.shape) != shape or not scale.is_contiguous():
-        refuse(f"{name}.shape", list(scale.shape), f"{list(shape)}, contiguous")
+    if tuple(scale.shape) not in shapes or not scale.is_contiguous():
+        refuse(f"{name}.shape", list(scale.shape), f"{expected}, contiguous")
     check_place(name, scale)
     check_memory(name, scale)
 

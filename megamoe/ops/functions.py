@@ -31,8 +31,9 @@ def grouped_mm(
     int32, where the rows of each expert end, as torch's: ascending, an expert without rows repeats the one before, the
     last may be less than M. None: one expert has all rows. bias: [E, N] fp32 or bf16. K and N: multiples of 8.
     scales: x and w are e4m3 (K and N multiples of 16, w contiguous in K), not differentiable; these are x's by block,
-    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32. "dynamic": x and w are bf16 and
-    multiplied in FP8, quantized here, differentiable (docs/ops.md).
+    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32, or by channel [E, N, 1]; then x's
+    may also be one a row, by block or [M] or [M, 1]. "dynamic": x and w are bf16 and multiplied in FP8, quantized here,
+    differentiable (docs/ops.md).
     Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
     """
     checks.check_mode(x=x, w=w, bias=bias)
@@ -60,8 +61,9 @@ def grouped_mm_swiglu(
     x: [M, H] bf16. w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] of any strides that TMA takes (gate
     and up interleaved are a view); without the 2 for an activation that is not gated. offs: as grouped_mm's. bias:
     [E, 2*I] or [E, 2, I], fp32 or bf16. activation: a name or an Activation. H and I: multiples of 8.
-    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)]; or "dynamic". quantize: h
-    becomes e4m3, for grouped_mm_downproj; not differentiable. Neither goes with save_pre_activation.
+    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)], or by channel [E, 2*I, 1]
+    where x's are one a row; or "dynamic". quantize: h becomes e4m3 in groups of 128 columns, for grouped_mm_downproj;
+    not differentiable. Neither goes with save_pre_activation.
     Returns h [M, I] bf16, with save_pre_activation also the pre-activations [M, 2, I] bf16 (bias included) that
     grouped_mm_dswiglu takes, with quantize h's scales by block. Rows behind offs[-1] are zeros. Raises ArgumentError,
     ConfigError.
@@ -77,7 +79,7 @@ def grouped_mm_swiglu(
     if quantize and w.shape[2] % 16:
         checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
     checks.check_quantizable("w_up", w, scales)
-    of = checks.check_operands(scales, x, *w.shape[:3])
+    of = checks.check_operands(scales, x, offs, w.shape[:3], grouped=False)
     saves = save_pre_activation or (scales is None and not quantize and _records(x, w, bias))
     call = x, w, offs, bias, act.kind, _numbers(act), saves
     found = operators.grouped_activation(*call, *of, quantize)
@@ -211,12 +213,14 @@ def grouped_mlp(
     return y
 
 
-def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, offs: Tensor | None = None, *, by_token: bool = False
+) -> tuple[Tensor, Tensor]:
     """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for `scales` of other functions.
 
-    x: [M, K] bf16, fp16 or fp32, K a multiple of 16. offs: as grouped_mm's. Returns e4m3 [M, K], and its scales by
-    block [ceil(K/128), P] fp32, for calls with these offs. By torch's operations; the host waits for nothing. Raises
-    ArgumentError.
+    x: [M, K] bf16, fp16 or fp32, K a multiple of 16. offs: as grouped_mm's. by_token: a group is a row. Returns e4m3
+    [M, K], and its scales by block [ceil(K/128) or 1, P] fp32, for calls with these offs. By torch's operations; the
+    host waits for nothing. Raises ArgumentError.
     """
     checks.check_given(x=x)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -224,27 +228,31 @@ def quantize_rows(x: Tensor, offs: Tensor | None = None) -> tuple[Tensor, Tensor
     if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % 16:
         checks.refuse("x.shape", list(x.shape), "[rows, a multiple of 16]")
     num = checks.num_ends(offs, x)
-    return rows_by_block(x, offs, num)
+    return rows_by_block(x, offs, num, by_token)
 
 
-def quantize_weights(w: Tensor, planes: int = 1) -> tuple[Tensor, Tensor]:
+def quantize_weights(
+    w: Tensor, planes: int = 1, *, by_channel: bool = False
+) -> tuple[Tensor, Tensor]:
     """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for `scales` of other functions.
 
-    w: [E, N, K] of floats. planes: 2 for gate rows and then up rows, whose blocks begin anew. Returns e4m3 like w, and
-    scales [E, planes * ceil(N / planes / 128), ceil(K/128)] fp32. By torch's operations. Raises ArgumentError.
+    w: [E, N, K] of floats. planes: 2 for gate rows and then up rows, whose blocks begin anew. by_channel: a block is a
+    row. Returns e4m3 like w, and scales [E, planes * ceil(N / planes / 128), ceil(K/128)] or [E, N, 1] fp32. By torch's
+    operations. Raises ArgumentError.
     """
     checks.check_given(w=w)
     if w.dim() != 3 or not w.is_floating_point():
         checks.refuse("w", f"{w.dtype} {list(w.shape)}", "[experts, rows, columns] of floats")
     if planes not in (1, 2):
         checks.refuse("planes", planes, "1 or 2")
-    return quantization.quantize_blockwise(w.detach(), planes)
+    quantize = quantization.quantize_channels if by_channel else quantization.quantize_blockwise
+    return quantize(w.detach(), planes)
 
 
 def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
     """Move the scales of e4m3 rows to where the kernel reads them: each expert's begin at a multiple of 128.
 
-    scale: [M, S] fp32, one every 128 columns of a row. offs: as grouped_mm's. Returns [S, P] fp32,
+    scale: [M, S] fp32, one every 128 columns of a row, or one a row. offs: as grouped_mm's. Returns [S, P] fp32,
     P = 128 * (M // 128 + E), for calls with these offs. By torch's operations; the host waits for nothing. Raises
     ArgumentError.
     """
@@ -262,7 +270,7 @@ def _product(
     num, _, width = w.shape
     checks.check_offs(offs, num, x)
     checks.check_bias("bias", bias, num, width, x)
-    of = checks.check_operands(scales, x, num, 1, width)
+    of = checks.check_operands(scales, x, offs, (num, 1, width))
     out: Tensor = operators.grouped_mm(x, w, offs, bias, *of)
     return out
 

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from megamoe.core.table import E4M3_BLOCKS
-from megamoe.formats.quantization import dequantize_blockwise, dequantize_rows, quantize_rows
+from megamoe.formats.quantization import (
+    dequantize_blockwise,
+    dequantize_channels,
+    dequantize_rows,
+    dequantize_tokens,
+    quantize_rows,
+    quantize_tokens,
+)
 from megamoe.launch.cache import quantize_weights
 from megamoe.ops.scales import by_block, by_row
 
 
 class Operands(NamedTuple):
-    """x: [M, K], or [M, P, K] in planes of K; its scales by block. w: [E, P, N, K]; its scales by 128 x 128 of a plane.
+    """x: [M, K], or [M, P, K] in planes of K; its scales by block, of groups of 128 columns or one a row.
 
+    w: [E, P, N, K]; its scales by 128 x 128 of a plane [E, P * ceil(N/128), ceil(K/128)] or by channel [E, P * N, 1].
     Without scales both are bf16, with them e4m3.
     """
 
@@ -30,7 +38,16 @@ class Operands(NamedTuple):
     @property
     def suffix(self) -> str:
         """Return what the names of these operands' kernels have, see jit/grouped.py."""
-        return "" if self.x_scale is None else "-e4m3"
+        if self.x_scale is None or self.w_scale is None:
+            return ""
+        if not by_channel(self.w, self.w_scale):
+            return "-e4m3"
+        return "-e4m3-tokens" if self.x_scale.shape[0] == 1 else "-e4m3-channels"
+
+
+def by_channel(w: Tensor, scale: Tensor) -> bool:
+    """Say whether each row of w [E, P, N, K] has its own scale; N is a multiple of 16, so blocks are fewer."""
+    return scale.shape[1] == w.shape[1] * w.shape[2]
 
 
 def by_k(w: Tensor) -> bool:
@@ -54,14 +71,18 @@ def dequantized(given: Operands, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     if x_scale is None or w_scale is None:
         return x, w
     of_rows = by_row(x_scale, offs, x.shape[0], w.shape[0])
-    wide = dequantize_blockwise(w, w_scale, planes=w.shape[1]).view(w.shape)
+    rows = (dequantize_tokens if of_rows.shape[1] == 1 else dequantize_rows)(x, of_rows)
+    matrices = dequantize_channels if by_channel(w, w_scale) else dequantize_blockwise
+    wide = matrices(w, w_scale, planes=w.shape[1]).view(w.shape)
     dtype = torch.bfloat16 if x.is_cuda else torch.float32
-    return dequantize_rows(x, of_rows).to(dtype), wide.to(dtype)
+    return rows.to(dtype), wide.to(dtype)
 
 
-def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+def rows_by_block(
+    x: Tensor, offs: Tensor | None, num_experts: int, by_token: bool = False
+) -> tuple[Tensor, Tensor]:
     """x: [M, K] -> e4m3, and scales by block."""
-    q, scale = quantize_rows(x)
+    q, scale = (quantize_tokens if by_token else quantize_rows)(x)
     return q, by_block(scale, offs, num_experts)
 
 

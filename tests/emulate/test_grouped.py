@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flaws import plant
+from flaws import SEEN, names, plant
 from torch import Tensor
 
 from megamoe import ops
@@ -14,7 +14,6 @@ from megamoe.core.config import ACTIVATIONS, KINDS, Activation
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
-    quantize_blockwise,
     quantize_rows,
 )
 from megamoe.jit.grouped import GroupedVariant, grouped_variants
@@ -255,15 +254,18 @@ def test_bad_ends_write_nothing_else(ends):
     assert not out[taken[-1] :].any()
 
 
-def quantized(w: Tensor, planes: int) -> tuple[Tensor, Tensor, Tensor]:
+def quantized(w: Tensor, planes: int, by_channel: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """w: [E, P*I, K] -> e4m3, scales, and the numbers that they are."""
-    q, scale = quantize_blockwise(w, planes)
-    return q, scale, dequantize_blockwise(q, scale, planes)
+    q, scale = ops.quantize_weights(w, planes, by_channel=by_channel)
+    return q, scale, q.float() * scale if by_channel else dequantize_blockwise(q, scale, planes)
 
 
-def quantized_rows(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale = ops.quantize_rows(x, offs)
-    return q, scale, dequantize_rows(q, scales.by_row(scale, offs, x.shape[0], offs.numel()))
+def quantized_rows(
+    x: Tensor, offs: Tensor, by_token: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, scale = ops.quantize_rows(x, offs, by_token=by_token)
+    of_rows = scales.by_row(scale, offs, x.shape[0], offs.numel())
+    return q, scale, q.float() * of_rows if by_token else dequantize_rows(q, of_rows)
 
 
 @pytest.mark.parametrize("ends", BAD_ENDS)
@@ -281,16 +283,19 @@ def test_bad_ends_of_e4m3_rows_are_those_that_the_kernel_takes(ends):
     near(dequantize_rows(q, scales.by_row(scale, offs, rows, len(ends)))[:end], x[:end], 4e-2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(ACTIVATIONS))
-def test_e4m3(name):
+def mlp_of_e4m3(name: str, by_channel: bool) -> None:
     """x, h and both weights in e4m3: h's scales go from one kernel to the next as they are."""
     act, (hidden, width) = ACTIVATIONS[name], (272, 144)
     offs, num, rows = case()
-    x, x_scale, x_wide = quantized_rows(rand(rows, hidden), offs)
-    w13, s13, w13_wide = quantized(rand(num, act.planes * width, hidden, scale=0.1), act.planes)
-    w2, s2, w2_wide = quantized(rand(num, hidden, width), 1)
-    bias = torch.randn(num, act.planes * width)
+    x, w13 = rand(rows, hidden), rand(num, act.planes * width, hidden, scale=0.1)
+    w2, bias = rand(num, hidden, width), torch.randn(num, act.planes * width)
+    if by_channel:  # of very different sizes, so that another one's scale is seen
+        x *= torch.logspace(-1, 1, rows).bfloat16()[torch.randperm(rows), None]
+        for w in (w13, w2):
+            w *= torch.logspace(-1, 1, num * w.shape[1]).bfloat16().view(num, -1, 1)
+    x, x_scale, x_wide = quantized_rows(x, offs, by_channel)
+    w13, s13, w13_wide = quantized(w13, act.planes, by_channel)
+    w2, s2, w2_wide = quantized(w2, 1, by_channel)
     options = {"activation": name, "scales": (x_scale, s13)}
     h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, bias, quantize=True, **options)
     expected = act(exact(x_wide, w13_wide.transpose(1, 2), offs, bias))
@@ -304,8 +309,65 @@ def test_e4m3(name):
     y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
     h_wide = torch.zeros(rows, width)
     h_wide[:end] = dequantize_rows(h[:end], by_row[:end])
-    near(y, exact(h_wide, w2_wide.transpose(1, 2), offs))
+    near_by_row(y, exact(h_wide, w2_wide.transpose(1, 2), offs))
     assert not y[end:].any()
+    if by_channel:
+        plain = ops.grouped_mm_swiglu(x, w13, offs, bias, **options)
+        near_by_row(plain, expected, end)
+        y = ops.grouped_mm(x, w13.transpose(1, 2), offs, bias, scales=(x_scale, s13))
+        near_by_row(y, exact(x_wide, w13_wide.transpose(1, 2), offs, bias))
+
+
+def near_by_row(found: Tensor, expected: Tensor, end: int | None = None) -> None:
+    """Also of the smallest rows and columns: large ones hide them in a sum over all."""
+    pairs = [(found[:end], expected[:end]), (found[:end].T, expected[:end].T)]
+    for f, e in pairs:
+        off = (f.double() - e.double()).norm(dim=1) / e.double().norm(dim=1).clamp(min=1e-9)
+        assert off.max() < 2 * ROUNDED, off.argmax()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_e4m3(name):
+    mlp_of_e4m3(name, by_channel=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_e4m3_by_channel(name):
+    mlp_of_e4m3(name, by_channel=True)
+
+
+COLUMNS = "epilogue/column_scales.cuh"
+FLAWS = {
+    "up has gate's scales": (COLUMNS, "halves.plane(half)", "halves.plane(0)"),
+    "another expert's scales": (COLUMNS, "tile.expert()", "0"),
+    "scales are not awaited": (COLUMNS, "arch::copies_wait();", ""),
+    "the other warpgroup's scales": (
+        COLUMNS,
+        "experts.column_scales[math_warpgroup()]",
+        "experts.column_scales[0]",
+    ),
+    "scales lie where the table is": (
+        COLUMNS,
+        "reinterpret_cast<ColumnScales&>(scales)",
+        "reinterpret_cast<ColumnScales*>(ctx.smem.experts.first_block)[math_warpgroup()]",
+    ),
+    "slots have scales of their own": ("gemm/gemm.cuh", "A::whole_rows ? 0 : args", "args"),
+}
+
+
+@pytest.mark.flaws
+@pytest.mark.parametrize("flaw", names(FLAWS))
+def test_a_flaw_of_column_scales_is_seen(flaw, monkeypatch, tmp_path):
+    plant(FLAWS[flaw], monkeypatch, tmp_path)
+
+    def run() -> None:
+        for seed in range(3):
+            monkeypatch.setattr(machines.fibers, "seed", seed)
+            mlp_of_e4m3(QUICK, by_channel=True)
+
+    with pytest.raises(SEEN):
+        run()
 
 
 @pytest.mark.slow

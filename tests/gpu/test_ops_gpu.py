@@ -18,7 +18,6 @@ from megamoe.core.full_fp32 import full_fp32
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
-    quantize_blockwise,
     quantize_rows,
 )
 from megamoe.jit.__main__ import main as jit
@@ -127,17 +126,25 @@ def test_activation_and_its_gradient(name, hidden, width):
 
 @pytest.mark.parametrize(("hidden", "width"), [(272, 144), (2880, 2880)])
 @pytest.mark.parametrize("name", ["swiglu_oai", "relu2"])
-def test_fp8(name, hidden, width):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_fp8(by_channel, name, hidden, width):
+    """By channel also of rows and columns of very different sizes, each of which has to be right."""
     offs, num, rows = case()
     act, end = ACTIVATIONS[name], int(offs[-1])
-    x, x_scale = ops.quantize_rows(rand(rows, hidden), offs)
+    x = rand(rows, hidden)
     w13 = rand(num, act.planes * width, hidden, scale=hidden**-0.5)
-    w13, s13 = quantize_blockwise(w13, act.planes)
-    w2, s2 = quantize_blockwise(rand(num, hidden, width, scale=width**-0.5))
+    w2 = rand(num, hidden, width, scale=width**-0.5)
+    if by_channel:
+        x *= spread(rows)[:, None]
+        w2 *= spread(num * hidden).view(num, hidden, 1)
+    x, x_scale = ops.quantize_rows(x, offs, by_token=by_channel)
+    w13, s13 = ops.quantize_weights(w13, act.planes, by_channel=by_channel)
+    w2, s2 = ops.quantize_weights(w2, by_channel=by_channel)
     options = {"activation": name, "scales": (x_scale, s13)}
-    wide = dequantize_rows(x, by_row(x_scale, offs, rows, num))
+    of_rows = by_row(x_scale, offs, rows, num)
+    wide = x.float() * of_rows if by_channel else dequantize_rows(x, of_rows)
     wide[end:] = 0
-    matrices = dequantize_blockwise(w13, s13, act.planes).transpose(1, 2)
+    matrices = numbers(w13, s13, by_channel, act.planes).transpose(1, 2)
     expected = act(exact(wide, matrices, offs))
     near(ops.grouped_mm_swiglu(x, w13, offs, **options)[:end], expected[:end], 4e-3)
     h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
@@ -149,7 +156,24 @@ def test_fp8(name, hidden, width):
     h_wide = torch.zeros(rows, width, device=DEVICE)
     h_wide[:end] = dequantize_rows(h[:end], by_rows)
     y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
-    near(y, exact(h_wide, dequantize_blockwise(w2, s2).transpose(1, 2), offs), 4e-3)
+    expected = exact(h_wide, numbers(w2, s2, by_channel).transpose(1, 2), offs)
+    near(y, expected, 4e-3)
+    if by_channel:
+        off = (y.float() - expected).norm(dim=0) / expected.norm(dim=0)
+        assert off.max() < 8e-3
+        q, q_scale = ops.quantize_rows(h_wide, offs, by_token=True)
+        y = ops.grouped_mm(q, w2.transpose(1, 2), offs, scales=(q_scale, s2))
+        h_wide = q.float() * by_row(q_scale, offs, rows, num)
+        near(y, exact(h_wide, numbers(w2, s2, True).transpose(1, 2), offs), 4e-3)
+
+
+def spread(num: int) -> Tensor:
+    """From 1/16 to 16, in any order."""
+    return torch.logspace(-4, 4, num, 2.0, device=DEVICE).bfloat16()[torch.randperm(num)]
+
+
+def numbers(q: Tensor, scale: Tensor, by_channel: bool, planes: int = 1) -> Tensor:
+    return q.float() * scale if by_channel else dequantize_blockwise(q, scale, planes)
 
 
 @pytest.mark.parametrize(("n1", "n2"), SIZES)

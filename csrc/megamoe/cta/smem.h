@@ -97,6 +97,10 @@ struct ExpertTable {
     int32_t first_block[max_local_experts + 1];
     int32_t first_row[max_local_experts + 1];
 };
+// A grouped launch has no movers, whose memory this is.
+struct GroupedSmem : ExpertTable {
+    alignas(16) float column_scales[num_math_warpgroups][Tile128x256::columns];  // of a tile
+};
 
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
 struct PlacedMeeting {
@@ -134,7 +138,7 @@ struct Smem {
     DealSmem deal;
     union {
         MoverSmem movers;
-        ExpertTable experts;  // a grouped launch has no movers
+        GroupedSmem experts;
     };
     int32_t row_lots_taken, token_lots_taken;  // by the movers of this CTA, in this pass
     PassPlan draft;                            // this CTA's own; of a pair, CTA 0's is what both run

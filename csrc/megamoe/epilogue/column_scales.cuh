@@ -8,20 +8,25 @@
 namespace megamoe {
 
 // Of both halves of a warpgroup's tile, in the memory that its own threads have as movers when no tiles are
-// left: there is no other room.
+// left: there is no other room. Grouped launches have no movers.
 template <class T>
 struct ColumnScales {
     static constexpr int columns = T::Tiling::half_columns;
     alignas(16) float of_half[2][columns];
 
     static MEGAMOE_DEVICE ColumnScales& own(const Context& ctx) {
-        constexpr int size = 128 * sizeof(ReducerState);  // of a warpgroup
-        static_assert(sizeof(ColumnScales) <= size && size % alignof(ColumnScales) == 0 &&
-                          alignof(MoverSmem) % alignof(ColumnScales) == 0,
-                      "others may be movers already; copies of 16 bytes");
-        static_assert(T::Blocks::in_pool, "grouped launches have a table of experts there");
-        auto* first = ctx.smem.movers.reducer + num_transport_warps * 32;
-        return *reinterpret_cast<ColumnScales*>(first + math_warpgroup() * 128);
+        if constexpr (!T::Blocks::in_pool) {
+            auto& scales = ctx.smem.experts.column_scales[math_warpgroup()];
+            static_assert(sizeof(ColumnScales) == sizeof(scales), "of tiles as wide as these");
+            return reinterpret_cast<ColumnScales&>(scales);
+        } else {
+            constexpr int size = 128 * sizeof(ReducerState);  // of a warpgroup
+            static_assert(sizeof(ColumnScales) <= size && size % alignof(ColumnScales) == 0 &&
+                              alignof(MoverSmem) % alignof(ColumnScales) == 0,
+                          "others may be movers already; copies of 16 bytes");
+            auto* first = ctx.smem.movers.reducer + num_transport_warps * 32;
+            return *reinterpret_cast<ColumnScales*>(first + math_warpgroup() * 128);
+        }
     }
 
     // All threads of the warpgroup; the first warp copies those of the first half, the second of the second.

@@ -19,6 +19,7 @@ from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
     quantize_blockwise,
+    quantize_tokens,
 )
 from megamoe.ops import operators, reference
 from megamoe.ops.scales import by_row
@@ -218,6 +219,46 @@ def test_fp8(name):
     near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
 
 
+def channel_operands(act, rows=200, hidden=144, width=272):
+    offs = torch.tensor([130, 130, 190], dtype=torch.int32)
+    x, x_scale = quantize_tokens(rand(rows, hidden) * torch.logspace(-2, 2, rows)[:, None])
+    w13 = rand(3, act.planes * width, hidden) * torch.logspace(-2, 0, act.planes * width)[:, None]
+    w2 = rand(3, hidden, width) * torch.logspace(0, 2, hidden)[:, None]
+    first, second = (ops.quantize_weights(w, by_channel=True) for w in (w13, w2))
+    return offs, (x, x_scale), first, second
+
+
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+def test_fp8_by_channel(name):
+    """As layers of fp8_channel: x by token, both weights by channel, h in groups of 128."""
+    act = ACTIVATIONS[name]
+    offs, (x, x_scale), (w13, s13), (w2, s2) = channel_operands(act)
+    assert s13.shape == (3, act.planes * 272, 1)
+    options = {"activation": name, "quantize": True}
+    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=(x_scale, s13), **options)
+    by_block = ops.scales_by_block(x_scale, offs)
+    for other in (x_scale[:, 0], by_block):  # the same scales in other places
+        again, again_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=(other, s13), **options)
+        assert torch.equal(again.view(torch.uint8), h.view(torch.uint8))
+        assert torch.equal(again_scale, h_scale)
+    wide, ranges = x.float() * x_scale, [(0, 130), (130, 130), (130, 190)]
+    matrices = (w13.float() * s13).transpose(1, 2)
+    expected = act(torch.cat([wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+    h_wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))[:190]
+    assert h_scale.shape[0] == 3
+    near(h_wide, expected, 4e-2)
+    plain = ops.grouped_mm_swiglu(x, w13, offs, activation=name, scales=(x_scale, s13))
+    near(plain[:190], expected)
+    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
+    matrices = (w2.float() * s2).transpose(1, 2)
+    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+    wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))
+    q, q_scale = ops.quantize_rows(wide, offs, by_token=True)
+    assert q_scale.shape == by_block.shape
+    y = ops.grouped_mm(q, w2.transpose(1, 2), offs, scales=(q_scale, s2))
+    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]), 4e-2)
+
+
 def test_scales_stand_by_block():
     """Experts begin at multiples of 128, also behind one that fills its blocks; rows of no expert are nowhere."""
     offs = torch.tensor([1, 1, 257, 258], dtype=torch.int32)
@@ -312,6 +353,12 @@ def fp8(w_scale=None, x_scale=None, **options):
     return ops.grouped_mm_swiglu(x, w13, offs, scales=scales, **options)
 
 
+def channel(rows=(200, 1), weights=(3, 544, 1), function=ops.grouped_mm_swiglu):
+    offs, (x, _), (w, _), _ = channel_operands(ACTIVATIONS["swiglu"])
+    w = w if function is ops.grouped_mm_swiglu else w.transpose(1, 2)
+    return function(x, w, offs, scales=(torch.ones(rows), torch.ones(weights)))
+
+
 X, W, W2 = rand(M, H), rand(3, 2 * I, H), rand(3, H, I)
 GU, E4M3 = rand(M, 2, I), rand(16, 16).to(torch.float8_e4m3fn)
 REFUSED = {
@@ -359,6 +406,18 @@ REFUSED = {
     ),
     "scales[0].shape is [200, 2], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 2)),
     "scales[1].shape is [3, 5, 2], expected [3, 6, 2]": lambda: fp8(w_scale=torch.ones(3, 5, 2)),
+    "scales[0].shape is [2, 512], expected [1, 512] or [200, 1] or [200], contig": lambda: channel(
+        (2, 512)
+    ),
+    "scales[0].shape is [200, 2], expected [1, 512] or [200, 1] or [200] or [2, 512]": lambda: (
+        channel((200, 2), function=ops.grouped_mm)
+    ),
+    "scales[0].shape is [200, 1], expected [2, 512], contiguous": lambda: fp8(
+        x_scale=torch.ones(200, 1)
+    ),
+    "scales[1].shape is [3, 544], expected [3, 6, 2] or [3, 544, 1]": lambda: channel(
+        weights=(3, 544)
+    ),
     "scales is Tensor, expected two tensors": lambda: ops.grouped_mm(
         E4M3, E4M3[None].transpose(1, 2), scales=X
     ),
