@@ -2,8 +2,9 @@
 
     SGLANG_PLUGINS=megamoe python -m sglang.launch_server --moe-a2a-backend megamoe ...
 
-SGLang's FP8 experts (128x128 blocks) call three functions of the module `deep_gemm`; those become the ones here.
-Router, shared experts, loading and the experts' parameters stay SGLang's. The rest of DeepGEMM stays, too.
+SGLang's FP8 experts (128x128 blocks) call three functions of the module `deep_gemm`; those become the ones here. Those
+by channel and token are made ready for the same calls. Router, shared experts, loading and the experts' parameters stay
+SGLang's. The rest of DeepGEMM stays, too.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ from megamoe.formats.weights import ExpertWeights
 log = logging.getLogger("megamoe")
 
 NAME = "megamoe"
+_VERSION = "SGLang 0.5.23"
 _BLOCKS = (128, 128, 128)
 _ROWS = 8  # of gate, then as many of up, in what SGLang makes for DeepGEMM
+# What SGLang's call says nothing of, as `moe_runner_config` of experts has it.
+_COMPUTED = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
+_COMPUTED |= {"gemm1_alpha": None, "gemm1_clamp_limit": None}
 
 
 class Rows(NamedTuple):
     """w13 and its scales as checkpoints have them, all gate rows, then all up rows: what a layer reads in place.
+
+    scale: by blocks of 128x128, or by channel [L, 2I, 1].
 
     DeepGEMM's pair is a plain tuple, with gate and up interleaved.
     """
@@ -75,7 +82,7 @@ class Buffer:
             raise ConfigError("num_experts", num_experts, expected)
         self._stated = check(backend, options or {})
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
-        self._layers = HostLayers()  # by clamp
+        self._layers = HostLayers()  # by precision and clamp
         self._call: tuple[Tensor, Tensor, Tensor] | None = None
 
     def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -90,13 +97,16 @@ class Buffer:
         if self._call is None:
             raise ArgumentError("buffer", "empty", "one that mega_moe_pre_dispatch_sm90 has filled")
         (x, topk_ids, topk_weights), self._call = self._call, None
-        if clamp not in self._layers:
-            problem = self._problem
+        assert weights.w13_scale is not None
+        by_channel = weights.w13_scale.shape[1:] == (weights.w13.shape[1], 1)
+        key = "fp8_channel" if by_channel else "fp8", clamp
+        if key not in self._layers:
+            problem = replace(self._problem, precision=key[0])
             if clamp is not None:
                 clamped = Activation("clamped_swiglu", limit=float(clamp))
                 problem = replace(problem, activation=clamped)
-            self._layers[clamp] = HostLayer(problem, self.group, x.device, *self._stated)
-        self._layers[clamp](x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
+            self._layers[key] = HostLayer(problem, self.group, x.device, *self._stated)
+        self._layers[key](x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
 
     def close(self) -> None:
         """Free what the layers hold; a call makes them anew. Collective."""
@@ -149,8 +159,9 @@ class Installed:
     ) -> None:
         """x: [>= T, H] bf16, topk_ids: [>= T, K] int32, topk_weights: [>= T, K], of which T = num_tokens rows count.
 
-        buffers: x, x_sf, topk_idx, topk_weights of one Buffer. The kernel quantizes x itself, in groups of 128.
-        Raises ArgumentError for x of other types, FP8 with scales too, and for buffers of DeepGEMM.
+        buffers: x, x_sf, topk_idx, topk_weights of one Buffer. The kernel quantizes x itself, in groups of 128, beside
+        weights by channel by token. Raises ArgumentError for x of other types, FP8 with scales too, and for buffers of
+        DeepGEMM.
         """
         whole = buffers[0] if buffers else None
         if not isinstance(whole, Buffer) or any(b is not whole for b in buffers):
@@ -180,8 +191,9 @@ class Installed:
         """Run the tokens that were staged and write [T, H] bf16 to the first T rows of y. Collective.
 
         l1_weights: Rows, w13 [L, 2I, H] e4m3 and scales [L, 2I/128, H/128] fp32. l2_weights: w2 [L, H, I] and scales.
-        fast_math: taken and not needed, results are the same. Raises ArgumentError for what does not fit, and for
-        weights whose gate and up are interleaved: they were built before install().
+        Or scales by channel, [L, 2I, 1] and [L, H, 1], whatever `recipe` says. fast_math: taken and not needed, results
+        are the same. Raises ArgumentError for what does not fit, and for weights whose gate and up are interleaved:
+        they were built before install().
         """
         if not isinstance(sym_buffer, Buffer):
             expected = "one that was made here: call install() before the model is loaded"
@@ -220,14 +232,25 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     try:
         import deep_gemm
         from sglang.srt.layers.moe import mega_moe_sm90 as host
+        from sglang.srt.layers.quantization import w8a8_fp8
+        from sglang.srt.layers.quantization.compressed_tensors import schemes
     except ImportError as error:
         raise ConfigError("sglang", f"not usable ({error})", "SGLang and sgl-deep-gemm") from error
     name = "build_sm90_mega_moe_experts_weights"
-    build = found("SGLang 0.5.23", host, name)
+    build = found(_VERSION, host, name)
+    finish = "process_weights_after_loading"
+    methods = [
+        found(_VERSION, module, kind)
+        for module, kind in (
+            (schemes, "CompressedTensorsW8A8Fp8MoE"),
+            (w8a8_fp8, "W8A8FP8MoEMethod"),
+        )
+    ]
+    by_channel = [(kind, finish, _ready(found(_VERSION, kind, finish))) for kind in methods]
     made = Installed(backend, options)
     ours = "get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"
     new = [(deep_gemm, name, getattr(made, name)) for name in ours]
-    _patches.put(made, [(host, name, _built_in_order(build)), *new])
+    _patches.put(made, [(host, name, _built_in_order(build)), *by_channel, *new])
     return made
 
 
@@ -247,6 +270,7 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
     def build_sm90_mega_moe_experts_weights(experts: Any) -> None:
         if getattr(experts, "_mega_moe_weights_built", False):
             return
+        _check_formula(experts)
         plain = experts.w13_weight.data
         build(experts)
         if not torch.equal(_bytes(experts.w13_weight.data), _bytes(_interleaved(plain))):
@@ -256,6 +280,35 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
         experts.mega_l1_weights = Rows(plain, experts.mega_l1_weights[1])
 
     return build_sm90_mega_moe_experts_weights
+
+
+def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return SGLang's function that ends the loading of FP8 experts, which makes those by channel ready for our call.
+
+    Others stay as they are: SGLang has an error for them with `--moe-a2a-backend megamoe`, or another kernel.
+    """
+
+    def process_weights_after_loading(method: Any, layer: Any) -> None:
+        from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+
+        finish(method, layer)
+        w13, scale = layer.w13_weight.data, layer.w13_weight_scale.data
+        if not get_moe_a2a_backend().is_megamoe() or scale.shape[1:] != (w13.shape[1], 1):
+            return
+        _check_formula(layer)
+        _check("w13_input_scale", layer.w13_input_scale, None)
+        layer.mega_l1_weights = Rows(w13, scale)
+        layer.mega_l2_weights = layer.w2_weight.data, layer.w2_weight_scale.data
+        layer._mega_moe_sm90_fp8_weights = layer._mega_moe_weights_built = True
+
+    return process_weights_after_loading
+
+
+def _check_formula(experts: Any) -> None:
+    """Raise ConfigError for experts of another formula than a layer's, of which SGLang's call says nothing."""
+    config = experts.moe_runner_config
+    for name, value in _COMPUTED.items():
+        _check(f"moe_runner_config.{name}", getattr(config, name), value)
 
 
 def _interleaved(w13: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from stand_ins import stand_in
 
 stand_in("torchvision")
@@ -15,8 +16,11 @@ if "deep_gemm" not in sys.modules:  # SGLang asks it for the number of SMs besid
 
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.layers.moe import mega_moe, mega_moe_sm90  # noqa: E402
+from sglang.srt.layers.moe import MoeRunnerConfig, mega_moe, mega_moe_sm90  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # noqa: E402
+from sglang.srt.layers.moe.utils import MoeA2ABackend, get_flags  # noqa: E402
+from sglang.srt.layers.quantization.compressed_tensors import schemes  # noqa: E402
+from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod  # noqa: E402
 from sglang.srt.plugins import GENERAL_PLUGINS_GROUP  # noqa: E402, F401
 
 from megamoe.core.config import Problem  # noqa: E402
@@ -27,10 +31,10 @@ SIZES = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "top_k": TOP_
 mega_moe._device_sm = mega_moe_sm90._device_sm = 90
 
 
-def problem_of(rank=0, size=1):
+def problem_of(rank=0, size=1, precision="fp8"):
     return Problem(
         HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, ep_size=size, rank=rank, max_tokens=MAX_TOKENS,
-        precision="fp8",
+        precision=precision,
     )  # fmt: skip
 
 
@@ -45,7 +49,46 @@ def experts_of(rank=0, size=1, seed=0):
     for name, value in named.items():
         setattr(experts, name, torch.nn.Parameter(value, requires_grad=False))
     experts.num_experts = EXPERTS
+    return flagged(experts)
+
+
+def flagged(experts, **config):
+    experts.moe_runner_config = MoeRunnerConfig(**config)
     experts._mega_moe_weights_built = experts._mega_moe_nvfp4 = experts._mega_moe_w4a4 = False
+    return experts
+
+
+def args_of(strategy, **others):
+    return QuantizationArgs(num_bits=8, type="float", strategy=strategy, **others)
+
+
+METHODS = {  # of experts by channel
+    "compressed-tensors": lambda: schemes.CompressedTensorsW8A8Fp8MoE(
+        args_of("channel"), args_of("token", dynamic=True)
+    ),
+    "w8a8_fp8": lambda: W8A8FP8MoEMethod(None),
+}
+
+
+def chosen(backend):
+    """Say what --moe-a2a-backend does."""
+    return mock.patch.object(get_flags().moe, "a2a_backend", MoeA2ABackend(backend))
+
+
+def by_channel(method, rank=0, size=1, seed=0, backend="megamoe", **config):
+    """Return experts by channel, made, loaded and finished by SGLang's own method."""
+    problem = problem_of(rank, size, "fp8_channel")
+    weights, experts = make_weights(problem, seed=seed), flagged(torch.nn.Module(), **config)
+    method.create_weights(
+        experts, problem.num_local_experts(), HIDDEN, INTERMEDIATE, torch.bfloat16
+    )
+    for name, value in (("w13", weights.w13), ("w2", weights.w2)):
+        getattr(experts, f"{name}_weight").data.copy_(value)
+        scale = getattr(experts, f"{name}_weight_scale").data
+        scale.copy_(getattr(weights, f"{name}_scale").view(scale.shape))
+    experts.num_experts = EXPERTS
+    with chosen(backend):
+        method.process_weights_after_loading(experts)
     return experts
 
 
@@ -84,10 +127,11 @@ def run(experts, call, group, **options):
         )
 
 
-def dense(call, clamp=None, factor=1.0):
+def dense(call, clamp=None, factor=1.0, precision="fp8"):
     """Return y in fp32 of all experts' weights, dequantized; nothing else is rounded."""
     x, topk_ids, topk_weights = call
-    plain = make_weights(problem_of()).dense(problem_of(), torch.float32)
+    problem = problem_of(precision=precision)
+    plain = make_weights(problem).dense(problem, torch.float32)
     y = torch.zeros(len(x), HIDDEN)
     for token in range(len(x)):
         for expert, weight in zip(topk_ids[token].tolist(), topk_weights[token], strict=True):

@@ -1,6 +1,7 @@
 """SGLang's own functions that build and run FP8 experts on Hopper, with a megamoe layer behind them."""
 
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
@@ -18,16 +19,22 @@ from sglang_models import (  # noqa: E402
     GENERAL_PLUGINS_GROUP,
     HIDDEN,
     INTERMEDIATE,
+    METHODS,
     TOP_K,
+    args_of,
     built,
+    by_channel,
+    chosen,
     dense,
     envs,
     experts_of,
+    flagged,
     mega_moe,
     mega_moe_sm90,
     native,
     problem_of,
     run,
+    schemes,
     tokens,
 )
 
@@ -136,6 +143,77 @@ def test_experts_over_two_ranks():
     assert_close(y.float(), dense(call, 10.0, 2.5), relative=FP8)
     assert "x.dtype is torch.float32, expected torch.bfloat16" in error
     assert "rank 1 refused its arguments" in other
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("clamp", [None, 0.3])
+def test_experts_by_channel_are_the_layer_of_fp8_channel(installed, name, clamp):
+    call = x, topk_ids, topk_weights = tokens()
+    experts = by_channel(METHODS[name]())
+    assert mega_moe.is_mega_moe_experts_ready(experts)
+    y = run(experts, call, dist.group.WORLD, activation_clamp=clamp, routed_scaling_factor=2.5)
+    assert_close(y.float(), dense(call, clamp, 2.5, "fp8_channel"), relative=FP8)
+    activation = Activation("clamped_swiglu", limit=clamp) if clamp else Activation("swiglu")
+    problem = replace(problem_of(precision="fp8_channel"), activation=activation)
+    scales = {f"{n}_scale": getattr(experts, f"{n}_weight_scale").data for n in ("w13", "w2")}
+    weights = ExpertWeights(experts.w13_weight.data, experts.w2_weight.data, **scales)
+    layer = Layer(problem, "alone", backend="staged")
+    assert same_bits(y, layer(x, topk_ids, topk_weights * 2.5, weights))
+    # Writes in place are seen, and experts of both kinds share a buffer.
+    experts.w2_weight_scale.data.mul_(2)
+    again = run(experts, call, dist.group.WORLD, activation_clamp=clamp, routed_scaling_factor=2.5)
+    assert torch.equal(again.float(), 2 * y.float())
+    blocks = run(built(), call, dist.group.WORLD, activation_clamp=clamp)
+    assert_close(blocks.float(), dense(call, clamp), relative=FP8)
+    assert len(mega_moe._MEGA_MOE_SYMM_BUFFER) == 1
+
+
+def _by_channel_over_two_ranks(rank):
+    made = adapter.install(backend="staged")
+    experts, call = by_channel(METHODS["compressed-tensors"](), rank, 2), tokens(20 if rank else 0)
+    y = run(experts, call, dist.group.WORLD)
+    made.close()
+    return y, call
+
+
+def test_experts_by_channel_over_two_ranks():
+    (none, _), (y, call) = launch(_by_channel_over_two_ranks, 2)
+    assert none.shape == (0, HIDDEN)
+    assert_close(y.float(), dense(call, precision="fp8_channel"), relative=FP8)
+
+
+def test_only_experts_by_channel_are_made_ready(installed):
+    """In blocks, or behind another backend, they stay what SGLang makes of them."""
+    given = (
+        args_of("block", block_structure=[128, 128]),
+        args_of("group", group_size=128, dynamic=True),
+    )
+    method, experts = schemes.CompressedTensorsW8A8Fp8MoE(*given), flagged(torch.nn.Module())
+    experts.moe_tp_size = 1
+    method.create_weights(experts, EXPERTS, HIDDEN, INTERMEDIATE, torch.bfloat16)
+    with chosen("megamoe"):
+        method.process_weights_after_loading(experts)
+    assert not experts._mega_moe_weights_built
+    assert not by_channel(METHODS["w8a8_fp8"](), backend="none")._mega_moe_weights_built
+    assert by_channel(METHODS["w8a8_fp8"]())._mega_moe_weights_built
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"activation": "gelu"}, "moe_runner_config.activation is 'gelu', expected 'silu'"),
+        ({"is_gated": False}, "moe_runner_config.is_gated is False"),
+        ({"gemm1_alpha": 1.702}, "moe_runner_config.gemm1_alpha is 1.702, expected None"),
+        ({"gemm1_clamp_limit": 7.0}, "moe_runner_config.gemm1_clamp_limit is 7.0"),
+        ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input is True"),
+    ],
+)
+def test_experts_of_another_formula_are_refused(installed, config, message):
+    with pytest.raises(ConfigError, match=message):
+        by_channel(METHODS["compressed-tensors"](), **config)
+    blocks = flagged(experts_of(), **config)
+    with pytest.raises(ConfigError, match=message):
+        mega_moe_sm90.build_sm90_mega_moe_experts_weights(blocks)
 
 
 SIZES = EXPERTS, 64, TOP_K, HIDDEN, INTERMEDIATE
