@@ -54,7 +54,7 @@ gpu: $(READY)
 ## hosts    the adapters of Megatron-Core, torchtitan, SGLang, vLLM, FlashInfer beside these, in .venv-hosts over .venv
 hosts: $(HOSTS_READY)
 	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
-	for host in sglang vllm; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
+	for host in sglang vllm compressed_tensors; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
 	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_$$host.py || exit 1; done
 	PYTHONPATH=$(PYTHONPATH):.venv-hosts/flashinfer CUDA_VISIBLE_DEVICES= \
 	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_flashinfer.py
