@@ -17,6 +17,7 @@ from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
+from megamoe.formats.quantization import quantize_tokens
 from megamoe.testing.shapes import SHAPES
 
 FAMILY = {"swiglu": "swiglu", "geglu": "geglu", "srelu": "relu2"}
@@ -116,6 +117,29 @@ def wgrad(args: argparse.Namespace) -> list[Case]:
     return [Case("wgrad", 2.0 * num * rows * args.n * args.k, alone(made, theirs))]
 
 
+def scaled(x: Tensor, w: Tensor, of_rows: Tensor, of_columns: Tensor, offs: Tensor) -> Tensor:
+    """x: [M, K], w: [E, K, N], both e4m3, of_rows: [M], of_columns: [E, N] -> [M, N] bf16; on CPUs of their values."""
+    if x.is_cuda:
+        product: Any = torch._scaled_grouped_mm
+        options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        made: Tensor = product(x, w, of_rows, of_columns, **options)
+        return made
+    rows, matrices = x.float() * of_rows[:, None], w.float() * of_columns[:, None]
+    return grouped(rows.bfloat16(), matrices.bfloat16(), offs)
+
+
+def channel(args: argparse.Namespace) -> list[Case]:
+    """Return the product of the family in e4m3, by token and channel."""
+    num, rows = args.experts_of_family, args.rows
+    offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
+    x, of_rows = quantize_tokens(rand(num * rows, args.k))
+    w, of_columns = ops.quantize_weights(rand(num, args.n, args.k), by_channel=True)
+    matrices, by_block = w.transpose(1, 2), ops.scales_by_block(of_rows, offs)
+    ours = partial(ops.grouped_mm, x, matrices, offs, scales=(by_block, of_columns))
+    theirs = partial(scaled, x, matrices, of_rows[:, 0], of_columns[..., 0], offs)
+    return [Case("channel", 2.0 * num * rows * args.n * args.k, alone(ours, theirs))]
+
+
 def add(out: Tensor, product: Callable[[], Tensor]) -> Tensor:
     return out.add_(product())
 
@@ -189,6 +213,7 @@ def gpt_oss(args: argparse.Namespace) -> list[Case]:
 CASES: dict[tuple[str, ...], Callable[[argparse.Namespace], Iterable[Case]]] = {
     **{(n, f"d{n}"): partial(family, n) for n in FAMILY},
     ("wgrad",): wgrad,
+    ("channel",): channel,
     **{(f"wgrad-{n}",): partial(model_wgrad, n) for n in MODEL_ROWS},
     ("gpt-oss",): gpt_oss,
 }

@@ -8,10 +8,11 @@
 
 Family: --experts-of-family experts of --rows rows each, K, and N columns of the fused GEMM, of which gated ones make
 N / 2 of h. swiglu, geglu, srelu: h and saved pre-activations; dswiglu, dgeglu, dsrelu: dy [rows, K] times w2, then the
-gradient in the pre-activations, and h. wgrad: a^T b alone. wgrad-MODEL: dw13 and dw2 of a quarter of a model's
-experts, made in bf16 and added (+=) to fp32. gpt-oss: one MLP of experts (H = I = 2880, top 4) over --tokens tokens
-whose rows are sorted already: forward, and forward + backward with all gradients; --no-bias leaves the biases out,
-whose gradients are dear in torch. Torch's elementwise operations are one kernel with --compile, else one each.
+gradient in the pre-activations, and h. wgrad: a^T b alone. channel: x w^T in e4m3 by token and channel, beside torch's
+_scaled_grouped_mm. wgrad-MODEL: dw13 and dw2 of a quarter of a model's experts, made in bf16 and added (+=) to fp32.
+gpt-oss: one MLP of experts (H = I = 2880, top 4) over --tokens tokens whose rows are sorted already: forward, and
+forward + backward with all gradients; --no-bias leaves the biases out, whose gradients are dear in torch. Torch's
+elementwise operations are one kernel with --compile, else one each.
 
 Method, as tools/latency_sweep.py: CUDA events around one call, median of --samples; cool: before each the L2 is flushed
 (256 MB) and the GPU spins until the host has queued the call; hot: back to back. Contenders take turns. --clock also

@@ -38,7 +38,7 @@ def test_contenders_agree(monkeypatch):
     family = [n + a for a in ("swiglu", "geglu", "srelu") for n in ("", "d")]
     models = ("dsv3 8", "dsv3 24", "flash 24", "qwen3-235b 24", "qwen3-30b 24")
     dw = [f"wgrad-{m} dw{i}{a}" for m in models for i in ("13", "2") for a in ("", " +=")]
-    assert names == [*family, "wgrad", *dw, "gpt-oss forward", "gpt-oss step"]
+    assert names == [*family, "wgrad", "channel", *dw, "gpt-oss forward", "gpt-oss step"]
 
 
 def test_a_figure_is_the_median_of_its_samples(monkeypatch):
