@@ -1,4 +1,4 @@
-"""A layer's GEMMs alone, in turns with the layer: torch's grouped_mm over rows that stand sorted by expert."""
+"""A layer's GEMMs alone, in turns with the layer: torch's products over rows that stand sorted by expert."""
 
 from typing import Any
 
@@ -8,9 +8,12 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
+from megamoe.formats.quantization import quantize_tokens
 from megamoe.layer import functional
 
 NAME = "gemms"
+# In FP8 torch has a grouped product by token and channel alone. By blocks of 128 more is to be computed, not less.
+PRECISION = {"fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -20,8 +23,20 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+def scaled_mm(x: Tensor, w: Tensor, scales: tuple[Any, Any], ends: Tensor) -> Tensor:
+    """x: [M, K], w: [E, K, N], both e4m3, scales: [M, 1], [E, N, 1] -> [M, N] bf16; on CPUs of their values."""
+    of_rows, of_columns = (t[..., 0] for t in scales)
+    if x.is_cuda:
+        product: Any = torch._scaled_grouped_mm
+        options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        made: Tensor = product(x, w, of_rows, of_columns, **options)
+        return made
+    rows, matrices = x.float() * of_rows[:, None], w.float() * of_columns[:, None]
+    return grouped_mm(rows.bfloat16(), matrices.bfloat16(), ends)
+
+
 class Gemms(Backend):
-    """The least that a layer's arithmetic takes: no routing, activation, sums, and no y. One rank, BF16.
+    """The least that a layer's arithmetic takes: no routing, activation, sums, and no y. One rank; BF16, FP8 forward.
 
     Rows are those of the call's routes: of x, and of h, dgu and dy drawn once. forward: both GEMMs; backward: dh, dx,
     dw13 and dw2.
@@ -30,8 +45,8 @@ class Gemms(Backend):
     state_bytes = 1
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
-        if problem.ep_size > 1 or problem.formats.w.scaled:
-            raise SystemExit("--baseline gemms: expected --ranks 1, and BF16")
+        if problem.ep_size > 1 or problem.precision not in ("bf16", *PRECISION):
+            raise SystemExit("--baseline gemms: expected --ranks 1, and BF16, or FP8 forward")
         self.problem = problem
         self._ids: Tensor | None = None  # that the rows were made of
 
@@ -49,14 +64,19 @@ class Gemms(Backend):
         self.dy = torch.empty_like(self.x)
         for drawn in (self.h, self.dgu, self.dy):
             drawn.normal_()
+        if p.formats.w.scaled:
+            (self.x, self.of_x), (self.h, self.of_h) = map(quantize_tokens, (self.x, self.h))
         self._ids = ids
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return gemm2's rows [T*K, H] in place of y."""
         self._rows(call)
-        grouped_mm(self.x, call.weights.w13.mT, self.ends)
-        y_rows = grouped_mm(self.h, call.weights.w2.mT, self.ends)
-        return y_rows, self.ends if keep else None
+        w, ends = call.weights, self.ends
+        if self.problem.formats.w.scaled:
+            scaled_mm(self.x, w.w13.mT, (self.of_x, w.w13_scale), ends)
+            return scaled_mm(self.h, w.w2.mT, (self.of_h, w.w2_scale), ends), None
+        grouped_mm(self.x, w.w13.mT, ends)
+        return grouped_mm(self.h, w.w2.mT, ends), ends if keep else None
 
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return dx's rows and the weights' gradients."""

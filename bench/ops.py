@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gemms import grouped_mm as grouped
+from bench.gemms import scaled_mm
 from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
@@ -117,17 +118,6 @@ def wgrad(args: argparse.Namespace) -> list[Case]:
     return [Case("wgrad", 2.0 * num * rows * args.n * args.k, alone(made, theirs))]
 
 
-def scaled(x: Tensor, w: Tensor, of_rows: Tensor, of_columns: Tensor, offs: Tensor) -> Tensor:
-    """x: [M, K], w: [E, K, N], both e4m3, of_rows: [M], of_columns: [E, N] -> [M, N] bf16; on CPUs of their values."""
-    if x.is_cuda:
-        product: Any = torch._scaled_grouped_mm
-        options = {"offs": offs, "out_dtype": torch.bfloat16, "use_fast_accum": True}
-        made: Tensor = product(x, w, of_rows, of_columns, **options)
-        return made
-    rows, matrices = x.float() * of_rows[:, None], w.float() * of_columns[:, None]
-    return grouped(rows.bfloat16(), matrices.bfloat16(), offs)
-
-
 def channel(args: argparse.Namespace) -> list[Case]:
     """Return the product of the family in e4m3, by token and channel."""
     num, rows = args.experts_of_family, args.rows
@@ -136,7 +126,7 @@ def channel(args: argparse.Namespace) -> list[Case]:
     w, of_columns = ops.quantize_weights(rand(num, args.n, args.k), by_channel=True)
     matrices, by_block = w.transpose(1, 2), ops.scales_by_block(of_rows, offs)
     ours = partial(ops.grouped_mm, x, matrices, offs, scales=(by_block, of_columns))
-    theirs = partial(scaled, x, matrices, of_rows[:, 0], of_columns[..., 0], offs)
+    theirs = partial(scaled_mm, x, matrices, (of_rows, of_columns), offs)
     return [Case("channel", 2.0 * num * rows * args.n * args.k, alone(ours, theirs))]
 
 

@@ -45,8 +45,11 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
         found.append(Entry(args.backend, precision, "quantize"))
     if args.quantized_x and direction == "forward" and PRECISIONS[precision].x.scaled:
         found.append(Entry(args.backend, precision, E4M3_FORWARD))
-    of_baselines = gradients[0]
-    return found + [Entry(name, "bf16", direction, of_baselines) for name in args.baseline]
+    for name in args.baseline:
+        in_fp8 = name == gemms.NAME and direction == "forward"
+        of = gemms.PRECISION.get(precision, "bf16") if in_fp8 else "bf16"
+        found.append(Entry(name, of, direction, gradients[0]))
+    return found
 
 
 def sweep(

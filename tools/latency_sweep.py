@@ -8,7 +8,7 @@ Method: CUDA events around one call; median of 20; then the maximum over ranks. 
 flushed (a 256 MB memset), the device idles until all ranks are there, spins until every host has queued the call, and
 the ranks are aligned on the stream by a one-element all-reduce: so no rank starts late because its host did. hot: calls
 back to back for half a second first, then 20 timed ones without flush or gap, as in training. Backends take turns
-inside the same run. Baselines are BF16 always: FP8 has no grouped matmul there.
+inside the same run. Baselines are BF16; gemms, a layer's GEMMs alone, in FP8 forward by token and channel.
 
 --direction backward times the backend's backward launch, all gradients, from a state that a forward has left before,
 outside of what is timed; step times both, and with FP8 the quantization of the weights, which is also timed by itself.
@@ -39,7 +39,7 @@ def main() -> int:
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
     add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms"),
-        help="in turns with the backend; autograd: staged that recomputes nothing; gemms: GEMMs alone")  # fmt: skip
+        help="in turns with the backend; autograd: staged that recomputes nothing")  # fmt: skip
     add("--direction", default="forward", choices=DIRECTIONS, help="train: a forward that saves")
     add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
     add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")

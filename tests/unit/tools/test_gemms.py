@@ -1,11 +1,16 @@
 """The GEMMs alone of a sweep are those of the layer: rows of its routes by expert, all products of both passes."""
 
+from argparse import Namespace
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bench.gemms import Gemms
+from bench.sweep import entries
 from megamoe import Problem
 from megamoe.backends.call import Call, Wanted
+from megamoe.formats.quantization import quantize_tokens
 from megamoe.testing import make_inputs, make_weights
 
 P = Problem(64, 48, 6, 3, max_tokens=16)
@@ -35,6 +40,25 @@ def test_products_are_those_of_the_routes():
     }
     for name, value in expected.items():
         torch.testing.assert_close(getattr(found, name), value, rtol=2e-2, atol=0.1)
+
+
+def test_products_in_fp8_are_those_of_tokens_and_channels():
+    p = replace(P, precision="fp8_channel")
+    drawn, w = make_inputs(p, 13), make_weights(p)
+    alone = Gemms(p)
+    y_rows, _ = alone.forward(Call(drawn.x, drawn.topk_ids, drawn.topk_weights, w))
+    order = drawn.topk_ids.flatten().argsort(stable=True)
+    assert torch.equal(
+        alone.x.view(torch.uint8), quantize_tokens(drawn.x)[0][order // p.top_k].view(torch.uint8)
+    )
+    h, w2 = alone.h.float() * alone.of_h, w.w2.float() * w.w2_scale
+    expected = torch.cat(by_expert(drawn.topk_ids, lambda e, r: h[r] @ w2[e].T))
+    torch.testing.assert_close(y_rows.float(), expected, rtol=2e-2, atol=0.1)
+    for name in ("fp8", "fp8_channel", "bf16"):
+        args = Namespace(direction="forward", baseline=["gemms", "staged"], backend="mega", main_grad=False,
+                         reserve_sms=["0"], layer=False, quantized_x=False)  # fmt: skip
+        own = "bf16" if name == "bf16" else "fp8_channel"
+        assert [e.precision for e in entries(name, args)] == [name, own, "bf16"]
 
 
 def test_other_ids_are_other_rows():
