@@ -32,6 +32,8 @@ pytestmark = pytest.mark.gpu
 ROUNDED = 2.5e-3  # relative Frobenius error of one rounding to bf16, and of sums in another order
 SUMMED = 1e-4  # of fp32 sums in tensor cores, whose additions truncate
 FP8_SUMMED = 2e-3  # of 128 e4m3 products, which tensor cores add with fewer bits
+# of all K in one accumulator (docs/numerics.md, "FP8 by channel"), which relu2 squares
+FP8_SUMMED_IN_PLACE = 2 * 2.5e-3
 EDGES = [0, 1, 63, 64, 65, 0, 127, 128, 129, 0, 300, 2500]
 SIZES = [(264, 136), (2880, 2880)]  # K or H, and N or I
 DEVICE = torch.device("cuda")
@@ -150,7 +152,7 @@ def test_fp8(by_channel, name, hidden, width):
     h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
     by_rows = by_row(h_scale, offs, rows, num)[:end]
     q, q_scale = quantize_rows(expected[:end])
-    near(by_rows, q_scale, FP8_SUMMED)
+    near(by_rows, q_scale, FP8_SUMMED_IN_PLACE if by_channel else FP8_SUMMED)
     assert (h[:end].float() != q.float()).float().mean() < 5e-2
     assert not h[end:].float().any()
     h_wide = torch.zeros(rows, width, device=DEVICE)
