@@ -152,7 +152,15 @@ Args: Any = STRUCTURES["Args"]
 # The argument of each kind of launch, whose first member is Args: its fields are those of the whole, too.
 LAUNCHES: dict[str, Any] = {
     name: STRUCTURES[f"{name.title().replace('_', '')}Args"]
-    for name in ("forward", "packed", "train", "backward", "grouped", "grouped_weights")
+    for name in (
+        "forward",
+        "packed",
+        "train",
+        "backward",
+        "grouped",
+        "grouped_weights",
+        "kept_weights",
+    )
 }
 FaultRecord: Any = STRUCTURES["FaultRecord"]
 RouteCell: Any = STRUCTURES["RouteCell"]

@@ -1,4 +1,4 @@
-"""The variants of the grouped kernel, csrc/megamoe/kernels/grouped.cuh: what megamoe.ops launches."""
+"""The variants of the grouped kernel, csrc/megamoe/kernels/grouped.cuh: of megamoe.ops, and weight gradients alone."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ PRODUCTS = {
     "saving": f"GroupedSaving<{TILE}, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",
+    # the layer's, over rows that its backward passes have kept: by planes of w13
+    "kept-1": f"KeptWeightGradients<{TILE}, 1>",
+    "kept-2": f"KeptWeightGradients<{TILE}, 2>",
 }
 
 
@@ -38,6 +41,11 @@ class GroupedVariant:
 
     kernel = "grouped"
     entry = "megamoe_grouped"
+
+    @classmethod
+    def of_kept(cls, planes: int) -> GroupedVariant:
+        """Return the layer's, of rows that were kept. planes: of w13."""
+        return cls(f"kept-{planes}")
 
     def __post_init__(self) -> None:
         if self.product not in PRODUCTS:
@@ -57,7 +65,8 @@ class GroupedVariant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        return "grouped_weights" if self.product == "weights" else "grouped"
+        found = {"weights": "grouped_weights", "kept-1": "kept_weights", "kept-2": "kept_weights"}
+        return found.get(self.product, "grouped")
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
@@ -74,7 +83,7 @@ MEGAMOE_KERNEL({self.entry}, megamoe::grouped, megamoe::Traits)
 
 
 def grouped_variants() -> list[GroupedVariant]:
-    """Return every kernel that megamoe.ops can ask for."""
+    """Return every kernel of kernels/grouped.cuh."""
     found = []
     for product, layer in PRODUCTS.items():
         kinds = ACTIVATIONS if "{}" in layer else (None,)

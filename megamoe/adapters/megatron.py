@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABCMeta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -104,7 +104,7 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
         backend: str = "auto",
         precision: str = "bf16",
         max_tokens: int = MAX_TOKENS,
-        delay_wgrad: bool = False,
+        delay_wgrad: bool | Literal["keep"] = False,
         **options: Any,
     ) -> None:
         if pg_collection is None:
@@ -162,15 +162,17 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
             delay_wgrad=self._delay_wgrad,
         )
 
-    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Make the weight gradients that wait, of the oldest backward pass. Collective.
+    def backward_dw(
+        self, routed_experts: bool = True, shared_experts: bool = False, passes: int = 1
+    ) -> None:
+        """Make the weight gradients that wait, of the routed experts those of the oldest `passes`. Collective.
 
-        Raises ConfigError without delay_wgrad=True.
+        See Layer.backward_dw(). Raises ConfigError without delay_wgrad.
         """
         if routed_experts:
             if self._layer is None or not self._delay_wgrad:
                 raise ConfigError("delay_wgrad", self._delay_wgrad, "True, and a call before")
-            self._layer.backward_dw()
+            self._layer.backward_dw(passes)
         super().backward_dw(routed_experts=False, shared_experts=shared_experts)
 
 

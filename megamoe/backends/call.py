@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError
+from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 
@@ -81,6 +82,17 @@ class Gradients(NamedTuple):
         return self[2:]
 
 
+@dataclass(frozen=True)
+class KeptRows:
+    """What the experts' gradients of one backward pass are made of: memory, [bytes] uint8, as the backend fills it.
+
+    resets: how often the backend had been reset when it was made; what it holds is worth nothing behind another.
+    """
+
+    memory: Tensor
+    resets: int = 0
+
+
 class Wanted(NamedTuple):
     """What a backward pass is to make.
 
@@ -88,12 +100,14 @@ class Wanted(NamedTuple):
         has None for it then. Only what `needs` has.
     only_weights: no rank needs the first two of `needs`; a backend may leave out what makes them.
     turned: made of the call's weights, what is multiplied where weights are stored as e4m3; else None.
+    kept: of new_kept(), to be filled; no gradient of weights is needed then.
     """
 
     needs: Needs = Needs()
     into: Mapping[str, Tensor] = {}
     only_weights: bool = False
     turned: TurnedWeights | None = None
+    kept: KeptRows | None = None
 
 
 class Backend(Protocol):
@@ -102,10 +116,12 @@ class Backend(Protocol):
     state_bytes: of what a forward pass that keeps its state returns; 0: there is none, and whoever needs gradients
         computes the call again by other means (`staged`).
     needs_close: whether close() has something to free together with other ranks.
+    max_kept: backward passes whose kept rows weight_gradients() takes at a time; 0: new_kept() returns None.
     """
 
     state_bytes: int = 0
     needs_close: bool = False
+    max_kept: int = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile, allocate, map: everything that a first forward would otherwise do."""
@@ -124,6 +140,21 @@ class Backend(Protocol):
         x is not quantized; weights are bf16 masters wherever w13 or w2 need a gradient.
         """
         raise NotImplementedError
+
+    def new_kept(self) -> KeptRows | None:
+        """Return memory for what a backward pass keeps, None where this backend keeps nothing. Not collective."""
+        return None
+
+    def weight_gradients(
+        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+    ) -> Gradients:
+        """Return the weights' gradients, each summed in fp32 over the rows of all passes that were kept.
+
+        Not collective: it needs no other rank. weights: the masters. wanted: of weights alone.
+        Raises MegaMoEError for rows that were lost by reset(). A pass that filled its pool several times becomes a
+        WorkspaceTooSmall of this call or a later one, and the gradients NaN.
+        """
+        raise MegaMoEError("this backend keeps no rows of a backward pass")
 
     def statistics(self) -> Statistics:
         """Return what the last forward did, without waiting for it."""
@@ -175,6 +206,16 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
         check_out(call.out, x, (call.topk_ids, call.topk_weights), call.weights)
     if call.num_tokens_device is not None:
         check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
+
+
+def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
+    """Raise MegaMoEError for rows that were kept before the last of so many resets."""
+    lost = sum(rows.resets != resets for rows in kept)
+    if lost:
+        raise MegaMoEError(
+            f"reset() was called since {lost} of {len(kept)} backward passes kept their rows: their weight gradients "
+            "are lost; close() the layer, or leave out the step"
+        )
 
 
 def overlap(out: Tensor, x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megamoe.backends.call import Call, Gradients, Wanted
-from megamoe.backends.emulation import DEFAULT_CTAS, Emulation
+from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_kept
+from megamoe.backends.emulated_rank import aligned_zeros
+from megamoe.backends.emulation import DEFAULT_CTAS, Emulation, kept_gradients
 from megamoe.backends.gathered import Gathered
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
@@ -40,6 +41,7 @@ class EmulateBackend(Gathered):
         super().__init__(problem, group)
         self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
+        self._resets = 0
 
     @property
     def emulation(self) -> Emulation:
@@ -56,8 +58,7 @@ class EmulateBackend(Gathered):
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
         """Bytes of a call's state."""
-        rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
-        return Plan(self.problem, rows).train_state_bytes
+        return self._plan.train_state_bytes
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16, and the state [state_bytes] uint8. Collective."""
@@ -91,15 +92,50 @@ class EmulateBackend(Gathered):
 
         def run(everyone: list[Any]) -> list[Any]:
             calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
+            for r, w in enumerate(all_wanted):
+                if w.kept is not None:  # as memory that was not zeroed
+                    memory = aligned_zeros(self.emulation.ranks[r].plan.kept_bytes).fill_(0xFF)
+                    all_wanted[r] = w._replace(kept=KeptRows(memory))
             found = self.emulation.backward_all(calls, dys, states, all_wanted)
-            return [(made, w.into) for made, w in zip(found, all_wanted, strict=True)]
+            return [(made, w.into, w.kept) for made, w in zip(found, all_wanted, strict=True)]
 
-        mine = call._replace(out=None, known=None, state=None), dy, state, wanted
-        found, sums = self._run(run, BACKWARD, mine)
+        sent = wanted if wanted.kept is None else wanted._replace(kept=KeptRows(dy[:0]))
+        mine = call._replace(out=None, known=None, state=None), dy, state, sent
+        found, sums, kept = self._run(run, BACKWARD, mine)
+        if wanted.kept is not None:
+            wanted.kept.memory.copy_(kept.memory)
         for name, target in wanted.into.items():
             target.copy_(sums[name])
         of = {"x": call.x, "topk_weights": None, **vars(weights)}
         made = zip(Gradients._fields, found, strict=True)
+        return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
+
+    @property
+    def _plan(self) -> Plan:
+        rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
+        return Plan(self.problem, rows)
+
+    @property
+    def max_kept(self) -> int:  # type: ignore[override]
+        """How many kept passes a launch takes."""
+        return layout.max_kept_passes(self.problem)
+
+    def new_kept(self) -> KeptRows:
+        """Return memory for what a backward pass keeps, on the CPU."""
+        return KeptRows(aligned_zeros(self._plan.kept_bytes), self._resets)
+
+    def weight_gradients(
+        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+    ) -> Gradients:
+        """Emulate the launch of this rank, here: it meets no other one."""
+        check_kept(kept, self._resets)
+        device, into = weights.w13.device, {n: t.cpu() for n, t in wanted.into.items()}
+        here, num_ctas = wanted._replace(into=into), self._options["num_ctas"]
+        found = kept_gradients(self._plan, weights, kept, here, num_ctas=num_ctas)
+        for name, target in wanted.into.items():
+            target.copy_(into[name])
+        made = zip(Gradients._fields, found, strict=True)
+        of = vars(weights)
         return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
 
     def _check(self, call: Call, state: Tensor, wanted: Wanted) -> None:
@@ -124,6 +160,7 @@ class EmulateBackend(Gathered):
 
     def reset(self) -> None:
         """Make the emulated ranks usable again after a fault."""
+        self._resets += 1
         if self._emulation is not None:
             self._emulation.reset()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, Wanted
+from megamoe.backends.call import Call, Gradients, KeptRows, Wanted
 from megamoe.backends.emulated_rank import Kept, Rank, aligned_zeros, encode_emulated, nan_like
 from megamoe.backends.gradients import Targets
 from megamoe.backends.statistics import Statistics
@@ -23,6 +23,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi, host
+from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
 from megamoe.launch import arguments, layout, training
 
@@ -177,7 +178,9 @@ class Emulation:
 
         def fill(index: int, args: Any) -> None:
             rank, call, of_rank = self.ranks[index], calls[index], asked[index]
-            training.fill_backward(args, rank.plan, rank.backward.data_ptr(), encode_emulated)
+            rows = of_rank.kept
+            where = rank.backward.data_ptr(), encode_emulated, rows.memory.data_ptr() if rows else 0
+            training.fill_backward(args, rank.plan, *where)
             given: ExpertWeights | TurnedWeights = masters[index].with_flat_bias()
             if self.problem.formats.w.scaled:
                 turned, problem = of_rank.turned, rank.plan.problem
@@ -191,6 +194,7 @@ class Emulation:
                 *(args, rank.plan, encode_emulated, targets[index].tensors),
                 accumulate=targets[index].accumulate,
                 only_weights=of_rank.only_weights,
+                keeps=rows is not None,
             )
             training.fill_backward_call(
                 args,
@@ -204,6 +208,12 @@ class Emulation:
 
         self.written = [[dxs[r], d_weights[r], *targets[r].tensors.values()] for r in ranks]
         self._launch("backward", fill, seed, layer)
+        for r in ranks:
+            if (rows := asked[r].kept) is not None:
+                plan = self.ranks[r].plan
+                for name in ("header", "chunk_prefix"):
+                    of_state = plan.train_state[name].view(states[r].cpu())
+                    plan.kept[name].view(rows.memory).copy_(of_state)
         results = []
         for r in ranks:
             found = [dxs[r], d_weights[r], *targets[r].results()]
@@ -274,6 +284,41 @@ class Emulation:
             self.region(rank, "window_routes"), self._prefixes[rank], self.region(rank, "epoch")
         )  # fmt: skip
         return Statistics.of_tables(*tables, self.ranks[rank].plan.pool_rows, layout.BLOCK_ROWS)
+
+
+def kept_gradients(
+    plan: arguments.Plan,
+    masters: ExpertWeights,
+    kept: Sequence[KeptRows],
+    wanted: Wanted,
+    *,
+    num_ctas: int = DEFAULT_CTAS,
+    seed: int = 0,
+) -> Gradients:
+    """Run the launch of one rank that makes weights' gradients of passes that were kept. kept: aligned, on the CPU."""
+    targets = Targets.make(Kept().weights(masters), wanted.needs.of_weights, wanted.into, nan_like)
+    variant = GroupedVariant.of_kept(plan.problem.activation.planes)
+    args, fault = abi.aligned(abi.LAUNCHES[variant.launch]), abi.FaultRecord()
+    cells = torch.zeros(2, dtype=torch.int32, device="cpu")
+    args.fault, args.fault_ticket = ctypes.addressof(fault), cells[0:].data_ptr()
+    args.abort = cells[1:].data_ptr()
+    passes = [rows.memory.data_ptr() for rows in kept]
+    training.fill_kept_weights(
+        *(args, plan, encode_emulated, passes, targets.tensors), accumulate=targets.accumulate
+    )
+    run_alone(variant, args, num_ctas, seed)
+    if fault.edge:
+        record = {"rank": plan.problem.rank, "waited_ns": 0}
+        raise fault_to_error(record | abi.fault_fields(fault))
+    return Gradients(None, None, *targets.results())
+
+
+def run_alone(variant: GroupedVariant, args: Any, num_ctas: int, seed: int) -> None:
+    """Run a kernel of one rank that meets no other one to its end. Raises EmulationError."""
+    report = ctypes.create_string_buffer(REPORT_BYTES)
+    place = ctypes.addressof(args), 1, num_ctas, seed, report, REPORT_BYTES
+    if load_kernel(variant)(*place):
+        raise EmulationError(report.value.decode(errors="replace"))
 
 
 _libraries: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.backends.call import Call, Gradients, Wanted, check_call
+from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_call, check_kept
 from megamoe.backends.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
@@ -38,6 +38,7 @@ from megamoe.launch.training import (
     fill_backward_call,
     fill_backward_weights,
     fill_gradients,
+    fill_kept_weights,
     fill_train_state,
 )
 from megamoe.window.window import Window
@@ -298,7 +299,12 @@ class Training:
     def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
         with launch_lock:
+            self.backward.keep_in(self._plan, self.workspace, wanted.kept)
             found = self.backward(call, dy, state, wanted)
+            if wanted.kept is not None:
+                for name in ("header", "chunk_prefix"):
+                    of_state = self._plan.train_state[name].view(state)
+                    self._plan.kept[name].view(wanted.kept.memory).copy_(of_state)
             # statistics() reads the routes in the workspace, since the state of the call is freed after its backward.
             # They are copied behind the launch, which has waited for launches on other streams that use that memory.
             place = self._plan.train_state["chunk_prefix"]
@@ -308,6 +314,17 @@ class Training:
 
 class Backward(Launch):
     """The gradients of a call that `train` made."""
+
+    _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
+
+    def keep_in(self, plan: Plan, workspace: Tensor, kept: KeptRows | None) -> None:
+        """Say where rows for weight gradients go: to the workspace, or to what is kept."""
+        base = 0 if kept is None else kept.memory.data_ptr()
+        if base != self._rows_at:
+            self._rows_at = -1  # until all is filled
+            self._use_device()
+            fill_backward(self.argument, plan, workspace.data_ptr(), self._encode, base)
+            self._rows_at = base
 
     def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
@@ -330,6 +347,7 @@ class Backward(Launch):
                 *(self.argument, self._plan, self._encode, targets.tensors),
                 accumulate=targets.accumulate,
                 only_weights=wanted.only_weights,
+                keeps=wanted.kept is not None,
             )
             fill_backward_call(
                 self.argument,
@@ -340,7 +358,8 @@ class Backward(Launch):
                 d_topk_weights=d_scores,
                 num_tokens_device=count,
             )
-            self._launch((dy, x, topk_ids, state, dx, d_scores, count))
+            kept = None if wanted.kept is None else wanted.kept.memory
+            self._launch((dy, x, topk_ids, state, dx, d_scores, count, kept))
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
         return Gradients(*of_rows, *targets.results())
 
@@ -377,6 +396,49 @@ class Backward(Launch):
             expected = "TurnedWeights of these weights with precision 'fp8', else None"
             raise ArgumentError("turned", value, expected)
         return x
+
+
+class KeptWeights:
+    """The weights' gradients of backward passes that were kept: a launch that meets no other rank."""
+
+    def __init__(self, kernels: LayerKernels) -> None:
+        from megamoe.jit.driver import use_device
+        from megamoe.jit.module import Launcher, load_kernel
+        from megamoe.jit.tensormap import encode
+
+        self._plan, self._window, self._encode = kernels.plan, kernels.window, encode
+        device, plan = self._window.device, kernels.plan
+        ordinal, variant = device.index or 0, GroupedVariant.of_kept(plan.problem.activation.planes)
+        self._use_device, self._order = partial(use_device, ordinal), launch_order(ordinal)
+        with on_device(device):
+            kernel = load_kernel(variant, ordinal)
+        args = abi.aligned(abi.LAUNCHES[variant.launch])
+        self._launcher = Launcher(kernel, kernels.grid, args, cooperative=False)
+        args.fault = self._window.fault_address
+        ticket, abort = plan.workspace["fault_ticket"], plan.window["window_abort"]
+        args.fault_ticket = self._window.workspace(plan).data_ptr() + ticket.offset
+        args.abort = self._window.bases[plan.problem.rank] + abort.offset
+
+    def __call__(
+        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+    ) -> Gradients:
+        """Return the gradients, see Backend.weight_gradients."""
+        check_kept(kept, self._window.resets)
+        self._use_device()
+        with launch_lock:
+            targets = Targets.make(weights, wanted.needs.of_weights, wanted.into)
+            memory = [rows.memory for rows in kept]
+            passes = [rows.data_ptr() for rows in memory]
+            fill_kept_weights(
+                *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),
+                accumulate=targets.accumulate,
+            )
+            handle = self._order.before_launch()
+            self._launcher.launch(handle)
+            for t in (*memory, *targets.tensors.values()) if handle else ():
+                if t.is_cuda:
+                    t.record_stream(self._order.stream)
+        return Gradients(None, None, *targets.results())
 
 
 def num_ctas(layer: LayerKernels) -> int:

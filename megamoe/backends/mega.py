@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from megamoe.backends import kinds
-from megamoe.backends.call import Backend, Call, Gradients, Wanted
-from megamoe.backends.kinds import MAX_RUN, PAIR_CTAS, Forward, LayerKernels, Training
+from megamoe.backends.call import Backend, Call, Gradients, KeptRows, Wanted
+from megamoe.backends.kinds import (
+    MAX_RUN,
+    PAIR_CTAS,
+    Forward,
+    KeptWeights,
+    LayerKernels,
+    Training,
+)
 from megamoe.backends.reserve import Share, check_shares, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
@@ -141,6 +148,7 @@ class MegaBackend(Backend):
         )
         self._forward: Forward | None = None
         self._training: Training | None = None
+        self._kept_weights: KeptWeights | None = None
 
     @property
     def needs_close(self) -> bool:  # type: ignore[override]
@@ -203,6 +211,28 @@ class MegaBackend(Backend):
             with on_device(self.device):
                 return self._training.gradients(call, dy, state, wanted)
         return self._training.gradients(call, dy, state, wanted)
+
+    @property
+    def max_kept(self) -> int:  # type: ignore[override]
+        """How many kept passes a launch of weight_gradients() takes."""
+        return layout.max_kept_passes(self.problem)
+
+    def new_kept(self) -> KeptRows:
+        """Return memory for what a backward pass keeps. The first call makes the kernel of weight_gradients()."""
+        if self._kept_weights is None:
+            refuse_capture("run one step, forward and backward, before CUDA graph capture")
+            self._kept_weights = KeptWeights(self._kernels)
+        memory = torch.empty(self.plan.kept_bytes, dtype=torch.uint8, device=self.device)
+        return KeptRows(memory, self.window.resets)
+
+    def weight_gradients(
+        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+    ) -> Gradients:
+        """Launch on the current stream, see Backend.weight_gradients. The host waits for nothing."""
+        self.window.poll()
+        assert self._kept_weights is not None
+        with on_device(self.device):
+            return self._kept_weights(weights, kept, wanted)
 
     # --- looking inside ---
 
@@ -286,6 +316,6 @@ class MegaBackend(Backend):
         if self.closed:
             return
         self.closed = True
-        self._forward = self._training = None
+        self._forward = self._training = self._kept_weights = None
         if self._owns_window:
             self.window.close()

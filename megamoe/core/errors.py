@@ -123,6 +123,12 @@ def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> Me
             f"the backward pass of rank {rank} was given a state that no forward of this layer completed: made by "
             f"launch {seen}, expected {expected} {where}. Did that forward fail, or was reset() called since?"
         )
+    if edge == "kept":
+        return WorkspaceTooSmall(
+            f"backward_dw() of rank {rank} has not all rows of pass {int(record['index'])} of those that it took: "
+            f"{seen} pool rows, in several fillings of pool_rows={expected}, of which one is kept. Its gradients are "
+            'NaN. Expected a pool_rows of at least so many, or delay_wgrad=True in place of "keep"'
+        )
     seconds = int(record["waited_ns"]) / 1e9
     producer, consumer, counted, crosses = _EDGES.get(edge, ("?", "?", "index", False))
     for_whom = f" for {counted} {int(record['index'])}" if counted else ""

@@ -101,6 +101,16 @@ class Plan:
         """Bytes of backward's part of the workspace."""
         return layout.total_bytes(self.backward)
 
+    @cached_property
+    def kept(self) -> dict[str, Region]:
+        """Regions of what a backward pass keeps for weight gradients of several."""
+        return layout.kept_regions(self.strided, self.pool_rows)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes of what a backward pass keeps."""
+        return layout.total_bytes(self.kept)
+
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """memory: [workspace_bytes] uint8 -> every region of the workspace and of the state in it."""
         own = {name: region.view(memory) for name, region in self.workspace.items()}

@@ -214,6 +214,34 @@ def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
         yield "hs", (rows, p.intermediate), torch.bfloat16
 
 
+# --- what a backward pass keeps, where weight gradients of several are made in one launch ---
+
+
+def kept_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+    """Return the regions that a backward launch fills in place of the workspace's, and a copy of what places its rows.
+
+    A row has 2 * (2 * H + (P + 1) * I) + 4 bytes in every precision.
+    """
+    _check_pool(problem, pool_rows)
+    return _place(_kept(problem, pool_rows))
+
+
+def max_kept_passes(problem: Problem) -> int:
+    """Return how many passes a launch makes weight gradients of at most."""
+    entries = abi.CONSTANTS["max_kept_entries"] // (problem.num_local_experts(problem.rank) + 1)
+    return min(abi.CONSTANTS["max_kept_passes"], entries)
+
+
+def _kept(p: Problem, rows: int) -> Iterator[_Spec]:
+    yield "row_weight", (rows,), torch.float32
+    yield "dgu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
+    yield "x_rows", (rows, p.hidden), torch.bfloat16
+    yield "dy_rows", (rows, p.hidden), torch.bfloat16
+    yield "hs", (rows, p.intermediate), torch.bfloat16
+    yield "header", _header(), torch.int32
+    yield from (spec for spec in _state(p) if spec[0] == "chunk_prefix")
+
+
 # --- the state: of one call on one rank ---
 
 
@@ -241,9 +269,13 @@ def train_state_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
     return _place(_train_state(problem, pool_rows))
 
 
+def _header() -> tuple[int]:
+    return (ctypes.sizeof(abi.StateHeader) // 4,)
+
+
 def _train_state(p: Problem, rows: int) -> Iterator[_Spec]:
     x = p.formats.x
-    yield "header", (ctypes.sizeof(abi.StateHeader) // 4,), torch.int32
+    yield "header", _header(), torch.int32
     yield from _state(p)
     yield "gu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
     # Without scales own tokens are not saved: backward reads them from x.
@@ -304,11 +336,13 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     train_state = train_state_regions(problem, rows) if trains else {}
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
     backward = backward_regions(problem, rows) if trains else {}
+    kept = kept_regions(problem, rows) if trains else {}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),
         "backward_bytes": total_bytes(backward),
+        "kept_bytes": total_bytes(kept),
         "train_state_bytes": total_bytes(train_state),
         "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
         "train_state_worst_bytes": total_bytes(largest_state),
@@ -330,6 +364,7 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
         "training adds",
         f"backward's workspace{mib['backward_bytes']:>14}",
         f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
+        f"with delay_wgrad='keep', a pass that waits, in place of its state {mib['kept_bytes']}",
         *_largest(report["training_regions"]),
     ]
     report["text"] = "\n".join(lines + (training if trains else []))

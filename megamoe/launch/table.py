@@ -67,7 +67,8 @@ def write(args: Any, rows: Sequence[Row], encoder: Encoder) -> None:
     """Put what rows say into a launch's argument, one of abi.LAUNCHES."""
     table = args.gemm
     for row in rows:
-        gemm = table[abi.GEMMS.index(row.gemm) if len(table) > 1 else 0]
+        # All of GEMMS, the first two, the next two (dw13 and dw2 alone), or one.
+        gemm = table[abi.GEMMS.index(row.gemm) % len(table)]
         for name in ("a", "out"):
             maps = getattr(row, name)
             if maps is not None:
@@ -192,8 +193,8 @@ def backward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
             done=address["gemm1_done"], n=width, k=hidden),
         Row("gemm2", a=dgu_rows, out=[rows_map(address["y_rows"], rows, hidden, BF16.bytes)],
             a_scale=dgu_scale, done=address["gemm2_done"], n=hidden, k=width),
-        Row("dw13", a=dgu, b=x_of_k, n=hidden),
-        Row("dw2", a=[dy], b=hs_of_k, n=width),
+        Row("dw13", a=dgu, b=x_of_k),
+        Row("dw2", a=[dy], b=hs_of_k),
         Row("recompute", a=[pool if x.scaled else x_rows], out=dgu, a_scale=scale, n=width, k=hidden),
     ]  # fmt: skip
 
@@ -272,11 +273,12 @@ def turned_rows(problem: Problem, turned: TurnedWeights, other: int) -> list[Row
 
 
 def gradient_rows(
-    problem: Problem, targets: Mapping[str, Tensor], other: int, size: int
+    problem: Problem, targets: Mapping[str, Tensor], other: int, size: int, keeps: bool = False
 ) -> list[Row]:
     """Rows of a backward launch: where it puts the experts' gradients, and which are wanted.
 
     targets: those. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], of elements of `size` bytes; b13, b2: fp32.
+    keeps: none now, and all of what they are made of. other: any legal address.
     """
     p = problem
     local, planes = p.num_local_experts(p.rank), p.activation.planes
@@ -290,8 +292,9 @@ def gradient_rows(
         if dw is not None:
             place = place_of(name, dw, shape[1], shape, other)
         out = matrix_map(place, shape, size, ROWS)
-        wanted = 0 if dw is None else shape[2]
-        found.append(Row(name, out=[out], bias=address_of(db), m=wanted))
+        wanted = shape[2] if keeps or dw is not None else 0
+        width = 0 if keeps else shape[3]
+        found.append(Row(name, out=[out], bias=address_of(db), m=wanted, n=width))
     return found
 
 

@@ -8,7 +8,7 @@ directions share lies elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.table import BF16
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_call
 from megamoe.launch.table import (
     Encoder,
@@ -49,16 +50,20 @@ def fill_train_state(args: Any, plan: Plan, base: int, encoder: Encoder) -> None
     set_maps(args.gu, plane_maps(gu, plan.pool_rows, p.activation.planes, p.intermediate), encoder)
 
 
-def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder) -> None:
+def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int = 0) -> None:
     """Turn what fill_static filled into a backward launch: its pool, its GEMMs' operands, its tables.
 
-    base: address of plan.backward_bytes.
+    base: address of plan.backward_bytes. kept: of plan.kept_bytes, for rows of weight gradients; 0: none.
     """
     p, workspace = plan.strided, _workspace_base(args, plan)
     address = {name: workspace + region.offset for name, region in plan.workspace.items()}
     address |= {"hs": address["h"]}  # unless it has memory of its own
     address |= {name: base + region.offset for name, region in plan.backward.items()}
-    own = args.own
+    if kept:
+        address |= {name: kept + region.offset for name, region in plan.kept.items()}
+        if not p.formats.x.scaled:  # dy is pulled as it is kept
+            address["x_pool"] = address["dy_rows"]
+    own, args.x_pool = args.own, address["x_pool"]
     for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "dealt"):
         setattr(own, name, address[name])
     if p.formats.x.scaled:
@@ -97,14 +102,28 @@ def fill_gradients(
     *,
     accumulate: bool = False,
     only_weights: bool = False,
+    keeps: bool = False,
 ) -> None:
     """Fill which gradients a backward launch makes, and where it puts the experts'.
 
     targets: by name of the weights, those that are wanted. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], any strides
         that TMA takes, both bf16 or both fp32. b13: [L, P*I], b2: [L, H] fp32, contiguous.
     accumulate: add to what they hold. only_weights: dx and d_topk_weights are not written, unless the launch is given
-        up. The same on all ranks.
+        up. The same on all ranks. keeps: no experts' gradients, but the rows for all of them.
     """
+    _fill_targets(args, plan, encoder, targets, (accumulate, keeps, args.y_rows))
+    args.own.only_weights = only_weights
+
+
+def _fill_targets(
+    args: Any,
+    plan: Plan,
+    encoder: Encoder,
+    targets: Mapping[str, Tensor],
+    how: tuple[bool, bool, int],
+) -> None:
+    """how: whether it adds, whether it keeps, any legal address."""
+    accumulate, keeps, other = how
     sizes = {targets[name].element_size() for name in ("w13", "w2") if name in targets}
     if len(sizes) > 1:
         raise ArgumentError("dw13 and dw2", sizes, "elements of one size")
@@ -113,9 +132,43 @@ def fill_gradients(
         if db.dtype != torch.float32 or not db.is_contiguous():
             raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
     size = sizes.pop() if sizes else BF16.bytes
-    write(args, gradient_rows(plan.problem, targets, args.y_rows, size), encoder)
+    write(args, gradient_rows(plan.problem, targets, other, size, keeps), encoder)
     args.own.dw_bytes, args.own.accumulate = size, accumulate
-    args.own.only_weights = only_weights
+
+
+def fill_kept_weights(
+    args: Any,
+    plan: Plan,
+    encoder: Encoder,
+    passes: Sequence[int],
+    targets: Mapping[str, Tensor],
+    *,
+    accumulate: bool,
+) -> None:
+    """Fill a launch that makes the experts' gradients of passes that were kept.
+
+    passes: addresses of plan.kept_bytes each, at most layout.max_kept_passes() of them. targets, accumulate: as
+        fill_gradients takes them.
+    """
+    p, own, rows = plan.strided, args.own, plan.pool_rows
+    args.num_ranks, args.rank = p.ep_size, p.rank
+    args.num_local_experts, args.max_chunks = p.num_local_experts(p.rank), layout.max_chunks(p)
+    args.pool_rows = rows
+    own.num_passes = len(passes)
+    for to, base in zip(own.passes, passes, strict=False):
+        at = {name: base + region.offset for name, region in plan.kept.items()}
+        set_maps(to.dgu, plane_maps(at["dgu"], rows, p.activation.planes, p.intermediate), encoder)
+        for name, region, width, rank in (
+            ("dy", "dy_rows", p.hidden, 2), ("x", "x_rows", p.hidden, 4), ("hs", "hs", p.intermediate, 4)
+        ):  # fmt: skip
+            of_rows = rows_map(at[region], rows, width, BF16.bytes, rank=rank)
+            set_map(getattr(to, name), encoder(*of_rows))
+        to.row_weight, to.header, to.chunk_prefix = (
+            at["row_weight"],
+            at["header"],
+            at["chunk_prefix"],
+        )
+    _fill_targets(args, plan, encoder, targets, (accumulate, False, passes[0]))
 
 
 def fill_backward_call(

@@ -143,10 +143,16 @@ def _delayed(
     if torch.is_grad_enabled():
         runtime.refuse()
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
-    found = gradients(runtime, inputs, dy, state, Wanted(needs)) if any(needs) else Gradients()
-    if torch._C._will_engine_execute_node(anchor):  # not by grad(loss, inputs=[x])
-        assert how.delayed is not None
-        assert how.weights is not None
+    assert how.delayed is not None
+    assert how.weights is not None
+    waits = torch._C._will_engine_execute_node(anchor)  # not by grad(loss, inputs=[x])
+    kept = runtime.backend.new_kept() if waits and how.delayed.keeps else None
+    found = Gradients()
+    if any(needs) or kept is not None:
+        found = gradients(runtime, inputs, dy, state, Wanted(needs, kept=kept))
+    if kept is not None:
+        how.delayed.add_kept(how.weights, kept)
+    elif waits:
         how.delayed.add(how.weights, dy, inputs, state)
     return found
 

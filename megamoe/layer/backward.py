@@ -6,14 +6,14 @@ forward used them, and goes straight through the rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, Needs, Wanted
+from megamoe.backends.call import Call, Gradients, KeptRows, Needs, Wanted
 from megamoe.backends.staged import compute_dtype, moe
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
@@ -55,9 +55,25 @@ def gradients(
             found = runtime.replicas.summed(make, wanted, runtime.mark, x.device)
         else:
             found = make()
+    return _finished(runtime, found, wanted, inputs)
+
+
+def kept_gradients(
+    runtime: Runtime, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+) -> Gradients:
+    """Return the weights' gradients of passes that were kept, as gradients() does. Not collective."""
+    with runtime.lock:
+        found = runtime.backend.weight_gradients(weights, kept, wanted)
+    return _finished(runtime, found, wanted, weights)
+
+
+def _finished(
+    runtime: Runtime, found: Gradients, wanted: Wanted, of: Inputs | ExpertWeights
+) -> Gradients:
+    """Return gradients as autograd takes them. of: what they are of, by name."""
     laid_out: dict[str, Tensor] = {}
     for name, need in wanted.needs._asdict().items():
-        grad, leaf = getattr(found, name), getattr(inputs, name)
+        grad, leaf = getattr(found, name), getattr(of, name, None)
         if not need or grad is None or leaf is None:
             continue
         grad = _laid_out(grad, leaf)

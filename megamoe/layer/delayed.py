@@ -1,9 +1,14 @@
-"""Weight gradients that wait for backward_dw(): what a layer's backward passes leave behind with delay_wgrad=True."""
+"""Weight gradients that wait for backward_dw(): what a layer's backward passes leave behind with delay_wgrad.
+
+With True that is all that the call saved: the pass is made again, for weights alone. With "keep" it is the rows that
+weights' gradients are made of, in place of all else, and several passes are made by one launch of this rank alone.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -11,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megamoe.backends.call import Needs, Wanted
+from megamoe.backends.call import KeptRows, Needs, Wanted
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import gradients
+from megamoe.layer.backward import gradients, kept_gradients
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.runtime import Runtime
 
@@ -26,16 +31,22 @@ _CHANGED = "unchanged from its backward pass until backward_dw()"
 
 @dataclass
 class _Pending:
-    """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone."""
+    """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone.
+
+    kept: its rows, where it has kept them; then there are no inputs.
+    """
 
     weights: ExpertWeights
     dy: Tensor | None
-    inputs: Inputs
+    inputs: Inputs | None
     state: Tensor | None
     versions: list[int]
+    kept: KeptRows | None = None
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
+        if self.inputs is None:
+            return []
         further = [("dy", self.dy), ("state", self.state)]
         return [(name, t) for name, t in further if t is not None] + self.inputs.named()
 
@@ -49,6 +60,18 @@ class _Pending:
                 )
             if _version(t) != version:
                 raise ArgumentError(name, "changed in place", _CHANGED)
+
+    def like(self, other: _Pending) -> bool:
+        """Whether both have the same weights: one gradient goes where those of both would have gone."""
+
+        def lies(w: Tensor | None) -> Any:
+            return None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype)
+
+        pairs = [(getattr(self.weights, n), getattr(other.weights, n)) for n in NAMES]
+        if all(mine is theirs for mine, theirs in pairs):
+            return True
+        alike = all(lies(mine) == lies(theirs) for mine, theirs in pairs)
+        return alike and self.leaves() == other.leaves()
 
     def leaves(self) -> set[int]:
         """Return the ids of the parameters whose gradients are to come."""
@@ -72,9 +95,9 @@ def _version(t: Tensor) -> int:
 class Delayed:
     """The backward passes of one layer whose weight gradients are still to be made, oldest first."""
 
-    def __init__(self, adding: bool) -> None:
-        """adding: gradients of w13 and w2 are added to their main_grad."""
-        self._adding = adding
+    def __init__(self, adding: bool, keeps: bool) -> None:
+        """adding: gradients of w13 and w2 are added to their main_grad. keeps: passes keep rows, if the backend can."""
+        self._adding, self.keeps = adding, keeps
         self._queue: deque[_Pending] = deque()
         # An input of every call, so that autograd comes by even where only weights need a gradient.
         self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
@@ -89,6 +112,13 @@ class Delayed:
         """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
         pending = _Pending(weights, None if dy is None else dy.detach(), inputs, state, [])
         pending.versions = [_version(t) for _, t in pending.tensors]
+        self._append(pending)
+
+    def add_kept(self, weights: ExpertWeights, kept: KeptRows) -> None:
+        """Remember a backward pass that has kept its rows."""
+        self._append(_Pending(weights, None, None, None, [], kept))
+
+    def _append(self, pending: _Pending) -> None:
         self._queue.append(pending)
         _waiting.add(self)
 
@@ -97,31 +127,65 @@ class Delayed:
         if self._queue:
             self._queue[0].check()
 
-    def make(self, runtime: Runtime) -> None:
-        """Make the weight gradients of the oldest pass. Collective."""
-        into: dict[str, Tensor] = {}
+    def make(self, runtime: Runtime, passes: int) -> None:
+        """Make the weight gradients of so many passes, from the oldest on. Collective unless they were kept."""
         try:
-            if not self._queue:
+            self._check_passes(passes)
+        except ArgumentError:
+            if not self.keeps or not runtime.backend.max_kept:
+                runtime.refuse()
+            raise
+        if self._queue[0].kept is not None:
+            most = runtime.backend.max_kept
+            for first in range(0, passes, most):
+                self._make(runtime, min(most, passes - first))
+            return
+        for _ in range(passes):
+            self._make(runtime, 1)
+
+    def _check_passes(self, passes: int) -> None:
+        """Raise ArgumentError unless so many passes wait, whose gradients can be made together."""
+        if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+            raise ArgumentError("passes", repr(passes), "a number of backward passes")
+        if not self._queue:
+            raise ArgumentError(
+                "backward_dw()", "called without a backward pass that waits for it", "one for each"
+            )
+        if passes > len(self._queue):
+            raise ArgumentError("passes", passes, f"at most {len(self._queue)}, which wait")
+        first = self._queue[0]
+        for i in range(1, passes if first.kept is not None else 1):
+            if not self._queue[i].like(first):
+                value = f"{passes}, of which number {i} had other weights than number 0"
                 raise ArgumentError(
-                    "backward_dw()",
-                    "called without a backward pass that waits for it",
-                    "one for each",
+                    "passes", value, "the same memory of the same parameters in all"
                 )
-            pending = self._queue[0]
+
+    def _make(self, runtime: Runtime, passes: int) -> None:
+        """Make the weight gradients of the oldest pass, or of several that were kept, at once."""
+        into: dict[str, Tensor] = {}
+        pending = self._queue[0]
+        try:
             pending.check()
             given = {name: getattr(pending.weights, name) for name in NAMES}
             asked = {name: w is not None and w.requires_grad for name, w in given.items()}
             if self._adding:
                 into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]))
         except ArgumentError:
-            runtime.refuse()
+            if pending.kept is None:
+                runtime.refuse()
             raise
-        self.forget(1)
+        kept = [p.kept for p in islice(self._queue, passes) if p.kept is not None]
+        self.forget(passes)
         if not any(asked.values()):
             return
         with torch.no_grad():
             wanted = Wanted(Needs(False, False, **asked), into, only_weights=True)
-            found = gradients(runtime, pending.inputs, pending.dy, pending.state, wanted)._asdict()
+            if pending.inputs is None:
+                found = kept_gradients(runtime, pending.weights, kept, wanted)._asdict()
+            else:
+                replayed = pending.inputs, pending.dy, pending.state
+                found = gradients(runtime, *replayed, wanted)._asdict()
         for name in into:
             w: Any = given[name]
             joint = getattr(w, "joint_main_grad", None)
@@ -155,8 +219,8 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for delayed in list(_waiting):
         if delayed.owns(parameters):
             raise MegaMoEError(
-                f"optimizer.step() while {len(delayed)} backward passes of a layer with delay_wgrad=True wait for "
-                "backward_dw(): call it once for each of them first"
+                f"optimizer.step() while {len(delayed)} backward passes of a layer with delay_wgrad wait for "
+                "backward_dw(): call it for all of them first"
             )
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,7 +84,9 @@ class Layer(Opened, Placed):
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
         main_grad.py; not inside torch.compile.
     delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
-        Not inside torch.compile.
+        Not inside torch.compile. True: it keeps dy and what its call saved. "keep": it keeps the rows that they are
+        made of, for every row of the pool 4 * H + 2 * (P + 1) * I bytes (memory_report()["kept_bytes"]), until then;
+        with backends that keep none, `staged`, `reference` and those of several hosts, as True.
     placement: redundant experts. `problem` and topk_ids are of logical experts, `weights` of this rank's slots, whose
         gradients are those of their experts; layer.problem counts slots as experts.
     options: those of README, "Options".
@@ -104,7 +106,7 @@ class Layer(Opened, Placed):
         routed_scaling_factor: float = 1.0,
         apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
-        delay_wgrad: bool = False,
+        delay_wgrad: bool | Literal["keep"] = False,
         placement: ExpertPlacement | None = None,
         **options: Any,
     ) -> None:
@@ -115,11 +117,15 @@ class Layer(Opened, Placed):
             made = problem(self.group) if callable(problem) else problem
             check_options(made, ranks, options)
             made = self._placed_problem(made, placement)
+            if delay_wgrad not in (False, True, "keep"):
+                raise ConfigError("delay_wgrad", repr(delay_wgrad), "False, True or 'keep'")
+            if delay_wgrad == "keep" and placement is not None:
+                raise ConfigError("delay_wgrad", "'keep'", "False or True with a placement")
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
             of = None if placement is None else placement.expert_of
             equal: dict[str, Any] = dict(
-                zip(_AGREED, (*weighting, bool(delay_wgrad), of), strict=True)
+                zip(_AGREED, (*weighting, repr(delay_wgrad), of), strict=True)
             )
             equal |= {"backend": repr(resolve(backend)), **over_hosts(options)}
             return Facts((made, host_name()), equal, made)
@@ -133,7 +139,8 @@ class Layer(Opened, Placed):
         # checked by state()
         self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
         self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
-        self._delayed = Delayed(self.accumulate_into_main_grad) if delay_wgrad else None
+        self._delay_wgrad = delay_wgrad
+        self._delayed = self._new_delayed()
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
@@ -380,18 +387,22 @@ class Layer(Opened, Placed):
         return 0 if self._delayed is None else len(self._delayed)
 
     @uncompiled("backward_dw() is not seen by torch.compile: call it outside of the graph")
-    def backward_dw(self) -> None:
-        """Make the weight gradients of the oldest backward pass that waits for them: the bits that it would have made.
+    def backward_dw(self, passes: int = 1) -> None:
+        """Make the weight gradients of the oldest backward passes that wait for them: of one, its own bits.
 
-        They are added to grad, or main_grad, as if by that pass, hooks included. Collective: all ranks call it equally
-        often, in the same order among their calls and backward passes. Raises ConfigError without delay_wgrad=True,
-        ArgumentError where no pass waits, or a tensor that the pass was given has changed in place.
+        They are added to grad, or main_grad, as if by these passes, hooks included. Collective: all ranks call it
+        equally often, in the same order among their calls and backward passes. With delay_wgrad="keep" `passes` of them
+        are summed in fp32 and added once, by one launch for each 8 (fewer with more than 383 experts of a rank), which
+        waits for no other rank; hooks run once for it. Equal passes give equal bits, other than those of passes that
+        are added one by one. Raises ConfigError without delay_wgrad, ArgumentError where fewer passes wait, passes that
+        were kept had other weights, or a tensor that the pass was given has changed in place; WorkspaceTooSmall, here
+        or in a later call, where a pass that was kept filled its pool several times: its gradients are NaN then.
         """
         if self._delayed is None:
-            raise ConfigError("delay_wgrad", False, "True where backward_dw() is called")
+            raise ConfigError("delay_wgrad", False, "True or 'keep' where backward_dw() is called")
         if self._runtime is None:
             raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
-        self._delayed.make(self._runtime)
+        self._delayed.make(self._runtime, passes)
 
     @uncompiled("what one rank refuses has to reach the others")
     def refuse(self, error: Exception, call: str = "a first call") -> None:
@@ -448,9 +459,7 @@ class Layer(Opened, Placed):
             raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
         given = (self.backend, *self._weighting, self.accumulate_into_main_grad)
         names = ("backend", *_AGREED[:2], "accumulate_into_main_grad", "delay_wgrad")
-        arguments: dict[str, Any] = dict(
-            zip(names, (*given, self._delayed is not None), strict=True)
-        )
+        arguments: dict[str, Any] = dict(zip(names, (*given, self._delay_wgrad), strict=True))
         group = ALONE if self.group is None else self.ranks
         return Layer(self.problem, group, **arguments, **self._options)
 
@@ -461,8 +470,13 @@ class Layer(Opened, Placed):
                 f"a layer over {self.problem.ep_size} ranks belongs to their process group and cannot be pickled: save "
                 "its state_dict(), and make a layer on every rank to load it"
             )
-        delayed = None if self._delayed is None else Delayed(self.accumulate_into_main_grad)
-        return self.__dict__ | {"_runtime": None, "_signatures": Signatures(), "_delayed": delayed}
+        fresh = {"_runtime": None, "_signatures": Signatures(), "_delayed": self._new_delayed()}
+        return self.__dict__ | fresh
+
+    def _new_delayed(self) -> Delayed | None:
+        if not self._delay_wgrad:
+            return None
+        return Delayed(self.accumulate_into_main_grad, self._delay_wgrad == "keep")
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""

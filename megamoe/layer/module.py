@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class MegaMoE(PlacedModule):
     routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
     apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
-    delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(), one call for each backward pass.
+    delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(): False, True or "keep", as Layer has it.
     placement: redundant experts: parameters are this rank's slots, num_experts and topk_ids logical.
         See move_experts().
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
@@ -83,7 +83,7 @@ class MegaMoE(PlacedModule):
         routed_scaling_factor: float = 1.0,
         apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
-        delay_wgrad: bool = False,
+        delay_wgrad: bool | Literal["keep"] = False,
         reserve_sms: int | None = None,
         window: Any = None,
         chunks: int | None = None,
@@ -181,7 +181,7 @@ class MegaMoE(PlacedModule):
                 self._ask(self._distinct, "a first call")
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
-            raise ConfigError("delay_wgrad", True, expected)
+            raise ConfigError("delay_wgrad", self._delays, expected)
         if self._placed:
             self._refuse_shards(is_fsdp(self))
         try:

@@ -39,9 +39,9 @@ class PlacedModule(nn.Module):
         """How many backward passes wait for backward_dw()."""
         return self._layer.num_delayed
 
-    def backward_dw(self) -> None:
-        """Make the weight gradients of the oldest backward pass that waits for them, see Layer.backward_dw()."""
-        self._layer.backward_dw()
+    def backward_dw(self, passes: int = 1) -> None:
+        """Make the weight gradients of the oldest backward passes that wait for them, see Layer.backward_dw()."""
+        self._layer.backward_dw(passes)
 
     def _surroundings(self) -> tuple[Any, ...]:
         """Return what changes where somebody has wrapped this layer since who may have overwritten experts.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megamoe.backends.emulated_rank import encode_emulated
-from megamoe.backends.emulation import REPORT_BYTES, EmulationError, load_kernel
+from megamoe.backends.emulation import run_alone
 from megamoe.backends.kinds import PAIR_CTAS, why_not
 from megamoe.core import env
 from megamoe.jit import abi
@@ -70,10 +70,7 @@ class Fibers:
         """Run one kernel to its end."""
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         fill(args, encode_emulated)
-        report = ctypes.create_string_buffer(REPORT_BYTES)
-        place = ctypes.addressof(args), 1, self.num_ctas, self.seed, report, REPORT_BYTES
-        if load_kernel(variant)(*place):
-            raise EmulationError(report.value.decode(errors="replace"))
+        run_alone(variant, args, self.num_ctas, self.seed)
 
 
 fibers = Fibers()

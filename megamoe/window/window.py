@@ -93,6 +93,7 @@ class Window:
         self.closed = False
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
+        self.resets = 0
         self._workspaces: dict[tuple[Problem, int], Tensor] = {}
         self._backward_workspaces: dict[tuple[Problem, int], Tensor] = {}
         self._layers = 0
@@ -231,6 +232,7 @@ class Window:
             self._fault_memory.zero_()
             self._synchronize()
         self.broken = None
+        self.resets += 1
         self.group.barrier()
 
     # --- the end ---

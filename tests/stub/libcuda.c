@@ -11,7 +11,7 @@ typedef struct { int type, rank, swizzle, promotion, fill; uint64_t base, dims[5
 int stub_launches, stub_loads, stub_attribute_ids[8], stub_attribute_values[8], stub_max_smem = 48 << 10;
 int stub_blocks_per_sm = 1, stub_argument_bytes;
 Config stub_config;
-uint8_t stub_argument[8192];
+uint8_t stub_argument[16384];
 Map stub_maps[64];
 int stub_num_maps;
 

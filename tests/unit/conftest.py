@@ -38,7 +38,7 @@ def config():
     return {"grid": list(c.grid), "block": list(c.block), "smem": c.smem, "stream": c.stream, "count": c.count,
             "ids": numbers("stub_attribute_ids")[:c.count], "values": numbers("stub_attribute_values")[:c.count]}
 def argument(launch="forward"):
-    return abi.LAUNCHES[launch].from_buffer_copy((ctypes.c_uint8 * 8192).in_dll(stub, "stub_argument"))
+    return abi.LAUNCHES[launch].from_buffer_copy((ctypes.c_uint8 * 16384).in_dll(stub, "stub_argument"))
 LARGEST = max(abi.LAUNCHES.values(), key=ctypes.sizeof)
 def aligned(structure):
     whole = bytearray(ctypes.sizeof(LARGEST) + structure.alignment)  # of all, the stub copies as many bytes

@@ -1,12 +1,27 @@
-// Blocks of rows: where they stand, and whose they are. A kind of launch has one of the two.
+// Blocks of rows: where they stand, and whose they are. A kind of launch has one of the three.
 #pragma once
 #include "megamoe/cta/context.cuh"
 
 namespace megamoe {
 
+// Where most launches have the maps of their operands: in the table.
+struct MapsOfTable {
+    template <class T>
+    static MEGAMOE_DEVICE const TensorMap* rows_map(const Args& args, GemmId id) {
+        return gemm_of<T>(args, id).a;
+    }
+    template <class T>
+    static MEGAMOE_DEVICE const TensorMap* weights_map(const Args& args, GemmId id) {
+        return &gemm_of<T>(args, id).b;
+    }
+    // Makes NaN of a weight tile's sums where rows of it are lost.
+    template <class Sums>
+    static MEGAMOE_DEVICE void spoil(const Context&, Sums&) {}
+};
+
 // Rows of the pool, where the plan of the pass has placed them.
-struct PoolBlocks {
-    static constexpr bool in_pool = true;
+struct PoolBlocks : MapsOfTable {
+    static constexpr bool in_pool = true, by_plane = true, has_tails = false;
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int) {
         return {ctx.args.block_table[int64_t{2} * block]};
     }
@@ -33,6 +48,20 @@ struct PoolBlocks {
     static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool mn_major) {
         return {mn_major ? first_row_of_expert<T>(ctx, tile.expert()) : 0};
     }
+    // What the rows of a weight gradient's K are multiplied by for that of its bias; null: by 1.
+    using RowWeights = const float*;
+    template <class T>
+    static MEGAMOE_DEVICE RowWeights row_weights(const Context& ctx, const Tile& tile) {
+        RowWeights weights = nullptr;
+        int row = first_row_of_expert<T>(ctx, tile.expert());
+        if (tile.gemm != GemmId::dw13 && row < ctx.args.pool_rows)
+            weights = own<T>(ctx.args).row_weight + row;
+        return weights;
+    }
+    // Of row 32 * `half` + lane of a slot.
+    static MEGAMOE_DEVICE float weight(RowWeights weights, int slot, int half) {
+        return weights != nullptr ? weights[slot * warpgroup_rows + 32 * half + arch::lane_idx()] : 1.0f;
+    }
     static MEGAMOE_DEVICE int first_row(const ExpertTable&, const Tile& tile, int block_rows) {
         return tile.block * block_rows;
     }
@@ -43,8 +72,8 @@ struct PoolBlocks {
 };
 
 // Rows that the caller has sorted by expert, where they follow each other; the table is rows/sorted.cuh's.
-struct SortedBlocks {
-    static constexpr bool in_pool = false;
+struct SortedBlocks : MapsOfTable {
+    static constexpr bool in_pool = false, by_plane = false, has_tails = true;
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int block_rows) {
         const ExpertTable& table = ctx.smem.experts;
         int expert = expert_of(ctx, block);
@@ -77,6 +106,12 @@ struct SortedBlocks {
         int first = ctx.smem.experts.first_row[tile.expert()];
         return {first, ctx.smem.experts.first_row[tile.expert() + 1] - first, tile.expert() * warpgroup_rows};
     }
+    using RowWeights = const float*;
+    template <class T>
+    static MEGAMOE_DEVICE RowWeights row_weights(const Context&, const Tile&) {
+        return nullptr;
+    }
+    static MEGAMOE_DEVICE float weight(RowWeights, int, int) { return 1.0f; }
     static MEGAMOE_DEVICE int first_row(const ExpertTable& table, const Tile& tile, int block_rows) {
         int expert = tile.expert();
         return table.first_row[expert] + (tile.block - table.first_block[expert]) * block_rows;
@@ -105,6 +140,111 @@ struct SortedBlocks {
         }
         return first;
     }
+};
+
+// Rows of pools that backward launches have kept, one for each of several passes; the table is
+// rows/kept.cuh's. Such a launch has no output with rows: of what SortedBlocks has for these, nothing runs.
+struct KeptBlocks : SortedBlocks {
+    static constexpr bool by_plane = true, has_tails = false;
+
+    // An expert's rows of all passes, as slots of 64 one after the other. Slots are asked for in order.
+    class Rows {
+      public:
+        int pass;
+        Rows() = default;
+        MEGAMOE_DEVICE Rows(const Context& ctx, const KeptWeights& kept, int expert)
+            : pass(0),
+              entry_(ctx.smem.kept.entry + expert),
+              stride_(ctx.args.num_local_experts + 1),
+              left_(kept.num_passes),
+              begin_(0),
+              end_(num_slots(entry_)) {}
+        // The row of the pass's pool that a slot begins at; -1 where there is none, and pass is 0.
+        MEGAMOE_DEVICE int row_of(int slot) {
+            MEGAMOE_UNROLL_BY(1)
+            while (slot >= end_) {
+                if (left_ == 1) {
+                    pass = 0;
+                    return -1;
+                }
+                --left_, ++pass;
+                entry_ += stride_;
+                begin_ = end_;
+                end_ += num_slots(entry_);
+            }
+            return ((*entry_ & ~1) + slot - begin_) * warpgroup_rows;
+        }
+        static MEGAMOE_DEVICE int num_slots(const int32_t* entry) {
+            return (entry[1] & ~1) - (entry[0] & ~1) - (entry[0] & 1);
+        }
+
+      private:
+        const int32_t* entry_;
+        int stride_, left_, begin_, end_;
+    };
+    template <class T>
+    static MEGAMOE_DEVICE int rows_of_expert(const Context& ctx, int expert) {
+        int slots = 0;
+        MEGAMOE_UNROLL_BY(1)
+        for (int p = 0; p < own<T>(ctx.args).num_passes; ++p)
+            slots += Rows::num_slots(ctx.smem.kept.entry + p * (ctx.args.num_local_experts + 1) + expert);
+        return slots * warpgroup_rows;
+    }
+
+    template <class T>
+    static MEGAMOE_DEVICE const TensorMap* rows_map(const Args& args, GemmId id) {
+        const KeptPass& first = own<T>(args).passes[0];
+        return id == GemmId::dw13 ? first.dgu : &first.dy;
+    }
+    template <class T>
+    static MEGAMOE_DEVICE const TensorMap* weights_map(const Args& args, GemmId id) {
+        const KeptPass& first = own<T>(args).passes[0];
+        return id == GemmId::dw13 ? &first.x : &first.hs;
+    }
+    struct RowsOfK {
+        Rows rows;
+        int past;  // a row behind all of a pool: zeros
+        MEGAMOE_DEVICE void at(int slot, int& k, const TensorMap*& map, const TensorMap*) {
+            int row = rows.row_of(slot);
+            k = row < 0 ? past : row;
+            map += rows.pass * static_cast<int>(sizeof(KeptPass) / sizeof(TensorMap));
+        }
+    };
+    static_assert(sizeof(KeptPass) % sizeof(TensorMap) == 0, "maps of a pass are a whole number further");
+    template <class T>
+    static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
+        return {Rows(ctx, own<T>(ctx.args), tile.expert()), ctx.args.pool_rows};
+    }
+
+    // Rows that are lost make every gradient NaN, those of biases by way of these.
+    struct RowWeights {
+        Rows rows;
+        const KeptPass* first;  // null: all weights are `all`
+        float all;
+    };
+    static MEGAMOE_DEVICE float weight(RowWeights& weights, int slot, int half) {
+        int row = weights.first != nullptr ? weights.rows.row_of(slot) : -1;
+        if (row < 0) return weights.all;
+        return weights.first[weights.rows.pass].row_weight[row + 32 * half + arch::lane_idx()];
+    }
+    template <class T>
+    static MEGAMOE_DEVICE RowWeights row_weights(const Context& ctx, const Tile& tile) {
+        const auto& kept = own<T>(ctx.args);
+        bool lost = ctx.smem.kept.lost != 0, by_row = tile.gemm != GemmId::dw13 && !lost;
+        return {Rows(ctx, kept, tile.expert()), by_row ? kept.passes : nullptr, lost ? nan_value() : 1.0f};
+    }
+    template <class Sums>
+    static MEGAMOE_DEVICE void spoil(const Context& ctx, Sums& sum) {
+        if (ctx.smem.kept.lost == 0) return;
+        MEGAMOE_UNROLL
+        for (auto& half : sum) {
+            MEGAMOE_UNROLL
+            for (float& v : half) v = nan_value();
+        }
+    }
+
+  private:
+    static MEGAMOE_DEVICE float nan_value() { return arch::bf16_hi(0x7fc00000u); }
 };
 
 // The first row of a tile's block: in the pool, or of the caller's rows.

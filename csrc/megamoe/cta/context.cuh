@@ -68,12 +68,16 @@ template <class T>
 MEGAMOE_DEVICE const auto& own(const Args& args) {
     return launch_args<T>(args).own;
 }
-// A row of the launch's table.
+// A row of the launch's table. One of weight gradients alone has one row, or dw13's and dw2's.
+template <class T>
+constexpr int num_gemms = sizeof(T::LaunchArgs::gemm) / sizeof(T::LaunchArgs::gemm[0]);
 template <class T>
 MEGAMOE_DEVICE const auto& gemm_of(const Args& args, GemmId id) {
     const auto& gemm = launch_args<T>(args).gemm;
-    if constexpr (sizeof(gemm) == sizeof(gemm[0])) {
+    if constexpr (num_gemms<T> == 1) {
         return gemm[0];
+    } else if constexpr (T::num_row_gemms == 0) {
+        return gemm[id == GemmId::dw2 ? 1 : 0];
     } else {
         return gemm[static_cast<int>(id)];
     }

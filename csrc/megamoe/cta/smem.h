@@ -102,6 +102,13 @@ struct GroupedSmem : ExpertTable {
     alignas(16) float column_scales[num_math_warpgroups][Tile128x256::columns];  // of a tile
 };
 
+// Where the rows of experts stand that backward launches have kept: for each pass, of each expert and of one
+// behind the last, first block << 1 | whether its last block is not half full.
+struct KeptTable {
+    int32_t lost;  // not 0: there are rows that were not kept, or never made
+    int32_t entry[max_kept_entries];
+};
+
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
 struct PlacedMeeting {
     int packed;
@@ -139,6 +146,7 @@ struct Smem {
     union {
         MoverSmem movers;
         GroupedSmem experts;
+        KeptTable kept;
     };
     int32_t row_lots_taken, token_lots_taken;  // by the movers of this CTA, in this pass
     PassPlan draft;                            // this CTA's own; of a pair, CTA 0's is what both run

@@ -13,12 +13,7 @@ class BiasGradient {
   public:
     MEGAMOE_DEVICE BiasGradient(const Context& ctx, const Tile& tile) {
         out_ = gradient_of(ctx, tile);
-        weights_ = nullptr;
-        if constexpr (T::Blocks::in_pool) {
-            int row = T::Blocks::template first_row_of_expert<T>(ctx, tile.expert());
-            if (tile.gemm != GemmId::dw13 && row < ctx.args.pool_rows)
-                weights_ = own<T>(ctx.args).row_weight + row;
-        }
+        weights_ = T::Blocks::template row_weights<T>(ctx, tile);
         slots_ = tile.slots;
         if (wanted()) ask_for_weights(0);
     }
@@ -74,8 +69,7 @@ class BiasGradient {
     MEGAMOE_DEVICE void ask_for_weights(int i) {
         if (i == slots_) return;
         MEGAMOE_UNROLL
-        for (int j = 0; j < 2; ++j)
-            next_[j] = weights_ != nullptr ? weights_[i * warpgroup_rows + 32 * j + arch::lane_idx()] : 1.0f;
+        for (int j = 0; j < 2; ++j) next_[j] = T::Blocks::weight(weights_, i, j);
     }
     // db13 or db2, where it is wanted and this tile's to make.
     static MEGAMOE_DEVICE float* gradient_of(const Context& ctx, const Tile& tile) {
@@ -85,7 +79,7 @@ class BiasGradient {
     static MEGAMOE_DEVICE float* place(const Context& ctx, const Tile& tile, float* bias, int row, int* at,
                                        int* width) {
         GradientBlock<T> block(ctx.args, tile);
-        int planes = tile.gemm == GemmId::dw13 ? T::Gemm2::k_planes : 1;
+        int planes = tile.gemm == GemmId::dw13 ? w13_planes<T>() : 1;
         *width = gemm_of<T>(ctx.args, tile.gemm).m;
         *at = block.row + row;
         return bias + (int64_t{tile.expert()} * planes + block.plane) * *width + *at;
@@ -95,7 +89,7 @@ class BiasGradient {
     }
 
     float* out_;
-    const float* weights_;
+    typename T::Blocks::RowWeights weights_;
     int slots_;
     float next_[2] = {0.0f, 0.0f};  // weights of the next slot's rows
     float sum_[2] = {0.0f, 0.0f};

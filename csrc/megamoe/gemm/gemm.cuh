@@ -121,6 +121,15 @@ template <class T>
 MEGAMOE_DEVICE GemmId reduced_gemm(const Args& args) {
     return only_weights<T>(args) ? GemmId::gemm1 : GemmId::gemm2;
 }
+// Planes of w13, whose gradient has as many: those that backward's gemm2 has of K.
+template <class T>
+constexpr int w13_planes() {
+    if constexpr (T::num_row_gemms == 0) {
+        return T::planes;
+    } else {
+        return T::Gemm2::k_planes;
+    }
+}
 // Are weight gradients of this pass added to what is there?
 template <class T>
 MEGAMOE_DEVICE bool adds_weight_gradients(const Context& ctx) {

@@ -82,7 +82,7 @@ struct RowsOperand {
     MEGAMOE_DEVICE RowsOperand(const Context& ctx, const Tile& tile) {
         const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
         mn_major = has_rows_of_k<T>(tile);
-        map = gemm.a;
+        map = T::Blocks::template rows_map<T>(ctx.args, tile.gemm);
         small = &gemm.a_small;
         slot_k = Shape<T>::slot_k(tile.gemm);
         if constexpr (has_k_planes<T>) plane_slots = slots_of_plane<T>(ctx.args, tile.gemm);
@@ -93,7 +93,7 @@ struct RowsOperand {
             if (mn_major) {
                 GradientBlock<T> block(ctx.args, tile);
                 m = block.row;
-                if (T::WeightTiles::beside_rows) map += block.plane;
+                if (T::Blocks::by_plane) map += block.plane;
             }
         }
     }
@@ -155,8 +155,8 @@ struct WeightsOperand {
         expert = is_gradient ? 0 : tile.expert();
         if constexpr (T::WeightTiles::any)
             rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, is_gradient);
-        map = &gemm_of<T>(ctx.args, tile.gemm).b;
-        if constexpr (T::WeightTiles::any && !T::Blocks::in_pool) tails = &own<T>(ctx.args).tails_b;
+        map = T::Blocks::template weights_map<T>(ctx.args, tile.gemm);
+        if constexpr (T::WeightTiles::any && T::Blocks::has_tails) tails = &own<T>(ctx.args).tails_b;
     }
 
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {

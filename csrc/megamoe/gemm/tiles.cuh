@@ -9,10 +9,10 @@ template <class T>
 MEGAMOE_DEVICE WeightMatrix weight_matrix(const Args& args, GemmId id) {
     using S = typename T::Tiling;
     bool first = id == GemmId::dw13;
-    if (T::num_row_gemms == 0 && !first) return {0, 0};
+    if (num_gemms<T> == 1 && !first) return {0, 0};
     const auto& gemm = gemm_of<T>(args, id);
     if (gemm.m == 0) return {0, 0};
-    return {(first ? T::Gemm2::k_planes : 1) * ceil_div(gemm.m, S::rows), ceil_div(gemm.n, S::columns)};
+    return {(first ? w13_planes<T>() : 1) * ceil_div(gemm.m, S::rows), ceil_div(gemm.n, S::columns)};
 }
 
 // Blocks of a step: two gemm1 tiles for each CTA, or what the caller asked for.

@@ -11,7 +11,6 @@
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/store.cuh"
-#include "megamoe/rows/sorted.cuh"
 
 namespace megamoe {
 
@@ -41,6 +40,18 @@ using GroupedGradient =
 template <class S>
 struct GroupedWeightGradient : GroupedWeightsKind {
     static constexpr bool profile = false;
+    static constexpr int planes = 1;
+    using Tiling = S;
+    using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
+    using Gemm1 = WeightGemm;
+    using Gemm2 = WeightGemm;
+};
+
+// dw13 and dw2 over the rows that backward launches of several passes have kept.
+template <class S, int planes_>
+struct KeptWeightGradients : KeptWeightsKind {
+    static constexpr bool profile = false;
+    static constexpr int planes = planes_;
     using Tiling = S;
     using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
     using Gemm1 = WeightGemm;
@@ -85,7 +96,7 @@ MEGAMOE_DEVICE void grouped(const Args& args) {
         smem.cta = arch::block_idx();
         smem.num_ctas = arch::grid_dim();
     }
-    if (arch::warp_idx() == first_transport_warp) make_expert_table<T>(ctx);
+    if (arch::warp_idx() == first_transport_warp) T::Routes::template make_table<T>(ctx);
     init_barriers<T>();  // and a barrier of the pair, behind the table
     run_grouped_role<T>(ctx, arch::warp_idx());
     arch::warp_sync();

@@ -4,8 +4,10 @@
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/gemm.cuh"
 #include "megamoe/roles/deal.cuh"
+#include "megamoe/rows/kept.cuh"
 #include "megamoe/rows/restore.cuh"
 #include "megamoe/rows/route.cuh"
+#include "megamoe/rows/sorted.cuh"
 #include "megamoe/rows/state.cuh"
 #include "megamoe/rows/sum.cuh"
 
@@ -36,8 +38,9 @@ struct NoPool {
 using ForwardKind        = Kind<2, ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
 using TrainKind          = Kind<2, TrainArgs,          PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
 using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
-using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
-using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, void,            NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
+using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
+using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
+using KeptWeightsKind    = Kind<0, KeptWeightsArgs,    KeptBlocks,   RoutesOfPasses,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
 // clang-format on
 
 }  // namespace megamoe

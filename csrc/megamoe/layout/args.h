@@ -11,6 +11,8 @@
 namespace megamoe {
 
 constexpr int max_ranks = 8;
+constexpr int max_kept_passes = 8;      // of a launch of KeptWeightsArgs, and
+constexpr int max_kept_entries = 3072;  // at most so many / (L + 1)
 
 // 128 opaque bytes: a CUtensorMap on the GPU, the fibers' EmulatedTensorMap in emulation.
 struct alignas(64) TensorMap {
@@ -32,6 +34,7 @@ enum class Edge : uint32_t {
     grads_ready = 10,    // backward's gemm1 and restore -> weight tiles
     state = 11,          // backward was given a state that no forward completed, or another layer's
     panel_ready = 12,    // transport, which expands weights -> load_b
+    kept = 13,           // a backward pass that filled its pool several times has not kept all rows
 };
 
 struct FaultRecord {  // in pinned host memory
@@ -80,7 +83,7 @@ struct Gemm {
     float* out_scale;        // scaled out: [ceil(n/128), M]
     uint32_t* done;          // [M/128] finished tiles
     int32_t m;               // of a weight gradient: rows of a plane; 0: it is not wanted
-    int32_t n;
+    int32_t n;               // of a weight gradient also 0: its rows are made, and kept for a launch of KeptWeightsArgs
     int32_t k;               // of a plane
 };
 
@@ -127,6 +130,24 @@ struct GroupedWeights {
     int32_t num_rows;        // R
     int32_t dw_bytes;        // of an element of the gradient: 2 or 4
     int32_t accumulate;      // add to what it and its bias hold
+};
+
+// What a backward launch has kept of its pass, in memory of its own, for weight gradients of several passes.
+struct alignas(128) KeptPass {
+    TensorMap dgu[2];        // A of dw13, by plane: [M, I]
+    TensorMap dy;            // A of dw2: [M, H]
+    TensorMap x;             // B of dw13: [1, 1, M, H]
+    TensorMap hs;            // B of dw2: [1, 1, M, I]
+    const float* row_weight;      // [M]
+    const StateHeader* header;    // of its call's state, as
+    const int32_t* chunk_prefix;  // [L, C+1]
+};
+// The rows of an expert are those of all passes, one after the other. It has two GEMMs, dw13 and dw2.
+struct KeptWeights {
+    KeptPass passes[max_kept_passes];
+    int32_t num_passes;
+    int32_t dw_bytes;        // as above
+    int32_t accumulate;
 };
 
 // What a launch with packed weights has, that expands them once for many tiles (fp4/panels.cuh). By GEMM: w13 and w2
@@ -261,6 +282,11 @@ struct GroupedWeightsArgs {
     Args args;
     Gemm<2> gemm[1];
     GroupedWeights own;
+};
+struct KeptWeightsArgs {
+    Args args;
+    Gemm<2> gemm[2];
+    KeptWeights own;
 };
 
 // clang-format on

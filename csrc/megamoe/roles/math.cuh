@@ -117,6 +117,7 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
                     Sums<T> sum;
                     multiply_gradient<T>(sum, ctx, ring, tile);
                     tile = current_tile<T>();
+                    T::Blocks::spoil(ctx, sum);
                     T::WeightGemm::Epilogue::template run<T>(ctx, tile, ring, output, sum);
                     continue;
                 }

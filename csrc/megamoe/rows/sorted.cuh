@@ -39,6 +39,13 @@ MEGAMOE_DEVICE void make_expert_table(Context& ctx) {
     ctx.smem.plan = {0, 0, blocks, rows, 1, Phase::data, 1, {1, 0}};
 }
 
+struct RoutesByExpert {  // of the caller
+    template <class T>
+    static MEGAMOE_DEVICE void make_table(Context& ctx) {
+        make_expert_table<T>(ctx);
+    }
+};
+
 // The transport warps of all CTAs.
 template <class T>
 MEGAMOE_DEVICE void clear_rest(Context& ctx) {

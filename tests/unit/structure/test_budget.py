@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_LINES = 32_400
+MAX_LINES = 33_000
 SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".inc"}
 
 
