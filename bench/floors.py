@@ -43,8 +43,10 @@ class Load:
         saved = self.rows * self.planes * self.shape.intermediate * BF16_BYTES
         return gemm, memory + saved, links
 
-    def backward(self, precision: str, gradients: str | None) -> tuple[float, float, float]:
-        """Weight gradients are BF16 whatever the precision."""
+    def backward(
+        self, precision: str, gradients: str | None, passes: int = 1
+    ) -> tuple[float, float, float]:
+        """Weight gradients are BF16 whatever the precision. passes: for which they are written once."""
         h, i, stored = self.shape.hidden, self.shape.intermediate, PRECISIONS[precision]
         rates = GEMM_TFLOPS[precision], GEMM_TFLOPS["bf16"]
         gemm = sum(self.shape.flops(self.tokens) / (rate * 1e6) for rate in rates)
@@ -55,7 +57,8 @@ class Load:
         memory = self.hit_weights * stored.w.bytes + self.rows * (
             2 * row + self.planes * i * BF16_BYTES
         )
-        memory += self.weights * (8 if gradients == "main_grad" else BF16_BYTES)  # fp32: and read
+        of_each = 8 if gradients == "main_grad" else BF16_BYTES  # fp32: and read
+        memory += self.weights * of_each / passes
         return gemm, memory, self.crossings * h * (stored.x.bytes + BF16_BYTES)
 
     def quantize(self) -> tuple[float, float, float]:

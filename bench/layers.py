@@ -38,6 +38,14 @@ class Entry:
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
     step_blocks: int | None = None  # None: the default
+    passes: int = (
+        0  # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
+    )
+
+    @property
+    def label(self) -> str | None:
+        """The gradients, and of how many passes at once."""
+        return f"{self.gradients} of {self.passes}" if self.passes else self.gradients
 
     def flops(self, shape: Shape, tokens: int) -> float:
         """Return those of `tokens` tokens: backward has twice forward's."""
@@ -48,7 +56,7 @@ class Entry:
         """Return the least time in us that GEMMs, memory and links need, under uniform routing."""
         load = Load(shape, tokens, ranks)
         parts = {"forward": [load.forward(self.precision)], "quantize": [load.quantize()]}
-        parts["backward"] = [load.backward(self.precision, self.gradients)]
+        parts["backward"] = [load.backward(self.precision, self.gradients, max(self.passes, 1))]
         parts[E4M3_FORWARD], parts["train"] = parts["forward"], [load.train(self.precision)]
         parts["step"] = parts["forward"] + parts["backward"]
         gemm, memory, link = (sum(part) for part in zip(*parts[self.direction], strict=True))
@@ -63,11 +71,18 @@ class TimedLayer:
     """
 
     def __init__(
-        self, entry: Entry, problem: megamoe.Problem, masters: Any, me: Rank, profile: bool
+        self,
+        entry: Entry,
+        problem: megamoe.Problem,
+        masters: Any,
+        me: Rank,
+        profile: bool,
+        into: dict[str, Tensor],
     ) -> None:
+        """into: fp32 sums for main_grad, and masters, shared with the other contenders."""
         self.entry, self.device = entry, me.device
         self.problem = replace(problem, precision=entry.precision)
-        self.masters = masters  # shared with the others
+        self.masters = masters
         self.fp8: megamoe.ExpertWeights | None = None  # in place of these, where they do not change
         chosen = {"reserve_sms": entry.reserve_sms, "step_blocks": entry.step_blocks}
         options: dict[str, Any] = {n: value for n, value in chosen.items() if value is not None}
@@ -96,8 +111,13 @@ class TimedLayer:
         if entry.gradients == "main_grad":
             if self.layer is not None or plain:
                 raise SystemExit(f"--main-grad: {entry.backend} does not add to fp32 gradients")
-            named = self.masters.named()
-            self.into = {n: torch.zeros_like(t, dtype=torch.float32) for n, t in named.items()}
+            if not into:
+                named = self.masters.named()
+                into |= {n: torch.zeros_like(t, dtype=torch.float32) for n, t in named.items()}
+            self.into = into
+        if entry.passes > self.backend.max_kept:
+            most = self.backend.max_kept
+            raise SystemExit(f"--passes {entry.passes}: {entry.backend} keeps at most {most}")
         if not training and self.problem.formats.w.scaled:
             self.fp8, self.masters = self.weights(), None
 
@@ -152,9 +172,20 @@ class TimedLayer:
 
         def backward(state: Tensor) -> object:
             wanted = Wanted(Needs(b13=biased, b2=biased), self.into or {})
+            rows, turned = Wanted(Needs(True, True, False, False, False, False)), None
             if self.problem.formats.w.scaled:
-                wanted = wanted._replace(turned=self.cache.turned(self.problem, self.masters))
-            return self.backend.backward(Call(x, ids, scores, self.masters), dy, state, wanted)
+                turned = self.cache.turned(self.problem, self.masters)
+            call, kept = Call(x, ids, scores, self.masters), []
+            for _ in range(self.entry.passes):
+                kept.append(self.backend.new_kept())
+                one = rows._replace(turned=turned, kept=kept[-1])
+                self.backend.backward(call, dy, state, one)
+            if kept:
+                needs = wanted.needs._replace(x=False, topk_weights=False)
+                return self.backend.weight_gradients(
+                    self.masters, kept, wanted._replace(needs=needs)
+                )
+            return self.backend.backward(call, dy, state, wanted._replace(turned=turned))
 
         return forward, backward
 
@@ -208,8 +239,9 @@ def layers_of(
     """
     problem = problem_of(shape, most, me)
     masters = make_weights(problem, device=me.device, quantize=False)
-    layers = {entry: TimedLayer(entry, problem, masters, me, profile) for entry in entries}
-    del masters
+    into: dict[str, Tensor] = {}
+    layers = {entry: TimedLayer(entry, problem, masters, me, profile, into) for entry in entries}
+    del masters, into
     yield layers
     for layer in layers.values():
         layer.close()

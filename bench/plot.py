@@ -31,7 +31,9 @@ class Measurement:
     hbm_floor_us: float
     nvlink_floor_us: float
     direction: str = "forward"
-    gradients: str | None = None  # of weights: bf16, or main_grad, added to fp32
+    gradients: str | None = (
+        None  # of weights: bf16, or main_grad, added to fp32; "of" so many passes at once
+    )
     reserve_sms: int | None = None  # None: the default
     ctas: int | None = None  # that took part in the last call, on the rank with the fewest
     dram_read_gb: float | None = None  # of one call, by ncu
@@ -40,7 +42,7 @@ class Measurement:
     def contender(self) -> str:
         """What took turns with others."""
         parts = [self.backend, "quantizes" if self.direction == "quantize" else ""]
-        parts += ["+main_grad" if self.gradients == "main_grad" else ""]
+        parts += ["" if self.gradients in (None, "bf16") else f"+{self.gradients}"]
         parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
         return " ".join(filter(None, parts))
 

@@ -41,6 +41,12 @@ def entries(precision: str, args: argparse.Namespace) -> list[Entry]:
         for g in gradients
         for reserve in reserves
     ]
+    if direction == "backward":
+        found += [
+            Entry(args.backend, precision, direction, g, passes=n)
+            for g in gradients
+            for n in args.passes
+        ]
     if direction == "step" and PRECISIONS[precision].w.scaled:
         found.append(Entry(args.backend, precision, "quantize"))
     if args.quantized_x and direction == "forward" and PRECISIONS[precision].x.scaled:
@@ -83,6 +89,7 @@ def measurement(
 ) -> Measurement:
     """Return a line of the result, of the layer's last call. Collective."""
     entry, ranks = layer.entry, layer.problem.ep_size
+    us /= max(entry.passes, 1)
     tflops = entry.flops(shape, tokens) / us / 1e6
     clock, used = layer.clock_ghz(), None
     if clock and layer.device.type == "cuda" and entry.direction == "forward":
@@ -91,7 +98,7 @@ def measurement(
     return Measurement(
         shape.name, entry.precision, ranks, tokens, mode, entry.backend, us,
         tflops, clock, used, *entry.floors(shape, tokens, ranks),
-        entry.direction, entry.gradients, entry.reserve_sms, layer.ctas(), read_gb,
+        entry.direction, entry.label, entry.reserve_sms, layer.ctas(), read_gb,
     )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ def main() -> int:
     add("--direction", default="forward", choices=DIRECTIONS, help="train: a forward that saves")
     add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
     add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")
+    add("--passes", nargs="+", type=int, default=[], metavar="G",
+        help="backward also with weight gradients of G passes in one launch; us are of one pass")  # fmt: skip
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
     add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",
         help="SMs left to others; several take turns. default: as a layer that trains has it")  # fmt: skip

@@ -375,7 +375,7 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     if trains:
         report["line"] += (
             f"; training: backward's workspace {mib['backward_bytes']}, "
-            f"state of a call {mib['train_state_bytes']} ({of_call})"
+            f"state of a call {mib['train_state_bytes']} ({of_call}), or kept of it {mib['kept_bytes']}"
         )
     return report
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import megamoe
+from megamoe.core.errors import WorkspaceTooSmall
 from megamoe.testing import compare, launch, make_inputs, same_bits
 
 BACKEND, DEVICE, PROCESS_GROUP = "mega", "cuda", "cpu:gloo,cuda:nccl"
@@ -38,8 +39,8 @@ def make():
         layer.close()
 
 
-def leaves(layer, seed=0):
-    i = make_inputs(layer.problem, 300, seed=seed, routing="dropped", device=DEVICE)
+def leaves(layer, seed=0, routing="dropped"):
+    i = make_inputs(layer.problem, 300, seed=seed, routing=routing, device=DEVICE)
     return i.x.clone().requires_grad_(), i.topk_ids, i.topk_weights.clone().requires_grad_()
 
 
@@ -246,7 +247,64 @@ def test_delayed_main_grad(make, dtype):
     assert_same(found[True], found[False])
 
 
-def delayed_beside_plain(rank: int, precision: str) -> list[str]:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_kept_weight_gradients(make, precision):
+    """A pass alone has the bits of one that did not wait; three are their sum, to bf16's rounding, in equal bits."""
+    plain = make(precision=precision)
+    expected = [trained(plain, seed) for seed in range(3)]
+    layer, found = make(precision=precision, delay_wgrad="keep"), []
+    for passes in (1, 3, 3):
+        layer.zero_grad()
+        for seed in range(passes):
+            call = leaves(layer, seed)
+            loss_of(layer, call).backward()
+            assert_same({"x": call[0].grad}, {"x": expected[seed]["x"]})
+            assert layer.w13.grad is None
+        layer.backward_dw(passes)
+        assert layer.num_delayed == 0
+        found.append({name: getattr(layer, name).grad for name in WEIGHTS})
+    assert_same(found[0], {name: expected[0][name] for name in WEIGHTS})
+    assert_same(found[2], found[1])
+    for name in WEIGHTS:
+        total = sum(e[name].float() for e in expected)
+        assert compare(found[1][name], total).relative <= 6e-3, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_main_grad(make, dtype):
+    """Sums of two passes are added to main_grad at once; the planted fault is a pass that is left out."""
+    layer = make(accumulate_into_main_grad=True, delay_wgrad="keep")
+    parts = [trained(make(), seed) for seed in range(2)]
+    for p in (layer.w13, layer.w2):
+        p.main_grad, p.grad_added_to_main_grad = torch.ones_like(p, dtype=dtype), False
+    for seed in range(2):
+        loss_of(layer, leaves(layer, seed)).backward()
+    layer.backward_dw(passes=2)
+    for name in ("w13", "w2"):
+        p = getattr(layer, name)
+        assert p.grad_added_to_main_grad
+        one, both = (1 + sum(e[name].float() for e in parts[:n]) for n in (1, 2))
+        assert compare(p.main_grad, both).relative <= 6e-3, name
+        assert compare(p.main_grad, one).relative > 6e-2, name
+
+
+def test_a_kept_pass_that_filled_its_pool_twice(make):
+    """Its rows are not all there: an error by name, and NaN where gradients would be."""
+    least = megamoe.launch.layout.min_pool_rows(make().problem)
+    layer = megamoe.MegaMoE(
+        **SHAPE, backend=BACKEND, device=DEVICE, bias=True, delay_wgrad="keep", pool_rows=least
+    )
+    loss_of(layer, leaves(layer, routing="uniform")).backward()
+    assert int(layer.statistics().passes) > 1
+    layer.backward_dw()
+    assert layer.w13.grad.isnan().any()
+    with pytest.raises(WorkspaceTooSmall, match="not all rows of pass 0"):
+        layer.check()
+    layer.reset()
+    layer.close()
+
+
+def delayed_beside_plain(rank: int, precision: str, late: bool | str) -> list[str]:
     """Steps of two layers with equal weights over the ranks, one of which delays; return whose bits differ."""
     group = torch.distributed.group.WORLD
     layers = [
@@ -254,7 +312,7 @@ def delayed_beside_plain(rank: int, precision: str) -> list[str]:
             **SHAPE, group=group, backend=BACKEND, device=DEVICE, init_seed=1, bias=True,
             precision=precision, delay_wgrad=delays,
         )
-        for delays in (False, True)
+        for delays in (False, late)
     ]  # fmt: skip
     wrong = []
     for seed in range(3):
@@ -274,6 +332,8 @@ def delayed_beside_plain(rank: int, precision: str) -> list[str]:
 
 @pytest.mark.ep(2)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_delayed_over_ranks(precision):
-    found = launch(delayed_beside_plain, 2, precision, timeout_s=120, backend=PROCESS_GROUP)
+@pytest.mark.parametrize("late", [True, "keep"])
+def test_delayed_over_ranks(precision, late):
+    given = 2, precision, late
+    found = launch(delayed_beside_plain, *given, timeout_s=120, backend=PROCESS_GROUP)
     assert found == [[], []]

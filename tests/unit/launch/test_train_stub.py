@@ -163,6 +163,73 @@ print(json.dumps(found))
     assert "no dx and no d_topk_weights with only_weights" in error
 
 
+def test_rows_that_are_kept_and_the_launch_of_several_passes(train):
+    """Backward's rows go to memory of the pass, and back to the workspace; one launch reads all that were kept."""
+    seen = train("""
+with on_cpu():
+    layer = mega.MegaBackend(problem, device="cpu", reserve_sms=20)
+    call = forward(layer)
+    state = layer.plan.train_state["header"].view(call[-1]).fill_(5)
+    prefix = layer.plan.train_state["chunk_prefix"].view(call[-1]).fill_(6)
+    found, passes = [], [layer.new_kept() for _ in range(3)]
+    loaded.clear()
+    for kept in [*passes, None]:
+        gradients = backward(layer, call, needs=[True] * 2 + [False] * 4 if kept else ALL, kept=kept)
+        two, table = argument("backward"), layer.plan.kept if kept else layer.plan.backward
+        base = kept.memory.data_ptr() if kept else layer._training.workspace.data_ptr()
+        rows, scaled = dict(zip(abi.GEMMS, two.gemm)), problem.precision == "fp8"
+        pool = at("x_pool", layer.window.workspace(layer.plan).data_ptr(), layer.plan.workspace)
+        dy, hs = ((at(n, base, table) if n in table else two.x_pool if n == "dy_rows" else rows["dw2"].b.words[0])
+                  for n in ("dy_rows", "hs"))
+        found.append([
+            two.own.x_rows == at("x_rows", base, table), two.own.row_weight == at("row_weight", base, table),
+            rows["gemm1"].out[0].words[0] == rows["dw13"].a[0].words[0] == at("dgu", base, table),
+            rows["recompute"].out[1].words[0] == rows["dw13"].a[1].words[0] == at("dgu", base, table) + 144 * 2,
+            rows["dw13"].b.words[0] == two.own.x_rows, rows["dw2"].a[0].words[0] == dy,
+            two.hs.words[0] == rows["dw2"].b.words[0] == hs, not scaled or two.own.dy_rows == dy,
+            (two.x_pool == pool) == (scaled or not kept), rows["gemm1"].a[0].words[0] == two.x_pool,
+            (rows["dw13"].m, rows["dw2"].m) == (144, 272),
+            (rows["dw13"].n, rows["dw2"].n) == ((0, 0) if kept else (272, 144)),
+            [g is None for g in gradients] == [False] * 2 + [bool(kept)] * 4])
+        if kept:
+            copies = [layer.plan.kept[n].view(kept.memory) for n in ("header", "chunk_prefix")]
+            found[-1] += [torch.equal(copies[0], state), torch.equal(copies[1], prefix)]
+    into = {"w13": torch.zeros_like(master.w13, dtype=torch.float32)}
+    wanted = Wanted(Needs(False, False, True, False, True, True), into)
+    gradients = layer.weight_gradients(master, passes, wanted)
+    three, workspace = argument("kept_weights"), layer.window.workspace(layer.plan).data_ptr()
+    own, (dw13, dw2) = three.own, three.gemm
+    table = [layer.plan.kept, [kept.memory.data_ptr() for kept in passes]]
+    found.append([
+        loaded == [], own.num_passes == 3, (own.dw_bytes, own.accumulate) == (4, 1),
+        (dw13.m, dw13.n, dw2.m, dw2.n) == (144, 272, 272, 144), dw13.out[0].words[0] == into["w13"].data_ptr(),
+        dw13.bias == gradients[4].data_ptr(), dw2.bias == gradients[5].data_ptr(),
+        three.fault == layer.window.fault_address, three.pool_rows == layer.plan.pool_rows,
+        three.fault_ticket == at("fault_ticket", workspace, layer.plan.workspace),
+        three.abort == at("window_abort", layer.window.bases[0], layer.plan.window),
+        (three.num_local_experts, three.num_ranks, three.max_chunks) == (7, 1, 3),
+        config()["grid"] == [112, 1, 1], config()["ids"] == [],
+        [g is None for g in gradients] == [True] * 4 + [False] * 2])
+    for one, base in zip(own.passes, table[1]):
+        places = [one.dgu[0], one.dy, one.x, one.hs]
+        found.append([t.words[0] == at(n, base, table[0]) for t, n in
+                      zip(places, ("dgu", "dy_rows", "x_rows", "hs"))])
+        found[-1] += [getattr(one, n) == at(n, base, table[0]) for n in ("row_weight", "header", "chunk_prefix")]
+        found[-1] += [one.dgu[1].words[0] == one.dgu[0].words[0] + 144 * 2]
+    layer.window.resets += 1
+    try:
+        layer.weight_gradients(master, passes, wanted)
+    except MegaMoEError as error:
+        found.append([str(error)])
+print(json.dumps(found))
+""")
+    *checks, error = seen
+    assert len(checks) == 4 + 1 + 3
+    for found in checks:
+        assert all(found), found
+    assert "reset() was called since 3 of 3 backward passes" in error[0]
+
+
 def test_gradients_have_their_masters_layout_and_only_what_is_needed_is_made(train):
     seen = train("""
 with on_cpu():

@@ -281,6 +281,25 @@ def test_latency_sweep_of_training(direction, tmp_path):
     assert flops[direction] == pytest.approx(times * 2 * rows_of_gemms / 1e6)
 
 
+def test_latency_sweep_of_passes_whose_weight_gradients_are_made_at_once(tmp_path):
+    given = ("latency_sweep.py", "--shape", "tiny", "--tokens", 8, "--samples", 1, "--direction", "backward",
+             "--main-grad", "--out", tmp_path)  # fmt: skip
+    passes(*given, "--backend", "emulate", "--passes", 1, 2)
+    rows = csv_rows(tmp_path / "latency.csv")
+    kinds = ("bf16", "main_grad")
+    labels = [*kinds, *(f"{kind} of {n}" for kind in kinds for n in (1, 2))]
+    assert [r["gradients"] for r in rows] == labels
+    floors = {r["gradients"]: float(r["hbm_floor_us"]) for r in rows}
+    assert floors["main_grad of 2"] < floors["main_grad of 1"] == floors["main_grad"]
+    assert all(
+        float(r["tflops"]) * float(r["us"]) == pytest.approx(2 * 8 * 2 * 3 * 64 * 48 * 2 / 1e6)
+        for r in rows
+    )
+    refused = run(*given, "--backend", "reference", "--passes", 2)
+    assert refused.returncode != 0
+    assert "--passes 2: reference keeps at most 0" in refused.stdout + refused.stderr
+
+
 @pytest.mark.parametrize(("ranks", "top_k"), [(1, 2), (2, 1), (2, 3), (4, 2), (4, 4)])
 def test_floors_count_what_crosses_links(ranks, top_k):
     """Against all choices of distinct experts, one by one."""
