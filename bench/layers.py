@@ -118,6 +118,8 @@ class TimedLayer:
         if entry.passes > self.backend.max_kept:
             most = self.backend.max_kept
             raise SystemExit(f"--passes {entry.passes}: {entry.backend} keeps at most {most}")
+        if entry.passes:
+            self.backend.prepare_kept()
         if not training and self.problem.formats.w.scaled:
             self.fp8, self.masters = self.weights(), None
 

@@ -141,6 +141,10 @@ class Backend(Protocol):
         """
         raise NotImplementedError
 
+    def prepare_kept(self) -> None:
+        """Compile what weight_gradients() would otherwise compile while other ranks go on."""
+        return
+
     def new_kept(self) -> KeptRows | None:
         """Return memory for what a backward pass keeps, None where this backend keeps nothing. Not collective."""
         return None

@@ -427,17 +427,16 @@ class KeptWeights:
         self._use_device()
         with launch_lock:
             targets = Targets.make(weights, wanted.needs.of_weights, wanted.into)
-            memory = [rows.memory for rows in kept]
+            memory = [one.memory for one in kept]
             passes = [rows.data_ptr() for rows in memory]
             fill_kept_weights(
                 *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),
                 accumulate=targets.accumulate,
             )
-            handle = self._order.before_launch()
-            self._launcher.launch(handle)
-            for t in (*memory, *targets.tensors.values()) if handle else ():
-                if t.is_cuda:
-                    t.record_stream(self._order.stream)
+            self._launcher.launch(self._order.before_launch())
+        for rows in memory:  # which nobody else knows, and which go now
+            if rows.is_cuda:
+                rows.record_stream(torch.cuda.current_stream(rows.device))
         return Gradients(None, None, *targets.results())
 
 

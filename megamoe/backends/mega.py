@@ -217,11 +217,15 @@ class MegaBackend(Backend):
         """How many kept passes a launch of weight_gradients() takes."""
         return layout.max_kept_passes(self.problem)
 
-    def new_kept(self) -> KeptRows:
-        """Return memory for what a backward pass keeps. The first call makes the kernel of weight_gradients()."""
+    def prepare_kept(self) -> None:
+        """Compile or load the kernel of weight_gradients(). Collective."""
         if self._kept_weights is None:
-            refuse_capture("run one step, forward and backward, before CUDA graph capture")
-            self._kept_weights = KeptWeights(self._kernels)
+            make = partial(KeptWeights, self._kernels)
+            what = "prepare the kernels of training"
+            self._kept_weights = self.window.group.all_or_none(what, make)
+
+    def new_kept(self) -> KeptRows:
+        """Return memory for what a backward pass keeps."""
         memory = torch.empty(self.plan.kept_bytes, dtype=torch.uint8, device=self.device)
         return KeptRows(memory, self.window.resets)
 
@@ -230,7 +234,8 @@ class MegaBackend(Backend):
     ) -> Gradients:
         """Launch on the current stream, see Backend.weight_gradients. The host waits for nothing."""
         self.window.poll()
-        assert self._kept_weights is not None
+        if self._kept_weights is None:
+            raise ArgumentError("weight_gradients()", "called first", "prepare_kept() before")
         with on_device(self.device):
             return self._kept_weights(weights, kept, wanted)
 

@@ -46,7 +46,7 @@ class _Pending:
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
         if self.inputs is None:
-            return []
+            return [(f"weights.{name}", w) for name, w in self.weights.named().items()]
         further = [("dy", self.dy), ("state", self.state)]
         return [(name, t) for name, t in further if t is not None] + self.inputs.named()
 
@@ -58,7 +58,7 @@ class _Pending:
                 raise ArgumentError(
                     name, freed, _CHANGED + "; delay_wgrad=False under fully_shard()"
                 )
-            if _version(t) != version:
+            if self.kept is None and _version(t) != version:
                 raise ArgumentError(name, "changed in place", _CHANGED)
 
     def like(self, other: _Pending) -> bool:
@@ -110,15 +110,14 @@ class Delayed:
         self, weights: ExpertWeights, dy: Tensor | None, inputs: Inputs, state: Tensor | None
     ) -> None:
         """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
-        pending = _Pending(weights, None if dy is None else dy.detach(), inputs, state, [])
-        pending.versions = [_version(t) for _, t in pending.tensors]
-        self._append(pending)
+        self._append(_Pending(weights, None if dy is None else dy.detach(), inputs, state, []))
 
     def add_kept(self, weights: ExpertWeights, kept: KeptRows) -> None:
         """Remember a backward pass that has kept its rows."""
         self._append(_Pending(weights, None, None, None, [], kept))
 
     def _append(self, pending: _Pending) -> None:
+        pending.versions = [_version(t) for _, t in pending.tensors]
         self._queue.append(pending)
         _waiting.add(self)
 
@@ -129,22 +128,18 @@ class Delayed:
 
     def make(self, runtime: Runtime, passes: int) -> None:
         """Make the weight gradients of so many passes, from the oldest on. Collective unless they were kept."""
+        most = runtime.backend.max_kept if self.keeps else 0
         try:
-            self._check_passes(passes)
+            self._check_passes(passes, most)
         except ArgumentError:
-            if not self.keeps or not runtime.backend.max_kept:
+            if not most:
                 runtime.refuse()
             raise
-        if self._queue[0].kept is not None:
-            most = runtime.backend.max_kept
-            for first in range(0, passes, most):
-                self._make(runtime, min(most, passes - first))
-            return
-        for _ in range(passes):
-            self._make(runtime, 1)
+        for _ in range(1 if most else passes):
+            self._make(runtime, passes if most else 1)
 
-    def _check_passes(self, passes: int) -> None:
-        """Raise ArgumentError unless so many passes wait, whose gradients can be made together."""
+    def _check_passes(self, passes: int, most: int) -> None:
+        """Raise ArgumentError unless so many passes wait, and a launch can make those of several. most: 0: none can."""
         if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
             raise ArgumentError("passes", repr(passes), "a number of backward passes")
         if not self._queue:
@@ -153,9 +148,10 @@ class Delayed:
             )
         if passes > len(self._queue):
             raise ArgumentError("passes", passes, f"at most {len(self._queue)}, which wait")
-        first = self._queue[0]
-        for i in range(1, passes if first.kept is not None else 1):
-            if not self._queue[i].like(first):
+        if most and passes > most:
+            raise ArgumentError("passes", passes, f"at most {most}, which a launch takes")
+        for i in range(1, passes if most else 1):
+            if not self._queue[i].like(self._queue[0]):
                 value = f"{passes}, of which number {i} had other weights than number 0"
                 raise ArgumentError(
                     "passes", value, "the same memory of the same parameters in all"

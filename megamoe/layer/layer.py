@@ -392,11 +392,11 @@ class Layer(Opened, Placed):
 
         They are added to grad, or main_grad, as if by these passes, hooks included. Collective: all ranks call it
         equally often, in the same order among their calls and backward passes. With delay_wgrad="keep" `passes` of them
-        are summed in fp32 and added once, by one launch for each 8 (fewer with more than 383 experts of a rank), which
-        waits for no other rank; hooks run once for it. Equal passes give equal bits, other than those of passes that
-        are added one by one. Raises ConfigError without delay_wgrad, ArgumentError where fewer passes wait, passes that
-        were kept had other weights, or a tensor that the pass was given has changed in place; WorkspaceTooSmall, here
-        or in a later call, where a pass that was kept filled its pool several times: its gradients are NaN then.
+        are summed in fp32 and added once, by one launch of at most 8 (fewer with more than 383 experts of a rank),
+        which waits for no other rank; hooks run once for it. Equal passes give equal bits, other than those of passes
+        that are added one by one. Raises ConfigError without delay_wgrad, ArgumentError where fewer passes wait, passes
+        that were kept had other weights, or a tensor that the pass was given has changed in place; WorkspaceTooSmall,
+        here or in a later call, where a pass that was kept filled its pool several times: its gradients are NaN then.
         """
         if self._delayed is None:
             raise ConfigError("delay_wgrad", False, "True or 'keep' where backward_dw() is called")
@@ -452,6 +452,8 @@ class Layer(Opened, Placed):
             self._runtime = Runtime(self.problem, self.ranks, backend, self._replicas)
             self._runtime.mean_over = self._mean_over
         self._runtime.backend.prepare(self._runtime.weights(weights))
+        if self._delayed is not None and self._delayed.keeps:
+            self._runtime.backend.prepare_kept()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""

@@ -171,7 +171,9 @@ with on_cpu():
     call = forward(layer)
     state = layer.plan.train_state["header"].view(call[-1]).fill_(5)
     prefix = layer.plan.train_state["chunk_prefix"].view(call[-1]).fill_(6)
+    layer.prepare_kept()
     found, passes = [], [layer.new_kept() for _ in range(3)]
+    compiled = loaded[-1]
     loaded.clear()
     for kept in [*passes, None]:
         gradients = backward(layer, call, needs=[True] * 2 + [False] * 4 if kept else ALL, kept=kept)
@@ -201,7 +203,7 @@ with on_cpu():
     own, (dw13, dw2) = three.own, three.gemm
     table = [layer.plan.kept, [kept.memory.data_ptr() for kept in passes]]
     found.append([
-        loaded == [], own.num_passes == 3, (own.dw_bytes, own.accumulate) == (4, 1),
+        compiled == "grouped-kept-2", loaded == [], own.num_passes == 3, (own.dw_bytes, own.accumulate) == (4, 1),
         (dw13.m, dw13.n, dw2.m, dw2.n) == (144, 272, 272, 144), dw13.out[0].words[0] == into["w13"].data_ptr(),
         dw13.bias == gradients[4].data_ptr(), dw2.bias == gradients[5].data_ptr(),
         three.fault == layer.window.fault_address, three.pool_rows == layer.plan.pool_rows,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from trained import gradients, leaves, made, same, train
 
@@ -80,7 +81,7 @@ def test_backends_that_keep_nothing_make_them_pass_by_pass(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_main_grad_and_hooks(dtype):
-    """More passes than a launch takes; a hook runs once a launch, as for one pass."""
+    """More passes than a launch takes are refused; a hook runs once a launch, as for one pass."""
     layer, seen = keeping(accumulate_into_main_grad=True), []
     expected = [train(made("emulate"), seed=seed) for seed in range(2)]
     for name in ("w13", "w2"):
@@ -91,7 +92,12 @@ def test_main_grad_and_hooks(dtype):
     assert layer._layer._runtime.backend.max_kept == 8
     for i in range(10):
         backward(layer, i % 2)
-    layer.backward_dw(passes=10)
+    with pytest.raises(
+        ArgumentError, match="passes is 9, expected at most 8, which a launch takes"
+    ):
+        layer.backward_dw(passes=9)
+    for passes in (8, 2):
+        layer.backward_dw(passes)
     assert sorted(seen) == ["w13", "w13", "w2", "w2"]
     found = {n: getattr(layer, n).main_grad.float() - 1 for n in ("w13", "w2")}
     found |= {n: getattr(layer, n).grad for n in ("b13", "b2")}
@@ -158,6 +164,26 @@ def test_weights_of_several_passes():
         found[lie] = torch.stack([p.grad for p in w13])
     step = 2**-7 * float(found["together"].abs().max())
     torch.testing.assert_close(found["together"], found["one by one"], rtol=2**-7, atol=step)
+
+
+class Parent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = keeping().bfloat16()
+
+    def forward(self, *call):
+        return self.moe(*call)
+
+
+def under_fsdp(rank):
+    parent = Parent()
+    fully_shard(parent)
+    parent(*leaves(parent.moe)).float().square().sum().backward()
+    return str(outcome(parent.moe.backward_dw))
+
+
+def test_fsdp_is_refused():
+    assert "weights.w13 is memory that was freed, as FSDP2 does" in launch(under_fsdp, 1)[0]
 
 
 def test_errors():
