@@ -19,7 +19,7 @@ from bench import api_reference as reference
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
-MAX_WORDS = 23_200  # 22,000, a page on several hosts, a precision
+MAX_WORDS = 23_600  # 22,000, a page on several hosts, a precision, what both were measured to take
 PLACES = ("bench", "csrc", "docs", "jit", "megamoe", "tests", "tools")
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
 SOURCES = sorted(p for f in PLACES for p in (ROOT / f).rglob("*") if p.suffix in SUFFIXES)

@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -45,9 +45,10 @@ STATED = {
     "docs/measurements.md": ("80 GB",),  # the device's memory
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
-EP1, EP4 = "2026-11-23-e841b3a-sweep-ep1.csv", "2026-11-22-7ea8cae-sweep-ep4.csv"
-TRAINED = "2026-11-23-backward-ep1.csv"
-H100 = "2026-11-25-565007b-h100.csv"
+H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
+EP4 = "2026-11-22-7ea8cae-sweep-ep4.csv"
+ALONE = {"dram_read_gb": ""}  # not in turns with the GEMMs in BF16, whose bytes ncu counted
+SPUN = "2026-11-26-31d8be9-hosts-spin.csv"
 HF = "2026-11-24-1f8a3ec-hf.csv"
 EP2, STEPS, FP4, OPS = (
     f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
@@ -111,6 +112,7 @@ def tokens_per_s(name):
 def by_tokens(name, shape, precision, tokens=TOKENS):
     """Return the kernel's times of a shape, by tokens a rank."""
     more = {"shape": shape, "backend": "mega", "mode": "cool", "precision": precision}
+    more |= {"direction": "forward", **ALONE} if name == H200 else {}
     return [us(name, tokens=t, **more) for t in tokens]
 
 
@@ -122,11 +124,11 @@ def latency(name, shape):
 def on_one_gpu(shape):
     """Return a row of the table of one GPU: FP8, BF16, and percent of the FP8 time that memory needs alone."""
     shape, few = f"{shape}/ep4", ("8", "64")
-    floors = [ends(EP1, "hbm_floor_us", shape=shape, precision="fp8", tokens=t)[0] for t in few]
-    taken = by_tokens(EP1, shape, "fp8", few)
+    floors = [ends(H200, "hbm_floor_us", shape=shape, precision="fp8", tokens=t)[0] for t in few]
+    taken = by_tokens(H200, shape, "fp8", few)
     return [
-        *by_tokens(EP1, shape, "fp8"),
-        *by_tokens(EP1, shape, "bf16", ("8", "512", "8192")),
+        *by_tokens(H200, shape, "fp8"),
+        *by_tokens(H200, shape, "bf16", ("8", "512", "8192")),
         *(100 * floor / time for floor, time in zip(floors, taken, strict=True)),
     ]
 
@@ -185,17 +187,55 @@ def steps_in_full():
     return [*row("bf16", False), beside[0], *row("fp8", True), beside[1]]
 
 
-def backward_passes():
-    """Return tokens, time and the GEMMs' floor, in the order of the table."""
-    of = [
-        *((f"{s}/ep4", p, "bf16") for s in ("qwen3-30b", "flash") for p in ("bf16", "fp8")),
-        *(("dsv3/ep4", "bf16", gradients) for gradients in ("bf16", "main_grad")),
+def beside_fp8_gemms():
+    """Return FP8, FP8 by channel, and torch's GEMMs by token and channel; 8192 tokens."""
+    of = ("mega", "fp8"), ("mega", "fp8_channel"), ("gemms", "fp8_channel")
+    more = {"tokens": "8192", "direction": "forward", **ALONE}
+    return [
+        us(H200, shape=f"{shape}/ep4", backend=backend, precision=precision, **more)
+        for shape in FOUR
+        for backend, precision in of
     ]
+
+
+def backward_passes():
+    """Return tokens, BF16 and FP8, in the order of the table."""
     found = []
-    for shape, precision, gradients in of:
-        which = {"shape": shape, "precision": precision, "gradients": gradients}
-        ((tokens, _), (floor, _)) = (ends(TRAINED, c, **which) for c in ("tokens", "gemm_floor_us"))
-        found += [tokens, us(TRAINED, **which), floor]
+    for shape, tokens in ("qwen3-30b", "8192"), ("flash", "8192"), ("dsv3", "4096"):
+        which = {"shape": f"{shape}/ep4", "tokens": tokens, "gradients": "bf16", **ALONE}
+        found += [float(tokens), *(us(H200, precision=p, **which) for p in ("bf16", "fp8"))]
+    return found
+
+
+def kept_passes():
+    """Return the fused backward and one of 1, 2, 4 passes: of gradients in bf16, then added to fp32."""
+    return [
+        us(
+            H200,
+            shape=f"{shape}/ep4",
+            tokens="4096",
+            precision=p,
+            gradients=gradients + of,
+            **ALONE,
+        )
+        for shape, p in itertools.product(("dsv3", "qwen3-30b"), ("bf16", "fp8"))
+        for gradients in ("bf16", "main_grad")
+        for of in ("", " of 1", " of 2", " of 4")
+    ]
+
+
+def spun():
+    """Return tokens, wire, launches, exact and its model, static in a graph and its model."""
+    found = []
+    for shape, tokens in itertools.product(("dsv3", "qwen3-235b"), ("8192", "1024", "128")):
+        of = {"shape": shape, "tokens": tokens}
+        for exchange, names in (
+            ("static", ("wire", "launches")),
+            ("exact", ("layer", "model")),
+            ("static", ("replay", "model")),
+        ):
+            found += [ends(SPUN, name, exchange=exchange, **of)[0] for name in names]
+        found.insert(-6, float(tokens))
     return found
 
 
@@ -312,7 +352,7 @@ MEASURED_ON_H100 = (("dsv3", "8192"), ("dsv3", "4096"), *((s, "8192") for s in F
 DIRECTIONS = "forward", "train", "backward"
 
 
-def on_h100():
+def beside_gemms(name):
     """Return tokens, then by direction us and GB read, each of the layer and of its GEMMs alone."""
     found = []
     for shape, tokens in MEASURED_ON_H100:
@@ -320,8 +360,10 @@ def on_h100():
         for direction in DIRECTIONS:
             case = {"shape": f"{shape}/ep4", "tokens": tokens, "direction": direction}
             both = [{"backend": b, **case} for b in ("mega", "gemms")]
-            found += [us(H100, **of) for of in both]
-            found += [ends(H100, "dram_read_gb", **of)[0] for of in both]
+            reads = [ends(name, "dram_read_gb", **of)[0] for of in both]
+            bytes_of = [{"dram_read_gb": f"{gb:g}"} for gb in reads]
+            found += [us(name, **of, **by) for of, by in zip(both, bytes_of, strict=True)]
+            found += reads
     return found
 
 
@@ -371,10 +413,27 @@ CLAIMS = {
     ),
     "backward": Claim(
         "docs/measurements.md",
-        "| | tokens | us | GEMMs | commit |\n",
+        "| | tokens | BF16 | FP8 |\n",
         "\n\n",
         backward_passes,
-        beside=r"\| \w{7} \|$|\| \w{7} \|\n",
+    ),
+    "FP8 beside GEMMs": Claim(
+        "docs/measurements.md",
+        "| | FP8 | by channel | GEMMs |\n",
+        "\n\n",
+        beside_fp8_gemms,
+    ),
+    "kept passes": Claim(
+        "docs/measurements.md",
+        "| | fused | of 1 | of 2 | of 4 | to fp32: fused | of 1 | of 2 | of 4 |\n",
+        "\n\n",
+        kept_passes,
+    ),
+    "hosts that spin": Claim(
+        "docs/hosts.md",
+        "| tokens | wire | launches | `exact` | model | `static`, a graph | model |\n",
+        "\n\n",
+        spun,
     ),
     "steps": Claim(
         "docs/measurements.md",
@@ -382,15 +441,19 @@ CLAIMS = {
         "\n\n",
         steps_in_full,
     ),
-    "H100": Claim(
-        "docs/measurements.md",
-        "| | tokens | us | GEMMs | GB | GEMMs | saving | GEMMs | GB | GEMMs | backward | GEMMs | GB | GEMMs |\n",
-        "\n\n",
-        on_h100,
-    ),
+    **{
+        name: Claim(
+            "docs/measurements.md",
+            f"| {name} | tokens | us | GEMMs | GB | GEMMs | saving | GEMMs | GB | GEMMs | backward "
+            "| GEMMs | GB | GEMMs |\n",
+            "\n\n",
+            partial(beside_gemms, file),
+        )
+        for name, file in (("H100", H100), ("H200", H200))
+    },
     "bytes by a model": Claim(
         "docs/measurements.md",
-        "`tools/predict_bytes.py` says of the forward passes ",
+        "On H100 `tools/predict_bytes.py` says of the forward passes ",
         " GB",
         bytes_by_model,
     ),
