@@ -66,7 +66,8 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [..., K] -> (q [..., K] e4m3, scale [..., 1] fp32); a group is a row."""
-    return _quantize(x.float(), dims=(-1,))
+    q, scale = _quantize(x.float(), dims=(-1,))
+    return q.contiguous(), scale
 
 
 def dequantize_tokens(q: Tensor, scale: Tensor) -> Tensor:

@@ -191,13 +191,20 @@ def _check_scales(
     name: str, scale: Tensor | None, shapes: Sequence[tuple[int, ...]], like: Tensor
 ) -> None:
     """scale: of one of these shapes, fp32, contiguous, 16-byte aligned."""
-    expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+
+    # Not made unless it is said: dynamic sizes of torch.compile have no text.
+    def expected() -> str:
+        return " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+
     if not isinstance(scale, Tensor):
-        refuse(name, scale, f"scales {expected} of e4m3")
+        refuse(name, scale, f"scales {expected()} of e4m3")
         return
     _check_type(name, scale, like, torch.float32)
-    if tuple(scale.shape) not in shapes or not scale.is_contiguous():
-        refuse(f"{name}.shape", list(scale.shape), f"{expected}, contiguous")
+    check_kind(name, scale)
+    if tuple(scale.shape) not in shapes:
+        refuse(f"{name}.shape", list(scale.shape), expected())
+    if not scale.is_contiguous():
+        refuse(f"{name}.stride()", scale.stride(), "those of a contiguous tensor")
     check_place(name, scale)
     check_memory(name, scale)
 

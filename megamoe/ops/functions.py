@@ -236,15 +236,18 @@ def quantize_weights(
 ) -> tuple[Tensor, Tensor]:
     """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for `scales` of other functions.
 
-    w: [E, N, K] of floats. planes: 2 for gate rows and then up rows, whose blocks begin anew. by_channel: a block is a
-    row. Returns e4m3 like w, and scales [E, planes * ceil(N / planes / 128), ceil(K/128)] or [E, N, 1] fp32. By torch's
-    operations. Raises ArgumentError.
+    w: [E, N, K] of bf16, fp16, fp32 or fp64. planes: 2 for gate rows and then up rows, whose blocks begin anew.
+    by_channel: a block is a row. Returns e4m3 like w, and scales [E, planes * ceil(N / planes / 128), ceil(K/128)] or
+    [E, N, 1] fp32. By torch's operations. Raises ArgumentError.
     """
     checks.check_given(w=w)
-    if w.dim() != 3 or not w.is_floating_point():
-        checks.refuse("w", f"{w.dtype} {list(w.shape)}", "[experts, rows, columns] of floats")
-    if planes not in (1, 2):
+    if w.dim() != 3 or 0 in w.shape[1:] or not w.is_floating_point() or w.element_size() == 1:
+        expected = "[experts, rows, columns] of bf16, fp16, fp32 or fp64"
+        checks.refuse("w", f"{w.dtype} {list(w.shape)}", expected)
+    if type(planes) is not int or planes not in (1, 2):
         checks.refuse("planes", planes, "1 or 2")
+    if w.shape[1] % planes:
+        checks.refuse("w.shape", list(w.shape), f"rows that are a multiple of planes = {planes}")
     quantize = quantization.quantize_channels if by_channel else quantization.quantize_blockwise
     return quantize(w.detach(), planes)
 

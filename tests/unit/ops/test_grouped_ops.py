@@ -406,15 +406,17 @@ REFUSED = {
     ),
     "scales[0].shape is [200, 2], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 2)),
     "scales[1].shape is [3, 5, 2], expected [3, 6, 2]": lambda: fp8(w_scale=torch.ones(3, 5, 2)),
-    "scales[0].shape is [2, 512], expected [1, 512] or [200, 1] or [200], contig": lambda: channel(
+    "scales[0].shape is [2, 512], expected [1, 512] or [200, 1] or [200]": lambda: channel(
         (2, 512)
     ),
     "scales[0].shape is [200, 2], expected [1, 512] or [200, 1] or [200] or [2, 512]": lambda: (
         channel((200, 2), function=ops.grouped_mm)
     ),
-    "scales[0].shape is [200, 1], expected [2, 512], contiguous": lambda: fp8(
-        x_scale=torch.ones(200, 1)
+    "scales[0].shape is [200, 1], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 1)),
+    "scales[0].stride() is (1, 2), expected those of a contiguous tensor": lambda: fp8(
+        x_scale=torch.ones(512, 2).T
     ),
+    "scales[0].layout is torch.sparse_coo": lambda: fp8(x_scale=torch.ones(2, 512).to_sparse()),
     "scales[1].shape is [3, 544], expected [3, 6, 2] or [3, 544, 1]": lambda: channel(
         weights=(3, 544)
     ),
@@ -499,10 +501,42 @@ def test_weights_are_quantized_as_a_layer_has_them():
         (w[0], 1, "w is torch.bfloat16 \\[96, 160\\], expected"),
         (w.detach().int(), 1, "w is torch.int32"),
         (w, 3, "planes is 3, expected 1 or 2"),
-        (w[:, :95], 2, "w.shape\\[1\\] is 95, expected"),
+        (w, True, "planes is True, expected 1 or 2"),
+        (w[:, :95], 2, "w.shape is \\[2, 95, 160\\], expected rows that are a multiple"),
+        (w[:, :0], 1, "w is torch.bfloat16 \\[2, 0, 160\\], expected"),
+        (w[:, :, :0], 1, "w is torch.bfloat16 \\[2, 96, 0\\], expected"),
+        (q, 1, "w is torch.float8_e4m3fn .*, expected"),  # its scales would be forgotten
     ):
-        with pytest.raises(ArgumentError, match=message):
-            ops.quantize_weights(wrong, planes)
+        for by_channel in (False, True):
+            with pytest.raises(ArgumentError, match=message):
+                ops.quantize_weights(wrong, planes, by_channel=by_channel)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_quantized_rows_are_contiguous(by_token):
+    x = rand(48, 200).float().T
+    q, scale = ops.quantize_rows(x, by_token=by_token)
+    expected, of_expected = ops.quantize_rows(x.contiguous(), by_token=by_token)
+    assert q.is_contiguous()
+    assert torch.equal(q.float(), expected.float())
+    assert torch.equal(scale, of_expected)
+
+
+@pytest.mark.parametrize("place", ["by block", "by row"])
+def test_e4m3_compiles_for_any_number_of_rows(place):
+    _, (x, x_scale), _, (w, w_scale) = channel_operands(ACTIVATIONS["swiglu"], 200, 272)
+
+    def model(x, w, offs, x_scale, w_scale):
+        return ops.grouped_mm(x, w.transpose(1, 2), offs, scales=(x_scale, w_scale))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (200, 137, 64):
+        offs = torch.tensor([60, 60, rows], dtype=torch.int32)
+        scale = x_scale[:rows]
+        scale = ops.scales_by_block(scale, offs) if place == "by block" else scale
+        call = x[:rows], w, offs, scale, w_scale
+        assert torch.equal(compiled(*call), model(*call))
 
 
 def test_sums_may_lie_between_others():
