@@ -42,7 +42,8 @@ class Measurement:
     def contender(self) -> str:
         """What took turns with others."""
         parts = [self.backend, "quantizes" if self.direction == "quantize" else ""]
-        parts += ["" if self.gradients in (None, "bf16") else f"+{self.gradients}"]
+        label = self.gradients or ""
+        parts += [f"+{label}" if label.startswith("main_grad") or " of " in label else ""]
         parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
         return " ".join(filter(None, parts))
 

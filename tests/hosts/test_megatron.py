@@ -294,6 +294,25 @@ def test_weight_gradients_that_wait():
         plain.backward_dw()
 
 
+def test_weight_gradients_of_two_passes_at_once():
+    """Experts are joined anew for each pass, in place, so one launch makes the gradients of both: in fp32 sums."""
+    _, plain = pair_of()
+    _, ours = pair_of(options={"delay_wgrad": "keep", "backend": "emulate"})
+    ours.experts.config.gradient_accumulation_fusion = True
+    parameters = main_grads(ours, "ascending", torch.float32)
+    for seed in (1, 3):
+        for layer in (plain, ours):
+            layer(rows(seed=seed))[0].backward(rows(seed=2))
+    assert not any(p.grad_added_to_main_grad for p in parameters)
+    ours.backward_dw(passes=2)
+    expected = dict(plain.experts.named_parameters())
+    for name, p in ours.experts.named_parameters():
+        assert p.grad_added_to_main_grad
+        assert_close(p.main_grad - 0.5, expected[name].grad, relative=0.02, name=name)
+    with pytest.raises(MegaMoEError, match="without a backward pass"):
+        ours.backward_dw(passes=2)
+
+
 class Routes:
     """Stands where a router has Megatron's RouterReplay: keeps the routes of a call, or replays another router's."""
 
