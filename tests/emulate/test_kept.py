@@ -64,7 +64,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Allows for another order of fp32 sums."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        step = 2e-6 * float(value.abs().max())
+        step = 2e-6 * float(value.abs().max()) if value.numel() else 0.0
         torch.testing.assert_close(found[name], value, rtol=2e-6, atol=step, msg=name)
 
 
@@ -74,8 +74,11 @@ def problem_of(ranks: int = 2, **options: object) -> Problem:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precision": "fp8"}, {"activation": "relu2", "bias": False}, {"ranks": 1}],
-    ids=["bf16", "fp8", "relu2", "alone"],
+    [
+        *({}, {"precision": "fp8"}, {"activation": "relu2", "bias": False}, {"ranks": 1}),
+        {"num_experts": 1, "top_k": 1},
+    ],
+    ids=["bf16", "fp8", "relu2", "alone", "a rank without experts"],
 )
 def test_passes_at_once(options: dict[str, object]) -> None:
     """Each alone has the bits of the fused weight tiles; all together are the sum, with equal bits in every run."""
@@ -93,7 +96,8 @@ def test_passes_at_once(options: dict[str, object]) -> None:
         every = [kept[rank] for kept, *_ in passes]
         found = make(emulation, calls[0], rank, every, num_ctas=4)
         expected = {n: sum(sums[rank][n] for _, sums, _ in passes) for n in found}
-        assert expected["w13"].abs().max() > 0
+        if problem.num_local_experts(rank):
+            assert expected["w13"].abs().max() > 0
         assert_close(found, expected)
         again = make(emulation, calls[0], rank, every, seed=7)
         assert all(torch.equal(again[n], value) for n, value in found.items())
