@@ -7,7 +7,7 @@ other rows, such as bf16 or those of a scale that was calibrated, would be multi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _SCHEME: dict[str, dict[str, Any] | None] = {
 _BLOCKWISE = {"weight_block_size": [SCALE_GROUP] * 2, "activation_scheme": "dynamic", "fmt": "e4m3"}
 _METHODS = {"scale": "fp8", "channels": "compressed-tensors"}  # by the kind of scales
 _CLASS = "Linear"  # that a projection is, as targets name it
+_SHOWN = 500  # characters of a value in messages: targets may be all modules
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -38,13 +39,19 @@ def check_recipes(modules: list[Experts], config: dict[str, Any], file: Path) ->
 
     config: what is in `file`, for messages.
     """
-    text = config.get("text_config")
-    places = {"": config, "text_config.": text if isinstance(text, dict) else {}}
-    for place, key in ((place, key) for place in places for key in _KEYS):
-        if (recipe := places[place].get(key)) is not None:
-            for experts in modules:
-                for kind in _METHODS.keys() & experts.kinds:
-                    _check(f"{file}: {place}{key}", recipe, experts, kind)
+    for place, recipe in _recipes(config):
+        for experts in modules:
+            for kind in _METHODS.keys() & experts.kinds:
+                _check(f"{file}: {place}", recipe, experts, kind)
+
+
+def _recipes(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Return every recipe and where it stands: in models of several parts also in the configuration of one of them."""
+    for key, value in config.items():
+        if key in _KEYS and value is not None:
+            yield place + key, value
+        elif isinstance(value, dict):
+            yield from _recipes(value, f"{place}{key}.")
 
 
 def _check(name: str, recipe: Any, experts: Experts, kind: str) -> None:
@@ -57,12 +64,18 @@ def _check(name: str, recipe: Any, experts: Experts, kind: str) -> None:
             if found != value:
                 _refuse(f"{name}.{key}", found, repr(value), experts)
         return
-    _check_ignored(f"{name}.ignore", recipe.get("ignore") or (), experts)
-    groups = recipe.get("config_groups")
-    schemes = (
-        {k: v for k, v in groups.items() if isinstance(v, dict)} if isinstance(groups, dict) else {}
-    )
-    for of in sorted({_group_of(name, schemes, module, experts) for module in _modules(experts)}):
+    if (turned := recipe.get("transform_config")) not in (None, {}, {"config_groups": {}}):
+        _refuse(
+            f"{name}.transform_config", turned, "none: rows are multiplied as they are", experts
+        )
+    ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), experts)
+    for module in _modules(experts):
+        if (found := ignored.naming(module)) is not None:
+            _refuse(ignored.name, found[1], f"none that names {module}, which is e4m3", experts)
+    schemes = recipe.get("config_groups") or {}
+    if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
+        _refuse(f"{name}.config_groups", schemes, "schemes by the names of their groups", experts)
+    for of in sorted(_groups_of(f"{name}.config_groups", schemes, experts)):
         for part, expected in _SCHEME.items():
             found = schemes[of].get(part)
             if expected is not None and isinstance(found, dict):
@@ -77,39 +90,54 @@ def _modules(experts: Experts) -> list[str]:
     return [f"{experts.prefix}experts.{n}.{p}" for n in range(experts.num) for p in names]
 
 
-def _check_ignored(name: str, ignored: Iterable[object], experts: Experts) -> None:
-    exact = set(map(str, ignored))
-    patterns = [text for text in exact if text.startswith("re:")]
-    for module in _modules(experts):
-        for text in (*patterns, *({module, _CLASS} & exact)):
-            if _rank(name, text, module) is not None:
-                _refuse(name, text, f"none that names {module}, which is e4m3", experts)
+def _groups_of(name: str, schemes: dict[str, Any], experts: Experts) -> set[str]:
+    """Return the groups of the experts' modules: for each those whose targets name it most closely.
 
-
-def _group_of(name: str, schemes: dict[str, Any], module: str, experts: Experts) -> str:
-    """Return the group of a module: of more than one that whose target names it most closely."""
-    found = [
-        (rank, of)
+    Who loads a checkpoint takes one of several that are as close, by an order that is not the same everywhere.
+    """
+    every = {
+        of: _Targets(f"{name}.{of}.targets", scheme.get("targets"), experts)
         for of, scheme in schemes.items()
-        for target in scheme.get("targets") or ()
-        if (rank := _rank(f"{name}.config_groups.{of}.targets", target, module)) is not None
-    ]
-    if not found:
-        seen = {of: scheme.get("targets") for of, scheme in schemes.items()}
-        _refuse(f"{name}.config_groups, targets", seen, f"one of {module}", experts)
-    return min(found, key=lambda pair: pair[0])[1]
+    }
+    groups = set()
+    for module in _modules(experts):
+        ranks = {of: f[0] for of, t in every.items() if (f := t.naming(module)) is not None}
+        if not ranks:
+            seen = {of: scheme.get("targets") for of, scheme in schemes.items()}
+            _refuse(f"{name}, targets", seen, f"one of {module}", experts)
+        groups |= {of for of, rank in ranks.items() if rank == min(ranks.values())}
+    return groups
 
 
-def _rank(name: str, target: object, module: str) -> int | None:
-    """Return how closely a target names a module, least is closest: its name, a pattern, its class; None: not."""
-    text = str(target)
-    if not text.startswith("re:"):
-        return {module: 0, _CLASS: 2}.get(text)
-    try:
-        return 1 if re.match(text[3:], module) else None
-    except re.error as error:
-        raise ArgumentError(name, f"{text!r} ({error})", "a regular expression") from error
+class _Targets:
+    """What a list in a recipe names: modules, their class, and by patterns, which begin with "re:"."""
+
+    def __init__(self, name: str, given: Any, experts: Experts) -> None:
+        self.name = name
+        if not isinstance(given, list | None) or not all(isinstance(t, str) for t in given or ()):
+            _refuse(name, given, "a list of names", experts)
+        patterns = {text for text in given or () if text.startswith("re:")}
+        self._exact = set(given or ()) - patterns
+        self._patterns = {text: self._compiled(text) for text in sorted(patterns)}
+
+    def naming(self, module: str) -> tuple[int, str] | None:
+        """Return how closely a module is named, least is closest, and by what: its name, a pattern, its class."""
+        if module in self._exact:
+            return 0, module
+        for text, pattern in self._patterns.items():
+            if pattern.match(module):
+                return 1, text
+        return (2, _CLASS) if _CLASS in self._exact else None
+
+    def _compiled(self, text: str) -> re.Pattern[str]:
+        try:
+            return re.compile(text[3:])
+        except re.error as error:
+            expected = "a regular expression"
+            raise ArgumentError(self.name, f"{text!r} ({error})", expected) from error
 
 
 def _refuse(name: str, value: object, expected: str, experts: Experts) -> None:
-    raise ArgumentError(name, repr(value), f"{expected}, for {experts}")
+    text = repr(value)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    raise ArgumentError(name, shown, f"{expected}, for {experts}")

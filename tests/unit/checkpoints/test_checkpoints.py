@@ -370,6 +370,31 @@ RECIPES = {  # of experts by channel: what the recipe has instead, and what the 
         r"config_groups, targets is .*attn.*, expected one of ",
     ),
     "no groups": ({"config_groups": []}, "expected one of model.layers.0.mlp.experts.0.gate_proj"),
+    "a scheme by its name": (
+        {"config_groups": FP8_DYNAMIC["config_groups"] | {"W8A16": ["re:.*experts.*"]}},
+        r"config_groups is .*'W8A16': \['re:.*expected schemes",
+    ),
+    # compressed-tensors takes the pattern that is first in alphabetical order, vLLM that of the first group.
+    "two patterns": (
+        {
+            "config_groups": {
+                "group_0": FP8_DYNAMIC["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]},
+                "group_1": {"targets": ["re:.*experts.*"], "weights": CHANNEL},
+            }
+        },
+        "group_1.input_activations is None",
+    ),
+    "two of a class": (beside("Linear"), "group_1.input_activations is None"),
+    "names that are no list": ({"ignore": "lm_head"}, "ignore is 'lm_head', expected a list of"),
+    "targets that are no list": (of_group(targets=5), "group_0.targets is 5, expected a list of"),
+    "rotated rows": (
+        {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
+        "transform_config is .*hadamard.*, expected none",
+    ),
+    "said to be nothing": (
+        {"transform_config": {}, "sparsity_config": {}, "kv_cache_scheme": None},
+        None,
+    ),
     "experts ignored": (
         {"ignore": ["re:.*mlp.experts.*"]},
         "quantization_config.ignore is 're:.*mlp.experts.*', expected none that names model.layers",
@@ -392,9 +417,12 @@ def test_the_recipe_of_channels(tmp_path, case):
     changes, message = RECIPES[case]
     checkpoint(tmp_path / "a", "compressed-tensors-fp8", "scales of channels")
     path = tmp_path / "a" / "config.json"
-    for place in ("quantization_config", "compression_config", "text_config"):
+    for place in ("quantization_config", "compression_config", "text_config", "thinker_config"):
         recipe = FP8_DYNAMIC | changes
-        config = {place: {"quantization_config": recipe} if place == "text_config" else recipe}
+        config = {
+            "text_config": {"text_config": {"quantization_config": recipe}},
+            "thinker_config": {"thinker_config": {"text_config": {"quantization_config": recipe}}},
+        }.get(place, {place: recipe})
         path.write_text(json.dumps(config))
         if message is None:
             convert(tmp_path / "a", tmp_path / place, "megamoe")
@@ -403,6 +431,17 @@ def test_the_recipe_of_channels(tmp_path, case):
         else:
             said = message.replace("quantization_config", r"\w+_config")
             refuse(tmp_path / "a", "megamoe", rf"{re.escape(str(path))}: .*{said}", tmp_path)
+
+
+def test_targets_that_are_many_names(tmp_path):
+    """Recipes of several schemes may name every module; a refusal does not repeat them all."""
+    checkpoint(tmp_path / "a", "compressed-tensors-fp8", "scales of channels")
+    names = [f"model.layers.{n}.self_attn.q_proj" for n in range(3000)]
+    path = tmp_path / "a" / "config.json"
+    path.write_text(json.dumps({"quantization_config": FP8_DYNAMIC | of_group(targets=names)}))
+    with pytest.raises(ArgumentError, match="config_groups, targets is .*q_proj") as caught:
+        convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    assert len(str(caught.value)) < 2000
 
 
 @pytest.mark.parametrize(
