@@ -44,12 +44,15 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
-from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, check_marks
+from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, WIDTH, check_marks
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
 from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
 
 EXCHANGES = ("exact", "static")
+MAX_CHUNKS = (
+    WIDTH - MARK_INTS - 1
+)  # whose counts ranks exchange at once, beside the number of a call
 CHUNK_ROWS = 512  # three times what a launch needs for its products to take as long as its weights
 
 
@@ -148,13 +151,17 @@ class HostsBackend(Backend):
         self._captured: dict[int, _Trip] = {}
         self._marks: dict[int, Tensor] = {}  # static: by flags, a row of no token and a mark
         self._seen: Tensor | None = None  # where a device puts those of a call
+        self._belongs: Tensor | None = (
+            None  # static: where a device puts to which of them a backward pass belongs
+        )
         self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
         rows = self.num_hosts * self.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
             for n in (rows * sum(self._row_bytes), rows * problem.top_k * 4, self.inner.state_bytes)
         ]
-        self.state_bytes = self.chunks * sum(self._sizes) if self.inner.state_bytes else 0
+        of_chunks = self.chunks * sum(self._sizes)
+        self.state_bytes = ALIGNMENT + of_chunks if self.inner.state_bytes else 0
 
     @property
     def _groups(self) -> int:  # of a row's numbers that share a scale
@@ -268,6 +275,8 @@ class HostsBackend(Backend):
         try:
             if self._seen is not None:
                 check_marks(self._seen.tolist(), self.host, self.links.rail.label)
+            if self._belongs is not None:
+                self._check_numbers(self._belongs)
             with torch.no_grad():
                 yield
         except Exception as caught:
@@ -310,6 +319,9 @@ class HostsBackend(Backend):
         meta = self._taken_meta(torch.cat([t.view(torch.int32) for t in columns], 1), trip, flags)
         first = self._first(x, trip)
         trip = self._met(trip, flags)
+        if state is not None:
+            self.links.num_recorded += 1
+            _number(state).fill_(self.links.num_recorded)
         met = self._exchange_meta(meta, trip).split([t.shape[1] for t in columns], 1)
         sizes = [sum(of) for of in trip.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
@@ -349,7 +361,7 @@ class HostsBackend(Backend):
         rows, scale = self._stored(dy)
         sent = None if scale is None else self._taken(scale, trip.tokens)
         first = self._first(rows, trip)
-        trip = self._met(trip, BACKWARD)
+        trip = self._met(trip, BACKWARD, _number(state))
         if sent is not None:
             met = self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
             scales = met.split([sum(of) for of in trip.receive])
@@ -456,16 +468,43 @@ class HostsBackend(Backend):
         most = [[part] * num for _ in range(chunks)]
         return _Trip(taken[1:], places, most, most, counts=goes.sum(2))
 
-    def _met(self, trip: _Trip, flags: int) -> _Trip:
-        """exact: meet along the rail, and tell how many rows will come: the host waits."""
+    def _met(self, trip: _Trip, flags: int, number: Tensor | None = None) -> _Trip:
+        """exact: meet along the rail, and tell how many rows will come: the host waits.
+
+        number: [1], of the call that a backward pass belongs to. Ranks of a host may all take another than those of the
+        next: inside their host nothing is wrong then.
+        """
+        each = None if number is None else number.expand(self.num_hosts, 1)
         if trip.counts is None:
+            if each is not None:
+                ones = [1] * self.num_hosts
+                found = self._exchange(each, ones, ones)()
+                if self._belongs is not None:  # looked at in the next call, as marks are
+                    self._belongs.copy_(found, non_blocking=True)
+                else:
+                    self._check_numbers(found)
             return trip
-        numbers = self._numbers
+        numbers, told = self._numbers, trip.counts.T
         numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
-        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), trip.counts.T)
-        send = numbers.counts.tolist()
+        if each is not None:
+            told = torch.cat([told, each], 1)
+        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), told)
+        if each is not None:
+            self._check_numbers(found[:, -1:])
+        send, receive = numbers.counts.tolist(), found[:, : self.chunks].T.tolist()
         tokens = trip.tokens[: sum(map(sum, send))]
-        return trip._replace(tokens=tokens, send=send, receive=found.T.tolist())
+        return trip._replace(tokens=tokens, send=send, receive=receive)
+
+    def _check_numbers(self, found: Tensor) -> None:
+        """Raise RankMismatch unless the backward passes of a rail belong to the same call. found: [N, 1], by host."""
+        numbers, label = found.flatten().tolist(), self.links.rail.label
+        own = numbers[self.host]
+        for other, number in enumerate(numbers):
+            if number != own:
+                raise RankMismatch(
+                    f"{label(other)} comes for backward of call {number}, {label(self.host)} of call {own}, counted "
+                    "with those of other layers. Make the same backward passes in the same order on all ranks"
+                )
 
     def _first(self, rows: Tensor, trip: _Trip) -> Tensor:
         """Return the rows of chunk 0, and exact: before _met() others behind them."""
@@ -536,6 +575,7 @@ class HostsBackend(Backend):
             rows[1, :MARK_INTS] = torch.tensor(self.mark.ints(flags), device="cpu")
             if self._device.type == "cuda":
                 self._seen = rows[1:, :MARK_INTS].repeat(self.num_hosts, 1).pin_memory()
+                self._belongs = torch.zeros_like(self._seen[:, :1]).pin_memory()
             self._marks[flags] = rows.to(self._device)
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -570,7 +610,8 @@ class HostsBackend(Backend):
         """Return what the state has of a chunk: rows as they travelled and their scales, in the order in which they are
         computed; local ids as they came; the inner state."""
         hidden, top_k = self.problem.hidden, self.problem.top_k
-        x, ids, inner = state[i * sum(self._sizes) :][: sum(self._sizes)].split(self._sizes)
+        begin = ALIGNMENT + i * sum(self._sizes)
+        x, ids, inner = state[begin:][: sum(self._sizes)].split(self._sizes)
         x, scale, _ = x.tensor_split([rows * self._row_bytes[0], rows * sum(self._row_bytes)])
         return (
             x.view(torch.bfloat16 if self._codec is None else torch.uint8).view(rows, hidden),
@@ -612,6 +653,11 @@ def _apart(
         return out
 
     return arrived
+
+
+def _number(state: Tensor) -> Tensor:
+    """Return where a state has the number of its call, [1] int32."""
+    return state[:4].view(torch.int32)
 
 
 def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

@@ -100,6 +100,7 @@ class Links:
 
     rail, host: stay the same objects when what is behind them is made anew.
     broken: what broke a call so that only renew() helps, or None.
+    num_recorded: calls of which gradients are recorded, since renew(): equal along a rail.
     """
 
     def __init__(self, group: Group, hosts: Hosts) -> None:
@@ -134,7 +135,7 @@ class Links:
                 name = f"{self._name()}/{what}/{min(ranks)}"
                 whole = self.group.process_group
                 part.process_group = _new_group(whole, ranks, name, self.timeout_s)
-        self._incident, self.broken = 0, None
+        self._incident, self.broken, self.num_recorded = 0, None, 0
 
     # --- who broke a call ---
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megamoe.backends.call import Backend
-from megamoe.backends.hosts import EXCHANGES, HostsBackend, chunks_of, inside
+from megamoe.backends.hosts import EXCHANGES, MAX_CHUNKS, HostsBackend, chunks_of, inside
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
@@ -230,8 +230,10 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("reserve_sms", repr(reserve), "None or a number of SMs")
     env.timeout_s(options.get("timeout_s"))
     chunks, exchange = over_hosts(options).values()
-    if chunks is not None and not (type(chunks) is int and 1 <= chunks <= problem.max_tokens):
-        expected = f"None or a number from 1 to max_tokens = {problem.max_tokens}"
+    most = min(problem.max_tokens, MAX_CHUNKS)
+    if chunks is not None and not (type(chunks) is int and 1 <= chunks <= most):
+        of = "max_tokens = " if most < MAX_CHUNKS else ""
+        expected = f"None or a number from 1 to {of}{most}"
         raise ConfigError("chunks", repr(chunks), expected)
     if exchange not in EXCHANGES:
         raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))

@@ -197,6 +197,7 @@ def of_bytes(rank, layer, exchange):
     forward = out * (8 * TOP_K + row) + home * 2 * hidden
     forward += 2 * (8 * TOP_K + scales) * (exchange == "static")  # marks
     backward = out * row + home * (2 * hidden + 4 * TOP_K)
+    backward += 2 * 4 * (exchange == "static")  # the number of the call
     return sum(sent), forward + backward
 
 
@@ -253,6 +254,7 @@ def of_choices(rank):
         return tried(lambda: made(case, world, **options))
 
     found["chunks"] = refusal(chunks=0)
+    found["many chunks"] = refusal(chunks=1024, max_tokens=4096)
     found["exchange"] = refusal(exchange="fast")
     found["differing chunks"] = refusal(chunks=2 + rank // 3)
     found["differing exchange"] = refusal(exchange="static" if rank == 2 else "exact")
@@ -293,6 +295,7 @@ def test_a_mesh_says_which_ranks_are_a_host(choices):
 
 REFUSED = {
     "chunks": "ConfigError: chunks is 0, expected None or a number from 1 to max_tokens = 16",
+    "many chunks": "ConfigError: chunks is 1024, expected None or a number from 1 to 1023",
     "exchange": "ConfigError: exchange is 'fast', expected 'exact' or 'static'",
     "differing chunks": "RankMismatch: chunks is 3 on rank 3, 2 on rank 0",
     "differing exchange": "RankMismatch: exchange is static on rank 2, exact on rank 0",

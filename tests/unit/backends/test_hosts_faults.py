@@ -48,6 +48,12 @@ class Rank:
         x, *rest = self.call
         self.layer(x.float(), *rest[:2])
 
+    def passes(self, second):
+        """Make two calls and the backward pass of one of them."""
+        x, ids, weights, dy = self.call
+        calls = [self.layer(t.clone().requires_grad_(), ids, weights) for t in (x, 2 * x)]
+        calls[second].backward(dy)
+
     def is_right(self, layer=None):
         found = self.step(layer)
         return all(torch.equal(found[n], t) for n, t in self.expected.items())
@@ -77,6 +83,9 @@ def refusals(rank):
     order = [mine.layer, other] if rank != 2 else [other, mine.layer]
     found["order"] = failed(lambda: [mine.step(layer) for layer in order])
     found["then"] = mine.is_right() and mine.is_right(other)
+    for who in ((0,), (2, 3)):  # where all ranks of a host agree, nothing is wrong inside of it
+        found["passes", who] = failed(lambda who=who: mine.passes(second=rank in who))
+    found["after passes"] = mine.is_right()
     return found
 
 
@@ -113,7 +122,25 @@ def test_other_orders_of_calls_are_named_on_all_ranks(refused):
 
 
 def test_layers_are_right_after_refusals(refused):
-    assert all(found["right"] and found["then"] for found in refused)
+    assert all(found["right"] and found["then"] and found["after passes"] for found in refused)
+
+
+def is_of_other_calls(text):
+    return text.startswith("RankMismatch: rank ") and "comes for backward of call " in text
+
+
+def test_other_orders_of_backward_passes_are_named_on_all_ranks(refused, late):
+    for found in refused:
+        text, seconds = found["passes", (2, 3)]
+        assert is_of_other_calls(text)
+        assert " on host-0" in text
+        assert " on host-1" in text
+        assert seconds < 3
+        assert found["passes", (0,)][0].startswith("RankMismatch: rank ")
+    for found in late:
+        text, seconds = found["static passes"]
+        assert is_of_other_calls(text)
+        assert seconds < BOUND_S
 
 
 def lateness(rank):
@@ -161,6 +188,9 @@ def lateness(rank):
     found["static order"] = failed(lambda: [other.step(layer) for layer in order])
     second.reset()
     found["after order"] = other.is_right() and other.is_right(second)
+    found["static passes"] = failed(lambda: other.passes(second=rank < 2))
+    other.layer.reset()
+    found["after passes"] = other.is_right()
     return found
 
 
@@ -220,6 +250,7 @@ def test_other_orders_are_named_where_nothing_is_met(late):
 
 
 RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")
+RIGHT += ("after passes",)
 
 
 @pytest.mark.parametrize("what", RIGHT)
