@@ -13,7 +13,7 @@ from megamoe.layer import functional
 
 NAME = "gemms"
 # In FP8 torch has a grouped product by token and channel alone. By blocks of 128 more is to be computed, not less.
-PRECISION = {"fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
+PRECISION = {"bf16": "bf16", "fp8": "fp8_channel", "fp8_channel": "fp8_channel"}
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Gemms(Backend):
     state_bytes = 1
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
-        if problem.ep_size > 1 or problem.precision not in ("bf16", *PRECISION):
+        if problem.ep_size > 1 or problem.precision not in PRECISION:
             raise SystemExit("--baseline gemms: expected --ranks 1, and BF16, or FP8 forward")
         self.problem = problem
         self._ids: Tensor | None = None  # that the rows were made of

@@ -33,7 +33,7 @@ def one_of_two(rank, options):
         "name": type(inner).__name__, "problem": [problem.num_experts, problem.ep_size, problem.max_tokens],
         "reserve": inner.share.reserve_sms, "join": inner.share.join_ns, "rows": inner.plan.pool_rows,
         "default": layout.default_pool_rows(replace(problem, max_tokens=-(-70 // backend.chunks))),
-        "state": state // backend.chunks - inner.state_bytes, "address": argument("backward").state.header % 64,
+        "state": (state - 256) // backend.chunks - inner.state_bytes, "address": argument("backward").state.header % 64,
         "window": memory["window_bytes"] == layout.total_bytes(inner.plan.window),
     }
     second = MegaMoE(272, 144, 6, 3, group=dist.group.WORLD, max_tokens=70, backend="mega", window=inner.window,
