@@ -38,9 +38,8 @@ class Entry:
     reserve_sms: int | None = None  # None: the default
     through_layer: bool = False
     step_blocks: int | None = None  # None: the default
-    passes: int = (
-        0  # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
-    )
+    # backward: that keep their rows, for one launch of weight gradients; 0: it makes its own
+    passes: int = 0
 
     @property
     def label(self) -> str | None:

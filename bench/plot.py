@@ -31,9 +31,8 @@ class Measurement:
     hbm_floor_us: float
     nvlink_floor_us: float
     direction: str = "forward"
-    gradients: str | None = (
-        None  # of weights: bf16, or main_grad, added to fp32; "of" so many passes at once
-    )
+    # Of weights: bf16, or main_grad, added to fp32; "of" so many passes at once.
+    gradients: str | None = None
     reserve_sms: int | None = None  # None: the default
     ctas: int | None = None  # that took part in the last call, on the rank with the fewest
     dram_read_gb: float | None = None  # of one call, by ncu

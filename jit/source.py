@@ -24,30 +24,25 @@ TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
 QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_rows"
 DEQUANTIZE_ROWS_ENTRY, SUM_ROWS_ENTRY = "megamoe_dequantize_rows", "megamoe_sum_rows"
-QUANTIZE_SOURCE = f"""\
+# -> what it calls, its argument, threads of a CTA
+_ONE_PASS = {
+    QUANTIZE_ENTRY: ("quantize_weights", "QuantizeWeightsArgs", "quantize_threads"),
+    QUANTIZE_ROWS_ENTRY: ("quantize_rows", "QuantizeRowsArgs", "quantize_threads"),
+    DEQUANTIZE_ROWS_ENTRY: ("dequantize_rows", "QuantizeRowsArgs", "quantize_threads"),
+    SUM_ROWS_ENTRY: ("sum_rows_of_hosts", "SumRowsArgs", "sum_rows_threads"),
+}
+QUANTIZE_SOURCE = """\
 #include "megamoe/kernels/quantize_weights.cuh"
 #include "megamoe/kernels/sum_rows.cuh"
-
-extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
-{QUANTIZE_ENTRY}(const __grid_constant__ megamoe::QuantizeWeightsArgs args) {{
-    megamoe::quantize_weights(args);
-}}
-
-extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
-{QUANTIZE_ROWS_ENTRY}(const __grid_constant__ megamoe::QuantizeRowsArgs args) {{
-    megamoe::quantize_rows(args);
-}}
-
-extern "C" __global__ void __launch_bounds__(megamoe::quantize_threads)
-{DEQUANTIZE_ROWS_ENTRY}(const __grid_constant__ megamoe::QuantizeRowsArgs args) {{
-    megamoe::dequantize_rows(args);
-}}
-
-extern "C" __global__ void __launch_bounds__(megamoe::sum_rows_threads)
-{SUM_ROWS_ENTRY}(const __grid_constant__ megamoe::SumRowsArgs args) {{
-    megamoe::sum_rows_of_hosts(args);
+""" + "".join(
+    f"""
+extern "C" __global__ void __launch_bounds__(megamoe::{threads})
+{entry}(const __grid_constant__ megamoe::{argument} args) {{
+    megamoe::{function}(args);
 }}
 """
+    for entry, (function, argument, threads) in _ONE_PASS.items()
+)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,11 +104,8 @@ class EmulateBackend(Gathered):
         found, sums, kept = self._run(run, BACKWARD, mine)
         if wanted.kept is not None:
             wanted.kept.memory.copy_(kept.memory)
-        for name, target in wanted.into.items():
-            target.copy_(sums[name])
         of = {"x": call.x, "topk_weights": None, **vars(weights)}
-        made = zip(Gradients._fields, found, strict=True)
-        return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
+        return _returned(found, sums, wanted, of, device)
 
     @property
     def _plan(self) -> Plan:
@@ -132,11 +129,7 @@ class EmulateBackend(Gathered):
         device, into = weights.w13.device, {n: t.cpu() for n, t in wanted.into.items()}
         here, num_ctas = wanted._replace(into=into), self._options["num_ctas"]
         found = kept_gradients(self._plan, weights, kept, here, num_ctas=num_ctas)
-        for name, target in wanted.into.items():
-            target.copy_(into[name])
-        made = zip(Gradients._fields, found, strict=True)
-        of = vars(weights)
-        return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
+        return _returned(found, into, wanted, vars(weights), device)
 
     def _check(self, call: Call, state: Tensor, wanted: Wanted) -> None:
         """Raise ArgumentError for what a backward launch cannot take."""
@@ -167,6 +160,20 @@ class EmulateBackend(Gathered):
     def close(self) -> None:
         """Free the emulated ranks."""
         self._emulation = None
+
+
+def _returned(
+    found: Gradients,
+    sums: Mapping[str, Tensor],
+    wanted: Wanted,
+    of: Mapping[str, Any],
+    device: torch.device,
+) -> Gradients:
+    """Return gradients as those who asked have them; put sums where they were asked for. of: what they are of."""
+    for name, target in wanted.into.items():
+        target.copy_(sums[name])
+    made = zip(Gradients._fields, found, strict=True)
+    return Gradients(**{n: g if g is None else _laid_out(g, of[n], device) for n, g in made})
 
 
 def _laid_out(gradient: Tensor, master: Tensor | None, device: torch.device) -> Tensor:

@@ -24,7 +24,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
@@ -50,9 +49,8 @@ from megamoe.launch.layout import ALIGNMENT
 from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
 
 EXCHANGES = ("exact", "static")
-MAX_CHUNKS = (
-    WIDTH - MARK_INTS - 1
-)  # whose counts ranks exchange at once, beside the number of a call
+# Ranks exchange their counts at once, beside the number of a call.
+MAX_CHUNKS = WIDTH - MARK_INTS - 1
 CHUNK_ROWS = 512  # three times what a launch needs for its products to take as long as its weights
 
 
@@ -151,9 +149,7 @@ class HostsBackend(Backend):
         self._captured: dict[int, _Trip] = {}
         self._marks: dict[int, Tensor] = {}  # static: by flags, a row of no token and a mark
         self._seen: Tensor | None = None  # where a device puts those of a call
-        self._belongs: Tensor | None = (
-            None  # static: where a device puts to which of them a backward pass belongs
-        )
+        self._belongs: Tensor | None = None  # and to which calls backward passes belong
         self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
         rows = self.num_hosts * self.chunk
         self._sizes = [
@@ -274,7 +270,7 @@ class HostsBackend(Backend):
         self._at_rail = True
         try:
             if self._seen is not None:
-                check_marks(self._seen.tolist(), self.host, self.links.rail.label)
+                self._check_seen(self._seen)
             if self._belongs is not None:
                 self._check_numbers(self._belongs)
             with torch.no_grad():
@@ -479,10 +475,7 @@ class HostsBackend(Backend):
             if each is not None:
                 ones = [1] * self.num_hosts
                 found = self._exchange(each, ones, ones)()
-                if self._belongs is not None:  # looked at in the next call, as marks are
-                    self._belongs.copy_(found, non_blocking=True)
-                else:
-                    self._check_numbers(found)
+                self._look(self._check_numbers, found, self._belongs)
             return trip
         numbers, told = self._numbers, trip.counts.T
         numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
@@ -494,6 +487,16 @@ class HostsBackend(Backend):
         send, receive = numbers.counts.tolist(), found[:, : self.chunks].T.tolist()
         tokens = trip.tokens[: sum(map(sum, send))]
         return trip._replace(tokens=tokens, send=send, receive=receive)
+
+    def _look(self, check: Callable[[Tensor], None], found: Tensor, place: Tensor | None) -> None:
+        """static: check what others say of a call; on a device in the next one, as here the host would have to wait."""
+        if place is None:
+            check(found)
+        else:
+            place.copy_(found, non_blocking=True)
+
+    def _check_seen(self, marks: Tensor) -> None:
+        check_marks(marks.tolist(), self.host, self.links.rail.label)
 
     def _check_numbers(self, found: Tensor) -> None:
         """Raise RankMismatch unless the backward passes of a rail belong to the same call. found: [N, 1], by host."""
@@ -555,10 +558,7 @@ class HostsBackend(Backend):
         more = [*trip.send, [1] * num]
         found = self._once(sent, more, more)
         marks = found[-num:, :MARK_INTS]
-        if self._seen is not None:  # looked at in the next call: here the host would have to wait
-            self._seen.copy_(marks, non_blocking=True)
-        else:
-            check_marks(marks.tolist(), self.host, self.links.rail.label)
+        self._look(self._check_seen, marks, self._seen)
         return found[:-num]
 
     def _once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
@@ -622,37 +622,13 @@ class HostsBackend(Backend):
 
 
 def _along(rail: Part) -> Exchange:
-    """Return the engine of torch.distributed; on the CPU its waits are bounded."""
+    """Return the engine of torch.distributed, over the rail as it is at a call; on the CPU its waits are bounded."""
 
     def exchange(rows: Tensor, *how: Any) -> Waiter:
-        if rows.is_cuda:
-            return _apart(rail, rows, *how)
-        return all_to_all(rail.process_group, rail.wait)(rows, *how)
+        options: dict[str, Any] = {"own": rail.rank} if rows.is_cuda else {"wait": rail.wait}
+        return all_to_all(rail.process_group, **options)(rows, *how)
 
     return exchange
-
-
-def _apart(
-    rail: Part,
-    rows: Tensor,
-    send: Sequence[int],
-    receive: Sequence[int],
-    place: Tensor | None = None,
-) -> Waiter:
-    """As all_to_all(), over NCCL: own rows are copied here and now; NCCL would copy them as slowly as it sends."""
-    out = rows.new_empty(sum(receive), *rows.shape[1:]) if place is None else place
-    come = list(out.view(torch.uint8).split(list(receive)))
-    go = list(rows.contiguous().view(torch.uint8).split(list(send)))
-    come[rail.rank].copy_(go[rail.rank])
-    for way in come, go:
-        way[rail.rank] = way[rail.rank][:0]
-    work = dist.all_to_all(come, go, group=rail.process_group, async_op=True)
-
-    def arrived() -> Tensor:
-        work.wait()
-        return out
-
-    return arrived
 
 
 def _number(state: Tensor) -> Tensor:

@@ -18,10 +18,13 @@ Waiter = Callable[[], Tensor]
 Exchange = Callable[..., Waiter]
 
 
-def all_to_all(process_group: Any, wait: Callable[[Any], None] | None = None) -> Exchange:
+def all_to_all(
+    process_group: Any, wait: Callable[[Any], None] | None = None, own: int | None = None
+) -> Exchange:
     """Return the engine of torch.distributed over a process group; what it starts runs beside the caller's stream.
 
-    wait: waits for an operation of it; None: as torch.distributed does.
+    wait: waits for an operation of it; None: as torch.distributed does. own: NCCL only: the caller's rank, whose own
+    rows are copied here and now, since NCCL would copy them as slowly as it sends.
     """
 
     def exchange(
@@ -31,7 +34,13 @@ def all_to_all(process_group: Any, wait: Callable[[Any], None] | None = None) ->
         # as bytes, since not every gloo knows bf16
         ways = out.view(torch.uint8), rows.contiguous().view(torch.uint8)
         splits = list(receive), list(send)
-        work = dist.all_to_all_single(*ways, *splits, group=process_group, async_op=True)
+        if own is None:
+            work = dist.all_to_all_single(*ways, *splits, group=process_group, async_op=True)
+        else:
+            come, go = (list(way.split(of)) for way, of in zip(ways, splits, strict=True))
+            come[own].copy_(go[own])
+            come[own], go[own] = come[own][:0], go[own][:0]
+            work = dist.all_to_all(come, go, group=process_group, async_op=True)
 
         def arrived() -> Tensor:
             if wait is None:

@@ -17,8 +17,10 @@ from megamoe.core.table import SCALE_GROUP
 
 _KEYS = ("quantization_config", "compression_config")  # the second of older files
 # What a recipe means that leaves these out.
-_UNSAID = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-_UNSAID |= {"activation_scheme": "dynamic", "fmt": "e4m3"}
+_UNSAID = {
+    **{"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False},
+    **{"activation_scheme": "dynamic", "fmt": "e4m3"},
+}
 # compressed-tensors', of experts by channel.
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
 _SCHEME: dict[str, dict[str, Any] | None] = {

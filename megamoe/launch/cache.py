@@ -32,10 +32,9 @@ from megamoe.formats.versions import (
     version_of,
 )
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.launch.passes import fused_kernels, on_hopper
+from megamoe.launch.passes import Pair, fused_kernels, on_hopper
 
 log = logging.getLogger("megamoe")
-Pair = tuple[Tensor, Tensor]  # numbers and scales
 
 
 def quantize_weights(

@@ -163,11 +163,8 @@ def fill_kept_weights(
         ):  # fmt: skip
             of_rows = rows_map(at[region], rows, width, BF16.bytes, rank=rank)
             set_map(getattr(to, name), encoder(*of_rows))
-        to.row_weight, to.header, to.chunk_prefix = (
-            at["row_weight"],
-            at["header"],
-            at["chunk_prefix"],
-        )
+        for name in ("row_weight", "header", "chunk_prefix"):
+            setattr(to, name, at[name])
     _fill_targets(args, plan, encoder, targets, (accumulate, False, passes[0]))
 
 

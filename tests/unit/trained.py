@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from saving import Saving
 
 import megamoe
@@ -24,10 +25,23 @@ def made(backend="saving", seed=1, **options):
     return layer
 
 
+def of_ranks(backend, **options):
+    """Return one of all ranks, without biases."""
+    return megamoe.MegaMoE(**SHAPE, group=dist.group.WORLD, backend=backend, init_seed=1, **options)
+
+
 def leaves(layer, seed=0):
     inputs = make_inputs(layer.problem, TOKENS, seed=seed)
     x, scores = inputs.x.clone().requires_grad_(), inputs.topk_weights.clone().requires_grad_()
     return x, inputs.topk_ids, scores
+
+
+def backward(layer, seed=0, through=None, **options):
+    """Make one call and its backward pass; return its leaves. through: as run of train()."""
+    call = leaves(layer, seed)
+    run = through or (lambda f, *a: f(*a))
+    run(lambda *a, **more: layer(*a, **options, **more), *call).float().square().sum().backward()
+    return call
 
 
 def gradients(layer, call):

@@ -1,6 +1,6 @@
 // What several hosts have made of each token -> y, in fp32 and in their order: megamoe/backends/hosts.py.
 #pragma once
-#include "megamoe/arch/arch.cuh"
+#include "megamoe/rows/vectors.cuh"
 
 namespace megamoe {
 
@@ -23,18 +23,9 @@ MEGAMOE_DEVICE void sum_rows_of_hosts(const SumRowsArgs& args) {
     float sum[8] = {};
     for (int i = 0; i < args.num; ++i) {
         int64_t place = args.places[token * args.num + i];
-        if (place == 0) continue;
-        uint4_t v = rows[place * vectors];
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-        MEGAMOE_UNROLL
-        for (int w = 0; w < 4; ++w) {
-            sum[2 * w] += arch::bf16_lo(words[w]);
-            sum[2 * w + 1] += arch::bf16_hi(words[w]);
-        }
+        if (place != 0) add_vector(sum, rows[place * vectors], 1.0f);
     }
-    static_cast<uint4_t*>(args.out)[token * vectors + vector] = {
-        arch::pack_bf16x2(sum[0], sum[1]), arch::pack_bf16x2(sum[2], sum[3]),
-        arch::pack_bf16x2(sum[4], sum[5]), arch::pack_bf16x2(sum[6], sum[7])};
+    static_cast<uint4_t*>(args.out)[token * vectors + vector] = pack_vector(sum);
 }
 
 }  // namespace megamoe

@@ -4,7 +4,7 @@
 
 namespace megamoe {
 
-// One warp of every CTA, like make_expert_table(). Rows stand in a pass's pool as plan_pass() has placed them
+// One warp of every CTA, like RoutesByExpert. Rows stand in a pass's pool as plan_pass() has placed them
 // if all chunks fitted: otherwise rows of the first fillings were overwritten, and no gradient may be made of
 // the rest. Nor of rows of a launch that was given up: it has raised the abort cell.
 struct RoutesOfPasses {

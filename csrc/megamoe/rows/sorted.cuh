@@ -6,43 +6,38 @@ namespace megamoe {
 
 // One warp of every CTA: all of them make the same table, so that none waits for another. Ends are taken as
 // never smaller than the one before and never past the rows: bad ones lose rows, and touch nothing else.
-template <class T>
-MEGAMOE_DEVICE void make_expert_table(Context& ctx) {
-    const auto& grouped = own<T>(ctx.args);
-    ExpertTable& table = ctx.smem.experts;
-    int num = ctx.args.num_local_experts, lane = arch::lane_idx();
-    int rows = 0, blocks = 0;  // of the experts so far
-    MEGAMOE_UNROLL_BY(1)
-    for (int e0 = 0; e0 < num; e0 += 32) {
-        int e = e0 + lane;
-        int end = rows;
-        if (e < num) end = grouped.ends != nullptr ? grouped.ends[e] : grouped.num_rows;
-        end = max_of(rows, min_of(end, grouped.num_rows));
-        MEGAMOE_UNROLL_BY(1)
-        for (int step = 1; step < 32; step <<= 1) {
-            int left = arch::shfl(end, max_of(lane - step, 0));
-            end = max_of(end, left);
-        }
-        int begin = arch::shfl(end, max_of(lane - 1, 0));
-        if (lane == 0) begin = rows;
-        int own = ceil_div(end - begin, T::Tiling::rows), all = inclusive_sum(own);
-        if (e < num) {
-            table.first_block[e] = blocks + all - own;
-            table.first_row[e] = begin;
-        }
-        rows = arch::shfl(end, 31);
-        blocks += arch::shfl(all, 31);
-    }
-    if (lane != 0) return;
-    table.first_block[num] = blocks;
-    table.first_row[num] = rows;
-    ctx.smem.plan = {0, 0, blocks, rows, 1, Phase::data, 1, {1, 0}};
-}
-
-struct RoutesByExpert {  // of the caller
+struct RoutesByExpert {
     template <class T>
     static MEGAMOE_DEVICE void make_table(Context& ctx) {
-        make_expert_table<T>(ctx);
+        const auto& grouped = own<T>(ctx.args);
+        ExpertTable& table = ctx.smem.experts;
+        int num = ctx.args.num_local_experts, lane = arch::lane_idx();
+        int rows = 0, blocks = 0;  // of the experts so far
+        MEGAMOE_UNROLL_BY(1)
+        for (int e0 = 0; e0 < num; e0 += 32) {
+            int e = e0 + lane;
+            int end = rows;
+            if (e < num) end = grouped.ends != nullptr ? grouped.ends[e] : grouped.num_rows;
+            end = max_of(rows, min_of(end, grouped.num_rows));
+            MEGAMOE_UNROLL_BY(1)
+            for (int step = 1; step < 32; step <<= 1) {
+                int left = arch::shfl(end, max_of(lane - step, 0));
+                end = max_of(end, left);
+            }
+            int begin = arch::shfl(end, max_of(lane - 1, 0));
+            if (lane == 0) begin = rows;
+            int own = ceil_div(end - begin, T::Tiling::rows), all = inclusive_sum(own);
+            if (e < num) {
+                table.first_block[e] = blocks + all - own;
+                table.first_row[e] = begin;
+            }
+            rows = arch::shfl(end, 31);
+            blocks += arch::shfl(all, 31);
+        }
+        if (lane != 0) return;
+        table.first_block[num] = blocks;
+        table.first_row[num] = rows;
+        ctx.smem.plan = {0, 0, blocks, rows, 1, Phase::data, 1, {1, 0}};
     }
 };
 

@@ -5,13 +5,12 @@ import warnings
 import pytest
 import saving  # noqa: F401, registers the backend
 import torch
-import torch.distributed as dist
 from outcomes import outcome
 from saving import Saving
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from trained import gradients, leaves, made, same, train
+from trained import backward, gradients, leaves, made, of_ranks, same, train
 
 import megamoe
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
@@ -24,12 +23,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["saving", "staged"])
 
 def late(backend, **options):
     return made(backend, delay_wgrad=True, **options)
-
-
-def backward(layer, seed=0, through=None):
-    call = leaves(layer, seed)
-    (through or (lambda f, *a: f(*a)))(layer, *call).float().square().sum().backward()
-    return call
 
 
 @pytest.mark.parametrize("backend", ["saving", "staged", "emulate"])
@@ -294,16 +287,9 @@ def test_fsdp_is_refused():
     assert "freed, as FSDP2 does" in parent
 
 
-SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
-
-
 def over_ranks(rank, backend):
-    def layer(**options):
-        group = dist.group.WORLD
-        return megamoe.MegaMoE(**SHAPE, group=group, backend=backend, init_seed=1, **options)
-
-    expected = [train(layer(), seed=10 * rank + seed) for seed in range(2)]
-    found = layer(delay_wgrad=True)
+    expected = [train(of_ranks(backend), seed=10 * rank + seed) for seed in range(2)]
+    found = of_ranks(backend, delay_wgrad=True)
     for seed in range(2):
         backward(found, 10 * rank + seed)
     for _ in range(2):
@@ -314,7 +300,10 @@ def over_ranks(rank, backend):
     backward(found, rank)
     if rank:
         found._layer._delayed.forget(1)  # as if a pass had been done twice
-    errors = [outcome(found.backward_dw), outcome(lambda: layer(delay_wgrad=bool(rank)))]
+    errors = [
+        outcome(found.backward_dw),
+        outcome(lambda: of_ranks(backend, delay_wgrad=bool(rank))),
+    ]
     return equal, errors
 
 

@@ -5,12 +5,11 @@ import warnings
 import pytest
 import saving  # noqa: F401, registers the backend
 import torch
-import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from trained import gradients, leaves, made, same, train
+from trained import backward, gradients, leaves, made, of_ranks, same, train
 
 import megamoe
 from megamoe.adapters.host_parameters import joined, tie
@@ -22,14 +21,6 @@ WEIGHTS = ("w13", "w2", "b13", "b2")
 
 def keeping(backend="emulate", **options):
     return made(backend, delay_wgrad="keep", **options)
-
-
-def backward(layer, seed=0, through=None, **options):
-    call = leaves(layer, seed)
-    (through or (lambda f, *a: f(*a)))(
-        lambda *a: layer(*a, **options), *call
-    ).float().square().sum().backward()
-    return call
 
 
 def assert_near(found, expected, step):
@@ -241,16 +232,9 @@ def test_a_pass_that_filled_its_pool_twice():
     assert inputs.x.grad.isfinite().all()
 
 
-SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
-
-
 def over_ranks(rank, backend):
-    def layer(**options):
-        group = dist.group.WORLD
-        return megamoe.MegaMoE(**SHAPE, group=group, backend=backend, init_seed=1, **options)
-
-    expected = [train(layer(), seed=10 * rank + seed) for seed in range(2)]
-    found = layer(delay_wgrad="keep")
+    expected = [train(of_ranks(backend), seed=10 * rank + seed) for seed in range(2)]
+    found = of_ranks(backend, delay_wgrad="keep")
     for seed in range(2):
         backward(found, 10 * rank + seed)
     for passes in (2,) if rank else (1, 1):  # each as it likes: the other does not wait
@@ -266,7 +250,11 @@ def over_ranks(rank, backend):
     if rank:  # its error is its own
         alone = str(outcome(lambda: found.backward_dw(2)))
     found.backward_dw()
-    return close, alone, str(outcome(lambda: layer(delay_wgrad="keep" if rank else True)))
+    return (
+        close,
+        alone,
+        str(outcome(lambda: of_ranks(backend, delay_wgrad="keep" if rank else True))),
+    )
 
 
 def test_over_ranks():
