@@ -77,6 +77,7 @@ def run(rank, folder, name):
         result["too many"] = error_of(mine, token_ids(1 + 9 * rank, 7))
         theirs = load(folder, "all_to_all", SIZES["own"], experts_implementation="megamoe")
         result["not ours"] = error_of(theirs, ids)
+    gc.disable()
     del mine, theirs
     if rank == 1:
         gc.collect()  # so that the ranks have different modules left
