@@ -97,7 +97,7 @@ class TimedLayer:
             self.backend: Any = make_backend(
                 name, self.problem, me.group, device=me.device, **options
             )
-            trains = self.backend.state_bytes > 0 and not entry.through_layer
+            trains = not (self.backend.recomputes or entry.through_layer)
             if entry.direction in ("train", "backward", "step") and not (trains or plain):
                 self.backend.close()
                 self.layer = megamoe.Layer(

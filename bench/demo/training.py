@@ -23,7 +23,6 @@ class Curves:
 
     losses: list[float] = field(default_factory=list)  # means over the global batch
     norms: list[list[float]] = field(default_factory=list)  # gradients: dense part, experts
-    backward: str = ""  # whose it was: the backend's, or staged where that saves nothing
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,5 @@ def train(
         tokens = (step + 1) * recipe.batch * recipe.model.context
         progress.update(step + 1, tokens, sum(recent) / len(recent))
     progress.close()
-    backend = model.blocks[0].moe.experts._layer._runtime.backend
-    saves = backend.state_bytes > 0
-    curves.backward = setup.options["backend"] if saves else "staged"
     model.close()
     return curves

@@ -113,13 +113,15 @@ class Wanted(NamedTuple):
 class Backend(Protocol):
     """What runs a layer on one rank. All of it, making one too, is collective, but for check() and statistics().
 
-    state_bytes: of what a forward pass that keeps its state returns; 0: there is none, and whoever needs gradients
-        computes the call again by other means (`staged`).
+    state_bytes: of what a forward pass that keeps its state returns.
+    recomputes: whether backward() computes the call again, and is given the weights that the forward pass took; others
+        are given the masters, and Wanted.turned where weights are stored in a format with scales.
     needs_close: whether close() has something to free together with other ranks.
     max_kept: backward passes whose kept rows weight_gradients() takes at a time; 0: new_kept() returns None.
     """
 
     state_bytes: int = 0
+    recomputes: bool = False
     needs_close: bool = False
     max_kept: int = 0
 

@@ -43,7 +43,15 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
-from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, REFUSED, WIDTH, check_marks
+from megamoe.group.order import (
+    BACKWARD,
+    MARK_INTS,
+    RECORDED,
+    REFUSED,
+    WIDTH,
+    check_marks,
+    check_numbers,
+)
 from megamoe.launch.launches import refuse_capture
 from megamoe.launch.layout import ALIGNMENT
 from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
@@ -157,7 +165,7 @@ class HostsBackend(Backend):
             for n in (rows * sum(self._row_bytes), rows * problem.top_k * 4, self.inner.state_bytes)
         ]
         of_chunks = self.chunks * sum(self._sizes)
-        self.state_bytes = ALIGNMENT + of_chunks if self.inner.state_bytes else 0
+        self.state_bytes = ALIGNMENT + of_chunks
 
     @property
     def _groups(self) -> int:  # of a row's numbers that share a scale
@@ -470,21 +478,16 @@ class HostsBackend(Backend):
         number: [1], of the call that a backward pass belongs to. Ranks of a host may all take another than those of the
         next: inside their host nothing is wrong then.
         """
-        each = None if number is None else number.expand(self.num_hosts, 1)
         if trip.counts is None:
-            if each is not None:
+            if number is not None:
                 ones = [1] * self.num_hosts
-                found = self._exchange(each, ones, ones)()
+                found = self._exchange(number.expand(self.num_hosts, 1), ones, ones)()
                 self._look(self._check_numbers, found, self._belongs)
             return trip
         numbers, told = self._numbers, trip.counts.T
         numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
-        if each is not None:
-            told = torch.cat([told, each], 1)
-        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), told)
-        if each is not None:
-            self._check_numbers(found[:, -1:])
-        send, receive = numbers.counts.tolist(), found[:, : self.chunks].T.tolist()
+        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), told, number)
+        send, receive = numbers.counts.tolist(), found.T.tolist()
         tokens = trip.tokens[: sum(map(sum, send))]
         return trip._replace(tokens=tokens, send=send, receive=receive)
 
@@ -499,15 +502,7 @@ class HostsBackend(Backend):
         check_marks(marks.tolist(), self.host, self.links.rail.label)
 
     def _check_numbers(self, found: Tensor) -> None:
-        """Raise RankMismatch unless the backward passes of a rail belong to the same call. found: [N, 1], by host."""
-        numbers, label = found.flatten().tolist(), self.links.rail.label
-        own = numbers[self.host]
-        for other, number in enumerate(numbers):
-            if number != own:
-                raise RankMismatch(
-                    f"{label(other)} comes for backward of call {number}, {label(self.host)} of call {own}, counted "
-                    "with those of other layers. Make the same backward passes in the same order on all ranks"
-                )
+        check_numbers(found.flatten().tolist(), self.host, self.links.rail.label)
 
     def _first(self, rows: Tensor, trip: _Trip) -> Tensor:
         """Return the rows of chunk 0, and exact: before _met() others behind them."""

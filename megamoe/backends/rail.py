@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.group.group import Group
-from megamoe.group.order import MARK_INTS
+from megamoe.group.order import MARK_INTS, check_numbers
 
 # Waits for what was sent, where a stream can wait the stream does, and returns what came.
 Waiter = Callable[[], Tensor]
@@ -70,12 +70,20 @@ class Crossing(torch.autograd.Function):
 
 
 def exchange_counts(
-    group: Group, mark: Sequence[int], parts: Sequence[Tensor] | Tensor
+    group: Group,
+    mark: Sequence[int],
+    parts: Sequence[Tensor] | Tensor,
+    number: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tell each rank `parts` [R], numbers of rows; the host waits. Collective, checked by the mark: RankMismatch.
+    """Tell each rank `parts` [R], numbers of rows; the host waits. Collective.
 
-    Returns what each rank said to this one, [R, parts[own rank].numel()] int32, and its copy in CPU memory.
+    number: [1] int32, of the call that a backward pass belongs to.
+    Returns what each rank said to this one, [R, parts[own rank].numel()] int32, and its copy in CPU memory. Raises
+    RankMismatch unless all have this mark, and this number.
     """
-    table, found = group.meet(mark, parts)
-    here = slice(MARK_INTS, MARK_INTS + parts[group.rank].numel())
-    return table[:, here], found[:, here]
+    told = parts if number is None else [torch.cat([part, number]) for part in parts]
+    table, found = group.meet(mark, told)
+    end = MARK_INTS + parts[group.rank].numel()
+    if number is not None:
+        check_numbers(found[:, end].tolist(), group.rank, group.label)
+    return table[:, MARK_INTS:end], found[:, MARK_INTS:end]

@@ -7,12 +7,14 @@ rounding of partials), and on CUDA the grouped matmul rounds gate_up to bf16 onc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Backend, Call
+from megamoe.backends.call import Backend, Call, Gradients, Needs, Wanted
 from megamoe.backends.rail import Crossing, all_to_all, exchange_counts
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
@@ -21,7 +23,7 @@ from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
-from megamoe.group.order import GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED
+from megamoe.group.order import BACKWARD, GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED, Mark
 
 
 class _RowsOfTokens(torch.autograd.Function):
@@ -61,16 +63,19 @@ class _StraightThrough(torch.autograd.Function):
 class StagedBackend(Backend):
     """Hold the problem and the group; one forward is two exchanges and two grouped matmuls.
 
-    It keeps no state: a backward pass computes the call again, see megamoe/layer/backward.py.
+    A backward pass computes the call again: the state has only the call's number, [1] int32, of those recorded.
     """
 
     name = "staged"
+    state_bytes = 4
+    recomputes = True
 
     def __init__(self, problem: Problem, group: Any = None) -> None:
         self.problem, self.group = problem, Group.of(group)
         self.mark = self.group.mark(problem)
         self._device = torch.device("cpu")
         self._statistics: Statistics | None = None
+        self._num_recorded = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Nothing to prepare but for refuse()."""
@@ -85,11 +90,8 @@ class StagedBackend(Backend):
         """Return those of the last forward."""
         return Statistics.of_last(self._statistics)
 
-    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, None]:
-        """Return y [T, H] bf16; rows from num_tokens_device on are zero. Collective.
-
-        keep: the mark says that a backward pass will compute this call again.
-        """
+    def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return y [T, H] bf16 and, to be kept, the state; rows from num_tokens_device on are zero. Collective."""
         call.weights.validate(self.problem, call.x.device)
         dense = call.weights.dense(self.problem, compute_dtype(call.x.device))
         given = call._replace(topk_ids=call.computed_ids(), weights=dense)
@@ -98,7 +100,23 @@ class StagedBackend(Backend):
         with torch.set_grad_enabled(recorded):
             y, counts = moe(self.problem, self.group, given, self.mark.ints(RECORDED * keep))
         self._statistics = Statistics.without_pool(counts)
-        return y if call.out is None else call.out.copy_(y), None
+        state = None
+        if keep:
+            self._num_recorded += 1
+            number = torch.full((1,), self._num_recorded, dtype=torch.int32, device=y.device)
+            state = number.view(torch.uint8)
+        return y if call.out is None else call.out.copy_(y), state
+
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients. Collective. weights: as the forward pass had them, quantized ones too.
+
+        Raises RankMismatch where ranks come with states of different calls.
+        """
+        number = state.view(torch.int32)
+        found = recompute(self.problem, self.group, self.mark, call, dy, wanted.needs, number)
+        for name, into in wanted.into.items():
+            into.add_(getattr(found, name).reshape(into.shape))
+        return found._replace(**dict.fromkeys(wanted.into))
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -106,19 +124,63 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[Tensor, Tensor]:
+@contextmanager
+def recording_gradients() -> Iterator[None]:
+    """Record gradients inside an operator, where torch has switched the autograd keys off."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
+    guard = torch._C._ForceDispatchKeyGuard(included, excluded)
+    with guard, torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recompute(
+    problem: Problem,
+    group: Group,
+    mark: Mark,
+    call: Call,
+    dy: Tensor,
+    needs: Needs,
+    number: Tensor | None = None,
+) -> Gradients:
+    """Compute a call again and differentiate it. number: [1] int32, equal on all ranks, or RankMismatch."""
+    dense = call.weights.dense(problem, compute_dtype(dy.device))
+    sources = {"x": call.x, "topk_weights": call.topk_weights, **vars(dense)}
+    leaves: dict[str, Any] = {
+        name: None if sources[name] is None else sources[name].detach().requires_grad_(need)
+        for name, need in needs._asdict().items()
+    }
+    wanted = {n: leaf for n, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+    with recording_gradients():
+        x, topk_weights = leaves.pop("x"), leaves.pop("topk_weights")
+        again = Call(x, call.computed_ids(), topk_weights, ExpertWeights(**leaves))
+        y, _ = moe(problem, group, again, mark.ints(BACKWARD), number)
+        with torch.autocast(
+            dy.device.type, enabled=False
+        ):  # of a caller, whose types these are not
+            grads = torch.autograd.grad(y, list(wanted.values()), dy, materialize_grads=True)
+    return Gradients(**dict(zip(wanted, grads, strict=True)))
+
+
+def moe(
+    problem: Problem, group: Group, call: Call, mark: list[int], number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return y [T, H] in x's dtype (bf16 where x is quantized), and the rows of each local expert, [L] int64.
 
     call: weights without scales; of num_tokens_device and `out` it knows nothing. y is differentiable in x,
     topk_weights and all weights.
-    mark: Mark.ints() of the layer and its call. All ranks must agree on it, and on whether x and weights need
-    gradients, since the backward pass is collective too: RankMismatch otherwise.
+    mark: Mark.ints() of the layer and its call. All ranks must agree on it, on `number`, and on whether x and weights
+    need gradients, since the backward pass is collective too: RankMismatch otherwise.
     """
     with torch.autocast(call.x.device.type, enabled=False):
-        return _moe(problem, group, call, mark)
+        return _moe(problem, group, call, mark, number)
 
 
-def _moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[Tensor, Tensor]:
+def _moe(
+    problem: Problem, group: Group, call: Call, mark: list[int], number: Tensor | None
+) -> tuple[Tensor, Tensor]:
     x, topk_ids, topk_weights, dense, *_ = call
     tokens, top_k = topk_ids.shape
     experts = problem.num_experts
@@ -133,7 +195,7 @@ def _moe(problem: Problem, group: Group, call: Call, mark: list[int]) -> tuple[T
     if group.size > 1:
         marked = [mark[0] | _gradients(rows, dense), mark[1]]
         parts = counts.split([problem.num_local_experts(rank) for rank in range(group.size)])
-        table, found = exchange_counts(group, marked, parts)
+        table, found = exchange_counts(group, marked, parts, number)
         send = torch.stack([part.sum() for part in parts]).tolist()
         receive, received = found.sum(1).tolist(), table.long().flatten()
         exchange = all_to_all(group.process_group)

@@ -31,7 +31,7 @@ CALLS = (
 _FLAG_BITS = 8
 _REFUSES = "refused its arguments"
 MARK_INTS = 2
-WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS
+WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS + 1  # the mark, rows of each expert, the number of a call
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,19 @@ def check_marks(
             raise RankMismatch(
                 f"{label(other)} comes for {_call(mark)}, {label(rank)} for {_call(marks[rank])}. Make and call the "
                 "layers of a group in the same order on all ranks, with gradients of the same tensors"
+            )
+
+
+def check_numbers(
+    numbers: Sequence[int], rank: int, label: Callable[[int], str] = "rank {}".format
+) -> None:
+    """Raise RankMismatch unless the backward passes of all ranks belong to the same call. numbers: by rank."""
+    own = numbers[rank]
+    for other, number in enumerate(numbers):
+        if number != own:
+            raise RankMismatch(
+                f"{label(other)} comes for backward of call {number}, {label(rank)} of call {own}, in the order in "
+                "which they were recorded. Make the same backward passes in the same order on all ranks"
             )
 
 

@@ -31,7 +31,7 @@ NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)
 class How(NamedTuple):
     """How a call is recorded.
 
-    state_bytes: that the backend keeps; 0: the backward pass computes the call again.
+    state_bytes: that the backend keeps.
     direct: all tensors are plain, and nobody has to see the operators.
     weights: as they were given. adding: gradients of w13 and w2 are added to their main_grad.
     delayed: gradients of weights wait there. known: as Call.known.
@@ -64,10 +64,8 @@ class _Call(torch.autograd.Function):
         ctx.how = how
         # A zero gradient of the state would be as large as the state.
         ctx.set_materialize_grads(False)
-        if state is not None:
-            ctx.mark_non_differentiable(state)
-        kept = state if how.state_bytes else None
-        ctx.save_for_backward(*inputs, how.handle, kept)
+        ctx.mark_non_differentiable(state)
+        ctx.save_for_backward(*inputs, how.handle, state)
         return y, state
 
     @staticmethod
@@ -112,7 +110,7 @@ def _asked(node: Any) -> bool:
 
 
 def _added(
-    how: How, handle: Tensor, inputs: Inputs, dy: Tensor | None, state: Tensor | None, needs: Needs
+    how: How, handle: Tensor, inputs: Inputs, dy: Tensor | None, state: Tensor, needs: Needs
 ) -> Gradients:
     """Return the gradients; those of w13 and w2 are added to the main_grad of how.weights."""
     runtime, weights = runtime_of(handle), how.weights
@@ -134,7 +132,7 @@ def _delayed(
     handle: Tensor,
     inputs: Inputs,
     dy: Tensor | None,
-    state: Tensor | None,
+    state: Tensor,
     needs: Needs,
     anchor: Any,
 ) -> Gradients:

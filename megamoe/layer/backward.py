@@ -1,25 +1,20 @@
-"""The layer's gradients: by the backend from the state that its forward kept, or recomputed by staged mathematics.
+"""The layer's gradients: by the backend, from the state that its forward kept.
 
-Both are collective, so every rank must need the same gradients. What is recomputed uses the quantized values where the
-forward used them, and goes straight through the rounding.
+That is collective, so every rank must need the same gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, KeptRows, Needs, Wanted
-from megamoe.backends.staged import compute_dtype, moe
+from megamoe.backends.call import Gradients, KeptRows, Wanted
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import check_memory
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.group.order import BACKWARD
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.runtime import Runtime
 
@@ -27,11 +22,11 @@ ALIGNMENT = 16  # bytes, of what the kernel reads
 
 
 def gradients(
-    runtime: Runtime, inputs: Inputs, dy: Tensor | None, state: Tensor | None, wanted: Wanted
+    runtime: Runtime, inputs: Inputs, dy: Tensor | None, state: Tensor, wanted: Wanted
 ) -> Gradients:
     """Return the gradients of a call in the dtypes, shapes and strides of its inputs. Collective.
 
-    dy: like x; None is zero. state: that the call's forward kept, never changed; None: compute the call again.
+    dy: like x; None is zero. state: that the call's forward kept, never changed.
     wanted: without `turned`, which is made here.
     Raises ArgumentError, on all ranks, for a dy that is unlike y.
     """
@@ -41,8 +36,7 @@ def gradients(
         _check_there(runtime.problem, inputs)
         for name, t in inputs.named():
             check_memory(name, t)
-        if state is not None:
-            check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
+        check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
     except ArgumentError:
         runtime.refuse()
         raise
@@ -83,19 +77,14 @@ def _finished(
     return Gradients(**laid_out)
 
 
-def _made(
-    runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor | None, wanted: Wanted
-) -> Gradients:
+def _made(runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
     """Make the gradients of this rank's slots, see gradients()."""
     given = inputs.weights
-    call = inputs.call(given)
-    if state is not None:
+    if runtime.backend.recomputes:
+        given = runtime.weights(given)
+    else:
         wanted = wanted._replace(turned=runtime.turned(given))
-        return runtime.backend.backward(call, flat(dy), state, wanted)
-    found = _recompute(runtime, call, flat(dy), wanted.needs)
-    for name, into in wanted.into.items():
-        into.add_(getattr(found, name).reshape(into.shape))
-    return found._replace(**dict.fromkeys(wanted.into))
+    return runtime.backend.backward(inputs.call(given), flat(dy), state, wanted)
 
 
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
@@ -134,34 +123,3 @@ def _laid_out(grad: Tensor, master: Tensor) -> Tensor:
     if grad.stride() == torch.empty_like(master, device="meta").stride():
         return grad
     return torch.empty_like(master).copy_(grad)
-
-
-@contextmanager
-def _recording_gradients() -> Iterator[None]:
-    """Record gradients inside an operator, where torch has switched the autograd keys off."""
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
-    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
-    guard = torch._C._ForceDispatchKeyGuard(included, excluded)
-    with guard, torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def _recompute(runtime: Runtime, call: Call, dy: Tensor, needs: Needs) -> Gradients:
-    """Run the layer by staged mathematics on the saved inputs, and differentiate it."""
-    problem, device = runtime.problem, dy.device
-    dense = runtime.weights(call.weights).dense(problem, compute_dtype(device))
-    sources = {"x": call.x, "topk_weights": call.topk_weights, **vars(dense)}
-    leaves: dict[str, Any] = {
-        name: None if sources[name] is None else sources[name].detach().requires_grad_(need)
-        for name, need in needs._asdict().items()
-    }
-    wanted = {n: leaf for n, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
-    with _recording_gradients():
-        x, topk_weights = leaves.pop("x"), leaves.pop("topk_weights")
-        again = Call(x, call.computed_ids(), topk_weights, ExpertWeights(**leaves))
-        y, _ = moe(problem, runtime.group, again, runtime.mark.ints(BACKWARD))
-        with torch.autocast(device.type, enabled=False):  # of a caller, whose types these are not
-            grads = torch.autograd.grad(y, list(wanted.values()), dy, materialize_grads=True)
-    return Gradients(**dict(zip(wanted, grads, strict=True)))

@@ -33,22 +33,20 @@ _CHANGED = "unchanged from its backward pass until backward_dw()"
 class _Pending:
     """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone.
 
-    kept: its rows, where it has kept them; then there are no inputs.
+    replayed: inputs, dy and state, as gradients() takes them; or kept: its rows.
     """
 
     weights: ExpertWeights
-    dy: Tensor | None
-    inputs: Inputs | None
-    state: Tensor | None
+    replayed: tuple[Inputs, Tensor | None, Tensor] | None
     versions: list[int]
     kept: KeptRows | None = None
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        if self.inputs is None:
+        if self.replayed is None:
             return [(f"weights.{name}", w) for name, w in self.weights.named().items()]
-        further = [("dy", self.dy), ("state", self.state)]
-        return [(name, t) for name, t in further if t is not None] + self.inputs.named()
+        inputs, dy, state = self.replayed
+        return [*([] if dy is None else [("dy", dy)]), ("state", state), *inputs.named()]
 
     def check(self) -> None:
         """Raise ArgumentError where a tensor is not what it was."""
@@ -106,15 +104,14 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(
-        self, weights: ExpertWeights, dy: Tensor | None, inputs: Inputs, state: Tensor | None
-    ) -> None:
+    def add(self, weights: ExpertWeights, dy: Tensor | None, inputs: Inputs, state: Tensor) -> None:
         """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
-        self._append(_Pending(weights, None if dy is None else dy.detach(), inputs, state, []))
+        replayed = inputs, None if dy is None else dy.detach(), state
+        self._append(_Pending(weights, replayed, []))
 
     def add_kept(self, weights: ExpertWeights, kept: KeptRows) -> None:
         """Remember a backward pass that has kept its rows."""
-        self._append(_Pending(weights, None, None, None, [], kept))
+        self._append(_Pending(weights, None, [], kept))
 
     def _append(self, pending: _Pending) -> None:
         pending.versions = [_version(t) for _, t in pending.tensors]
@@ -177,11 +174,10 @@ class Delayed:
             return
         with torch.no_grad():
             wanted = Wanted(Needs(False, False, **asked), into, only_weights=True)
-            if pending.inputs is None:
+            if pending.replayed is None:
                 found = kept_gradients(runtime, pending.weights, kept, wanted)._asdict()
             else:
-                replayed = pending.inputs, pending.dy, pending.state
-                found = gradients(runtime, *replayed, wanted)._asdict()
+                found = gradients(runtime, *pending.replayed, wanted)._asdict()
         for name in into:
             w: Any = given[name]
             joint = getattr(w, "joint_main_grad", None)

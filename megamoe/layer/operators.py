@@ -1,13 +1,12 @@
 """The layer as torch.library operators, so that torch.compile sees one opaque, differentiable call.
 
     megamoe::moe_forward(<Inputs>, handle, state_bytes, keep) -> (y, state)
-    megamoe::moe_backward(dy, <Inputs>, handle, needs, state?) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
+    megamoe::moe_backward(dy, <Inputs>, handle, needs, state) -> (dx, d_topk_weights, dw13, dw2, db13, db2)
 
 `handle` numbers an entry of a table of runtimes (backend, cache of quantized weights): operators take no objects. It is
 a CPU tensor and not an int, so that equal layers share one compiled graph. `keep`: gradients are recorded; `state`
-[state_bytes] uint8 is what the backward pass reads besides the inputs, empty where it is not kept, or where the
-backward pass computes the call again. Both are collective, so every rank must need the same gradients; one that is not
-needed comes back empty.
+[state_bytes] uint8 is what the backward pass reads besides the inputs, empty where it is not kept. Both
+are collective, so every rank must need the same gradients; one that is not needed comes back empty.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def forward(
 ) -> Any:
     """Return y like x, and the state where it is kept, else None. weights: of inputs. known: as Call.known."""
     with runtime.lock:
-        trains = keep and runtime.state_bytes > 0
+        trains = keep and not runtime.backend.recomputes
         call = inputs.call(runtime.weights(weights, trains, known), known)
         y, state = runtime.backend.forward(call, keep)
     return like(y, inputs.x), state
@@ -85,7 +84,7 @@ def moe_backward_op(
     x_scale: Tensor | None,
     handle: Tensor,
     needs: list[bool],
-    state: Tensor | None = None,
+    state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients(); `needs`: a flag per output."""
     of_weights = w13, w2, b13, b2, w13_scale, w2_scale

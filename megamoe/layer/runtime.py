@@ -38,7 +38,7 @@ class Runtime:
     handle: Tensor = field(init=False)  # [] int64 on the CPU
     # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
     lock: Any = field(default_factory=threading.RLock)
-    state_bytes: int = field(init=False)  # that a forward keeps; 0: the backward pass recomputes
+    state_bytes: int = field(init=False)  # that a forward keeps
     quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
     mean_over: int = 1  # ranks that gradients of weights are divided by
 

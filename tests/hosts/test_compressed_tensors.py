@@ -122,5 +122,7 @@ def test_a_whole_model(folder):
     ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(1))
     model, plain = loaded(folder, "megamoe"), loaded(folder, "eager")
     assert_close(model(ids).logits, plain(ids).logits, relative=0.05)
-    assert experts.num_layers == 2  # of a model that is held: a dropped one's layers are not counted
+    assert (
+        experts.num_layers == 2
+    )  # of a model that is held: a dropped one's layers are not counted
     experts.close()

@@ -7,11 +7,10 @@ from typing import ClassVar
 import torch
 
 from megamoe.backends.call import Call, Gradients
-from megamoe.backends.staged import StagedBackend, moe
+from megamoe.backends.staged import StagedBackend, moe, recording_gradients
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.order import BACKWARD
 from megamoe.layer import functional
-from megamoe.layer.backward import _recording_gradients
 
 COMPLETE = 0x5A
 
@@ -21,6 +20,7 @@ class Saving(StagedBackend):
 
     # of all instances: ("forward" | "train",) or ("backward", needs, weights, turned)
     calls: ClassVar[list] = []
+    recomputes = False
 
     def __init__(self, problem, group=None):
         super().__init__(problem, group)
@@ -63,7 +63,7 @@ class Saving(StagedBackend):
             for source, need in zip(sources, needs, strict=True)
         ]
         asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        with _recording_gradients():
+        with recording_gradients():
             again = Call(leaves[0], ids, leaves[1], ExpertWeights(*leaves[2:]))
             y, _ = moe(self.problem, self.group, again, self.mark.ints(BACKWARD))
             found = iter(torch.autograd.grad(y, asked, dy, materialize_grads=True))
@@ -73,6 +73,12 @@ class Saving(StagedBackend):
                 wanted.into[name].add_(grads[index])
                 grads[index] = None
         return Gradients(*grads)
+
+
+def count_no_calls(monkeypatch):
+    """Give all states of staged one number: who compares an operator's outputs in two calls expects the same bits."""
+    same = property(lambda backend: 0, lambda backend, number: None)
+    monkeypatch.setattr(StagedBackend, "_num_recorded", same, raising=False)
 
 
 functional.BACKENDS["saving"] = ("saving", "Saving")

@@ -17,7 +17,7 @@ from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.group.order import BACKWARD, RECORDED
+from megamoe.group.order import BACKWARD, RECORDED, check_numbers
 
 # what has a gradient -> its name in backward's results
 RESULTS = {
@@ -41,6 +41,7 @@ class ReferenceBackend(Gathered):
         self.rounding = rounding
         self.number = next(_numbers)  # of the backend in this process: states carry it
         self.state_bytes = State.num_bytes(problem)
+        self._num_recorded = 0
 
     @torch.no_grad()
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -54,7 +55,10 @@ class ReferenceBackend(Gathered):
         rank = self.problem.rank
         self._statistics = Statistics.without_pool(result["counts"][rank].sum(0))
         y = result["y"][rank].to(torch.bfloat16)
-        state = State.pack(self.problem, self.number, *mine[1:3]) if keep else None
+        state = None
+        if keep:
+            self._num_recorded += 1
+            state = State.pack(self.problem, self.number, *mine[1:3], self._num_recorded)
         return y if call.out is None else call.out.copy_(y), state
 
     @torch.no_grad()
@@ -62,17 +66,18 @@ class ReferenceBackend(Gathered):
         """Return the gradients; routes and the number of tokens are the state's own. Collective.
 
         Without `turned`, in FP8, that is made from the masters. Raises ArgumentError, on the other ranks RankMismatch,
-        for a state that is not of this layer and call.
+        for a state that is not of this layer and call; RankMismatch where ranks come with states of different calls.
         """
         try:
-            routes = State.unpack(self.problem, self.number, state, call.topk_ids)
+            *routes, number = State.unpack(self.problem, self.number, state, call.topk_ids)
         except ArgumentError:
             self.refuse()
             raise
         (x, _), weights, turned = call.rows, call.weights, wanted.turned
         given = weights if turned is None else turned.forward
-        everyone = self._gather(BACKWARD, (dy, x, *routes, given), x.device)
-        dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
+        everyone = self._gather(BACKWARD, (number, dy, x, *routes, given), x.device)
+        numbers, dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
+        check_numbers(numbers, self.group.rank, self.group.label)
         if self.problem.formats.w.scaled and turned is None:
             stored = [quantize_experts(self.problem, experts) for experts in stored]
         with torch.autocast(x.device.type, enabled=False):

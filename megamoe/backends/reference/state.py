@@ -9,7 +9,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 
 COMPLETE = 0x6D6F65
-HEADER_BYTES = 32  # int64: COMPLETE, number of the backend, fingerprint of the problem, tokens
+HEADER_BYTES = 40  # int64: COMPLETE, number of the backend, fingerprint of the problem, tokens, number of the call
 
 
 class State:
@@ -20,9 +20,11 @@ class State:
         return HEADER_BYTES + problem.max_tokens * problem.top_k * 12
 
     @staticmethod
-    def pack(problem: Problem, number: int, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """Return the state [num_bytes] uint8; ids behind the call's tokens are -1."""
-        numbers = [COMPLETE, number, problem.fingerprint(), topk_ids.shape[0]]
+    def pack(
+        problem: Problem, number: int, topk_ids: Tensor, topk_weights: Tensor, call: int = 0
+    ) -> Tensor:
+        """Return the state [num_bytes] uint8; ids behind the call's tokens are -1. call: its number."""
+        numbers = [COMPLETE, number, problem.fingerprint(), topk_ids.shape[0], call]
         header = torch.tensor(numbers, device=topk_ids.device)
         parts = header, topk_ids.long().flatten(), topk_weights.flatten()
         used = torch.cat([part.view(torch.uint8) for part in parts])
@@ -33,8 +35,8 @@ class State:
     @staticmethod
     def unpack(
         problem: Problem, number: int, state: Tensor, topk_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return topk_ids and topk_weights. Raise ArgumentError for a state of another layer or other routes."""
+    ) -> tuple[Tensor, Tensor, int]:
+        """Return topk_ids, topk_weights, the call's number. ArgumentError for a state of another layer or routes."""
         expected, room = f"one that a forward of this layer has kept ({number})", problem.max_tokens
         size = State.num_bytes(problem)
         if state.dtype != torch.uint8 or tuple(state.shape) != (size,):
@@ -52,4 +54,4 @@ class State:
         scores = state[split : split + tokens * top_k * 4].clone().view(torch.float32)
         if bool(((ids != topk_ids) & (ids != -1)).any()):
             raise ArgumentError("state", "that of other topk_ids", "that of the same call")
-        return ids, scores.view(tokens, top_k)
+        return ids, scores.view(tokens, top_k), header[4]

@@ -254,7 +254,7 @@ def of_choices(rank):
         return tried(lambda: made(case, world, **options))
 
     found["chunks"] = refusal(chunks=0)
-    found["many chunks"] = refusal(chunks=1024, max_tokens=4096)
+    found["many chunks"] = refusal(chunks=1025, max_tokens=4096)
     found["exchange"] = refusal(exchange="fast")
     found["differing chunks"] = refusal(chunks=2 + rank // 3)
     found["differing exchange"] = refusal(exchange="static" if rank == 2 else "exact")
@@ -295,7 +295,7 @@ def test_a_mesh_says_which_ranks_are_a_host(choices):
 
 REFUSED = {
     "chunks": "ConfigError: chunks is 0, expected None or a number from 1 to max_tokens = 16",
-    "many chunks": "ConfigError: chunks is 1024, expected None or a number from 1 to 1023",
+    "many chunks": "ConfigError: chunks is 1025, expected None or a number from 1 to 1024",
     "exchange": "ConfigError: exchange is 'fast', expected 'exact' or 'static'",
     "differing chunks": "RankMismatch: chunks is 3 on rank 3, 2 on rank 0",
     "differing exchange": "RankMismatch: exchange is static on rank 2, exact on rank 0",

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from saving import count_no_calls
 from torch import Tensor
 
 import megamoe
@@ -89,18 +90,24 @@ def test_gradients_are_equal_and_in_the_callers_layout(layout: str, precision: s
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_operators_state_the_layout_of_gradients(layout: str, precision: str) -> None:
+def test_operators_state_the_layout_of_gradients(
+    layout: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fake and real outputs of the operators have the same strides."""
+    count_no_calls(monkeypatch)
     problem = replace(PROBLEM, precision=precision)
     inputs, masters = make_inputs(problem, 8), make_weights(problem, quantize=False)
     e, layer = LAYOUTS[layout](masters), megamoe.Layer(problem, backend="staged")
     layer.prepare(e)
     call = Inputs.of(inputs.x, inputs.topk_ids, inputs.topk_weights, e)
+    size = layer._runtime.backend.state_bytes
     for keep in (False, True):
-        given = (*call, layer.handle, 0, keep)
+        given = (*call, layer.handle, size, keep)
         torch.library.opcheck(torch.ops.megamoe.moe_forward.default, given)
+    with torch.no_grad():
+        _, state = torch.ops.megamoe.moe_forward(*given)
     needs = [True] * 6
-    gradient = (torch.ones_like(inputs.x), *call, layer.handle, needs)
+    gradient = (torch.ones_like(inputs.x), *call, layer.handle, needs, state)
     torch.library.opcheck(torch.ops.megamoe.moe_backward.default, gradient)
     layer.close()
 

@@ -428,3 +428,42 @@ def test_equal_layers_that_are_opened_in_another_order_are_told_apart():
         for kind, message in found:
             assert kind == "RankMismatch", message
             assert "what is opened is layer" in message
+
+
+def passes_in_turns(rank, name):
+    """Two calls, whose backward passes come in another order on each rank, and then two of rank 1's order."""
+    torch.manual_seed(0)
+    layer = MegaMoE(**SHAPE, group=dist.group.WORLD, init_seed=1, backend=name)
+    rows = [make_inputs(layer.problem, 4 + n, rank=rank, seed=n) for n in range(2)]
+
+    def calls():
+        leaves = [i.x.clone().requires_grad_() for i in rows]
+        return leaves, [
+            layer(x, i.topk_ids, i.topk_weights) for x, i in zip(leaves, rows, strict=True)
+        ]
+
+    def gradients(turns):
+        leaves, ys = calls()
+        for turn in turns:
+            ys[turn].float().square().sum().backward()
+        layer.zero_grad()
+        return [x.grad for x in leaves]
+
+    expected = gradients((0, 1))
+    found = outcome(lambda: gradients((0, 1)[:: 1 - 2 * rank]))
+    if name == "emulate":
+        layer.reset()  # ranks inside a kernel do not come out of it alike
+    again = gradients((1, 0))
+    layer.close()
+    return found[:2], [torch.equal(*pair) for pair in zip(expected, again, strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_backward_passes_in_opposite_order_are_named(name):
+    """Red before but with emulate: ranks brought gradients of different calls together, in silence."""
+    for rank, (found, alike) in enumerate(launch(passes_in_turns, 2, name, timeout_s=60)):
+        assert alike == [True, True]
+        kind, text = found
+        assert kind == "RankMismatch", text
+        if name != "emulate":
+            assert f"rank {1 - rank} comes for backward of call " in text, text

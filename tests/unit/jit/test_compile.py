@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from saving import count_no_calls
 from torch._dynamo.backends.common import aot_autograd  # partitions: fake kernels run too
 
 from megamoe import ArgumentError, Layer, MegaMoE, Problem
@@ -23,15 +24,16 @@ def make(precision="bf16"):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_opcheck(precision):
+def test_opcheck(precision, monkeypatch):
+    count_no_calls(monkeypatch)
     layer, inputs = make(precision)
     w = layer.expert_weights()
     x = inputs.x.clone().requires_grad_()
     count = torch.tensor([13], dtype=torch.int32)
     arguments = Inputs.of(x, inputs.topk_ids, inputs.topk_weights, w, count)
-    handle = layer._layer.handle
+    handle, state_bytes = layer._layer.handle, layer._layer._runtime.state_bytes
     for keep in (False, True):
-        torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle, 0, keep))
+        torch.library.opcheck(OPS.moe_forward.default, (*arguments, handle, state_bytes, keep))
     if precision == "fp8":
         q, scale = quantize_rows(inputs.x)
         frozen = Inputs(*[a if a is None else a.detach() for a in arguments])
@@ -44,7 +46,9 @@ def test_opcheck(precision):
     dy = torch.ones_like(inputs.x)
     detached = [a if a is None else a.detach() for a in arguments]
     needs = [True, False, True, True, False, True]
-    torch.library.opcheck(OPS.moe_backward.default, (dy, *detached, handle, needs))
+    with torch.no_grad():
+        _, state = OPS.moe_forward(*detached, handle, state_bytes, True)
+    torch.library.opcheck(OPS.moe_backward.default, (dy, *detached, handle, needs, state))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -17,14 +17,14 @@ def test_table():
 def test_figures_are_of_a_clock_that_calls_move():
     """The module takes 9, 5, 1 and 7 us a call: least of the repeats' means 1, median 6; the limit is the least's."""
     code = """
-import itertools, sys, time
+import itertools, sys, time, torch
 from bench import host_cost
 from bench.timing import Timer
 now, calls = [0.0], itertools.count()
 def forward(self, call, keep=False):
     run = (next(calls) - host_cost.WARM_UP) // host_cost.CALLS % 4
     now[0] += (9e-6, 5e-6, 1e-6, 7e-6)[run]
-    return call.x, None
+    return call.x, call.x.new_empty(0, dtype=torch.uint8)
 host_cost.Nothing.forward = forward
 time.perf_counter = lambda: now[0]
 real = Timer.host

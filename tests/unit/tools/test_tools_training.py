@@ -231,13 +231,10 @@ def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
     said = capsys.readouterr().out
     assert good
     assert "PASS: reference fp8" in said
-    assert said.count("backward by reference") == 4
     one, other = (found["reference", "bf16", seed] for seed in (1, 2))
     assert one != other
     assert one[0] == pytest.approx(found["reference", "fp8", 1][0], rel=1e-2)
-    assert train(this, "again").backward == "reference"
-    staged = Setup(*here, {"backend": "staged", "precision": "bf16"})
-    assert train(staged, "staged", stop_after=1).backward == "staged"
+    assert train(this, "again").losses == one
 
     apart = {key: [1.006 * loss for loss in losses] if key[1] == "fp8" else losses
              for key, losses in found.items()}  # fmt: skip
