@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that a change of the kernel has to pass on GPUs, in one go: about 8 minutes on 2 of them. Steps of one rank
+# Everything that a change of the kernel has to pass on 1 to 8 GPUs: about 8 minutes on 2 of them. Steps of one rank
 # run side by side, one a GPU; steps that use several GPUs, or that measure, run alone. On one GPU ranks share it, in its
 # time slices, and so do all steps that judge.
 #
@@ -110,6 +110,18 @@ layers() { # how
     "$1" demo_staged 120 make --no-print-directory demo ARGS="--steps 200 --compare staged"
 }
 
+hosts() { # half of the GPUs each, which meet over NVLink, then over sockets, as far as NCCL is concerned
+    local way sockets="NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1" sweep="tools/latency_sweep.py --fake-hosts 2"
+    step train_hosts 120 "$python" tools/train_step.py --fake-hosts 2
+    # shellcheck disable=SC2086
+    step train_hosts_sockets 120 env $sockets "$python" tools/train_step.py --fake-hosts 2 --steps 100
+    for way in "" _sockets; do
+        # shellcheck disable=SC2086
+        step "sweep_hosts$way" 120 env ${way:+$sockets} "$python" $sweep --shape dsv3 qwen3-235b --precision fp8 bf16 \
+            --tokens 8192 --samples 6 --backend mega --baseline staged --out "$out" --name "sweep_hosts$way"
+    done
+}
+
 step compile 300 "$python" -m megamoe.jit --all
 if [ "$gpus" -eq 1 ]; then
     memcheck step
@@ -123,13 +135,20 @@ else
     memcheck single
     side_by_side
     CUDA_VISIBLE_DEVICES=0,1 check step 2 1024
-    if [ "$gpus" -ge 4 ]; then CUDA_VISIBLE_DEVICES=0,1,2,3 check step 4 "8 1024 8192"; fi
+    for n in 4 8; do
+        [ "$gpus" -lt $n ] || CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((n - 1))) check step $n "8 1024 8192"
+    done
     layers step
+    hosts
 fi
 step host_cost 120 "$python" tools/host_cost.py --check
 step captured 60 "$python" tools/host_cost.py --captured --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
     --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
+step sweep_tokens 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
+    --tokens 8 64 512 1024 --backend mega --out "$out" --name sweep_tokens
+step sweep_fp4 60 "$python" tools/latency_sweep.py --shape dsv3 flash --precision fp8xmxfp4 --tokens 8 64 8192 \
+    --backend mega --out "$out" --name sweep_fp4
 # On one GPU, the local experts of EP4, beside the GEMMs alone, with bytes of DRAM where ncu is.
 for direction in forward train backward; do
     step "gemms_$direction" 150 env CUDA_VISIBLE_DEVICES=0 "$python" tools/latency_sweep.py --ranks 1 --dram \
@@ -137,6 +156,7 @@ for direction in forward train backward; do
         --precision bf16 --direction $direction --samples 10 --backend mega --baseline gemms --out "$out" \
         --name "gemms_$direction"
 done
+step train_hf 200 "$python" tools/train_hf.py --curves "$out/train_hf.png"
 step train_curves 300 "$python" tools/train_step.py --steps 300 --curves "$out/train_curves.png"
 step train_sweep 300 "$python" tools/latency_sweep.py --direction step --shape qwen3-30b --tokens 8192 --precision bf16 \
     fp8 --reserve-sms 0 default --backend mega --baseline staged --out "$out" --name train_sweep
