@@ -16,11 +16,10 @@ from torch import Tensor
 from megamoe.checkpoints.experts import Experts, find
 from megamoe.checkpoints.files import Output, Source, folder_of, write
 from megamoe.checkpoints.layouts import LAYOUTS, Entry, Layout
-from megamoe.checkpoints.recipes import check_recipes
+from megamoe.checkpoints.recipes import CONFIG, MODELOPT, check_recipes
 from megamoe.core.errors import ArgumentError
 
 SHARD_BYTES = 5 * 10**9
-_CONFIG = "config.json"
 _BESIDE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # configuration and tokenizer
 
 _WORDS = {
@@ -37,13 +36,16 @@ def convert(
     to: str,
     *,
     source_layout: str | None = None,
+    own_rows: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> list[str]:
     """Write the checkpoint in folder `source` to a new folder `target`, its experts in the layout `to`.
 
     to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (gpt-oss without
-    config.json). shard_bytes: of a file at most, unless a single tensor has more. progress: show a bar, with tqdm.
+    config.json). own_rows: take matrices of one scale whose rows had one for all tokens, such as a calibrated
+    input_scale: that is left out, since a layer gives each token its own. shard_bytes: of a file at most, unless a
+    single tensor has more. progress: show a bar, with tqdm.
     Numbers are moved, never computed: types stay, and one expert of one tensor is in memory at a time. Other tensors
     and the files of configuration and tokenizer are copied. Until all is written the folder has another name.
     Returns for each module its name, its layout and its sizes, in words.
@@ -59,10 +61,10 @@ def convert(
     if not source.is_dir():
         raise ArgumentError("source", source, "a folder")
     with Source(source) as tensors:
-        config = _config(source)
-        modules = find(tensors, source_layout, config.get("model_type"))
-        _check_numbers(modules, config)
-        check_recipes(modules, config, source / _CONFIG)
+        configs = {name: _config(source / name) for name in (CONFIG, MODELOPT)}
+        modules = find(tensors, source_layout, configs[CONFIG].get("model_type"))
+        _check_numbers(modules, configs[CONFIG])
+        check_recipes(modules, configs, source, LAYOUTS[to], own_rows)
         outputs = _outputs(tensors, modules, LAYOUTS[to])
         total = sum(output.num_bytes for output in outputs)
         with _finished_at_once(target, total) as folder, _bar(total, progress) as written:
@@ -82,9 +84,8 @@ def _is_beside(path: Path) -> bool:
     return path.suffix in _BESIDE and not path.name.endswith(".index.json") and path.is_file()
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    """Return config.json, empty without one."""
-    path = folder / _CONFIG
+def _config(path: Path) -> dict[str, Any]:
+    """Return a file of configuration, empty without one."""
     try:
         found = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError as error:
@@ -95,14 +96,21 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _check_numbers(modules: list[Experts], config: dict[str, Any]) -> None:
-    """Raise ArgumentError where there are fewer or more experts than config.json says: names do not show the last."""
-    text = config.get("text_config")
-    for known in (config, text if isinstance(text, dict) else {}):
-        for key in _NUM_EXPERTS:
-            for experts in modules if isinstance(known.get(key), int) else ():
-                if experts.num != known[key]:
-                    expected = f"{known[key]}, {key} of config.json"
-                    raise ArgumentError(f"number of experts of {experts}", experts.num, expected)
+    """Raise ArgumentError where no part of config.json says that there are as many: names do not show the last."""
+    said = dict(_numbers(config))
+    for experts in modules if said else ():
+        if experts.num not in said:
+            key = " or ".join(f"{num}, {place} of {CONFIG}" for num, place in said.items())
+            raise ArgumentError(f"number of experts of {experts}", experts.num, key)
+
+
+def _numbers(config: dict[str, Any], place: str = "") -> Iterator[tuple[int, str]]:
+    """Return the numbers of experts that a configuration and its parts say, and where."""
+    for key, value in config.items():
+        if key in _NUM_EXPERTS and isinstance(value, int):
+            yield value, place + key
+        elif isinstance(value, dict):
+            yield from _numbers(value, f"{place}{key}.")
 
 
 def _outputs(source: Source, modules: list[Experts], layout: Layout) -> list[Output]:
@@ -141,7 +149,10 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
 
 def _check_fits(experts: Experts, layout: Layout) -> None:
     """Raise ArgumentError where the layout has no place for what there is, or wants more."""
-    for kind in sorted(experts.kinds - layout.kinds):
+    if layout.alike:
+        expected = f"one with a scale of each row, or each block: {layout.name} is only read"
+        raise ArgumentError("to", layout.name, expected)
+    for kind in sorted(experts.kinds - layout.kinds - {"rows"}):
         places = ", ".join(name for name, other in LAYOUTS.items() if kind in other.kinds)
         expected = f"one with a place for {_WORDS[kind]} of {experts}: {places}"
         raise ArgumentError("to", layout.name, expected)

@@ -15,6 +15,7 @@ from megamoe.core.errors import ArgumentError
 
 _NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
 _NUMBERS = re.compile(r"(?:(?<=[._])|(?<=weight)|(?<=bias))\d+")  # of layers and experts
+_BESIDE = {"bias", "rows"}  # what may be there or not
 # What the numbers of a module are, and in which types.
 _FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
     frozenset({"weight"}): {"weight": FLOATS},
@@ -118,7 +119,7 @@ class Experts:
 
     def _check(self, entry: Entry, name: str, parts: tuple[str, ...]) -> None:
         dtype = self.source.dtype(name)
-        allowed = _FORMATS[frozenset(self.kinds - {"bias"})].get(entry.kind, FLOATS)
+        allowed = _FORMATS[frozenset(self.kinds - _BESIDE)].get(entry.kind, FLOATS)
         if dtype not in allowed:
             raise ArgumentError(f"{name}.dtype", dtype, f"{' or '.join(allowed)} in {self}")
         for part in parts:
@@ -126,7 +127,7 @@ class Experts:
                 others = self.dtypes[entry.kind, part]
                 raise ArgumentError(f"{name}.dtype", dtype, f"{others}, as other experts of {self}")
         shape, expected = self.source.shape(name), self.shape(self.layout, entry, parts)
-        if shape != expected:
+        if (shape or (1,)) != expected:
             sizes = f"{self.num} experts, hidden {self.hidden}, intermediate {self.intermediate}"
             raise ArgumentError(f"{name}.shape", list(shape), f"{list(expected)}: {self}, {sizes}")
 
@@ -154,12 +155,12 @@ def _claims(source: Source) -> dict[str, _Claims]:
     found: dict[str, _Claims] = {}
     known = set(source.names)
     for name in source.names:
-        packed, by_channel = source.dtype(name) in PACKED, _is_by_channel(source, known, name)
+        packed, scales = source.dtype(name) in PACKED, _scales_of(source, known, name)
         for layout, entry, certain, pattern in _patterns():
             match = pattern.fullmatch(name) if certain in name else None
             if match is None or packed != (entry.kind in ("codes", "powers")):
                 continue
-            if by_channel != (entry.kind == "channels"):
+            if scales != (("channels", layout.alike) if entry.kind == "channels" else None):
                 continue
             number = int(match["n"]) if entry.of_each else None
             places = found.setdefault(match["prefix"], {}).setdefault(layout.name, {})
@@ -169,13 +170,15 @@ def _claims(source: Source) -> dict[str, _Claims]:
     return {prefix: claims for prefix, claims in found.items() if _is_module(prefix, claims)}
 
 
-def _is_by_channel(source: Source, known: set[str], name: str) -> bool:
-    """Whether these are scales of as many rows as there are: blocks of rows are fewer, but have the same names."""
+def _scales_of(source: Source, known: set[str], name: str) -> tuple[str, bool] | None:
+    """Return "channels" and whether they are alike; None: no scale of rows, such as those of blocks, named the same."""
     of = name.removesuffix("_scale")
     if of == name or of not in known:
-        return False
-    shape = source.shape(name)
-    return shape[-1:] == (1,) and shape[:-1] == source.shape(of)[:-1]
+        return None
+    shape, rows = source.shape(name), source.shape(of)[:-1]
+    if shape in ((), (1,)):
+        return "channels", True
+    return ("channels", False) if shape == (*rows, 1) else None
 
 
 def _is_module(prefix: str, claims: _Claims) -> bool:
@@ -217,7 +220,7 @@ def _layout_of(
     for name, places in claims.items():
         kinds = {entry.kind for entry, _ in places}
         parts = {p for e, _ in places if e.kind in ("weight", "codes") for p in e.parts}
-        complete = frozenset(kinds - {"bias"}) in _FORMATS and {"up", "down"} <= parts
+        complete = frozenset(kinds - _BESIDE) in _FORMATS and {"up", "down"} <= parts
         complete &= kinds >= set(LAYOUTS[name].needs)
         if complete and len(places) == len(names) and stated in (None, name):
             fitting.append(LAYOUTS[name])

@@ -1,8 +1,9 @@
 """How checkpoints name and arrange what experts are made of. One table; everything else asks it.
 
 An expert has parts, "gate" [I, H] if it is gated, "up" [I, H] and "down" [H, I], and of each part tensors of a kind:
-its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)] or "channels" [I, 1]; or MXFP4's "codes" [I, H/2] and
-"powers" [I, H/32]; perhaps a "bias" [I]. Of down with H and I exchanged.
+its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)] or "channels" [I, 1], which multiply it; or MXFP4's
+"codes" [I, H/2] and "powers" [I, H/32]; perhaps a "bias" [I]. Of down with H and I exchanged. "rows" [1] is a scale
+that was calibrated for rows of x or h; no layer of ours takes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ SCALED = ("F8_E4M3",)
 PACKED = ("U8",)
 BLOCK = MXFP4_GROUP // 2  # bytes of a power's numbers
 _UP = ("gate", "up")
-_HF = "gate_proj up_proj down_proj"
+HF = "gate_proj up_proj down_proj"  # of an expert: gate, up, down
+MIXTRAL = "w1 w3 w2"
+_FP8, _COMPRESSED = "fp8", "compressed-tensors"
+_ALIKE = (_FP8, _COMPRESSED, "modelopt")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Layout:
 
     needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
     blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (megamoe/formats/mxfp4.py).
+    alike: a matrix has one scale, [1] or [], and to other layouts each of its rows has it; so it is only read.
+    methods: whose names of e4m3's scales these are, as config.json's quant_method has it.
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
     this is it; the `model_type` that says so.
     """
@@ -65,7 +71,9 @@ class Layout:
     transposed: bool = False
     blocked: bool = False
     arranged: bool = False
+    alike: bool = False
     bare: bool = False
+    methods: tuple[str, ...] = (_FP8, _COMPRESSED)
     ambiguous: str | None = None
 
     @property
@@ -88,6 +96,8 @@ class Layout:
             whole = whole.flatten(-2)
         if kind == "powers" and self.arranged:
             whole = plain_scales(whole[None], num, rows, columns)[0]
+        if kind == "channels" and self.alike:
+            whole = whole.reshape(1, 1).expand(num * rows, 1)
         whole = whole.T if self._turned(kind) else whole
         if self.interleaved:
             return [whole[first::num] for first in range(num)]
@@ -101,7 +111,8 @@ class Layout:
             "weight": (num * rows, columns),
             "bias": (num * rows,),
             "scale": (num * n, k),
-            "channels": (num * rows, 1),
+            "channels": (1,) if self.alike else (num * rows, 1),
+            "rows": (1,),
             "codes": (num * rows, *(blocked if self.blocked else (columns // 2,))),
             "powers": arranged if self.arranged else (num * rows, groups),
         }
@@ -135,6 +146,13 @@ def _per_expert(names: str, kinds: dict[str, str], gated: bool | None = None) ->
     )
 
 
+def _fp8(name: str, names: str, kind: str, end: str, *methods: str, alike: bool = False) -> Layout:
+    """kind, end: of its scales, and their name."""
+    kinds = {"weight": "weight", kind: end} | ({"rows": "input_scale"} if alike else {})
+    entries = _per_expert(names, kinds, gated=True if names == MIXTRAL else None)
+    return Layout(name, entries, ("weight", kind), alike=alike, methods=methods)
+
+
 def _megatron(template: str) -> tuple[Entry, ...]:
     sides = (("linear_fc1", _UP), ("linear_fc2", ("down",)))
     kinds = ("weight", "bias")
@@ -154,8 +172,8 @@ _LAYOUTS = (
             Entry("down_proj", ("down",)),
         ),
     ),
-    Layout("hf-per-expert", _per_expert(_HF, {"weight": "weight"})),
-    Layout("mixtral", _per_expert("w1 w3 w2", {"weight": "weight"}, gated=True)),
+    Layout("hf-per-expert", _per_expert(HF, {"weight": "weight"})),
+    Layout("mixtral", _per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
     Layout(
         "gpt-oss",
         (
@@ -183,16 +201,14 @@ _LAYOUTS = (
         interleaved=True,
         blocked=True,
     ),
-    Layout(
-        "deepseek-fp8",
-        _per_expert(_HF, {"weight": "weight", "scale": "weight_scale_inv"}),
-        needs=("weight", "scale"),
-    ),
-    Layout(
-        "compressed-tensors-fp8",
-        _per_expert(_HF, {"weight": "weight", "channels": "weight_scale"}),
-        needs=("weight", "channels"),
-    ),
+    _fp8("deepseek-fp8", HF, "scale", "weight_scale_inv", _FP8),
+    _fp8("minimax-fp8", MIXTRAL, "scale", "weight_scale_inv", _FP8),
+    _fp8("compressed-tensors-fp8", HF, "channels", "weight_scale", _COMPRESSED),
+    _fp8("compressed-tensors-fp8-block", HF, "scale", "weight_scale", _COMPRESSED),
+    _fp8("mixtral-fp8", MIXTRAL, "channels", "weight_scale", _COMPRESSED),
+    _fp8("mixtral-fp8-block", MIXTRAL, "scale", "weight_scale", _COMPRESSED),
+    _fp8("tensor-fp8", HF, "channels", "weight_scale", *_ALIKE, alike=True),
+    _fp8("mixtral-tensor-fp8", MIXTRAL, "channels", "weight_scale", *_ALIKE, alike=True),
     Layout("megatron", _megatron("{linear}.{kind}{n}")),
     Layout("megatron-sequential", _megatron("local_experts.{n}.{linear}.{kind}")),
     Layout(

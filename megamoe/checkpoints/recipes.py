@@ -8,43 +8,95 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megamoe.checkpoints.experts import Experts
+from megamoe.checkpoints.layouts import HF, MIXTRAL, Layout
 from megamoe.core.errors import ArgumentError
 from megamoe.core.table import SCALE_GROUP
 
+CONFIG, MODELOPT = "config.json", "hf_quant_config.json"  # the second has a recipe of ModelOpt's
 _KEYS = ("quantization_config", "compression_config")  # the second of older files
+_SKIPPED = ("modules_to_not_convert", "ignored_layers")
 # What a recipe means that leaves these out.
 _UNSAID = {
     **{"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False},
     **{"activation_scheme": "dynamic", "fmt": "e4m3"},
 }
-# compressed-tensors', of experts by channel.
+_Said = dict[str, tuple[Any, ...]]  # what each key of a recipe or scheme may be
 _E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
-_SCHEME: dict[str, dict[str, Any] | None] = {
-    "weights": _E4M3 | {"strategy": "channel", "dynamic": False},
-    "input_activations": _E4M3 | {"strategy": "token", "dynamic": True},
-    "output_activations": None,
+_TOKEN = _E4M3 | {"strategy": "token", "dynamic": True}
+_GROUP = _E4M3 | {"strategy": "group", "group_size": SCALE_GROUP, "dynamic": True}
+_BLOCKS = {"strategy": "block", "block_structure": [SCALE_GROUP] * 2}
+
+
+def _scheme(weights: dict[str, Any], rows: dict[str, Any]) -> _Said:
+    weights = _E4M3 | weights | {"dynamic": False}
+    return {"weights": (weights,), "input_activations": (rows,), "output_activations": (None,)}
+
+
+# With a scale_fmt of ue8m0 weights have powers of two, which fp32 holds.
+_OWN: _Said = {"activation_scheme": ("dynamic",), "fmt": ("e4m3", "float8_e4m3fn")}
+# By quant_method and by how scales are arranged. "fp8" is DeepSeek's, Qwen's, MiniMax' and AutoFP8's own.
+_SAID: dict[str, dict[str, _Said]] = {
+    "fp8": {
+        "scale": _OWN | {"weight_block_size": ([SCALE_GROUP] * 2,)},
+        "alike": _OWN | {"weight_block_size": (None,)},
+    },
+    "compressed-tensors": {
+        "scale": _scheme(_BLOCKS, _GROUP),
+        "channels": _scheme({"strategy": "channel"}, _TOKEN),
+        "alike": _scheme({"strategy": "tensor"}, _TOKEN),
+    },
+    "modelopt": {"alike": {"quant_algo": ()}},
 }
-# DeepSeek's and Qwen's own. With a scale_fmt of ue8m0 weights have powers of two, which fp32 holds.
-_BLOCKWISE = {"weight_block_size": [SCALE_GROUP] * 2, "activation_scheme": "dynamic", "fmt": "e4m3"}
-_METHODS = {"scale": "fp8", "channels": "compressed-tensors"}  # by the kind of scales
+# Of matrices with one scale also rows with one for all tokens, where the user lets a layer give each its own.
+_ROWS: _Said = {
+    "activation_scheme": ("static",),
+    "input_activations": tuple(
+        _E4M3 | {"strategy": "tensor", "dynamic": dynamic} for dynamic in (False, True)
+    ),
+    "quant_algo": ("FP8",),
+}
 _CLASS = "Linear"  # that a projection is, as targets name it
 _SHOWN = 500  # characters of a value in messages: targets may be all modules
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def check_recipes(modules: list[Experts], config: dict[str, Any], file: Path) -> None:
-    """Raise ArgumentError where a config.json says that FP8 experts are not what a layer computes. Silence is accepted.
+def check_recipes(
+    modules: list[Experts],
+    files: dict[str, dict[str, Any]],
+    folder: Path,
+    to: Layout,
+    own_rows: bool,
+) -> None:
+    """Raise ArgumentError where recipes say that FP8 experts are not what a layer computes. Silence is accepted.
 
-    config: what is in `file`, for messages.
+    files: what CONFIG and MODELOPT of `folder` hold. to: another library's layout must be one that the recipe, which
+    stays beside it, is right for. own_rows: rows that had one scale for all tokens are taken.
     """
-    for place, recipe in _recipes(config):
-        for experts in modules:
-            for kind in _METHODS.keys() & experts.kinds:
-                _check(f"{file}: {place}", recipe, experts, kind)
+    recipes = [(f"{folder / CONFIG}: {place}", r) for place, r in _recipes(files[CONFIG])]
+    if beside := files[MODELOPT]:
+        said = beside.get("quantization")
+        said = {"quant_method": "modelopt"} | said if isinstance(said, dict) else said
+        recipes.append((f"{folder / MODELOPT}: quantization", said))
+    for experts in modules:
+        _check_rows(experts, own_rows)
+        if experts.kinds.isdisjoint(("scale", "channels")):
+            continue
+        written = () if to.bare or to is experts.layout else (to,)
+        for layout in (experts.layout, *written):
+            for name, recipe in recipes:
+                _check(name, recipe, _Case(experts, layout, own_rows))
+
+
+def _check_rows(experts: Experts, own_rows: bool) -> None:
+    for (entry, _), name in experts.names.items():
+        if entry.kind == "rows" and not own_rows:
+            expected = "none that rows were calibrated for, or own_rows (--own-rows)"
+            _refuse(f"tensor {name!r}", "there", expected, experts)
 
 
 def _recipes(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
@@ -56,57 +108,94 @@ def _recipes(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any
             yield from _recipes(value, f"{place}{key}.")
 
 
-def _check(name: str, recipe: Any, experts: Experts, kind: str) -> None:
-    said = recipe.get("quant_method") if isinstance(recipe, dict) else recipe
-    if said != _METHODS[kind]:
-        _refuse(f"{name}.quant_method", said, repr(_METHODS[kind]), experts)
-    if kind == "scale":
-        for key, value in _BLOCKWISE.items():
+@dataclass(frozen=True)
+class _Case:
+    """Experts whose recipe has to be right for this layout, their own or the one to write."""
+
+    experts: Experts
+    layout: Layout
+    own_rows: bool
+
+    def __str__(self) -> str:
+        same = self.layout is self.experts.layout
+        return str(self.experts) if same else f"{self.experts} as {self.layout.name}"
+
+    @cached_property
+    def arrangement(self) -> str:
+        kind = "scale" if "scale" in self.experts.kinds else "channels"
+        return "alike" if self.layout.alike else kind
+
+    @cached_property
+    def modules(self) -> list[tuple[str, ...]]:
+        """The experts' projections, each by the names that recipes may have for it."""
+        each = [e.name for e in self.layout.entries if e.of_each and e.kind == "weight"]
+        known = [names.split() for names in (HF, MIXTRAL)]
+        known = [p for p in known if not each or f"{{n}}.{p[0]}.weight" in each]
+        found = list(zip(*known, strict=True))[0 if self.experts.gated else 1 :]
+        prefix = f"{self.experts.prefix}experts."
+        return [
+            tuple(f"{prefix}{n}.{p}" for p in ps) for n in range(self.experts.num) for ps in found
+        ]
+
+    def check(self, name: str, recipe: dict[str, Any], said: _Said) -> None:
+        """Raise ArgumentError unless each key is one of what is said."""
+        for key, every in said.items():
+            if self.own_rows and self.arrangement == "alike":
+                every += _ROWS.get(key, ())
             found = recipe.get(key, _UNSAID.get(key))
-            if found != value:
-                _refuse(f"{name}.{key}", found, repr(value), experts)
+            if isinstance(found, dict) and every and isinstance(every[0], dict):
+                found = {key: found.get(key, _UNSAID.get(key)) for key in every[0]}
+            if found not in every:
+                expected = " or ".join(map(repr, every)) or "rows whose scales are not calibrated"
+                _refuse(f"{name}.{key}", found, expected, self)
+
+
+def _check(name: str, recipe: Any, case: _Case) -> None:
+    said = recipe.get("quant_method") if isinstance(recipe, dict) else recipe
+    methods = {m: _SAID[m] for m in case.layout.methods if case.arrangement in _SAID[m]}
+    if not isinstance(said, str) or said not in methods:
+        _refuse(f"{name}.quant_method", said, " or ".join(map(repr, methods)), case)
+    expected = methods[said][case.arrangement]
+    if said == "compressed-tensors":
+        _check_compressed(name, recipe, case, expected)
         return
+    case.check(name, recipe, expected)
+    modules = "".join(f".{module}.\n" for module, *_ in case.modules)
+    for key in _SKIPPED:
+        for skipped in sorted(_Targets(f"{name}.{key}", recipe.get(key), case).exact):
+            if f".{skipped}." in modules:
+                _refuse(f"{name}.{key}", skipped, "none that experts of e4m3 are in", case)
+
+
+def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Said) -> None:
     if (turned := recipe.get("transform_config")) not in (None, {}, {"config_groups": {}}):
-        _refuse(
-            f"{name}.transform_config", turned, "none: rows are multiplied as they are", experts
-        )
-    ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), experts)
-    for module in _modules(experts):
+        _refuse(f"{name}.transform_config", turned, "none: rows are multiplied as they are", case)
+    ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), case)
+    for module in case.modules:
         if (found := ignored.naming(module)) is not None:
-            _refuse(ignored.name, found[1], f"none that names {module}, which is e4m3", experts)
+            _refuse(ignored.name, found[1], f"none that names {module[0]}, which is e4m3", case)
     schemes = recipe.get("config_groups") or {}
     if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
-        _refuse(f"{name}.config_groups", schemes, "schemes by the names of their groups", experts)
-    for of in sorted(_groups_of(f"{name}.config_groups", schemes, experts)):
-        for part, expected in _SCHEME.items():
-            found = schemes[of].get(part)
-            if expected is not None and isinstance(found, dict):
-                found = {key: found.get(key, _UNSAID.get(key)) for key in expected}
-            if found != expected:
-                _refuse(f"{name}.config_groups.{of}.{part}", found, str(expected), experts)
+        _refuse(f"{name}.config_groups", schemes, "schemes by the names of their groups", case)
+    for of in sorted(_groups_of(f"{name}.config_groups", schemes, case)):
+        case.check(f"{name}.config_groups.{of}", schemes[of], said)
 
 
-def _modules(experts: Experts) -> list[str]:
-    """Return the names of the experts' projections, as recipes have them."""
-    names = _PROJECTIONS if experts.gated else _PROJECTIONS[1:]
-    return [f"{experts.prefix}experts.{n}.{p}" for n in range(experts.num) for p in names]
-
-
-def _groups_of(name: str, schemes: dict[str, Any], experts: Experts) -> set[str]:
+def _groups_of(name: str, schemes: dict[str, Any], case: _Case) -> set[str]:
     """Return the groups of the experts' modules: for each those whose targets name it most closely.
 
     Who loads a checkpoint takes one of several that are as close, by an order that is not the same everywhere.
     """
     every = {
-        of: _Targets(f"{name}.{of}.targets", scheme.get("targets"), experts)
+        of: _Targets(f"{name}.{of}.targets", scheme.get("targets"), case)
         for of, scheme in schemes.items()
     }
     groups = set()
-    for module in _modules(experts):
+    for module in case.modules:
         ranks = {of: f[0] for of, t in every.items() if (f := t.naming(module)) is not None}
         if not ranks:
             seen = {of: scheme.get("targets") for of, scheme in schemes.items()}
-            _refuse(f"{name}, targets", seen, f"one of {module}", experts)
+            _refuse(f"{name}, targets", seen, f"one of {module[0]}", case)
         groups |= {of for of, rank in ranks.items() if rank == min(ranks.values())}
     return groups
 
@@ -114,22 +203,23 @@ def _groups_of(name: str, schemes: dict[str, Any], experts: Experts) -> set[str]
 class _Targets:
     """What a list in a recipe names: modules, their class, and by patterns, which begin with "re:"."""
 
-    def __init__(self, name: str, given: Any, experts: Experts) -> None:
+    def __init__(self, name: str, given: Any, case: _Case) -> None:
         self.name = name
         if not isinstance(given, list | None) or not all(isinstance(t, str) for t in given or ()):
-            _refuse(name, given, "a list of names", experts)
+            _refuse(name, given, "a list of names", case)
         patterns = {text for text in given or () if text.startswith("re:")}
-        self._exact = set(given or ()) - patterns
+        self.exact = set(given or ()) - patterns
         self._patterns = {text: self._compiled(text) for text in sorted(patterns)}
 
-    def naming(self, module: str) -> tuple[int, str] | None:
+    def naming(self, module: tuple[str, ...]) -> tuple[int, str] | None:
         """Return how closely a module is named, least is closest, and by what: its name, a pattern, its class."""
-        if module in self._exact:
-            return 0, module
+        for name in module:
+            if name in self.exact:
+                return 0, name
         for text, pattern in self._patterns.items():
-            if pattern.match(module):
+            if any(pattern.match(name) for name in module):
                 return 1, text
-        return (2, _CLASS) if _CLASS in self._exact else None
+        return (2, _CLASS) if _CLASS in self.exact else None
 
     def _compiled(self, text: str) -> re.Pattern[str]:
         try:
@@ -139,7 +229,7 @@ class _Targets:
             raise ArgumentError(self.name, f"{text!r} ({error})", expected) from error
 
 
-def _refuse(name: str, value: object, expected: str, experts: Experts) -> None:
+def _refuse(name: str, value: object, expected: str, of: object) -> NoReturn:
     text = repr(value)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    raise ArgumentError(name, shown, f"{expected}, for {experts}")
+    raise ArgumentError(name, shown, f"{expected}, for {of}")

@@ -31,11 +31,20 @@ PAIRS = {
     "plain": ["hf-fused", "hf-per-expert", "mixtral", "megatron", "megatron-sequential", "megamoe"],
     "no gate": ["hf-fused", "hf-per-expert", "megatron", "megatron-sequential", "megamoe"],
     "biases": ["gpt-oss", "megatron", "megatron-sequential", "megamoe"],
-    "scales": ["deepseek-fp8", "megamoe"],
-    "scales, no gate": ["deepseek-fp8", "megamoe"],
-    "scales of channels": ["compressed-tensors-fp8", "megamoe"],
+    "scales": [
+        *("deepseek-fp8", "minimax-fp8"),
+        *("compressed-tensors-fp8-block", "mixtral-fp8-block", "megamoe"),
+    ],
+    "scales, no gate": ["deepseek-fp8", "compressed-tensors-fp8-block", "megamoe"],
+    "scales of channels": ["compressed-tensors-fp8", "mixtral-fp8", "megamoe"],
     "scales of channels, no gate": ["compressed-tensors-fp8", "megamoe"],
     "mxfp4, biases": ["gpt-oss-mxfp4", "megamoe"],
+}
+HF, MIXTRAL = "gate_proj up_proj down_proj", "w1 w3 w2"
+PROJECTIONS = {
+    **dict.fromkeys(["hf-per-expert", "deepseek-fp8"], HF),
+    **dict.fromkeys(["compressed-tensors-fp8", "compressed-tensors-fp8-block"], HF),
+    **dict.fromkeys(["mixtral", "minimax-fp8", "mixtral-fp8", "mixtral-fp8-block"], MIXTRAL),
 }
 LAYERS = ("model.layers.0.mlp.", "model.layers.11.mlp.")
 OTHERS = {
@@ -92,13 +101,11 @@ def hand_made(layout, experts):
     for n, expert in enumerate(experts):
         w, b, s = (expert.get(kind, {}) for kind in ("weight", "bias", "scale"))
         codes, powers = (expert.get(kind, {}) for kind in ("codes", "powers"))
-        if layout in ("hf-per-expert", "deepseek-fp8", "compressed-tensors-fp8"):
-            end = "weight_scale_inv" if layout == "deepseek-fp8" else "weight_scale"
-            found |= {f"{n}.{p}_proj.weight": t for p, t in w.items()}
-            found |= {f"{n}.{p}_proj.{end}": t for p, t in s.items()}
-        elif layout == "mixtral":
-            name = {"gate": "w1", "up": "w3", "down": "w2"}
-            found |= {f"{n}.{name[p]}.weight": t for p, t in w.items()}
+        if layout in PROJECTIONS:
+            end = "_scale_inv" if layout in ("deepseek-fp8", "minimax-fp8") else "_scale"
+            for part, name in zip(("gate", "up", "down"), PROJECTIONS[layout].split(), strict=True):
+                found |= {f"{n}.{name}.weight": of[part] for of in (w,) if part in of}
+                found |= {f"{n}.{name}.weight{end}": of[part] for of in (s,) if part in of}
         elif layout.startswith("megatron"):
             for kind, of in (("weight", w), ("bias", b)):
                 for linear, parts in (("1", ("gate", "up")), ("2", ("down",))):
@@ -298,11 +305,13 @@ def test_channels_as_they_are_published(tmp_path):
         # A fault that this sees: up multiplied by gate's scales
         layer.w13_scale[:, INNER:].copy_(layer.w13_scale[:, :INNER].roll(1, 1) * 2)
         assert compare(layer(*(each[0] for each in call)), exact).relative > 0.1
-    # Scales of one a matrix, and of groups along K, are no channels.
-    for shape in ((1,), (INNER, 2)):
+    # Scales without a second dimension, and of groups along K, are no channels.
+    for shape in ((INNER,), (INNER, 2)):
         other = {n: torch.ones(shape) if n.endswith("_scale") else t for n, t in tensors.items()}
         save(tmp_path / "a", other)
-        refuse(tmp_path / "a", "megamoe", r"gate_proj.weight_scale F32 \[", tmp_path)
+        refuse(
+            tmp_path / "a", "megamoe", r"(gate_proj.weight_scale F32 |_scale.shape is )\[", tmp_path
+        )
 
 
 def refuse(source, to, message, tmp_path, **options):
@@ -478,7 +487,7 @@ def test_the_recipe_of_blocks(tmp_path, changes, message):
 
 REFUSED = [  # content, source, target
     ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
-    ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, megamoe"),
+    ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, minimax-fp8, .*megamoe"),
     ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: gpt-oss, gpt-oss-mxfp4, megatron"),
     ("biases", "megatron", "mixtral", "biases"),
     ("plain", "hf-fused", "gpt-oss", "to is gpt-oss, expected one without biases"),
@@ -592,7 +601,9 @@ def test_no_experts_at_all(tmp_path):
 def test_the_last_experts_are_missed(tmp_path, made, config):
     shutil.copytree(made("hf-per-expert", "plain")[0], tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    message = "number of experts of model.layers.0.mlp.experts .* is 3, expected 4, n"
+    message = (
+        "number of experts of model.layers.0.mlp.experts .* is 3, expected 4, .*n.*_experts of"
+    )
     refuse(tmp_path / "a", "megamoe", message, tmp_path)
 
 
