@@ -143,11 +143,18 @@ class _Case:
             if self.own_rows and self.arrangement == "alike":
                 every += _ROWS.get(key, ())
             found = recipe.get(key, _UNSAID.get(key))
-            if isinstance(found, dict) and every and isinstance(every[0], dict):
-                found = {key: found.get(key, _UNSAID.get(key)) for key in every[0]}
-            if found not in every:
+            if isinstance(found, dict):
+                seen = [k for expected in every if isinstance(expected, dict) for k in expected]
+                found = {k: found.get(k, _UNSAID.get(k)) for k in seen}
+            if not any(_holds(found, expected) for expected in every):
                 expected = " or ".join(map(repr, every)) or "rows whose scales are not calibrated"
                 _refuse(f"{name}.{key}", found, expected, self)
+
+
+def _holds(found: Any, expected: Any) -> bool:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.items() >= expected.items()
+    return bool(found == expected)
 
 
 def _check(name: str, recipe: Any, case: _Case) -> None:

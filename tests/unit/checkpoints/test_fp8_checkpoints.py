@@ -231,9 +231,11 @@ def test_the_command_says_own_rows(tmp_path, capsys):
 
 def test_own_rows_is_of_matrices_with_one_scale(tmp_path):
     """Others were not made for one scale of all tokens: there it would hide a fault."""
-    tensors, _, config = published("FP8_BLOCK")
-    config["text_config"]["quantization_config"] = compressed(OF_BLOCK, STATIC)
-    refuse(tmp_path / "1", "input_activations is .*'tensor'", tensors, config, own_rows=True)
+    recipes = {"FP8_BLOCK of w1": OF_BLOCK, "FP8_DYNAMIC of w1": OF_CHANNEL}
+    for n, (case, weights) in enumerate(recipes.items(), 1):
+        tensors, _, config = published(case)
+        config["quantization_config"] = compressed(weights, STATIC)
+        refuse(tmp_path / str(n), "activations is .*'tensor'", tensors, config, own_rows=True)
 
 
 TARGETS = [  # release, target, what the error says: the recipe stays beside what is written
@@ -292,12 +294,13 @@ def test_names_of_mixtral_in_recipes(tmp_path):
 )
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
 def test_e4m3_experts_that_are_said_to_be_none(tmp_path, key, skipped, refused):
-    tensors, _, config = published("MiniMax-M2")
-    config["quantization_config"] = MINIMAX | {key: [skipped]}
-    if refused:
-        refuse(tmp_path / "1", f"{key} is '{skipped}'", tensors, config)
-    else:
-        read(tmp_path / "1", "MiniMax-M2", tensors, config)
+    for n, case in enumerate(("MiniMax-M2", "Qwen3-VL"), 1):
+        tensors, _, config = published(case)
+        config["quantization_config"] = MINIMAX | {key: [skipped]}
+        if refused and (n == 1 or not skipped.endswith("w3")):
+            refuse(tmp_path / str(n), f"{key} is '{skipped}'", tensors, config)
+        else:  # "gate" is no part of gate_proj
+            read(tmp_path / str(n), case, tensors, config)
 
 
 def test_a_recipe_of_modelopt_beside(tmp_path):
