@@ -61,6 +61,8 @@ _ROWS: _Said = {
     ),
     "quant_algo": ("FP8",),
 }
+# A recipe has the names that modules had where it was made, and a checkpoint may have others for these.
+_TREES = (("block_sparse_moe.", "mlp."), ("language_model.model.", "model.language_model."))
 _CLASS = "Linear"  # that a projection is, as targets name it
 _SHOWN = 500  # characters of a value in messages: targets may be all modules
 
@@ -127,14 +129,18 @@ class _Case:
 
     @cached_property
     def modules(self) -> list[tuple[str, ...]]:
-        """The experts' projections, each by the names that recipes may have for it."""
-        each = [e.name for e in self.layout.entries if e.of_each and e.kind == "weight"]
+        """The experts' projections, each by its own name and those that recipes may have for it."""
+        named = {entry.name for entry in self.layout.entries}
         known = [names.split() for names in (HF, MIXTRAL)]
-        known = [p for p in known if not each or f"{{n}}.{p[0]}.weight" in each]
-        found = list(zip(*known, strict=True))[0 if self.experts.gated else 1 :]
-        prefix = f"{self.experts.prefix}experts."
+        known.sort(key=lambda each: f"{{n}}.{each[-1]}.weight" not in named)
+        prefixes = [self.experts.prefix]
+        for pair in _TREES:
+            for one, other in (pair, pair[::-1]):
+                prefixes += [p.replace(one, other) for p in prefixes if f".{one}" in f".{p}"]
         return [
-            tuple(f"{prefix}{n}.{p}" for p in ps) for n in range(self.experts.num) for ps in found
+            tuple(dict.fromkeys(f"{p}experts.{n}.{name}" for p in prefixes for name in names))
+            for n in range(self.experts.num)
+            for names in list(zip(*known, strict=True))[0 if self.experts.gated else 1 :]
         ]
 
     def check(self, name: str, recipe: dict[str, Any], said: _Said) -> None:
@@ -178,9 +184,10 @@ def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Sai
     if (turned := recipe.get("transform_config")) not in (None, {}, {"config_groups": {}}):
         _refuse(f"{name}.transform_config", turned, "none: rows are multiplied as they are", case)
     ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), case)
-    for module in case.modules:
-        if (found := ignored.naming(module)) is not None:
-            _refuse(ignored.name, found[1], f"none that names {module[0]}, which is e4m3", case)
+    for module, *_ in case.modules:
+        found = (0, _CLASS) if _CLASS in ignored.exact else ignored.naming(module)
+        if found is not None:
+            _refuse(ignored.name, found[1], f"none that names {module}, which is e4m3", case)
     schemes = recipe.get("config_groups") or {}
     if not isinstance(schemes, dict) or not all(isinstance(s, dict) for s in schemes.values()):
         _refuse(f"{name}.config_groups", schemes, "schemes by the names of their groups", case)
@@ -189,21 +196,26 @@ def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Sai
 
 
 def _groups_of(name: str, schemes: dict[str, Any], case: _Case) -> set[str]:
-    """Return the groups of the experts' modules: for each those whose targets name it most closely.
+    """Return the groups of the experts' modules: for each those whose targets name it most closely, at last by class.
 
-    Who loads a checkpoint takes one of several that are as close, by an order that is not the same everywhere.
+    Who loads a checkpoint takes one of several that are as close, by an order that is not the same everywhere, and by
+    one of several names.
     """
     every = {
         of: _Targets(f"{name}.{of}.targets", scheme.get("targets"), case)
         for of, scheme in schemes.items()
     }
     groups = set()
-    for module in case.modules:
-        ranks = {of: f[0] for of, t in every.items() if (f := t.naming(module)) is not None}
-        if not ranks:
+    for names in case.modules:
+        found = set()
+        for module in names:
+            ranks = {of: f[0] for of, t in every.items() if (f := t.naming(module)) is not None}
+            found |= {of for of, rank in ranks.items() if rank == min(ranks.values())}
+        found = found or {of for of, targets in every.items() if _CLASS in targets.exact}
+        if not found:
             seen = {of: scheme.get("targets") for of, scheme in schemes.items()}
-            _refuse(f"{name}, targets", seen, f"one of {module[0]}", case)
-        groups |= {of for of, rank in ranks.items() if rank == min(ranks.values())}
+            _refuse(f"{name}, targets", seen, f"one of {names[0]}", case)
+        groups |= found
     return groups
 
 
@@ -218,15 +230,13 @@ class _Targets:
         self.exact = set(given or ()) - patterns
         self._patterns = {text: self._compiled(text) for text in sorted(patterns)}
 
-    def naming(self, module: tuple[str, ...]) -> tuple[int, str] | None:
-        """Return how closely a module is named, least is closest, and by what: its name, a pattern, its class."""
-        for name in module:
-            if name in self.exact:
-                return 0, name
-        for text, pattern in self._patterns.items():
-            if any(pattern.match(name) for name in module):
-                return 1, text
-        return (2, _CLASS) if _CLASS in self.exact else None
+    def naming(self, module: str) -> tuple[int, str] | None:
+        """Return how closely a module is named, least is closest, and by what: its name or a pattern."""
+        if module in self.exact:
+            return 0, module
+        return next(
+            ((1, t) for t, pattern in self._patterns.items() if pattern.match(module)), None
+        )
 
     def _compiled(self, text: str) -> re.Pattern[str]:
         try:

@@ -1,5 +1,6 @@
 """FP8 experts as they are published: what is read stands for the numbers that the format's own formula gives."""
 
+import copy
 import json
 
 import pytest
@@ -98,7 +99,7 @@ def published(case):
             tensors[f"{MOE}experts.{n}.{name}.weight_{end}"] = scale
     config = {"text_config": {"num_local_experts": E}, "vision_config": {"depth": 2}}
     inside = config["text_config"] if case == "FP8_BLOCK" else config
-    inside["quantization_config"] = recipe
+    inside["quantization_config"] = copy.deepcopy(recipe)
     return tensors, numbers, config
 
 
@@ -273,11 +274,40 @@ def test_names_of_mixtral_in_recipes(tmp_path):
     refuse(tmp_path / "2", "ignore is 're:.*w3'", tensors, config)
     recipe["ignore"] = ["re:.*gate_proj"]  # of a shared expert
     read(tmp_path / "3", "FP8_DYNAMIC of w1", tensors, config)
-    # What was written with names of neither still has them.
-    recipe["ignore"] = [f"{MOE}experts.0.w2"]
-    (tmp_path / "3" / "b" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ArgumentError, match="ignore is .*w2'"):
-        convert(tmp_path / "3" / "b", tmp_path / "3" / "c", "mixtral-fp8")
+
+
+GATE_UP_DOWN = r"mlp\.experts\.[0-9]+\.(gate|up|down)_proj$"
+W8A16 = {"weights": OF_CHANNEL, "input_activations": None}
+NAMED = [  # what a group of a scheme that is no layer's names, and whether that is experts of MOE
+    (rf"re:.*{GATE_UP_DOWN}", True),  # llm-compressor's names of Mixtral's experts
+    (rf"re:model\.language_model\.layers\.3\.{GATE_UP_DOWN}", True),
+    ("model.language_model.layers.3.block_sparse_moe.experts.1.w3", True),
+    ("model.language_model.layers.3.mlp.experts.1.up_proj", True),
+    (rf"re:.*\.layers\.4\.{GATE_UP_DOWN}", False),
+    ("re:.*vision_model.*", False),
+    (r"re:.*shared_experts\..*", False),
+    ("model.layers.4.mlp.experts.1.up_proj", False),
+]
+
+
+@pytest.mark.parametrize(("target", "experts"), NAMED)
+@pytest.mark.parametrize("first", [True, False])
+def test_recipes_with_names_of_another_tree(tmp_path, target, experts, first):
+    """Where a checkpoint was renamed as it was saved, a scheme of its class would be taken for the experts' own."""
+    tensors, _, config = published("FP8_DYNAMIC of w1")
+    groups = config["quantization_config"]["config_groups"]
+    other = groups["a" if first else "z"] = W8A16 | {"targets": [target]}
+    if not experts:
+        read(tmp_path / "1", "FP8_DYNAMIC of w1", tensors, config)
+        return
+    refuse(tmp_path / "1", "[az].input_activations is None", tensors, config)
+    # And the other way: all experts are named, and the class is another's.
+    if target.startswith("re:"):
+        groups["group_0"]["targets"], other["targets"] = [target], ["Linear"]
+        read(tmp_path / "2", "FP8_DYNAMIC of w1", tensors, config)
+        # Who has one of the names takes one scheme, who has another the other.
+        groups["group_0"]["targets"], other["targets"] = [r"re:.*experts\.\d+\.w\d$"], [target]
+        refuse(tmp_path / "3", "[az].input_activations is None", tensors, config)
 
 
 @pytest.mark.parametrize(
