@@ -23,7 +23,7 @@ BLOCK = MXFP4_GROUP // 2  # bytes of a power's numbers
 _UP = ("gate", "up")
 HF = "gate_proj up_proj down_proj"  # of an expert: gate, up, down
 MIXTRAL = "w1 w3 w2"
-_FP8, _COMPRESSED = "fp8", "compressed-tensors"
+_FP8, _COMPRESSED, _MXFP4 = "fp8", "compressed-tensors", "mxfp4"
 _ALIKE = (_FP8, _COMPRESSED, "modelopt")
 
 
@@ -59,7 +59,7 @@ class Layout:
     needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
     blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (megamoe/formats/mxfp4.py).
     alike: a matrix has one scale, [1] or [], and to other layouts each of its rows has it; so it is only read.
-    methods: whose names of e4m3's scales these are, as config.json's quant_method has it.
+    methods: whose names of quantized weights these are, as config.json's quant_method has it.
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
     this is it; the `model_type` that says so.
     """
@@ -73,7 +73,7 @@ class Layout:
     arranged: bool = False
     alike: bool = False
     bare: bool = False
-    methods: tuple[str, ...] = (_FP8, _COMPRESSED)
+    methods: tuple[str, ...] = (_FP8, _COMPRESSED, _MXFP4)
     ambiguous: str | None = None
 
     @property
@@ -200,6 +200,7 @@ _LAYOUTS = (
         needs=("codes", "powers", "bias"),
         interleaved=True,
         blocked=True,
+        methods=(_MXFP4,),
     ),
     _fp8("deepseek-fp8", HF, "scale", "weight_scale_inv", _FP8),
     _fp8("minimax-fp8", MIXTRAL, "scale", "weight_scale_inv", _FP8),

@@ -1,7 +1,8 @@
-"""What config.json says of FP8 experts: names and shapes of tensors do not say how the rows beside them are rounded.
+"""What config.json says of quantized experts: tensors do not say how the rows beside them are rounded.
 
-A layer multiplies e4m3 weights with rows that it quantizes as they come (docs/numerics.md). Weights that were made for
-other rows, such as bf16 or those of a scale that was calibrated, would be multiplied in silence with other numbers.
+A layer multiplies e4m3 weights with rows that it quantizes as they come, MXFP4 with bf16 (docs/numerics.md). Weights
+that were made for other rows, such as bf16 or those of a scale that was calibrated, would be multiplied in silence with
+other numbers; those of any type, if rows have to be rotated first.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _SAID: dict[str, dict[str, _Said]] = {
         "alike": _scheme({"strategy": "tensor"}, _TOKEN),
     },
     "modelopt": {"alike": {"quant_algo": ()}},
+    "mxfp4": {"codes": {}},
 }
 # Of matrices with one scale also rows with one for all tokens, where the user lets a layer give each its own.
 _ROWS: _Said = {
@@ -74,7 +76,7 @@ def check_recipes(
     to: Layout,
     own_rows: bool,
 ) -> None:
-    """Raise ArgumentError where recipes say that FP8 experts are not what a layer computes. Silence is accepted.
+    """Raise ArgumentError where recipes say that experts are not what a layer computes. Silence is accepted.
 
     files: what CONFIG and MODELOPT of `folder` hold. to: another library's layout must be one that the recipe, which
     stays beside it, is right for. own_rows: rows that had one scale for all tokens are taken.
@@ -86,12 +88,13 @@ def check_recipes(
         recipes.append((f"{folder / MODELOPT}: quantization", said))
     for experts in modules:
         _check_rows(experts, own_rows)
-        if experts.kinds.isdisjoint(("scale", "channels")):
-            continue
         written = () if to.bare or to is experts.layout else (to,)
         for layout in (experts.layout, *written):
+            case = _Case(experts, layout, own_rows)
             for name, recipe in recipes:
-                _check(name, recipe, _Case(experts, layout, own_rows))
+                _check_turned(name, recipe, case)
+                if case.arrangement is not None:
+                    _check(name, recipe, case, case.arrangement)
 
 
 def _check_rows(experts: Experts, own_rows: bool) -> None:
@@ -123,9 +126,10 @@ class _Case:
         return str(self.experts) if same else f"{self.experts} as {self.layout.name}"
 
     @cached_property
-    def arrangement(self) -> str:
-        kind = "scale" if "scale" in self.experts.kinds else "channels"
-        return "alike" if self.layout.alike else kind
+    def arrangement(self) -> str | None:
+        """What the experts have of scales; None: their numbers are no quantized ones."""
+        kinds = [kind for kind in ("scale", "channels", "codes") if kind in self.experts.kinds]
+        return "alike" if kinds and self.layout.alike else next(iter(kinds), None)
 
     @cached_property
     def modules(self) -> list[tuple[str, ...]]:
@@ -163,12 +167,18 @@ def _holds(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def _check(name: str, recipe: Any, case: _Case) -> None:
+def _check_turned(name: str, recipe: Any, case: _Case) -> None:
+    turned = recipe.get("transform_config") if isinstance(recipe, dict) else None
+    if turned not in (None, {}, {"config_groups": {}}):
+        _refuse(f"{name}.transform_config", turned, "none: rows are multiplied as they are", case)
+
+
+def _check(name: str, recipe: Any, case: _Case, arrangement: str) -> None:
     said = recipe.get("quant_method") if isinstance(recipe, dict) else recipe
-    methods = {m: _SAID[m] for m in case.layout.methods if case.arrangement in _SAID[m]}
+    methods = {m: _SAID[m] for m in case.layout.methods if arrangement in _SAID[m]}
     if not isinstance(said, str) or said not in methods:
         _refuse(f"{name}.quant_method", said, " or ".join(map(repr, methods)), case)
-    expected = methods[said][case.arrangement]
+    expected = methods[said][arrangement]
     if said == "compressed-tensors":
         _check_compressed(name, recipe, case, expected)
         return
@@ -177,12 +187,10 @@ def _check(name: str, recipe: Any, case: _Case) -> None:
     for key in _SKIPPED:
         for skipped in sorted(_Targets(f"{name}.{key}", recipe.get(key), case).exact):
             if f".{skipped}." in modules:
-                _refuse(f"{name}.{key}", skipped, "none that experts of e4m3 are in", case)
+                _refuse(f"{name}.{key}", skipped, "none that quantized experts are in", case)
 
 
 def _check_compressed(name: str, recipe: dict[str, Any], case: _Case, said: _Said) -> None:
-    if (turned := recipe.get("transform_config")) not in (None, {}, {"config_groups": {}}):
-        _refuse(f"{name}.transform_config", turned, "none: rows are multiplied as they are", case)
     ignored = _Targets(f"{name}.ignore", recipe.get("ignore"), case)
     for module, *_ in case.modules:
         found = (0, _CLASS) if _CLASS in ignored.exact else ignored.naming(module)

@@ -485,6 +485,41 @@ def test_the_recipe_of_blocks(tmp_path, changes, message):
     convert(tmp_path / "c", tmp_path / "d", "megamoe")
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (MXFP4, None),
+        (
+            {"quant_method": "quark"},
+            "quant_method is 'quark', expected 'mxfp4', for model.layers.0",
+        ),
+        (MXFP4 | {"modules_to_not_convert": ["experts"]}, "modules_to_not_convert is 'experts'"),
+    ],
+)
+def test_the_recipe_of_mxfp4(tmp_path, recipe, message):
+    """Others have its names and other rows, such as e4m3."""
+    checkpoint(tmp_path / "a", "gpt-oss-mxfp4", "mxfp4, biases")
+    config = {"model_type": "gpt_oss", "quantization_config": recipe}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    if message is not None:
+        refuse(tmp_path / "a", "megamoe", f"quantization_config.{message}", tmp_path)
+        return
+    convert(tmp_path / "a", tmp_path / "b", "megamoe")
+    convert(tmp_path / "b", tmp_path / "c", "gpt-oss-mxfp4")
+
+
+def test_rotated_rows_of_bf16(tmp_path):
+    """Weights that no recipe quantizes may still be made for rows that it rotates."""
+    checkpoint(tmp_path / "a", "hf-per-expert")
+    turned = {"config_groups": {"R4": {"type": "hadamard"}}}
+    config = {"quantization_config": FP8_DYNAMIC | {"transform_config": turned}}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    refuse(tmp_path / "a", "hf-fused", "transform_config is .*hadamard.*, expected none", tmp_path)
+
+
 REFUSED = [  # content, source, target
     ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
     ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, minimax-fp8, .*megamoe"),
