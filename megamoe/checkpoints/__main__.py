@@ -25,8 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", required=True, choices=LAYOUTS)
     said = "the source's layout, where names and shapes do not say it"
     parser.add_argument("--from", dest="source_layout", choices=LAYOUTS, help=said)
-    said = "take rows that had one scale for all tokens: layers give each its own"
-    parser.add_argument("--own-rows", action="store_true", help=said)
+    said = "leave out calibrated input scales: layers give each token its own"
+    parser.add_argument("--dynamic-activations", action="store_true", help=said)
     parser.add_argument("--shard-gb", type=_gigabytes, default=5.0, help="size of a file at most")
     chosen = parser.parse_args(arguments)
     try:
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
             chosen.target,
             chosen.to,
             source_layout=chosen.source_layout,
-            own_rows=chosen.own_rows,
+            dynamic_activations=chosen.dynamic_activations,
             shard_bytes=int(chosen.shard_gb * 10**9),
             progress=True,
         )

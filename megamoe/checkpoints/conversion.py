@@ -36,16 +36,16 @@ def convert(
     to: str,
     *,
     source_layout: str | None = None,
-    own_rows: bool = False,
+    dynamic_activations: bool = False,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> list[str]:
     """Write the checkpoint in folder `source` to a new folder `target`, its experts in the layout `to`.
 
     to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (gpt-oss without
-    config.json). own_rows: take matrices of one scale whose rows had one for all tokens, such as a calibrated
-    input_scale: that is left out, since a layer gives each token its own. shard_bytes: of a file at most, unless a
-    single tensor has more. progress: show a bar, with tqdm.
+    config.json). dynamic_activations: take matrices of one scale whose activations had one, too, calibrated for all
+    tokens (input_scale): it is left out, since a layer gives each token its own. shard_bytes: of a file at most, unless
+    a single tensor has more. progress: show a bar, with tqdm.
     Numbers are moved, never computed: types stay, and one expert of one tensor is in memory at a time. Other tensors
     and the files of configuration and tokenizer are copied. Until all is written the folder has another name.
     Returns for each module its name, its layout and its sizes, in words.
@@ -64,7 +64,7 @@ def convert(
         configs = {name: _config(source / name) for name in (CONFIG, MODELOPT)}
         modules = find(tensors, source_layout, configs[CONFIG].get("model_type"))
         _check_numbers(modules, configs[CONFIG])
-        check_recipes(modules, configs, source, LAYOUTS[to], own_rows)
+        check_recipes(modules, configs, source, LAYOUTS[to], dynamic_activations)
         outputs = _outputs(tensors, modules, LAYOUTS[to])
         total = sum(output.num_bytes for output in outputs)
         with _finished_at_once(target, total) as folder, _bar(total, progress) as written:

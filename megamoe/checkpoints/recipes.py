@@ -74,12 +74,12 @@ def check_recipes(
     files: dict[str, dict[str, Any]],
     folder: Path,
     to: Layout,
-    own_rows: bool,
+    dynamic_activations: bool,
 ) -> None:
     """Raise ArgumentError where recipes say that experts are not what a layer computes. Silence is accepted.
 
     files: what CONFIG and MODELOPT of `folder` hold. to: another library's layout must be one that the recipe, which
-    stays beside it, is right for. own_rows: rows that had one scale for all tokens are taken.
+    stays beside it, is right for. dynamic_activations: rows that had one scale for all tokens are taken.
     """
     recipes = [(f"{folder / CONFIG}: {place}", r) for place, r in _recipes(files[CONFIG])]
     if beside := files[MODELOPT]:
@@ -87,20 +87,20 @@ def check_recipes(
         said = {"quant_method": "modelopt"} | said if isinstance(said, dict) else said
         recipes.append((f"{folder / MODELOPT}: quantization", said))
     for experts in modules:
-        _check_rows(experts, own_rows)
+        _check_rows(experts, dynamic_activations)
         written = () if to.bare or to is experts.layout else (to,)
         for layout in (experts.layout, *written):
-            case = _Case(experts, layout, own_rows)
+            case = _Case(experts, layout, dynamic_activations)
             for name, recipe in recipes:
                 _check_turned(name, recipe, case)
                 if case.arrangement is not None:
                     _check(name, recipe, case, case.arrangement)
 
 
-def _check_rows(experts: Experts, own_rows: bool) -> None:
+def _check_rows(experts: Experts, dynamic_activations: bool) -> None:
     for (entry, _), name in experts.names.items():
-        if entry.kind == "rows" and not own_rows:
-            expected = "none that rows were calibrated for, or own_rows (--own-rows)"
+        if entry.kind == "rows" and not dynamic_activations:
+            expected = "no calibrated one, or dynamic_activations (--dynamic-activations)"
             _refuse(f"tensor {name!r}", "there", expected, experts)
 
 
@@ -119,7 +119,7 @@ class _Case:
 
     experts: Experts
     layout: Layout
-    own_rows: bool
+    dynamic_activations: bool
 
     def __str__(self) -> str:
         same = self.layout is self.experts.layout
@@ -150,7 +150,7 @@ class _Case:
     def check(self, name: str, recipe: dict[str, Any], said: _Said) -> None:
         """Raise ArgumentError unless each key is one of what is said."""
         for key, every in said.items():
-            if self.own_rows and self.arrangement == "alike":
+            if self.dynamic_activations and self.arrangement == "alike":
                 every += _ROWS.get(key, ())
             found = recipe.get(key, _UNSAID.get(key))
             if isinstance(found, dict):

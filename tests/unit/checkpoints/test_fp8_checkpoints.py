@@ -164,7 +164,7 @@ def test_the_formats_own_numbers(tmp_path, case, fault):
     tensors, numbers, config = published(case)
     if fault is not None:
         fault(tensors, PUBLISHED[case][1], PUBLISHED[case][3])
-    found = read(tmp_path, case, tensors, config, own_rows=PUBLISHED[case][2] is ALIKE)
+    found = read(tmp_path, case, tensors, config, dynamic_activations=PUBLISHED[case][2] is ALIKE)
     assert agree(found, numbers) == (fault is None)
 
 
@@ -175,7 +175,7 @@ def refuse(tmp_path, message, tensors, config, to="megamoe", **options):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-ONLY_ROWS = "input_scale' is 'there', expected none that rows were calibrated for, or own_rows"
+ONLY_ROWS = "input_scale' is 'there', expected no calibrated one, or dynamic_activations"
 
 
 @pytest.mark.parametrize("case", ["FP8", "AutoFP8", "ModelOpt"])
@@ -189,7 +189,9 @@ def test_calibrated_rows_have_to_be_said(tmp_path, case):
     refuse(tmp_path / "3", said, without, config)
     lacking = {n: t for n, t in tensors.items() if n != f"{MOE}experts.1.w2.input_scale"}
     if lacking.keys() != tensors.keys():
-        refuse(tmp_path / "4", "w2.input_scale' is missing", lacking, config, own_rows=True)
+        refuse(
+            tmp_path / "4", "w2.input_scale' is missing", lacking, config, dynamic_activations=True
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -208,35 +210,43 @@ def test_dynamic_rows_of_matrices_with_one_scale(tmp_path):
     assert agree(read(tmp_path / "2", "AutoFP8", tensors, config), numbers)
     config["quantization_config"] = compressed(OF_TENSOR, STATIC | {"dynamic": True})
     refuse(tmp_path / "3", "input_activations is .*'tensor'", tensors, config)
-    assert agree(read(tmp_path / "4", "AutoFP8", tensors, config, own_rows=True), numbers)
+    assert agree(
+        read(tmp_path / "4", "AutoFP8", tensors, config, dynamic_activations=True), numbers
+    )
     config["quantization_config"] = compressed(OF_TENSOR, None)  # W8A16
-    refuse(tmp_path / "5", "input_activations is None", tensors, config, own_rows=True)
+    refuse(tmp_path / "5", "input_activations is None", tensors, config, dynamic_activations=True)
     config["quantization_config"] = AUTO | {"weight_block_size": [128, 128]}
-    refuse(tmp_path / "6", "weight_block_size is", tensors, config, own_rows=True)
+    refuse(tmp_path / "6", "weight_block_size is", tensors, config, dynamic_activations=True)
     config["quantization_config"] = MODELOPT | {"quant_algo": "MIXED_PRECISION"}
-    refuse(tmp_path / "7", "quant_algo is 'MIXED", tensors, config, own_rows=True)
+    refuse(tmp_path / "7", "quant_algo is 'MIXED", tensors, config, dynamic_activations=True)
 
 
-def test_the_command_says_own_rows(tmp_path, capsys):
+def test_the_command_says_dynamic_activations(tmp_path, capsys):
     tensors, _, config = published("AutoFP8")
     write(tmp_path / "a", tensors, config)
     command = [str(tmp_path / "a"), str(tmp_path / "b"), "--to", "megamoe"]
     assert main(command) == 1
-    assert "or own_rows (--own-rows)" in capsys.readouterr().err
-    assert main([*command, "--own-rows"]) == 0
+    assert "or dynamic_activations (--dynamic-activations)" in capsys.readouterr().err
+    assert main([*command, "--dynamic-activations"]) == 0
     kept = {n for path in (tmp_path / "b").glob("*.safetensors") for n in load_file(path)}
     assert kept == {f"{MOE}gate.weight"} | {
         f"{MOE}experts.{n}" for n in ("w13", "w2", "w13_scale", "w2_scale")
     }
 
 
-def test_own_rows_is_of_matrices_with_one_scale(tmp_path):
+def test_dynamic_activations_is_of_matrices_with_one_scale(tmp_path):
     """Others were not made for one scale of all tokens: there it would hide a fault."""
     recipes = {"FP8_BLOCK of w1": OF_BLOCK, "FP8_DYNAMIC of w1": OF_CHANNEL}
     for n, (case, weights) in enumerate(recipes.items(), 1):
         tensors, _, config = published(case)
         config["quantization_config"] = compressed(weights, STATIC)
-        refuse(tmp_path / str(n), "activations is .*'tensor'", tensors, config, own_rows=True)
+        refuse(
+            tmp_path / str(n),
+            "activations is .*'tensor'",
+            tensors,
+            config,
+            dynamic_activations=True,
+        )
 
 
 TARGETS = [  # release, target, what the error says: the recipe stays beside what is written
@@ -256,8 +266,8 @@ TARGETS = [  # release, target, what the error says: the recipe stays beside wha
 @pytest.mark.parametrize(("case", "to", "message"), TARGETS)
 def test_a_target_that_the_recipe_is_wrong_for(tmp_path, case, to, message):
     tensors, _, config = published(case)
-    own_rows = PUBLISHED[case][2] is ALIKE
-    refuse(tmp_path / "1", message, tensors, config, to, own_rows=own_rows)
+    dynamic_activations = PUBLISHED[case][2] is ALIKE
+    refuse(tmp_path / "1", message, tensors, config, to, dynamic_activations=dynamic_activations)
 
 
 def test_names_of_mixtral_in_recipes(tmp_path):
@@ -436,4 +446,4 @@ def test_what_would_be_read_wrong(tmp_path, what):
     case, change, message = HOSTILE[what]
     tensors, _, config = published(case)
     change(tensors, lambda name: f"{MOE}experts.{name}")
-    refuse(tmp_path / "1", message, tensors, config, own_rows=True)
+    refuse(tmp_path / "1", message, tensors, config, dynamic_activations=True)
