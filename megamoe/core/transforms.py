@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def functional() -> bool:
     """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Be outside of transforms, modes and torch.jit.trace(): what ranks say to each other is for none of them."""
+    tracing: Any = torch._C
+    traced = tracing._get_tracing_state()
+    tracing._set_tracing_state(None)
+    try:
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            yield
+    finally:
+        tracing._set_tracing_state(traced)
+
+
+def faked() -> bool:
+    """Whether a mode makes tensors without memory, as torch.export's does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def forward_mode() -> bool:

@@ -166,6 +166,12 @@ def _autograd(*args: Any) -> Any:
 library.impl("moe_forward", _autograd, "Autograd")
 
 
+def refuse_tracing() -> None:
+    """Raise ArgumentError inside torch.jit.trace(), which would keep what Python found of one call's routes."""
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        raise ArgumentError("torch.jit.trace()", "called", "torch.export or torch.compile")
+
+
 def refuse_tangents(tensors: Any) -> None:
     """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros.
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
 
-if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
+if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-    from torch.distributed.tensor import DTensor
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor."""
-    if type(value) in (Tensor, torch.nn.Parameter) or "torch.distributed.tensor" not in sys.modules:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def is_fsdp(module: torch.nn.Module) -> bool:

@@ -11,17 +11,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megamoe.backends.call import Call, check_call, check_out
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
+from megamoe.core.transforms import faked, outside
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import ALONE, Facts, Group
 from megamoe.group.hosts import host_name
 from megamoe.layer import main_grad
-from megamoe.layer.autograd import How, apply, record, refuse_tangents
+from megamoe.layer.autograd import How, apply, record, refuse_tangents, refuse_tracing
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.functional import (
     Opening,
@@ -305,6 +307,7 @@ class Layer(Opened, Placed):
         x_given = x
         traced = torch.compiler.is_compiling() and self._runtime is not None
         try:
+            refuse_tracing()
             rows = rows_of(self.problem, x, topk_ids, topk_weights)
             x_scale = scales_of(rows[0], x_scale)
             x, topk_ids, topk_weights = rows
@@ -410,18 +413,21 @@ class Layer(Opened, Placed):
         if self.group is None:
             return
         log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
-        if self._runtime is None:
-            self.ranks.tell(call, error)  # the others are about to prepare
-        else:
-            self._runtime.refuse()
+        with outside():
+            if self._runtime is None:
+                self.ranks.tell(call, error)  # the others are about to prepare
+            else:
+                self._runtime.refuse()
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
         if not isinstance(weights, ExpertWeights):
             raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
         if not isinstance(weights.w13, Tensor):
             raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
-        stated = getattr(weights.w13, "dtype", None)
-        masters = self.problem.formats.w.scaled and stated == torch.bfloat16
+        if weights.w13.is_meta:
+            raise ArgumentError("weights.w13.device", "meta", "a device with memory")
+        # Wider than what is stored: meant to be masters.
+        masters = self.problem.formats.w.scaled and weights.w13.dtype.itemsize > 1
         weights.validate(self._masters if masters else self.problem, device)
 
     def prepare(self, weights: ExpertWeights) -> None:
@@ -440,6 +446,9 @@ class Layer(Opened, Placed):
         """Do what prepare() does, as part of `call`, one of order.CALLS."""
         try:
             self._check_weights(weights, None)
+            if faked() or isinstance(weights.w13, FakeTensor):
+                expected = "memory: prepare() the layer before torch.export or FakeTensorMode"
+                raise ArgumentError("weights.w13", "a fake tensor, or beside them", expected)
         except ArgumentError as error:
             if self._runtime is None:
                 self.refuse(error, call)

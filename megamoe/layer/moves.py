@@ -12,10 +12,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.planes import is_dtensor
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
-from megamoe.layer.experts import is_dtensor
 from megamoe.layer.placement import ExpertPlacement
 from megamoe.layer.replicas import Replicas, exchange
 

@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
-from megamoe.core.planes import check_memory
+from megamoe.core.planes import check_memory, is_dtensor
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
-from megamoe.layer.experts import Experts, is_dtensor, noted
+from megamoe.layer.experts import Experts, noted
 from megamoe.layer.functional import Question
 from megamoe.layer.replicas import Replicas
 

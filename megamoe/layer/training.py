@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import is_dtensor
 from megamoe.group.group import Group, begins
-from megamoe.layer.experts import is_dtensor, is_fsdp
+from megamoe.layer.experts import is_fsdp
 from megamoe.layer.module import MegaMoE
 from megamoe.layer.optimizers import check_not_sharded
 from megamoe.layer.placed_module import first_slots

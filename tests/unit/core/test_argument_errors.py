@@ -6,8 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ambient import default_dtype
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
-from megamoe import Activation, ArgumentError, ConfigError, ExpertWeights, Layer, MegaMoE, Problem
+from megamoe import (
+    Activation,
+    ArgumentError,
+    ConfigError,
+    ExpertWeights,
+    Layer,
+    MegaMoE,
+    Problem,
+    ops,
+)
 from megamoe.backends.call import Call
 from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
@@ -475,6 +486,77 @@ def test_ids_with_a_sign_to_come_are_refused_behind_good_calls():
             layer(i.x, i.topk_ids, i.topk_weights, weights)
         with pytest.raises(ArgumentError, match="topk_ids is a negative view"):
             layer(i.x, torch._neg_view(-i.topk_ids), i.topk_weights, weights)
+
+
+@pytest.fixture
+def replicated():
+    """A function that makes a DTensor of a tensor, over the one rank of a mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = DeviceMesh("cpu", [0])
+    yield lambda t: distribute_tensor(t, mesh, [Replicate()])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_dtensors_are_named(replicated, known):
+    """Torch's own words were of its dispatcher, and of the first operation that met one."""
+    layer, weights = Layer(PROBLEM, "alone", backend="staged"), make_weights(PROBLEM)
+    i = make_inputs(PROBLEM, 9)
+    good = {"x": i.x, "topk_ids": i.topk_ids, "topk_weights": i.topk_weights}
+    if known:
+        layer(**good, weights=weights)
+    for name, t in good.items():
+        with pytest.raises(ArgumentError, match=f"{name} is a DTensor, expected a tensor of this"):
+            layer(**{**good, name: replicated(t)}, weights=weights)
+    with pytest.raises(ArgumentError, match="weights.w2 is a DTensor"):
+        layer(**good, weights=replace(weights, w2=replicated(weights.w2)))
+    with pytest.raises(ArgumentError, match="x is a DTensor"):
+        ops.grouped_mm(replicated(i.x), weights.w13.transpose(1, 2)[:1])
+    assert layer(**good, weights=weights).any()
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
+def test_a_layer_is_made_of_memory(backend):
+    """Of a meta device or below FakeTensorMode it took what nobody can read, and `emulate` ended the process."""
+    layer, i = make(backend=backend), make_inputs(PROBLEM, 9)
+    rows = i.x, i.topk_ids, i.topk_weights
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for call in (
+            layer.prepare,
+            lambda: layer(mode.from_tensor(i.x), i.topk_ids, i.topk_weights),
+        ):
+            with pytest.raises(
+                ArgumentError, match=r"w13 is a fake tensor, .* prepare\(\) the layer"
+            ):
+                call()
+    assert layer(*rows).any()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert layer(mode.from_tensor(i.x), i.topk_ids, i.topk_weights).shape == i.x.shape
+    for other in (make(backend=backend), layer):
+        with pytest.raises(ArgumentError, match="w13.device is meta, expected a device with mem"):
+            other.to("meta")(*(t.to("meta") for t in rows))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_torch_jit_trace_is_refused(known):
+    """The graph had this call's numbers of routes as constants, and a kernel's name had "tensor(48)" for 48."""
+    layer, i = make().requires_grad_(False), make_inputs(PROBLEM, 9)
+    rows = i.x, i.topk_ids, i.topk_weights
+    if known:
+        layer(*rows)
+    with pytest.raises(
+        ArgumentError, match=r"torch.jit.trace\(\) is called, expected torch.export"
+    ):
+        torch.jit.trace(layer, rows, check_trace=False)
+    assert layer(*rows).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_masters_of_another_type_are_told_which(dtype):
+    i = make_inputs(PROBLEM, 9)
+    rows = i.x, i.topk_ids, i.topk_weights
+    with pytest.raises(ArgumentError, match=f"w13.dtype is {dtype}, expected torch.bfloat16"):
+        make(precision="fp8").to(dtype)(*rows)
 
 
 def test_weights_of_lists_are_named_by_prepare():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import outcome
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megamoe import ExpertPlacement, Layer, MegaMoE, Problem, clip_grad_norm_, grad_norm
@@ -289,6 +290,47 @@ def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
             assert rank == 1 or text.startswith(told), (what, text)
         assert both[0] == "ArgumentError"
         assert alike[0] is None, alike
+
+
+def faked(call, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return call(mode.from_tensor(x))
+
+
+# Ways to call that are refused: what is said of them must not be traced, mapped or faked itself.
+WAYS = {
+    "a fake tensor": faked,
+    "forward-mode tangent": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "torch.func.grad": lambda call, x: torch.func.grad(lambda x: call(x).float().sum())(x),
+    "torch.jit.trace": lambda call, x: torch.jit.trace(call, (x,), check_trace=False),
+}
+
+
+def one_calls_otherwise(rank):
+    group, problem, found = dist.group.WORLD, replace(PROBLEM, rank=rank), {}
+    i, weights = make_inputs(problem, 4), make_weights(problem)
+    for late, (name, way) in product((False, True), WAYS.items()):
+        layer = Layer(problem, group, backend="staged")
+
+        def call(x, layer=layer):
+            return layer(x, i.topk_ids, i.topk_weights, weights)
+
+        if late and name == "a fake tensor":
+            continue  # a layer that is made says what y looks like
+        if late:
+            call(i.x)
+        told = outcome(lambda way=way, call=call: way(call, i.x) if rank == 1 else call(i.x))
+        found[name, late] = told, outcome(lambda call=call: call(i.x))
+        layer.close()
+    return found
+
+
+def test_a_refusal_inside_of_transforms_and_modes_reaches_the_others():
+    for rank, results in enumerate(launch(one_calls_otherwise, 2, timeout_s=60)):
+        for (name, late), ((kind, text), after) in results.items():
+            assert kind == ("ArgumentError" if rank == 1 else "RankMismatch"), (name, late, text)
+            assert rank == 0 or name in text
+            assert after[0] is None, (name, late, after)
 
 
 def recorded(layer, frozen, arguments):
