@@ -38,7 +38,7 @@ class _Pending:
 
     weights: ExpertWeights
     replayed: tuple[Inputs, Tensor | None, Tensor] | None
-    versions: list[int]
+    versions: list[tuple[int, int]]
     kept: KeptRows | None = None
 
     @property
@@ -57,7 +57,8 @@ class _Pending:
                     name, freed, _CHANGED + "; delay_wgrad=False under fully_shard()"
                 )
             if self.kept is None and _version(t) != version:
-                raise ArgumentError(name, "changed in place", _CHANGED)
+                how = "changed in place, or given other memory"
+                raise ArgumentError(name, how, _CHANGED)
 
     def like(self, other: _Pending) -> bool:
         """Whether both have the same weights: one gradient goes where those of both would have gone."""
@@ -86,8 +87,8 @@ class _Pending:
         return found
 
 
-def _version(t: Tensor) -> int:
-    return -1 if t.is_inference() else t._version
+def _version(t: Tensor) -> tuple[int, int]:
+    return -1 if t.is_inference() else t._version, t.data_ptr()
 
 
 class Delayed:
@@ -132,8 +133,9 @@ class Delayed:
             if not most:
                 runtime.refuse()
             raise
+        written: set[int] = set()
         for _ in range(1 if most else passes):
-            self._make(runtime, passes if most else 1)
+            self._make(runtime, passes if most else 1, written)
 
     def _check_passes(self, passes: int, most: int) -> None:
         """Raise ArgumentError unless so many passes wait, and a launch can make those of several. most: 0: none can."""
@@ -154,8 +156,8 @@ class Delayed:
                     "passes", value, "the same memory of the same parameters in all"
                 )
 
-    def _make(self, runtime: Runtime, passes: int) -> None:
-        """Make the weight gradients of the oldest pass, or of several that were kept, at once."""
+    def _make(self, runtime: Runtime, passes: int, written: set[int]) -> None:
+        """Make the weight gradients of the oldest pass, or of several that were kept, at once. written: as targets'."""
         into: dict[str, Tensor] = {}
         pending = self._queue[0]
         try:
@@ -163,7 +165,7 @@ class Delayed:
             given = {name: getattr(pending.weights, name) for name in NAMES}
             asked = {name: w is not None and w.requires_grad for name, w in given.items()}
             if self._adding:
-                into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]))
+                into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
         except ArgumentError:
             if pending.kept is None:
                 runtime.refuse()

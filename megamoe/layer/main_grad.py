@@ -144,8 +144,13 @@ def check(weights: ExpertWeights) -> None:
                 )
 
 
-def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
-    """Return name -> the main_grad that a backward pass is to add to. needs: flags of w13 and w2."""
+def targets(
+    weights: ExpertWeights, needs: Sequence[bool], written: set[int] | None = None
+) -> dict[str, Tensor]:
+    """Return name -> the main_grad that a backward pass is to add to. needs: flags of w13 and w2.
+
+    written: ids of parameters whose main_grad has sums of passes already that these are added to; grows.
+    """
     check(weights)
     found = {}
     for name, need in zip(NAMES, needs, strict=True):
@@ -156,8 +161,10 @@ def targets(weights: ExpertWeights, needs: Sequence[bool]) -> dict[str, Tensor]:
                 found[name] = joint.target(p)
                 continue
             found[name] = p.main_grad.detach()
-            if getattr(p, "overwrite_main_grad", False):
+            if getattr(p, "overwrite_main_grad", False) and id(p) not in (written or ()):
                 found[name].zero_()
+            if written is not None:
+                written.add(id(p))
     return found
 
 

@@ -223,6 +223,22 @@ def test_what_has_changed_meanwhile_is_named(backend, name):
 
 
 @BACKENDS
+def test_weights_of_other_memory_are_named(backend):
+    """`p.data = ...` is no write that torch counts: gradients were those of other weights, without a word."""
+    layer = late(backend)
+    backward(layer)
+    held = layer.w2.data
+    layer.w2.data = held * 2
+    with pytest.raises(ArgumentError, match="w2 is changed in place, or given other memory, exp"):
+        layer.backward_dw()
+    layer.w2.data = held
+    layer.backward_dw()
+    same(
+        {n: getattr(layer, n).grad for n in WEIGHTS}, {n: train(made(backend))[n] for n in WEIGHTS}
+    )
+
+
+@BACKENDS
 def test_errors(backend):
     with pytest.raises(ConfigError, match="delay_wgrad is False"):
         made(backend).backward_dw()

@@ -96,6 +96,24 @@ def test_main_grad_and_hooks(dtype):
     assert layer.w13.grad_added_to_main_grad
 
 
+@pytest.mark.parametrize("backend", ["emulate", "saving", "staged"])
+def test_sums_are_written_over_a_main_grad_once(backend):
+    """Where passes are made one by one, the last one's alone were left; the next call writes anew."""
+    layer = keeping(backend, accumulate_into_main_grad=True)
+    expected = [train(made(backend), seed=seed) for seed in range(3)]
+    for name in ("w13", "w2"):
+        p = getattr(layer, name)
+        p.main_grad, p.overwrite_main_grad = torch.full(p.shape, 7.0), True
+    for seeds in (range(3), range(1, 3)):
+        layer.zero_grad()
+        for seed in seeds:
+            backward(layer, seed)
+        layer.backward_dw(passes=len(seeds))
+        found = {n: getattr(layer, n).main_grad for n in ("w13", "w2")}
+        found |= {n: getattr(layer, n).grad for n in ("b13", "b2")}
+        assert_near(found, [expected[seed] for seed in seeds], 2**-7)
+
+
 @pytest.mark.parametrize(
     "way", ["reentrant", "not reentrant", "count", "no tokens", "only weights"]
 )
