@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import meets
 from megamoe.core import transforms
 from megamoe.core.config import MAX_LOCAL_EXPERTS
 from megamoe.core.errors import ArgumentError
@@ -224,8 +225,10 @@ def _check_width(name: str, width: int, t: Tensor) -> None:
         refuse(name, list(t.shape), f"widths that are multiples of {unit}, up to {MAX_WIDTH}")
 
 
-def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """out: of a shape, bf16 or fp32, as TMA writes it."""
+def check_sums(
+    name: str, out: Tensor, shape: tuple[int, ...], like: Tensor, others: Sequence[Tensor | None]
+) -> None:
+    """out: of a shape, bf16 or fp32, as TMA writes it. like, others: what is read meanwhile."""
     _check_type(name, out, like, torch.bfloat16, torch.float32)
     if tuple(out.shape) != shape:
         refuse(f"{name}.shape", list(out.shape), str(list(shape)))
@@ -235,6 +238,12 @@ def check_sums(name: str, out: Tensor, shape: tuple[int, ...], like: Tensor) -> 
     if _overlaps(out):
         refuse(f"{name}.stride()", out.stride(), f"places of their own for all of {list(shape)}")
     check_place(name, out)
+    if torch.compiler.is_compiling():
+        return
+    if out.is_neg():
+        refuse(name, "a negative view", "a tensor as it lies in memory")
+    if meets(out, (like, *others)):
+        refuse(name, "memory that the call reads", "memory of its own")
 
 
 def _overlaps(out: Tensor) -> bool:

@@ -154,7 +154,7 @@ def grouped_mm_wgrad(
     """Sum the outer products of each expert's rows: its weight gradient.
 
     a: [M, N1], b: [M, N2] bf16. offs: as grouped_mm's. dtype: bf16 or fp32, of the result. out: [E, N1, N2] bf16 or
-    fp32, contiguous in N2, that it is added to instead.
+    fp32, contiguous in N2, that it is added to instead; memory of its own.
     Returns [E, N1, N2], or `out`; zeros for an expert without rows. Equal inputs give equal bits. Not differentiable.
     Raises ArgumentError.
     """
@@ -167,7 +167,7 @@ def grouped_mm_wgrad(
     if out is None:
         made: Tensor = operators.grouped_wgrad(a, b, offs, num, dtype == torch.float32, False)[0]
         return made
-    checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a)
+    checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a, (b, offs))
     operators.grouped_wgrad_add(a, b, offs, out)
     return out
 

@@ -361,6 +361,7 @@ def channel(rows=(200, 1), weights=(3, 544, 1), function=ops.grouped_mm_swiglu):
 
 X, W, W2 = rand(M, H), rand(3, 2 * I, H), rand(3, H, I)
 GU, E4M3 = rand(M, 2, I), rand(16, 16).to(torch.float8_e4m3fn)
+SUMS = rand(3, H, H)
 REFUSED = {
     "x.dtype is torch.float32": lambda: ops.grouped_mm(X.float(), W.transpose(1, 2), OFFS),
     "x.shape is [1, 13, 24]": lambda: ops.grouped_mm(X[None], W.transpose(1, 2), OFFS),
@@ -430,6 +431,10 @@ REFUSED = {
     "out.stride() is (64, 24, 1), expected places of their own": lambda: ops.grouped_mm_wgrad(
         X, X, OFFS, out=torch.zeros(800).as_strided((3, H, H), (64, H, 1))
     ),
+    "out is memory that the call reads": lambda: ops.grouped_mm_wgrad(
+        X, SUMS[0, -M:], OFFS, out=SUMS
+    ),
+    "out is a negative view": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch._neg_view(SUMS)),
     "out.dtype": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, H).double()),
     "dtype is torch.float16": lambda: ops.grouped_mm_wgrad(X, X, OFFS, dtype=torch.float16),
     "x is list, expected a tensor": lambda: ops.grouped_mm(X.tolist(), W2, OFFS),
