@@ -155,9 +155,11 @@ class HostsBackend(Backend):
         # static: of the last call, by tokens and stream, and those that graphs read, which may live for ever
         self._last: tuple[int, int, _Trip] | None = None
         self._captured: dict[int, _Trip] = {}
-        self._marks: dict[int, Tensor] = {}  # static: by flags, a row of no token and a mark
-        self._seen: Tensor | None = None  # where a device puts those of a call
-        self._belongs: Tensor | None = None  # and to which calls backward passes belong
+        self._marks: dict[
+            int, Tensor
+        ] = {}  # static: by flags, a row of no token, and a mark and a call's number
+        # static: those of the last call in which hosts differed, on a device and where the host sees them
+        self._seen: tuple[Tensor, Tensor] | None = None
         self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
         rows = self.num_hosts * self.chunk
         self._sizes = [
@@ -171,6 +173,12 @@ class HostsBackend(Backend):
     def _groups(self) -> int:  # of a row's numbers that share a scale
         x, hidden = self.problem.formats.x, self.problem.hidden
         return 0 if self._codec is None else x.scale_shape(1, hidden)[1]
+
+    @property
+    def _width(
+        self,
+    ) -> int:  # numbers that go with a row, where as many do in both passes; marks have a row, too
+        return max(2 * self.problem.top_k + self._groups, MARK_INTS + 1)
 
     @cached_property
     def _numbers(self) -> _Numbers:
@@ -245,12 +253,16 @@ class HostsBackend(Backend):
         self.links.end_incident(None if self._stops_clean else "this rank refused its arguments")
 
     def check(self) -> None:
-        """Wait for what is pending; raise the fault of a launch, if there is one."""
+        """Wait for what is pending; raise the fault of a launch, if there is one; static: of hosts that differed."""
         try:
             self.inner.check()
         except MegaMoEError as error:
             self._at_rail = False
             raise self._of_the_job(error) from error
+        if self._seen is not None:
+            here, seen = self._seen
+            seen.copy_(here)
+            self._check_seen(seen)
 
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
@@ -278,9 +290,7 @@ class HostsBackend(Backend):
         self._at_rail = True
         try:
             if self._seen is not None:
-                self._check_seen(self._seen)
-            if self._belongs is not None:
-                self._check_numbers(self._belongs)
+                self._check_seen(self._seen[1])
             with torch.no_grad():
                 yield
         except Exception as caught:
@@ -320,17 +330,17 @@ class HostsBackend(Backend):
         trip = self._trip(ids)
         x, scale = self._stored(call.x)
         columns = [ids, call.topk_weights, *([] if scale is None else [scale])]
-        meta = self._taken_meta(torch.cat([t.view(torch.int32) for t in columns], 1), trip, flags)
+        meta = self._taken_meta(columns, trip, flags)
         first = self._first(x, trip)
         trip = self._met(trip, flags)
         if state is not None:
             self.links.num_recorded += 1
             _number(state).fill_(self.links.num_recorded)
-        met = self._exchange_meta(meta, trip).split([t.shape[1] for t in columns], 1)
+        met = self._exchange_meta(meta, trip, columns)
         sizes = [sum(of) for of in trip.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
         local = (met[0] - self._bounds[self.host]).split(sizes)
-        floats = [t.contiguous().view(torch.float32).split(sizes) for t in met[1:]]
+        floats = [t.view(torch.float32).split(sizes) for t in met[1:]]
         self._counts = []
 
         def compute(i: int, rows: Tensor) -> Tensor:
@@ -363,17 +373,18 @@ class HostsBackend(Backend):
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
         trip = self._trip(self._valid(call.computed_ids()))
         rows, scale = self._stored(dy)
-        sent = None if scale is None else self._taken(scale, trip.tokens)
+        columns, number = [] if scale is None else [scale], _number(state)
+        meta = self._taken_meta(columns, trip, BACKWARD, number)
         first = self._first(rows, trip)
-        trip = self._met(trip, BACKWARD, _number(state))
-        if sent is not None:
-            met = self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
-            scales = met.split([sum(of) for of in trip.receive])
+        trip = self._met(trip, BACKWARD, number)
+        met = self._exchange_meta(meta, trip, columns)
+        sizes = [sum(of) for of in trip.receive]
+        floats = [t.view(torch.float32).split(sizes) for t in met]
         sums, made, of_routes = dict(wanted.into), {}, []
 
         def compute(i: int, rows: Tensor) -> Tensor:
             kept_rows, kept_scale, local, kept = self._views(state, i, len(rows))
-            given: tuple[Tensor, ...] = (local, rows) if scale is None else (local, rows, scales[i])
+            given: tuple[Tensor, ...] = (local, rows, *(of[i] for of in floats))
             order = self._order(local)
             if order is not None:
                 given = tuple(t[order] for t in given)
@@ -479,10 +490,6 @@ class HostsBackend(Backend):
         next: inside their host nothing is wrong then.
         """
         if trip.counts is None:
-            if number is not None:
-                ones = [1] * self.num_hosts
-                found = self._exchange(number.expand(self.num_hosts, 1), ones, ones)()
-                self._look(self._check_numbers, found, self._belongs)
             return trip
         numbers, told = self._numbers, trip.counts.T
         numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
@@ -491,18 +498,11 @@ class HostsBackend(Backend):
         tokens = trip.tokens[: sum(map(sum, send))]
         return trip._replace(tokens=tokens, send=send, receive=receive)
 
-    def _look(self, check: Callable[[Tensor], None], found: Tensor, place: Tensor | None) -> None:
-        """static: check what others say of a call; on a device in the next one, as here the host would have to wait."""
-        if place is None:
-            check(found)
-        else:
-            place.copy_(found, non_blocking=True)
-
     def _check_seen(self, marks: Tensor) -> None:
+        """Raise RankMismatch unless all hosts say the same. marks: [N, MARK_INTS + 1], the last a call's number."""
+        marks, numbers = marks.split([MARK_INTS, 1], 1)
         check_marks(marks.tolist(), self.host, self.links.rail.label)
-
-    def _check_numbers(self, found: Tensor) -> None:
-        check_numbers(found.flatten().tolist(), self.host, self.links.rail.label)
+        check_numbers(numbers.flatten().tolist(), self.host, self.links.rail.label)
 
     def _first(self, rows: Tensor, trip: _Trip) -> Tensor:
         """Return the rows of chunk 0, and exact: before _met() others behind them."""
@@ -537,24 +537,56 @@ class HostsBackend(Backend):
         rows = [[chunk] * num for _ in range(chunks)]
         return _Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
 
-    def _taken_meta(self, meta: Tensor, trip: _Trip, flags: int) -> Tensor:
-        """Return ids, weights and scales as they are sent, of all chunks. static: marks go with them."""
+    def _taken_meta(
+        self, columns: Sequence[Tensor], trip: _Trip, flags: int, number: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what goes with the rows, [M, n] of 4 bytes, of all chunks; None: nothing. columns: [T, any].
+
+        static: marks and the number go with them, and as much as in forward, whose ids and weights come first: a rank
+        in backward exchanges as many bytes as one in forward, and both find out.
+        """
+        parts = list(columns)
+        if trip.slots is not None and (more := self._width - sum(_widths(columns))):
+            tokens = len(trip.places) // self.num_hosts
+            parts.insert(0, torch.zeros(tokens, more, dtype=torch.int32, device=self._device))
+        if not parts:
+            return None
+        meta = parts[0]
+        if len(parts) > 1:
+            meta = torch.cat([t.view(torch.int32) for t in parts], 1)
         if trip.slots is None:
             return meta[trip.tokens]
         if not self._marks:
             self._make_marks()
-        return torch.cat([meta, self._marks[flags]])[trip.slots]
+        marks = self._marks[flags]
+        if number is not None:
+            marks = marks.clone()
+            marks[1, MARK_INTS : MARK_INTS + 1] = number
+        return torch.cat([meta, marks])[trip.slots]
 
-    def _exchange_meta(self, sent: Tensor, trip: _Trip) -> Tensor:
-        """Exchange what _taken_meta() made. Return what comes, by chunk."""
+    def _exchange_meta(
+        self, sent: Tensor | None, trip: _Trip, columns: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Exchange what _taken_meta() made of the columns. Return what comes of each, by chunk."""
+        if sent is None:
+            return []
         if trip.slots is None:
-            return self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
-        num = self.num_hosts
-        more = [*trip.send, [1] * num]
-        found = self._once(sent, more, more)
-        marks = found[-num:, :MARK_INTS]
-        self._look(self._check_seen, marks, self._seen)
-        return found[:-num]
+            found = self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
+        else:
+            more = [*trip.send, [1] * self.num_hosts]
+            found, marks = self._once(sent, more, more).tensor_split([-self.num_hosts])
+            self._look(marks[:, : MARK_INTS + 1])
+        widths = _widths(columns)
+        return [t.contiguous() for t in found[:, found.shape[1] - sum(widths) :].split(widths, 1)]
+
+    def _look(self, marks: Tensor) -> None:
+        """Check what hosts say of a call: on a device in one of the next calls, as here the host would have to wait."""
+        if self._seen is None:
+            self._check_seen(marks)
+            return
+        here, seen = self._seen
+        here.copy_(torch.where((marks != marks[self.host]).any(), marks, here))
+        seen.copy_(here, non_blocking=True)
 
     def _once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
         """Exchange small rows of all chunks at once. They lie by chunk, and so does what comes."""
@@ -564,14 +596,14 @@ class HostsBackend(Backend):
 
     def _make_marks(self) -> None:
         """static: make rows for each host that say which call this is, and a place for those that come."""
-        for flags in (0, RECORDED) if not self.exact else ():
-            width = 2 * self.problem.top_k + self._groups
-            rows = torch.full((2, width), -1, dtype=torch.int32, device="cpu")
-            rows[1, :MARK_INTS] = torch.tensor(self.mark.ints(flags), device="cpu")
-            if self._device.type == "cuda":
-                self._seen = rows[1:, :MARK_INTS].repeat(self.num_hosts, 1).pin_memory()
-                self._belongs = torch.zeros_like(self._seen[:, :1]).pin_memory()
+        for flags in (0, RECORDED, BACKWARD) if not self.exact else ():
+            rows = torch.full((2, self._width), -1, dtype=torch.int32, device="cpu")
+            mark = torch.tensor([*self.mark.ints(flags), 0], device="cpu")
+            rows[1, : len(mark)] = mark
             self._marks[flags] = rows.to(self._device)
+            if self._device.type == "cuda":
+                seen = rows[1:, : len(mark)].repeat(self.num_hosts, 1)
+                self._seen = seen.to(self._device), seen.pin_memory()
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows that travel. static: zeros, where there is no token at all."""
@@ -624,6 +656,10 @@ def _along(rail: Part) -> Exchange:
         return all_to_all(rail.process_group, **options)(rows, *how)
 
     return exchange
+
+
+def _widths(columns: Sequence[Tensor]) -> list[int]:
+    return [t.shape[1] for t in columns]
 
 
 def _number(state: Tensor) -> Tensor:

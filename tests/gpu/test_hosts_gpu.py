@@ -154,3 +154,46 @@ def two_hosts(rank):
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_two_hosts_of_one_gpu_train_as_one_does(backend):
     assert launch(two_hosts, 2, backend=backend, timeout_s=120) == [[], []]
+
+
+def turned(rank, exchange):
+    """Return the errors of backward passes of different calls: of the pass itself, and of what follows; then whether a
+    reset makes the layer right."""
+    os.environ["MEGAMOE_HOST"] = f"host-{rank}"
+    torch.cuda.set_device(gpu_of(rank))
+    sizes = {"hidden": 512, "intermediate": 384, "num_experts": 8, "top_k": 3, "max_tokens": TOKENS}
+    options = {"exchange": exchange, "backend": "mega", "device": gpu_of(rank), "init_seed": 1}
+    layer = megamoe.MegaMoE(**sizes, group=dist.group.WORLD, **options)
+    draws = [
+        make_inputs(layer.problem, TOKENS, rank=rank, seed=n, device=gpu_of(rank)) for n in range(2)
+    ]
+
+    def gradient(of):
+        leaves = [d.x.clone().requires_grad_() for d in draws]
+        ys = [layer(x, d.topk_ids, d.topk_weights) for x, d in zip(leaves, draws, strict=True)]
+        ys[of].backward(torch.ones_like(ys[of]))
+        layer._layer.check()
+        return leaves[of].grad
+
+    expected, said = gradient(0), []
+    for attempt in (lambda: gradient(rank), lambda: gradient(0)):
+        try:
+            attempt()
+            said.append("nothing")
+        except megamoe.MegaMoEError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    layer._layer.reset()
+    right = torch.equal(gradient(0), expected)
+    layer.close()
+    return said, right
+
+
+@pytest.mark.ep(2)
+@pytest.mark.parametrize("exchange", ["exact", "static"])
+def test_backward_passes_of_different_calls_are_named(exchange):
+    """static: what a device saw, check() says, or a later call."""
+    for (first, then), right in launch(turned, 2, exchange, backend="nccl", timeout_s=120):
+        assert first.startswith("RankMismatch: rank ")
+        assert "comes for backward of call " in first
+        assert then.startswith(("WindowBroken", "RankMismatch"))
+        assert right

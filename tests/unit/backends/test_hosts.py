@@ -195,9 +195,10 @@ def of_bytes(rank, layer, exchange):
     scales = 4 * -(-hidden // 128) if layer else 0
     row = hidden + scales if layer else 2 * hidden
     forward = out * (8 * TOP_K + row) + home * 2 * hidden
-    forward += 2 * (8 * TOP_K + scales) * (exchange == "static")  # marks
     backward = out * row + home * (2 * hidden + 4 * TOP_K)
-    backward += 2 * 4 * (exchange == "static")  # the number of the call
+    if exchange == "static":  # as many with the rows as in forward; in both, marks
+        backward += out * 8 * TOP_K
+        sent += [-2 * 2 * (8 * TOP_K + scales)]
     return sum(sent), forward + backward
 
 

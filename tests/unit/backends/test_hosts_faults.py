@@ -10,7 +10,11 @@ import torch.distributed as dist
 from fake_hosts import Case, along, be_on_host, inputs, made, step
 from programs import fresh
 
-from megamoe.testing import launch
+from bench.hosts import spin
+from megamoe import Problem, RankMismatch
+from megamoe.backends.call import Call
+from megamoe.group.order import Mark
+from megamoe.testing import launch, make_inputs, make_weights
 
 TIMEOUT_S = 2.0
 BOUND_S = 2 * TIMEOUT_S + 2
@@ -53,6 +57,15 @@ class Rank:
         x, ids, weights, dy = self.call
         calls = [self.layer(t.clone().requires_grad_(), ids, weights) for t in (x, 2 * x)]
         calls[second].backward(dy)
+
+    def turned(self, back):
+        """Make a call, and then its backward pass or another call."""
+        x, ids, weights, dy = self.call
+        y = self.layer(x.clone().requires_grad_(), ids, weights)
+        if back:
+            y.backward(dy)
+        else:
+            self.layer(x.clone().requires_grad_(), ids, weights)
 
     def is_right(self, layer=None):
         found = self.step(layer)
@@ -191,6 +204,9 @@ def lateness(rank):
     found["static passes"] = failed(lambda: other.passes(second=rank < 2))
     other.layer.reset()
     found["after passes"] = other.is_right()
+    found["static turned"] = failed(lambda: other.turned(back=rank < 2))
+    other.layer.reset()
+    found["after turned"] = other.is_right()
     return found
 
 
@@ -249,8 +265,40 @@ def test_other_orders_are_named_where_nothing_is_met(late):
         assert seconds < BOUND_S
 
 
+def test_a_forward_that_meets_a_backward_is_named_where_nothing_is_met(late):
+    """Red before: ranks exchanged other numbers of bytes, and gloo ended the process."""
+    for found in late:
+        text, seconds = found["static turned"]
+        assert text.startswith("RankMismatch: rank ")
+        assert "backward of layer" in text
+        assert "forward of layer" in text
+        assert seconds < BOUND_S
+
+
+def test_what_a_device_has_seen_stays_until_a_host_looks():
+    """A host may be calls ahead of its device. Red before: what was seen of one call, the next one overwrote."""
+    problem = Problem(64, 64, 4, 2, max_tokens=16)
+    options = {"chunks": 1, "exchange": "static"}
+    engine = spin.Spinning(lambda n: 0.0, torch.device("cpu"), problem, "static")
+    backend = spin.over_hosts(problem, 2, "reference", torch.device("cpu"), engine, **options)
+    given, weights = make_inputs(problem, 8), make_weights(problem)
+    call = Call(given.x, given.topk_ids, given.topk_weights, weights)
+    backend.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
+    backend.forward(call)
+    marks = torch.tensor([[*backend.mark.ints(), 0]] * 2, dtype=torch.int32)
+    backend._seen = marks.clone(), marks.clone()
+    backend.forward(call)
+    other = marks.clone()
+    other[1, 0] += 1 << 8  # the mark of the next layer
+    backend._look(other)
+    backend._look(marks)
+    for late in (lambda: backend.forward(call), backend.check):
+        with pytest.raises(RankMismatch, match=r"forward of layer 2 .*forward of layer 1"):
+            late()
+
+
 RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")
-RIGHT += ("after passes",)
+RIGHT += ("after passes", "after turned")
 
 
 @pytest.mark.parametrize("what", RIGHT)
