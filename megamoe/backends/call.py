@@ -126,7 +126,7 @@ class Backend(Protocol):
     max_kept: int = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Compile, allocate, map: everything that a first forward would otherwise do."""
+        """Compile, allocate, map: everything that a first forward would otherwise do. Again, it is not collective."""
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and, if it is to be kept, the call's state.

@@ -42,6 +42,7 @@ class EmulateBackend(Gathered):
         self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
         self._emulation: Emulation | None = None
         self._resets = 0
+        self._prepared = False
 
     @property
     def emulation(self) -> Emulation:
@@ -51,9 +52,11 @@ class EmulateBackend(Gathered):
         return self._emulation
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Compile the kernel. Collective."""
-        mark = mark_of("prepare the kernel")
-        _on_rank_0(self.group, mark, lambda: self.emulation.kernel() and None)
+        """Compile the kernel. Collective, at first."""
+        if not self._prepared:
+            mark = mark_of("prepare the kernel")
+            _on_rank_0(self.group, mark, lambda: self.emulation.kernel() and None)
+            self._prepared = True
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]

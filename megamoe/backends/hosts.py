@@ -152,6 +152,7 @@ class HostsBackend(Backend):
         self._device = torch.device("cpu")
         self._counts: list[Callable[[], Statistics]] = []  # of the chunks of a call
         self._at_rail = True  # not inside the inner backend
+        self._prepared = False
         # static: of the last call, by tokens and stream, and those that graphs read, which may live for ever
         self._last: tuple[int, int, _Trip] | None = None
         self._captured: dict[int, _Trip] = {}
@@ -200,8 +201,11 @@ class HostsBackend(Backend):
         return self.inner.needs_close
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """As the inner backend; also connect the rail, which a graph cannot do. Collective, and so are its errors."""
+        """As the inner backend; also connect the rail, which a graph cannot do. Collective at first, errors too."""
         self._device = weights.w13.device
+        if self._prepared:
+            self.inner.prepare(weights)
+            return
         group = self.links.group
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
@@ -212,6 +216,7 @@ class HostsBackend(Backend):
         sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=self._device))
         ones = [1] * self.num_hosts
         self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
+        self._prepared = True
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and the state. Collective."""
@@ -267,6 +272,7 @@ class HostsBackend(Backend):
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
         self.links.renew()
+        self._prepared = False
         self._make_marks()
         self.inner.reset()
 

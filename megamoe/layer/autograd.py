@@ -119,7 +119,7 @@ def _added(
         if torch.is_grad_enabled():
             raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
         # grad(loss, inputs=[x]) adds nothing
-        into = main_grad.targets(weights, (needs.w13, needs.w2))
+        into = main_grad.targets(weights, (needs.w13, needs.w2), set())
     except ArgumentError:
         runtime.refuse()
         raise

@@ -49,14 +49,15 @@ class Joint:
         self._between: Tensor | None = None
         self._nothing: Tensor | None = None
         self.used = False  # by a backward pass that adds, since add()
+        self._written: set[int] = set()  # as of targets()
 
     def give(self, whole: Any) -> None:
         """Tell a layer of it."""
         whole.joint_main_grad = self
 
-    def target(self, whole: Tensor) -> Tensor:
-        """Return what a backward pass is to add to."""
-        self.used = True
+    def target(self, whole: Tensor, written: set[int]) -> Tensor:
+        """Return what a backward pass is to add to. written: as of targets()."""
+        self.used, self._written = True, written
         if self._between is not None:
             return self._between
         mains = [p.main_grad.detach() for p in self.parameters if _plain(p)]
@@ -92,8 +93,7 @@ class Joint:
             if not p.requires_grad:
                 continue
             if parts is not None:
-                if getattr(p, "overwrite_main_grad", False):
-                    p.main_grad.zero_()
+                _overwrite(p, self._written)
                 p.main_grad.add_(parts[i].view(p.shape))
             found[i] = added(p)
             if others is not None and found[i] is None:
@@ -117,6 +117,13 @@ def joined(
     if joint is not None and whole.requires_grad:
         joint.give(whole)
     return whole
+
+
+def _overwrite(p: Any, written: set[int]) -> None:
+    """Make main_grad zero where it is to be overwritten, and was not by another of the passes that are summed."""
+    if getattr(p, "overwrite_main_grad", False) and id(p) not in written:
+        p.main_grad.detach().zero_()
+    written.add(id(p))
 
 
 def _plain(p: Any) -> bool:
@@ -144,9 +151,7 @@ def check(weights: ExpertWeights) -> None:
                 )
 
 
-def targets(
-    weights: ExpertWeights, needs: Sequence[bool], written: set[int] | None = None
-) -> dict[str, Tensor]:
+def targets(weights: ExpertWeights, needs: Sequence[bool], written: set[int]) -> dict[str, Tensor]:
     """Return name -> the main_grad that a backward pass is to add to. needs: flags of w13 and w2.
 
     written: ids of parameters whose main_grad has sums of passes already that these are added to; grows.
@@ -158,13 +163,10 @@ def targets(
             p: Any = getattr(weights, name)
             joint = getattr(p, "joint_main_grad", None)
             if joint is not None:
-                found[name] = joint.target(p)
+                found[name] = joint.target(p, written)
                 continue
+            _overwrite(p, written)
             found[name] = p.main_grad.detach()
-            if getattr(p, "overwrite_main_grad", False) and id(p) not in (written or ()):
-                found[name].zero_()
-            if written is not None:
-                written.add(id(p))
     return found
 
 

@@ -54,7 +54,9 @@ class ReferenceBackend(Gathered):
         result = forward(self.problem, *columns, rounding=self.rounding)
         rank = self.problem.rank
         self._statistics = Statistics.without_pool(result["counts"][rank].sum(0))
-        y = result["y"][rank].to(torch.bfloat16)
+        y = result["y"][rank].to(
+            torch.bfloat16, copy=True
+        )  # a view may not be written over where it is recorded
         state = None
         if keep:
             self._num_recorded += 1

@@ -96,7 +96,7 @@ def test_what_is_made_in_fp32_stays_so(dtype):
         assert matching(tried[0], tried, "a host") == tried[0]
         joint = Joint([torch.nn.Parameter(whole.w2)], lambda t: [t], lambda parts: None)
         joint.parameters[0].main_grad = torch.zeros(whole.w2.shape, dtype=torch.float32)
-        assert joint.target(whole.w2).dtype == torch.float32
+        assert joint.target(whole.w2, set()).dtype == torch.float32
         numbers = fp4.unpack(torch.zeros(1, 16, dtype=torch.uint8))
     assert parts.b13.dtype == parts.b2.dtype == numbers.dtype == torch.float32
 

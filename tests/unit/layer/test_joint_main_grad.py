@@ -99,6 +99,29 @@ def test_several_calls_of_one_join(lie):
         assert_close(p.main_grad - 0.5, expected[name], relative=ORDER, name=name)
 
 
+@pytest.mark.parametrize("backend", ["staged", "emulate"])
+def test_delayed_passes_overwrite_a_main_grad_once(backend):
+    """Red before behind staged: each pass overwrote what the one before had made."""
+    expected = plain(seeds=(0, 1), backend=backend)
+    halves = halves_of()
+    layer = Layer(SHARED.problem, backend=backend, delay_wgrad="keep", **ADDING)
+    give_main_grads(halves)
+    overwritten = halves[1].w2, halves[0].w13
+    for p in overwritten:
+        p.overwrite_main_grad = True
+    for _ in range(2):  # and once in each call of backward_dw()
+        give_main_grads(halves)
+        weights = SHARED.join(*halves, **ADDING)
+        for seed in (0, 1):
+            if backend == "staged":  # as loops do; what is kept together is of one tensor
+                weights = SHARED.join(*halves, **ADDING)
+            loss_of(layer, weights, seed).backward()
+        layer.backward_dw(passes=2)
+        for name, p in parameters_of(halves).items():
+            before = 0.0 if any(p is other for other in overwritten) else 0.5
+            assert_close(p.main_grad - before, expected[name], relative=4e-3, name=name)
+
+
 @pytest.mark.parametrize("lie", ["together", "apart"])
 def test_layers_whose_weights_are_joined_before_both_are_called(lie):
     made = [halves_of(seed=3), halves_of(seed=3)]

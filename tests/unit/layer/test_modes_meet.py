@@ -1,11 +1,14 @@
 """Modes of torch that meet in one call or on one rank alone, what `out` may be, and parameters that are gone."""
 
+import os
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -118,7 +121,44 @@ def test_an_out_in_what_the_call_reads_is_refused(where, known):
     assert all(map(torch.equal, before, (layer.w13, layer.w2, weights)))
 
 
+@pytest.mark.parametrize("backend", ["reference", "staged", "emulate"])
+def test_what_a_layer_returns_may_be_written_over(backend):
+    """Red before behind reference: y was a view, which torch does not let be changed where it is recorded."""
+    x, *routes = drawn(made(backend))
+    grads = []
+    for write in (lambda y: y.add_(x).mul_(2), lambda y: (y + x) * 2):
+        layer = made(backend)
+        write(layer(x, *routes)).sum().backward()
+        grads.append(layer.w13.grad)
+    assert torch.equal(*grads)
+
+
 # --- two ranks ---
+
+
+def prepared_again(rank, backend, hosts):
+    """Prepare a layer twice; rank 1 refuses the second time. Then call it."""
+    if hosts:
+        os.environ["MEGAMOE_HOST"] = f"host-{rank}"
+    layer = made(backend, group=dist.group.WORLD)
+    weights = layer.expert_weights()
+    layer._layer.prepare(weights)
+    other = replace(weights, w2=weights.w2.detach()[:, :-1]) if rank else weights
+    begin = time.monotonic()
+    said = outcome(lambda: layer._layer.prepare(other))[0]
+    seconds = time.monotonic() - begin
+    layer(*drawn(layer))
+    layer.close()
+    return said, seconds
+
+
+@pytest.mark.parametrize("hosts", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "emulate"])
+def test_a_refusal_to_prepare_again_leaves_nobody_waiting(backend, hosts):
+    """Red before behind emulate and over hosts: the other rank waited for it, and met what came next."""
+    found = launch(prepared_again, 2, backend, hosts, timeout_s=60)
+    assert [said for said, _ in found] == [None, "ArgumentError"]
+    assert all(seconds < 2 for _, seconds in found)
 
 
 def beyond_the_recompile_limit(rank):
