@@ -3,6 +3,10 @@
 A layer multiplies e4m3 weights with rows that it quantizes as they come, MXFP4 with bf16 (docs/numerics.md). Weights
 that were made for other rows, such as bf16 or those of a scale that was calibrated, would be multiplied in silence with
 other numbers; those of any type, if rows have to be rotated first.
+
+Experts without a recipe are taken. Which way their scales go is not open: in every format that has a `weight_scale` or
+a `weight_scale_inv` (the inverse of what weights were multiplied with to become e4m3) it multiplies, and types and
+shapes say the rest. How rows are rounded is then what the user chooses with a layer's precision.
 """
 
 from __future__ import annotations
@@ -65,6 +69,8 @@ _ROWS: _Said = {
 }
 # A recipe has the names that modules had where it was made, and a checkpoint may have others for these.
 _TREES = (("block_sparse_moe.", "mlp."), ("language_model.model.", "model.language_model."))
+# A part whose recipe is of the tower that sees alone, and what names have there. What may be either is held against it.
+_VISION, _IN_VISION = "vision_config", re.compile("vis|vit|vpm|image", re.IGNORECASE)
 _CLASS = "Linear"  # that a projection is, as targets name it
 _SHOWN = 500  # characters of a value in messages: targets may be all modules
 
@@ -81,13 +87,14 @@ def check_recipes(
     files: what CONFIG and MODELOPT of `folder` hold. to: another library's layout must be one that the recipe, which
     stays beside it, is right for. dynamic_activations: rows that had one scale for all tokens are taken.
     """
-    recipes = [(f"{folder / CONFIG}: {place}", r) for place, r in _recipes(files[CONFIG])]
-    if beside := files[MODELOPT]:
-        said = beside.get("quantization")
-        said = {"quant_method": "modelopt"} | said if isinstance(said, dict) else said
-        recipes.append((f"{folder / MODELOPT}: quantization", said))
     for experts in modules:
         _check_rows(experts, dynamic_activations)
+        found = _recipes(files[CONFIG], _IN_VISION.search(experts.prefix) is not None)
+        recipes = [(f"{folder / CONFIG}: {place}", recipe) for place, recipe in found]
+        if beside := files[MODELOPT]:
+            said = beside.get("quantization")
+            said = {"quant_method": "modelopt"} | said if isinstance(said, dict) else said
+            recipes.append((f"{folder / MODELOPT}: quantization", said))
         written = () if to.bare or to is experts.layout else (to,)
         for layout in (experts.layout, *written):
             case = _Case(experts, layout, dynamic_activations)
@@ -104,13 +111,16 @@ def _check_rows(experts: Experts, dynamic_activations: bool) -> None:
             _refuse(f"tensor {name!r}", "there", expected, experts)
 
 
-def _recipes(config: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Return every recipe and where it stands: in models of several parts also in the configuration of one of them."""
+def _recipes(config: dict[str, Any], vision: bool, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Return recipes and where they stand: in models of several parts also in the configuration of one of them.
+
+    vision: of experts that may be in the vision tower; without, what only that has is left out.
+    """
     for key, value in config.items():
         if key in _KEYS and value is not None:
             yield place + key, value
-        elif isinstance(value, dict):
-            yield from _recipes(value, f"{place}{key}.")
+        elif isinstance(value, dict) and (vision or key != _VISION):
+            yield from _recipes(value, vision, f"{place}{key}.")
 
 
 @dataclass(frozen=True)

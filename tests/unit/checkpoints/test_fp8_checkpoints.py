@@ -357,6 +357,39 @@ def test_a_recipe_of_modelopt_beside(tmp_path):
     convert(tmp_path / "a", tmp_path / "b", "megamoe")
 
 
+TOWERS = [  # where experts are, and whether that is in the vision tower, or may be
+    ("model.language_model.layers.3.mlp.", False),
+    ("language_model.model.layers.3.feed_forward.", False),
+    ("model.visual.blocks.3.mlp.", True),
+    ("vision_tower.encoder.layers.3.mlp.", True),
+    ("vpm.vision_model.layers.3.mlp.", True),
+    ("model.layers.3.mlp.vision_moe.", True),
+]
+
+
+@pytest.mark.parametrize(("prefix", "vision"), TOWERS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_recipe_of_the_vision_tower_alone(tmp_path, prefix, vision, turned):
+    """It says nothing of the language model's experts; a part of any other name does, and the whole does."""
+    tensors, _, config = published("Qwen3-VL")
+    tensors = {name.replace(MOE, prefix): tensor for name, tensor in tensors.items()}
+    other = compressed(OF_CHANNEL, None)
+    key, message = "quantization_config", "quant_method is 'compressed-tensors', expected 'fp8'"
+    if turned:
+        other["transform_config"] = {"config_groups": {"R4": {"type": "hadamard"}}}
+        message = "transform_config is .*hadamard"
+    said = {"vision_config": {key: other}}
+    nested = {"thinker_config": {"vision_config": {"backbone": {key: other}}}}
+    for n, parts in enumerate((said, nested), 1):
+        if vision:
+            refuse(tmp_path / str(n), rf"vision_config.*\.{key}.{message}", tensors, config | parts)
+        else:
+            write(tmp_path / str(n) / "a", tensors, config | parts)
+            convert(tmp_path / str(n) / "a", tmp_path / str(n) / "b", "megamoe")
+    for n, parts in enumerate(({"vision": {key: other}}, {key: other}), 3):
+        refuse(tmp_path / str(n), f"{key}.{message}", tensors, config | parts)
+
+
 def shaped(part, change):
     def apply(tensors, name):
         tensors[name(part)] = change(tensors[name(part)]).contiguous()
