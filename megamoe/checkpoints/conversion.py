@@ -42,7 +42,7 @@ def convert(
 ) -> list[str]:
     """Write the checkpoint in folder `source` to a new folder `target`, its experts in the layout `to`.
 
-    to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (gpt-oss without
+    to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (transposed ones without
     config.json). dynamic_activations: take matrices of one scale whose activations had one, too, calibrated for all
     tokens (input_scale): it is left out, since a layer gives each token its own. shard_bytes: of a file at most, unless
     a single tensor has more. progress: show a bar, with tqdm.

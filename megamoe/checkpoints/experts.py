@@ -96,6 +96,14 @@ class Experts:
                 raise ArgumentError(f"tensor {name!r}", "there", f"none of this name in {self}")
             self._check(place[0], name, expected[place])
 
+    def is_whole(self) -> bool:
+        """Whether measure() finds nothing wrong."""
+        try:
+            self.measure()
+        except ArgumentError:
+            return False
+        return True
+
     def _sizes(self, part: str) -> tuple[int, int, int]:
         """Return (experts or 0, rows, columns) of the first tensor of numbers that holds the part."""
         of_part = (
@@ -195,8 +203,7 @@ def find(source: Source, stated: str | None, model_type: str | None) -> list[Exp
     """
     modules = []
     for prefix, claims in _claims(source).items():
-        layout = _layout_of(source, prefix, claims, stated, model_type)
-        modules.append(Experts(source, prefix, layout, claims[layout.name]))
+        modules.append(_module(source, prefix, claims, stated, model_type))
     claimed = {name for module in modules for name in module.names.values()}
     unknown = [n for n in source.names if n not in claimed and _looks_like_experts(n)]
     if unknown:
@@ -212,9 +219,9 @@ def _looks_like_experts(name: str) -> bool:
     return not {"experts", "local_experts"}.isdisjoint(name.split("."))
 
 
-def _layout_of(
+def _module(
     source: Source, prefix: str, claims: _Claims, stated: str | None, model_type: str | None
-) -> Layout:
+) -> Experts:
     names = sorted({name for places in claims.values() for name in places.values()})
     fitting = []
     for name, places in claims.items():
@@ -223,18 +230,22 @@ def _layout_of(
         complete = frozenset(kinds - _BESIDE) in _FORMATS and {"up", "down"} <= parts
         complete &= kinds >= set(LAYOUTS[name].needs)
         if complete and len(places) == len(names) and stated in (None, name):
-            fitting.append(LAYOUTS[name])
-    if len(fitting) != 1:
-        expected = stated or f"one of {', '.join(LAYOUTS)}"
-        raise ArgumentError(f"layout of {prefix}experts", _seen(source, names), expected)
-    layout = fitting[0]
-    if layout.ambiguous not in (None, model_type) and stated is None:
+            fitting.append(Experts(source, prefix, LAYOUTS[name], places))
+    # Which way matrices lie shows even where one is square: up and gate have twice as many rows as down has columns.
+    # In which order their rows lie does not.
+    if len(fitting) > 1:
+        fitting = [experts for experts in fitting if experts.is_whole()] or fitting
+    types = {e.layout.name: e.layout.ambiguous for e in fitting}
+    said = [e for e in fitting if stated or model_type in (types[e.layout.name] or (model_type,))]
+    if len(said) == 1:
+        return said[0]
+    expected = stated or f"one of {', '.join(LAYOUTS)}"
+    if fitting and not said:
+        each = " or ".join(f"{name} of model_type {', '.join(of)}" for name, of in types.items())
         expected = (
-            f"model_type {layout.ambiguous!r} in config.json, or {layout.name} stated (--from): other models have "
-            "these names and shapes in another order"
+            f"{each} in config.json, or stated (--from): names and shapes do not say the order"
         )
-        raise ArgumentError(f"layout of {prefix}experts", _seen(source, names), expected)
-    return layout
+    raise ArgumentError(f"layout of {prefix}experts", _seen(source, names), expected)
 
 
 def _seen(source: Source, names: list[str]) -> str:

@@ -61,7 +61,7 @@ class Layout:
     alike: a matrix has one scale, [1] or [], and to other layouts each of its rows has it; so it is only read.
     methods: whose names of quantized weights these are, as config.json's quant_method has it.
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
-    this is it; the `model_type` that says so.
+    this is it; each `model_type` that says so.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Layout:
     alike: bool = False
     bare: bool = False
     methods: tuple[str, ...] = (_FP8, _COMPRESSED, _MXFP4)
-    ambiguous: str | None = None
+    ambiguous: tuple[str, ...] = ()
 
     @property
     def kinds(self) -> set[str]:
@@ -163,6 +163,13 @@ def _megatron(template: str) -> tuple[Entry, ...]:
     )
 
 
+_TRANSPOSED = (
+    Entry("gate_up_proj", _UP, gated=True),
+    Entry("gate_up_proj_bias", _UP, "bias", gated=True),
+    Entry("down_proj", ("down",), gated=True),
+    Entry("down_proj_bias", ("down",), "bias", gated=True),
+)
+
 _LAYOUTS = (
     Layout(
         "hf-fused",
@@ -175,17 +182,21 @@ _LAYOUTS = (
     Layout("hf-per-expert", _per_expert(HF, {"weight": "weight"})),
     Layout("mixtral", _per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
     Layout(
-        "gpt-oss",
-        (
-            Entry("gate_up_proj", _UP, gated=True),
-            Entry("gate_up_proj_bias", _UP, "bias", gated=True),
-            Entry("down_proj", ("down",), gated=True),
-            Entry("down_proj_bias", ("down",), "bias", gated=True),
+        "hf-transposed",
+        _TRANSPOSED,
+        transposed=True,
+        ambiguous=(
+            *("llama4", "llama4_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+            "openai_privacy_filter",  # the one with biases
         ),
+    ),
+    Layout(
+        "gpt-oss",
+        _TRANSPOSED,
         needs=("weight", "bias"),
         interleaved=True,
         transposed=True,
-        ambiguous="gpt_oss",
+        ambiguous=("gpt_oss",),
     ),
     Layout(
         "gpt-oss-mxfp4",

@@ -28,9 +28,12 @@ from megamoe.testing import assert_close, compare, make_inputs, make_weights  # 
 
 H, INNER, E = 160, 96, 3  # ragged last blocks of 128 rows and columns
 PAIRS = {
-    "plain": ["hf-fused", "hf-per-expert", "mixtral", "megatron", "megatron-sequential", "megamoe"],
+    "plain": [
+        *("hf-fused", "hf-per-expert", "mixtral", "hf-transposed"),
+        *("megatron", "megatron-sequential", "megamoe"),
+    ],
     "no gate": ["hf-fused", "hf-per-expert", "megatron", "megatron-sequential", "megamoe"],
-    "biases": ["gpt-oss", "megatron", "megatron-sequential", "megamoe"],
+    "biases": ["hf-transposed", "gpt-oss", "megatron", "megatron-sequential", "megamoe"],
     "scales": [
         *("deepseek-fp8", "minimax-fp8"),
         *("compressed-tensors-fp8-block", "mixtral-fp8-block", "megamoe"),
@@ -120,6 +123,12 @@ def hand_made(layout, experts):
                     whole = (t.unflatten(-1, (-1, 16)) for t in whole)
                 for side, tensor in zip(("gate_up", "down"), whole, strict=True):
                     stack.setdefault(f"{side}_proj_{end}", []).append(tensor)
+        elif layout == "hf-transposed":
+            stack.setdefault("gate_up_proj", []).append(joined(w, "gate", "up").T)
+            stack.setdefault("down_proj", []).append(w["down"].T)
+            if b:
+                stack.setdefault("gate_up_proj_bias", []).append(joined(b, "gate", "up"))
+                stack.setdefault("down_proj_bias", []).append(b["down"])
         elif layout == "gpt-oss":
             stack.setdefault("gate_up_proj", []).append(alternating(w).T)
             stack.setdefault("gate_up_proj_bias", []).append(alternating(b))
@@ -152,7 +161,8 @@ def checkpoint(folder, layout, content="plain", *, shards=1, dtypes=(torch.bfloa
         of_layer = hand_made(layout, experts)
         tensors |= {f"{layer}experts.{n}": t.contiguous() for n, t in of_layer.items()}
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
+    of = {"hf-transposed": "openai_privacy_filter" if "biases" in content else "llama4"}
+    (folder / "config.json").write_text(json.dumps({"model_type": of.get(layout, "gpt_oss")}))
     save(folder, tensors, shards)
     return tensors
 
@@ -208,7 +218,8 @@ def test_every_pair(tmp_path, made, content, here, there):
     convert(made(here, content)[0], tmp_path / "b", there, shard_bytes=80_000)
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 1
     assert_same(load(tmp_path / "b"), made(there, content)[1])
-    assert (tmp_path / "b" / "config.json").read_bytes() == b'{"model_type": "gpt_oss"}'
+    config = (made(here, content)[0] / "config.json").read_bytes()
+    assert (tmp_path / "b" / "config.json").read_bytes() == config
 
 
 @pytest.mark.parametrize("there", ["hf-fused", "megatron", "megamoe"])
@@ -523,8 +534,9 @@ def test_rotated_rows_of_bf16(tmp_path):
 REFUSED = [  # content, source, target
     ("scales", "deepseek-fp8", "hf-fused", "to is hf-fused, .* scales of e4m3 weights of model.layers.0"),
     ("scales", "megamoe", "hf-per-expert", "scales of e4m3 weights .*: deepseek-fp8, minimax-fp8, .*megamoe"),
-    ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: gpt-oss, gpt-oss-mxfp4, megatron"),
+    ("biases", "gpt-oss", "hf-fused", "biases of model.layers.0.mlp.experts .*: hf-transposed, gpt-oss, .*megatron"),
     ("biases", "megatron", "mixtral", "biases"),
+    ("no gate", "hf-fused", "hf-transposed", "experts without gates"),
     ("plain", "hf-fused", "gpt-oss", "to is gpt-oss, expected one without biases"),
     ("plain", "hf-fused", "deepseek-fp8", "to is deepseek-fp8, expected one without scales"),
     ("no gate", "hf-fused", "mixtral", "experts without gates"),
@@ -589,7 +601,7 @@ BROKEN = [  # layout and content, what becomes of the tensors, what the error sa
     ("megatron biases", without("linear_fc2.bias0"), "linear_fc2.bias0' is missing"),
     ("mixtral plain", changed("2.w3.weight", lambda t: t[:-1]), r"2.w3.weight.shape is \[95, 160"),
     ("hf-fused plain", changed("gate_up_proj", lambda t: t.mT), r"shape is \[3, 160, 192\]"),
-    ("hf-fused plain", both_transposed, r"gate_up_proj.shape is \[3, 160, 192\]"),
+    ("hf-fused plain", both_transposed, r"\[3, 160, 192\].*expected hf-transposed of model_type"),
     ("gpt-oss biases", changed("down_proj", lambda t: t.mT), r"\[3, 160\], expected \[3, 96\]"),
     ("megamoe plain", changed("w13", lambda t: t.flatten(0, 1)), "w13.shape is"),
     ("megamoe plain", changed("w2", lambda t: t[0, 0, 0]), r"w2.shape is \[\]"),
@@ -645,11 +657,12 @@ def test_the_last_experts_are_missed(tmp_path, made, config):
 def test_gpt_oss_has_to_be_said(tmp_path):
     """The same names and shapes, rows of gate and up not alternating, are other models'."""
     before = checkpoint(tmp_path / "a", "gpt-oss", "biases")
-    for text in ('{"model_type": "openai_privacy_filter"}', "{}"):
+    expected = "openai_privacy_filter or gpt-oss of model_type gpt_oss in config.json"
+    for text in ('{"model_type": "gpt_oss_2"}', '{"model_type": ["gpt_oss"]}', "{}"):
         (tmp_path / "a" / "config.json").write_text(text)
-        refuse(tmp_path / "a", "megamoe", "expected model_type 'gpt_oss' in config.json", tmp_path)
+        refuse(tmp_path / "a", "megamoe", expected, tmp_path)
     (tmp_path / "a" / "config.json").unlink()
-    refuse(tmp_path / "a", "megamoe", "expected model_type 'gpt_oss'", tmp_path)
+    refuse(tmp_path / "a", "megamoe", expected, tmp_path)
     convert(tmp_path / "a", tmp_path / "b", "megamoe", source_layout="gpt-oss")
     convert(tmp_path / "b", tmp_path / "c", "gpt-oss")
     assert_same(load(tmp_path / "c"), before)
@@ -657,6 +670,63 @@ def test_gpt_oss_has_to_be_said(tmp_path):
     refuse(tmp_path / "a", "megamoe", "layout of .* expected hf-fused", tmp_path, **options)
     (tmp_path / "a" / "config.json").write_text("[]")
     refuse(tmp_path / "a", "megamoe", "config.json is a list, expected a JSON object", tmp_path)
+
+
+def halves_exchanged(t):
+    return torch.cat(t.chunk(2, -1)[::-1], -1)
+
+
+def in_turn(t):
+    return torch.stack(t.chunk(2, -1), -1).flatten(-2)
+
+
+FAULTS = {  # intermediate size, what becomes of a tensor
+    "gate is up": (96, "gate_up_proj", halves_exchanged),
+    "in turn": (96, "gate_up_proj", in_turn),
+    "square, as it is": (H // 2, "gate_up_proj", lambda t: t.mT),
+    "square down, as it is": (H, "down_proj", lambda t: t.mT),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize("model_type", ["llama4", "qwen3_vl_moe"])
+def test_transposed_experts(tmp_path, monkeypatch, model_type, fault):
+    """Llama 4's, and Qwen3-VL-MoE's, whose newer files are not transposed: shapes say it where one matrix is square."""
+    for inner in (96, H // 2, H) if fault is None else FAULTS[fault][:1]:
+        monkeypatch.setattr(sys.modules[__name__], "INNER", inner)
+        expected = checkpoint(tmp_path / f"ours {inner}", "megamoe")
+        for layout in ("hf-transposed", "hf-fused"):
+            a, b = (tmp_path / f"{name} {layout} {inner}" for name in "ab")
+            tensors = checkpoint(a, layout)
+            if fault is not None:
+                _, name, change = FAULTS[fault]
+                tensors[first(name)] = change(tensors[first(name)])
+            save(a, {n: t.contiguous() for n, t in tensors.items()})
+            (a / "config.json").write_text(json.dumps({"model_type": model_type}))
+            lines = convert(a, b, "megamoe")
+            assert [layout in line for line in lines] == [True, True]
+            found = load(b)
+            pairs = [(found[first(w)], expected[first(w)]) for w in ("w13", "w2")]
+            same = [torch.equal(*(t.view(torch.int16) for t in pair)) for pair in pairs]
+            assert all(same) == (fault is None)
+            convert(b, tmp_path / f"c {layout} {inner}", layout)
+            assert_same(load(tmp_path / f"c {layout} {inner}"), tensors)
+
+
+def test_transposed_experts_have_to_be_said(tmp_path):
+    """Shapes do not say that columns of gate and up are not in turn."""
+    before = checkpoint(tmp_path / "a", "hf-transposed")
+    for text in ('{"model_type": "gpt_oss"}', '{"text_config": {"model_type": "llama4"}}', "{}"):
+        (tmp_path / "a" / "config.json").write_text(text)
+        message = "expected hf-transposed of model_type llama4, llama4_text, qwen3_vl_moe"
+        refuse(tmp_path / "a", "megamoe", message, tmp_path)
+    convert(tmp_path / "a", tmp_path / "b", "hf-fused", source_layout="hf-transposed")
+    convert(tmp_path / "b", tmp_path / "c", "hf-transposed")
+    assert_same(load(tmp_path / "c"), before)
+    for folder, layout in (("a", "hf-fused"), ("b", "hf-transposed")):
+        options = {"source_layout": layout}
+        refuse(tmp_path / folder, "megamoe", rf"shape is .*\({layout}\)", tmp_path, **options)
+    refuse(tmp_path / "a", "megamoe", "expected gpt-oss", tmp_path, source_layout="gpt-oss")
 
 
 def indexed(folder, change=lambda files_of: files_of):
