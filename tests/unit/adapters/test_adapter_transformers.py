@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megamoe.core.config import ACTIVATIONS, Activation
-from megamoe.core.errors import ConfigError
+from megamoe.core.errors import ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 from hf_models import (  # noqa: E402
     ALL_EXPERTS,
     MODELS,
+    SMALL,
     eager_copy,
     experts_of,
     model_of,
@@ -26,7 +27,7 @@ from hf_models import (  # noqa: E402
 )
 
 from megamoe.adapters import transformers as adapter  # noqa: E402
-from megamoe.adapters.transformers_weights import activation_of  # noqa: E402
+from megamoe.adapters.transformers_weights import activation_of, weights_of  # noqa: E402
 
 OTHER_ACTIVATIONS = {
     "GptOss": ACTIVATIONS["swiglu_oai"],
@@ -192,6 +193,48 @@ def test_families_that_a_layer_does_not_compute_are_refused(experts, names):
     with pytest.raises(ConfigError, match=REFUSED[names]):
         module(rows(4), ids, topk_weights)
     assert module not in experts._modules
+
+
+@pytest.mark.parametrize("inner", [48, 32, 64])
+@pytest.mark.parametrize("family", ["openai_privacy_filter OpenAIPrivacyFilter", "aria Aria"])
+def test_transposed_experts_not_in_turn(experts, family, inner):
+    """Flags say how they lie, also where I, or 2I, is H; a wrong flag is refused."""
+    folder, name = family.split()
+    sizes = {"intermediate_size": inner, "num_local_experts": 4, "moe_num_experts": 4}
+    sizes |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    module = experts_alone(folder, f"{name}Experts", **sizes).bfloat16()
+    topk_weights, ids = routes(20, 4)
+    given = rows(20), topk_weights, ids, rows(20, seed=4)
+    expected = results(eager_copy(module), *given)
+    for key, value in results(module, *given).items():
+        assert_close(value, expected[key], relative=0.02, name=key)
+    module.is_transposed = False
+    with pytest.raises(MegaMoEError, match=r"\.shape is \[|intermediate is \d+, expected"):
+        module(rows(20), ids, topk_weights)
+    module.is_transposed, module.is_concatenated = True, False
+    with pytest.raises(ConfigError, match="activation is that of"):
+        module(rows(20), ids, topk_weights)
+
+
+def test_llama4_keeps_its_own_experts(experts):
+    """Its scores multiply x, not y, and its experts are called with rows alone: no layer may stand for them."""
+    sizes = SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 16}
+    config = transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1)
+    logits = []
+    for implementation in ("eager", "megamoe"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, experts_implementation=implementation
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.1)
+            logits.append(model(token_ids(2, 12)).logits)
+    assert torch.equal(*logits)
+    assert experts.num_layers == 0
+    module = model.model.layers[0].feed_forward.experts
+    with pytest.raises(ConfigError, match="experts is Llama4TextExperts without has_gate"):
+        weights_of(module)
 
 
 def test_what_a_layer_does_not_compute_is_refused(experts):
