@@ -6,7 +6,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -108,12 +108,13 @@ class Opening:
     """Which part of which call makes a backend.
 
     call: of order.CALLS. layer: its number on the group, since a rank may open layers that are alike in another order.
-    questions: asked together with the choice of the backend.
+    questions: asked together with the choice of the backend. equal: what has to be so on all ranks, by name.
     """
 
     call: str = "set-up"
     layer: int = 0
     questions: Sequence[Question] = ()
+    equal: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose(
@@ -173,6 +174,7 @@ def _choose(
                 "window is given": options.get("window") is not None,
                 **over_hosts(options),
                 "what is opened": f"layer {opening.layer} of the group",
+                **opening.equal,
             },
             problem,
         )

@@ -455,7 +455,9 @@ class Layer(Opened, Placed):
             raise
         if self._runtime is None:
             asking = [asks for asks in (self._replicas, self.distinct) if asks is not None]
-            opening = Opening(call, self._number, [asks.question(weights) for asks in asking])
+            questions = [asks.question(weights) for asks in asking]
+            over = {"num_ranks of average_expert_gradients()": self._mean_over}
+            opening = Opening(call, self._number, questions, over)
             where = self.problem, self.ranks, weights.w13.device
             backend = open_backend(self.backend, *where, self._options, opening)
             self._runtime = Runtime(self.problem, self.ranks, backend, self._replicas)

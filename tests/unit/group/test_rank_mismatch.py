@@ -12,7 +12,15 @@ from outcomes import outcome
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from megamoe import ExpertPlacement, Layer, MegaMoE, Problem, clip_grad_norm_, grad_norm
+from megamoe import (
+    ExpertPlacement,
+    Layer,
+    MegaMoE,
+    Problem,
+    average_expert_gradients,
+    clip_grad_norm_,
+    grad_norm,
+)
 from megamoe.backends.call import Call
 from megamoe.layer.functional import make_backend
 from megamoe.testing import launch, make_inputs, make_weights
@@ -509,3 +517,25 @@ def test_backward_passes_in_opposite_order_are_named(name):
         assert kind == "RankMismatch", text
         if name != "emulate":
             assert f"rank {1 - rank} comes for backward of call " in text, text
+
+
+def averaged_over(rank):
+    """Rank 1 forgets to average, or averages over fewer ranks."""
+    found = []
+    for ranks in ((2, None), (4, 2), (2, 2)):
+        module = MegaMoE(**SHAPE, group=dist.group.WORLD, init_seed=1, backend="staged")
+        if ranks[rank]:
+            average_expert_gradients(module, ranks[rank])
+        i = make_inputs(module.problem, 5, rank=rank)
+        found.append(outcome(lambda m=module, i=i: m(i.x, i.topk_ids, i.topk_weights))[:2])
+    return found
+
+
+def test_ranks_that_average_gradients_otherwise_are_named():
+    """Red before: each rank's experts had gradients of another scale."""
+    name = r"num_ranks of average_expert_gradients\(\)"
+    for forgotten, fewer, alike in launch(averaged_over, 2, timeout_s=60):
+        for (kind, text), (one, other) in ((forgotten, (1, 2)), (fewer, (2, 4))):
+            assert kind == "RankMismatch"
+            assert re.search(f"{name} is {one} on rank 1, {other} on rank 0", text), text
+        assert alike == (None, "")
