@@ -7,9 +7,7 @@ A host's experts are contiguous, so that others' ids lie outside of its own and 
 cut into chunks, of which one travels while another is computed. What the hosts make of a token is summed in their
 order, in fp32: same inputs, same bits.
 
-exact: rows travel that are needed, by counts, for which the host waits once a pass. static: every token travels to
-every host in slots of a fixed number, nothing waits, and a graph can capture it. Both compute the same rows and,
-where gradients are recorded, in the same order.
+Which rows travel, and what hosts tell each other before, is a matter of trips.py: exact or static.
 
 Where the precision stores x as e4m3, x and dy travel as e4m3, scales ahead of them: numbers that the kernel makes of
 bf16 rows, so nothing is lost that was not before. y and dx travel in bf16.
@@ -20,16 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
 from megamoe.backends.gathered import Gathered
-from megamoe.backends.rail import Exchange, Waiter, all_to_all, exchange_counts
+from megamoe.backends.rail import Exchange, Waiter, all_to_all
 from megamoe.backends.statistics import Statistics
+from megamoe.backends.trips import EXCHANGES, Trip
 from megamoe.core.config import Problem
 from megamoe.core.errors import (
     ConfigError,
@@ -43,20 +41,10 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
-from megamoe.group.order import (
-    BACKWARD,
-    MARK_INTS,
-    RECORDED,
-    REFUSED,
-    WIDTH,
-    check_marks,
-    check_numbers,
-)
-from megamoe.launch.launches import refuse_capture
+from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, WIDTH
 from megamoe.launch.layout import ALIGNMENT
 from megamoe.launch.passes import dequantize_activations, quantize_activations, sum_rows
 
-EXCHANGES = ("exact", "static")
 # Ranks exchange their counts at once, beside the number of a call.
 MAX_CHUNKS = WIDTH - MARK_INTS - 1
 CHUNK_ROWS = 512  # three times what a launch needs for its products to take as long as its weights
@@ -92,33 +80,6 @@ def inside(problem: Problem, hosts: Hosts, chunks: int | None) -> Problem:
     )
 
 
-class _Trip(NamedTuple):
-    """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
-
-    tokens: of each row that is sent; before _met(), behind them any. places: [T * N], which row of what comes back each
-    host has made of a token; 0: of no token. send, receive: how many rows to and from each host, by chunk; exact: once
-    hosts have _met(), before that all that there could be. slots: static: tokens, but T where there is none, which
-    hold any row in `tokens`, and T + 1 of marks, which are sent like another chunk. counts: exact: `send`, [C, N].
-    """
-
-    tokens: Tensor
-    places: Tensor
-    send: list[list[int]]
-    receive: list[list[int]]
-    slots: Tensor | None = None
-    counts: Tensor | None = None
-
-
-class _Numbers(NamedTuple):
-    """What indices are made of, where the tensors of calls lie."""
-
-    begins: Tensor  # [N + 1] int32: the first expert of each host, and E
-    hosts: Tensor  # [N, 1, 1], from 1, as torch.bucketize counts
-    slots: Tensor  # [slots of all chunks]
-    bags: Tensor  # [max_tokens]: where in `places` a token begins
-    counts: Tensor  # [C, N] in the host's memory
-
-
 class HostsBackend(Backend):
     """Collective over the whole group. Inside a host, what the inner backend says of its own group.
 
@@ -137,32 +98,25 @@ class HostsBackend(Backend):
         engine: Exchange | None = None,
     ) -> None:
         hosts = links.hosts
-        self.problem, self.links, self.exact = problem, links, exchange == "exact"
-        self.num_hosts, (self.host, _) = len(hosts.names), hosts.place(problem.rank)
-        self.chunks = chunks_of(problem, hosts, chunks)
-        self.chunk = -(-problem.max_tokens // self.chunks)  # most tokens of a rank in one
-        self.inside = inside(problem, hosts, chunks)
+        self.problem, self.links = problem, links
+        self.inside, self.chunks = inside(problem, hosts, chunks), chunks_of(problem, hosts, chunks)
         ranks = range(0, problem.ep_size + 1, hosts.per_host)
-        self._bounds = [problem.expert_begin(rank) for rank in ranks]
+        bounds = [problem.expert_begin(rank) for rank in ranks]
         self._codec = codec(problem.formats.x)
-        self._exchange = engine or _along(links.rail)
+        self._groups = 0  # scales of a row as it travels
+        if self._codec is not None:
+            _, self._groups = problem.formats.x.scale_shape(1, problem.hidden)
         self.mark = links.group.mark(problem)  # counted on all ranks, also where make() fails
+        travel = self._groups, self.mark, engine or _along(links.rail)
+        self.trips = EXCHANGES[exchange](problem, links.rail, bounds, self.chunks, *travel)
+        self.num_hosts, self._first_expert = len(hosts.names), bounds[self.trips.host]
         self.inner = make(self.inside)
         self.plan = getattr(self.inner, "plan", None)
-        self._device = torch.device("cpu")
         self._counts: list[Callable[[], Statistics]] = []  # of the chunks of a call
         self._at_rail = True  # not inside the inner backend
         self._prepared = False
-        # static: of the last call, by tokens and stream, and those that graphs read, which may live for ever
-        self._last: tuple[int, int, _Trip] | None = None
-        self._captured: dict[int, _Trip] = {}
-        self._marks: dict[
-            int, Tensor
-        ] = {}  # static: by flags, a row of no token, and a mark and a call's number
-        # static: those of the last call in which hosts differed, on a device and where the host sees them
-        self._seen: tuple[Tensor, Tensor] | None = None
         self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
-        rows = self.num_hosts * self.chunk
+        rows = self.num_hosts * self.trips.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
             for n in (rows * sum(self._row_bytes), rows * problem.top_k * 4, self.inner.state_bytes)
@@ -171,56 +125,31 @@ class HostsBackend(Backend):
         self.state_bytes = ALIGNMENT + of_chunks
 
     @property
-    def _groups(self) -> int:  # of a row's numbers that share a scale
-        x, hidden = self.problem.formats.x, self.problem.hidden
-        return 0 if self._codec is None else x.scale_shape(1, hidden)[1]
-
-    @property
-    def _width(
-        self,
-    ) -> int:  # numbers that go with a row, where as many do in both passes; marks have a row, too
-        return max(2 * self.problem.top_k + self._groups, MARK_INTS + 1)
-
-    @cached_property
-    def _numbers(self) -> _Numbers:
-        num, device, on_gpu = self.num_hosts, self._device, self._device.type == "cuda"
-        made = _Numbers(
-            torch.tensor(self._bounds, dtype=torch.int32, device=device),
-            torch.arange(1, num + 1, device=device).view(num, 1, 1),
-            torch.arange(self.chunks * self.chunk, device=device),
-            torch.arange(0, self.problem.max_tokens * num, num, device=device),
-            torch.empty(self.chunks, num, dtype=torch.int64, device="cpu", pin_memory=on_gpu),
-        )
-        if on_gpu:  # other streams read them too
-            torch.cuda.current_stream(device).synchronize()
-        return made
-
-    @property
     def needs_close(self) -> bool:  # type: ignore[override]
         """Whether the inner backend has something to free together with other ranks."""
         return self.inner.needs_close
 
     def prepare(self, weights: ExpertWeights) -> None:
         """As the inner backend; also connect the rail, which a graph cannot do. Collective at first, errors too."""
-        self._device = weights.w13.device
+        self.trips.device = device = weights.w13.device
         if self._prepared:
             self.inner.prepare(weights)
             return
         group = self.links.group
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
-        self._make_marks()
-        _ = self._numbers  # not in a graph, which cannot load a kernel either
-        row = torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=self._device)
+        self.trips.reset()
+        _ = self.trips.numbers  # not in a graph, which cannot load a kernel either
+        row = torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=device)
         self._given(*self._stored(row))
-        sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=self._device))
+        sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=device))
         ones = [1] * self.num_hosts
-        self._exchange(torch.zeros(self.num_hosts, 1, device=self._device), ones, ones)()
+        self.trips.engine(torch.zeros(self.num_hosts, 1, device=device), ones, ones)()
         self._prepared = True
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and the state. Collective."""
-        state, self._device = None, call.x.device
+        state, self.trips.device = None, call.x.device
         with self._guarded():
             if keep:
                 device = call.x.device
@@ -250,9 +179,7 @@ class HostsBackend(Backend):
             return
         self.links.refuse()
         with suppress(MegaMoEError):
-            if self.exact:
-                nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-                self.links.rail.meet(self.mark.ints(REFUSED), [nothing] * self.num_hosts)
+            self.trips.refuse()
         with suppress(MegaMoEError):
             self.inner.refuse()
         self.links.end_incident(None if self._stops_clean else "this rank refused its arguments")
@@ -264,16 +191,13 @@ class HostsBackend(Backend):
         except MegaMoEError as error:
             self._at_rail = False
             raise self._of_the_job(error) from error
-        if self._seen is not None:
-            here, seen = self._seen
-            seen.copy_(here)
-            self._check_seen(seen)
+        self.trips.check_all()
 
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
         self.links.renew()
         self._prepared = False
-        self._make_marks()
+        self.trips.reset()
         self.inner.reset()
 
     def close(self) -> None:
@@ -285,18 +209,16 @@ class HostsBackend(Backend):
     @property
     def _stops_clean(self) -> bool:
         """Whether a call that ranks refuse leaves nothing under way: all of them met before, or meet for chunk 0."""
-        return self.exact and isinstance(self.inner, Gathered)
+        return self.trips.waits and isinstance(self.inner, Gathered)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
         self.links.check()
-        if self.exact and self._device.type == "cuda":  # before ranks meet: all capture
-            refuse_capture('a graph cannot capture exchange="exact": make the layer with "static"')
+        self.trips.check_capture()
         self._at_rail = True
         try:
-            if self._seen is not None:
-                self._check_seen(self._seen[1])
+            self.trips.check()
             with torch.no_grad():
                 yield
         except Exception as caught:
@@ -333,19 +255,19 @@ class HostsBackend(Backend):
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
         flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
-        trip = self._trip(ids)
+        trip = self.trips.begin(ids)
         x, scale = self._stored(call.x)
         columns = [ids, call.topk_weights, *([] if scale is None else [scale])]
-        meta = self._taken_meta(columns, trip, flags)
+        meta = self.trips.beside(columns, trip, flags)
         first = self._first(x, trip)
-        trip = self._met(trip, flags)
+        trip = self.trips.met(trip, flags)
         if state is not None:
             self.links.num_recorded += 1
             _number(state).fill_(self.links.num_recorded)
-        met = self._exchange_meta(meta, trip, columns)
+        met = self.trips.exchange(meta, trip, columns)
         sizes = [sum(of) for of in trip.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
-        local = (met[0] - self._bounds[self.host]).split(sizes)
+        local = (met[0] - self._first_expert).split(sizes)
         floats = [t.view(torch.float32).split(sizes) for t in met[1:]]
         self._counts = []
 
@@ -355,7 +277,7 @@ class HostsBackend(Backend):
             if state is not None:
                 *places, kept_ids, kept = self._views(state, i, len(rows))
                 kept_ids.copy_(local[i])
-                order = self._order(local[i])
+                order = self.trips.order(local[i])
             if order is not None:
                 given = tuple(t[order] for t in given)
             rows, inner_ids, scores, *beside = given
@@ -377,13 +299,13 @@ class HostsBackend(Backend):
         needs, only_weights = wanted.needs, wanted.only_weights
         # Another rank may want what this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
-        trip = self._trip(self._valid(call.computed_ids()))
+        trip = self.trips.begin(self._valid(call.computed_ids()))
         rows, scale = self._stored(dy)
         columns, number = [] if scale is None else [scale], _number(state)
-        meta = self._taken_meta(columns, trip, BACKWARD, number)
+        meta = self.trips.beside(columns, trip, BACKWARD, number)
         first = self._first(rows, trip)
-        trip = self._met(trip, BACKWARD, number)
-        met = self._exchange_meta(meta, trip, columns)
+        trip = self.trips.met(trip, BACKWARD, number)
+        met = self.trips.exchange(meta, trip, columns)
         sizes = [sum(of) for of in trip.receive]
         floats = [t.view(torch.float32).split(sizes) for t in met]
         sums, made, of_routes = dict(wanted.into), {}, []
@@ -391,7 +313,7 @@ class HostsBackend(Backend):
         def compute(i: int, rows: Tensor) -> Tensor:
             kept_rows, kept_scale, local, kept = self._views(state, i, len(rows))
             given: tuple[Tensor, ...] = (local, rows, *(of[i] for of in floats))
-            order = self._order(local)
+            order = self.trips.order(local)
             if order is not None:
                 given = tuple(t[order] for t in given)
             local, *moved = given
@@ -416,7 +338,7 @@ class HostsBackend(Backend):
 
         back = self._pipelined(trip, rows, first, compute, returns=not only_weights)
         if not only_weights:
-            found = self._once(torch.cat(of_routes), trip.receive, trip.send)
+            found = self.trips.once(torch.cat(of_routes), trip.receive, trip.send)
             if needs.x:
                 made["x"] = self._summed(trip, back)
             if needs.topk_weights:  # of each route all hosts' but one are zero
@@ -426,7 +348,7 @@ class HostsBackend(Backend):
 
     def _pipelined(
         self,
-        trip: _Trip,
+        trip: Trip,
         rows: Tensor,
         first: Tensor,
         compute: Callable[[int, Tensor], Tensor],
@@ -442,7 +364,7 @@ class HostsBackend(Backend):
 
         def start(i: int) -> Waiter:
             taken = self._taken(rows, tokens[i]) if i else first[: sent[0]]
-            return self._exchange(taken, trip.send[i], trip.receive[i])
+            return self.trips.engine(taken, trip.send[i], trip.receive[i])
 
         back = rows.new_empty(1 + sum(sent), self.problem.hidden, dtype=torch.bfloat16)
         pieces = back[1:].split(sent)
@@ -451,7 +373,9 @@ class HostsBackend(Backend):
             following = start(i + 1) if i + 1 < self.chunks else coming
             result = compute(i, coming())
             if returns:
-                under_way.append(self._exchange(result, trip.receive[i], trip.send[i], pieces[i]))
+                under_way.append(
+                    self.trips.engine(result, trip.receive[i], trip.send[i], pieces[i])
+                )
             coming = following
         for arrived in under_way:
             arrived()
@@ -463,153 +387,9 @@ class HostsBackend(Backend):
         """[T, K] of any integers -> int32: in 32 bits another number could be an expert's."""
         return ids if ids.dtype == torch.int32 else ids.clamp(-1, self.problem.num_experts).int()
 
-    def _order(self, local: Tensor) -> Tensor | None:
-        """static: what is for an expert of this host first, so that rows are computed in the order of exact, and
-        gradients of weights have its bits."""
-        if self.exact:
-            return None
-        here = ((local >= 0) & (local < self.inside.num_experts)).any(1)
-        return torch.argsort((~here).to(torch.uint8), stable=True)
-
-    def _trip(self, ids: Tensor) -> _Trip:
-        """ids: [T, K], valid. No host waits: what follows is queued on the device before it does, in _met()."""
-        (tokens, top_k), chunks, num = ids.shape, self.chunks, self.num_hosts
-        if not self.exact:
-            return self._kept_trip(tokens)
-        numbers, part = self._numbers, -(-tokens // chunks)
-        owner = torch.bucketize(ids, numbers.begins, right=True, out_int32=True)
-        if part * chunks > tokens:
-            owner = torch.nn.functional.pad(owner, (0, 0, 0, part * chunks - tokens))
-        goes = (owner.view(chunks, 1, part, top_k) == numbers.hosts).any(3)  # [C, N, part]
-        # How many come before a row says where it lies and, unlike for nonzero(), no host waits.
-        places = goes.view(-1).cumsum(0).view(goes.shape) * goes
-        taken = places.new_zeros(chunks * num * part + 1)
-        taken[places] = numbers.slots[: part * chunks].view(chunks, 1, part)
-        places = places.transpose(1, 2).reshape(-1)[: tokens * num]
-        most = [[part] * num for _ in range(chunks)]
-        return _Trip(taken[1:], places, most, most, counts=goes.sum(2))
-
-    def _met(self, trip: _Trip, flags: int, number: Tensor | None = None) -> _Trip:
-        """exact: meet along the rail, and tell how many rows will come: the host waits.
-
-        number: [1], of the call that a backward pass belongs to. Ranks of a host may all take another than those of the
-        next: inside their host nothing is wrong then.
-        """
-        if trip.counts is None:
-            return trip
-        numbers, told = self._numbers, trip.counts.T
-        numbers.counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
-        _, found = exchange_counts(self.links.rail, self.mark.ints(flags), told, number)
-        send, receive = numbers.counts.tolist(), found.T.tolist()
-        tokens = trip.tokens[: sum(map(sum, send))]
-        return trip._replace(tokens=tokens, send=send, receive=receive)
-
-    def _check_seen(self, marks: Tensor) -> None:
-        """Raise RankMismatch unless all hosts say the same. marks: [N, MARK_INTS + 1], the last a call's number."""
-        marks, numbers = marks.split([MARK_INTS, 1], 1)
-        check_marks(marks.tolist(), self.host, self.links.rail.label)
-        check_numbers(numbers.flatten().tolist(), self.host, self.links.rail.label)
-
-    def _first(self, rows: Tensor, trip: _Trip) -> Tensor:
-        """Return the rows of chunk 0, and exact: before _met() others behind them."""
+    def _first(self, rows: Tensor, trip: Trip) -> Tensor:
+        """Return the rows of chunk 0, and before Trips.met() others behind them."""
         return self._taken(rows, trip.tokens[: sum(trip.send[0])])
-
-    def _kept_trip(self, tokens: int) -> _Trip:
-        """static: what follows from the number of tokens. Capture of a graph begins when all streams are done."""
-        on_gpu = self._device.type == "cuda"
-        captures = on_gpu and torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(self._device).cuda_stream if on_gpu else 0
-        last, (size, of, trip) = self._captured.get(tokens), self._last or (-1, 0, None)
-        if last is None and size == tokens and (captures or of == stream):
-            last = trip
-        made = last or self._static_trip(tokens)
-        if not captures:
-            self._last = tokens, stream, made
-        elif last is not None:
-            self._captured[tokens] = last
-        return made
-
-    def _static_trip(self, tokens: int) -> _Trip:
-        chunks, chunk, num = self.chunks, self.chunk, self.num_hosts
-        slots, hosts = self._numbers.slots, self._numbers.hosts
-        part = -(-tokens // chunks)
-        slot, token = slots % chunk, slots // chunk * part + slots % chunk
-        none = (slot >= part) | (token >= tokens)
-        token = token.masked_fill(none, tokens).view(chunks, 1, chunk).expand(-1, num, -1).flatten()
-        marked = torch.nn.functional.pad(token, (0, num), value=tokens + 1)
-        # row 1 is the first; of a chunk there are as many of each host before the next one's
-        of, slot = slots[:tokens] // max(part, 1), slots[:tokens] % max(part, 1)
-        places = (1 + of * num * chunk + slot)[:, None] + (hosts.view(-1) - 1) * chunk
-        rows = [[chunk] * num for _ in range(chunks)]
-        return _Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
-
-    def _taken_meta(
-        self, columns: Sequence[Tensor], trip: _Trip, flags: int, number: Tensor | None = None
-    ) -> Tensor | None:
-        """Return what goes with the rows, [M, n] of 4 bytes, of all chunks; None: nothing. columns: [T, any].
-
-        static: marks and the number go with them, and as much as in forward, whose ids and weights come first: a rank
-        in backward exchanges as many bytes as one in forward, and both find out.
-        """
-        parts = list(columns)
-        if trip.slots is not None and (more := self._width - sum(_widths(columns))):
-            tokens = len(trip.places) // self.num_hosts
-            parts.insert(0, torch.zeros(tokens, more, dtype=torch.int32, device=self._device))
-        if not parts:
-            return None
-        meta = parts[0]
-        if len(parts) > 1:
-            meta = torch.cat([t.view(torch.int32) for t in parts], 1)
-        if trip.slots is None:
-            return meta[trip.tokens]
-        if not self._marks:
-            self._make_marks()
-        marks = self._marks[flags]
-        if number is not None:
-            marks = marks.clone()
-            marks[1, MARK_INTS : MARK_INTS + 1] = number
-        return torch.cat([meta, marks])[trip.slots]
-
-    def _exchange_meta(
-        self, sent: Tensor | None, trip: _Trip, columns: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Exchange what _taken_meta() made of the columns. Return what comes of each, by chunk."""
-        if sent is None:
-            return []
-        if trip.slots is None:
-            found = self._once(sent[: len(trip.tokens)], trip.send, trip.receive)
-        else:
-            more = [*trip.send, [1] * self.num_hosts]
-            found, marks = self._once(sent, more, more).tensor_split([-self.num_hosts])
-            self._look(marks[:, : MARK_INTS + 1])
-        widths = _widths(columns)
-        return [t.contiguous() for t in found[:, found.shape[1] - sum(widths) :].split(widths, 1)]
-
-    def _look(self, marks: Tensor) -> None:
-        """Check what hosts say of a call: on a device in one of the next calls, as here the host would have to wait."""
-        if self._seen is None:
-            self._check_seen(marks)
-            return
-        here, seen = self._seen
-        here.copy_(torch.where((marks != marks[self.host]).any(), marks, here))
-        seen.copy_(here, non_blocking=True)
-
-    def _once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
-        """Exchange small rows of all chunks at once. They lie by chunk, and so does what comes."""
-        totals = [[sum(of) for of in zip(*n, strict=True)] for n in (send, receive)]
-        found = self._exchange(_turned(rows, send), *totals)()
-        return _turned(found, [*zip(*receive, strict=True)])
-
-    def _make_marks(self) -> None:
-        """static: make rows for each host that say which call this is, and a place for those that come."""
-        for flags in (0, RECORDED, BACKWARD) if not self.exact else ():
-            rows = torch.full((2, self._width), -1, dtype=torch.int32, device="cpu")
-            mark = torch.tensor([*self.mark.ints(flags), 0], device="cpu")
-            rows[1, : len(mark)] = mark
-            self._marks[flags] = rows.to(self._device)
-            if self._device.type == "cuda":
-                seen = rows[1:, : len(mark)].repeat(self.num_hosts, 1)
-                self._seen = seen.to(self._device), seen.pin_memory()
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows that travel. static: zeros, where there is no token at all."""
@@ -617,9 +397,9 @@ class HostsBackend(Backend):
             return rows.new_zeros(len(tokens), rows.shape[1])
         return rows[tokens]
 
-    def _summed(self, trip: _Trip, rows: Tensor) -> Tensor:
+    def _summed(self, trip: Trip, rows: Tensor) -> Tensor:
         """Sum what came back of each token, in the order of hosts."""
-        bags = self._numbers.bags[: len(trip.places) // self.num_hosts]
+        bags = self.trips.numbers.bags[: len(trip.places) // self.num_hosts]
         return sum_rows(rows, trip.places, bags)
 
     # --- rows as they travel ---
@@ -671,11 +451,3 @@ def _widths(columns: Sequence[Tensor]) -> list[int]:
 def _number(state: Tensor) -> Tensor:
     """Return where a state has the number of its call, [1] int32."""
     return state[:4].view(torch.int32)
-
-
-def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Rows in pieces of sizes [A][B], by A and then by B -> by B and then by A."""
-    if min(len(sizes), len(sizes[0])) == 1:
-        return rows
-    pieces = rows.split([n for of in sizes for n in of])
-    return torch.cat([piece for b in range(len(sizes[0])) for piece in pieces[b :: len(sizes[0])]])

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megamoe.backends.call import Backend
-from megamoe.backends.hosts import EXCHANGES, MAX_CHUNKS, HostsBackend, chunks_of, inside
+from megamoe.backends.hosts import MAX_CHUNKS, HostsBackend, chunks_of, inside
+from megamoe.backends.trips import EXCHANGES
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
@@ -250,7 +251,10 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
 
 def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a layer over several hosts, which ranks have to agree on."""
-    return {"chunks": options.get("chunks"), "exchange": options.get("exchange") or EXCHANGES[0]}
+    return {
+        "chunks": options.get("chunks"),
+        "exchange": options.get("exchange") or next(iter(EXCHANGES)),
+    }
 
 
 def check_device(

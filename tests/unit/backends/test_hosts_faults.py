@@ -283,15 +283,15 @@ def test_what_a_device_has_seen_stays_until_a_host_looks():
     backend = spin.over_hosts(problem, 2, "reference", torch.device("cpu"), engine, **options)
     given, weights = make_inputs(problem, 8), make_weights(problem)
     call = Call(given.x, given.topk_ids, given.topk_weights, weights)
-    backend.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
+    backend.trips.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
     backend.forward(call)
-    marks = torch.tensor([[*backend.mark.ints(), 0]] * 2, dtype=torch.int32)
-    backend._seen = marks.clone(), marks.clone()
+    marks = torch.tensor([[*backend.trips.mark.ints(), 0]] * 2, dtype=torch.int32)
+    backend.trips._seen = marks.clone(), marks.clone()
     backend.forward(call)
     other = marks.clone()
     other[1, 0] += 1 << 8  # the mark of the next layer
-    backend._look(other)
-    backend._look(marks)
+    backend.trips._look(other)
+    backend.trips._look(marks)
     for late in (lambda: backend.forward(call), backend.check):
         with pytest.raises(RankMismatch, match=r"forward of layer 2 .*forward of layer 1"):
             late()

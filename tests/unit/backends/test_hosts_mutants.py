@@ -1,6 +1,7 @@
-"""Flaws planted in hosts.py: the cases of test_hosts.py see each of them."""
+"""Flaws planted in hosts.py and trips.py: the cases of test_hosts.py see each of them."""
 
 import os
+import sys
 import types
 from pathlib import Path
 from unittest import mock
@@ -12,11 +13,11 @@ from fake_hosts import Case, be_on_host, differing, inputs, made, of_one_rank, p
 from torch.multiprocessing.spawn import ProcessException
 
 from megamoe import ExpertWeights, Layer, Problem
-from megamoe.backends import hosts
+from megamoe.backends import hosts, trips
 from megamoe.layer import functional
 from megamoe.testing import launch
 
-SOURCE = Path(hosts.__file__).read_text()
+SOURCES = {module: Path(module.__file__).read_text() for module in (trips, hosts)}
 CASES = {
     "exact": Case(routing="dropped", over={"chunks": 3}),
     "static": Case(routing="dropped", over={"chunks": 2, "exchange": "static"}),
@@ -26,7 +27,7 @@ CASES = {
 # what is planted: the case that sees it, a text, and what takes its place
 MUTANTS = {
     "ids keep the group's numbers": (
-        "exact", "(met[0] - self._bounds[self.host])", "(met[0] - 0)"),
+        "exact", "(met[0] - self._first_expert)", "(met[0] - 0)"),
     "a sum over one host less": (
         "exact", "places.transpose(1, 2).reshape(-1)",
         "(places * torch.tensor([[1], [0]])).transpose(1, 2).reshape(-1)"),
@@ -43,13 +44,13 @@ MUTANTS = {
         "exact", "return _turned(found, [*zip(*receive, strict=True)])", "return found"),
     "d_topk_weights of one host only": (
         "exact", "= self._summed(trip, padded)",
-        "= self._summed(trip, padded) * (self.host == 0)"),
+        "= self._summed(trip, padded) * (self.trips.host == 0)"),
     "a refusal is not reported": ("refusal", "        self.links.refuse()\n", ""),
     "hosts in reverse order": (
         "order", "places.transpose(1, 2).reshape(-1)", "places.flip(1).transpose(1, 2).reshape(-1)"),
     "a chunk left out": (
-        "few", "numbers, part = self._numbers, -(-tokens // chunks)",
-        "numbers, part = self._numbers, tokens // chunks"),
+        "few", "numbers, part = self.numbers, -(-tokens // chunks)",
+        "numbers, part = self.numbers, tokens // chunks"),
     "ids wrap in 32 bits": ("exact", "ids.clamp(-1, self.problem.num_experts).int()", "ids.int()"),
     "static rows stay in the order of their computation": (
         "static", "return y if order is None else", "return y if True else"),
@@ -60,11 +61,17 @@ MUTANTS = {
 
 
 def planted(old, new):
-    """Return the module with a text in another's place."""
-    assert SOURCE.count(old) == 1, f"{SOURCE.count(old)} times: {old}"
-    module = types.ModuleType("planted")
-    exec(compile(SOURCE.replace(old, new), "planted", "exec"), module.__dict__)
-    return module.HostsBackend
+    """Return the backend with a text of one module in another's place."""
+    (of,) = [module for module, source in SOURCES.items() if source.count(old)]
+    assert SOURCES[of].count(old) == 1, f"{SOURCES[of].count(old)} times: {old}"
+    made = {}
+    for module, source in SOURCES.items():  # hosts.py takes what trips.py has
+        made[module] = types.ModuleType("planted")
+        text = source.replace(old, new) if module is of else source
+        with mock.patch.dict(sys.modules, {trips.__name__: made.get(trips)}):
+            sys.modules["planted"] = made[module]  # where dataclasses look
+            exec(compile(text, "planted", "exec"), made[module].__dict__)
+    return made[hosts].HostsBackend
 
 
 def seen_by(case, rank, expected):
@@ -105,10 +112,10 @@ def program(rank, expected, cases, mutants):
     return found
 
 
-SAME = ("EXCHANGES = ", "EXCHANGES = ")
+SAME = ("MAX_CHUNKS = ", "MAX_CHUNKS = ")
 WRONG_SIZES = (
-    "self._exchange(result, trip.receive[i], trip.send[i], pieces[i])",
-    "self._exchange(result, trip.receive[i], trip.receive[i])",
+    "self.trips.engine(result, trip.receive[i], trip.send[i], pieces[i])",
+    "self.trips.engine(result, trip.receive[i], trip.receive[i])",
 )
 
 

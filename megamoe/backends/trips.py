@@ -1,0 +1,328 @@
+"""Which rows of a call go to which host and back, and what hosts tell each other before they go.
+
+Exact: rows travel that are needed, by counts, for which the host waits once a pass. Static: every token travels to
+every host in slots of a fixed number, nothing waits, and a graph can capture it. Both compute the same rows and, where
+gradients are recorded, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.backends.rail import Exchange, exchange_counts
+from megamoe.core.config import Problem
+from megamoe.group.order import (
+    BACKWARD,
+    MARK_INTS,
+    RECORDED,
+    REFUSED,
+    Mark,
+    check_marks,
+    check_numbers,
+)
+from megamoe.launch.launches import refuse_capture
+
+
+class Trip(NamedTuple):
+    """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
+
+    tokens: of each row that is sent; before Trips.met() behind them any. places: [T * N], which row of what comes back
+    each host has made of a token; 0: of no token. send, receive: how many rows to and from each host, by chunk; before
+    met() all that there could be. slots: Static: tokens, but T where there is none, which hold any row in `tokens`, and
+    T + 1 of marks, which are sent like another chunk. counts: Exact: `send`, [C, N].
+    """
+
+    tokens: Tensor
+    places: Tensor
+    send: list[list[int]]
+    receive: list[list[int]]
+    slots: Tensor | None = None
+    counts: Tensor | None = None
+
+
+class Numbers(NamedTuple):
+    """What indices are made of, where the tensors of calls lie."""
+
+    begins: Tensor  # [N + 1] int32: the first expert of each host, and E
+    hosts: Tensor  # [N, 1, 1], from 1, as torch.bucketize counts
+    slots: Tensor  # [slots of all chunks]
+    bags: Tensor  # [max_tokens]: where in `places` a token begins
+    counts: Tensor  # [C, N] in the host's memory
+
+
+class Trips:
+    """Those of one layer. What a call does with them, in this order: begin(), beside(), met(), exchange().
+
+    problem: of all hosts. rail: the equal ranks of all hosts, of which this is number `host`. bounds: [N + 1], the
+    first expert of each host, and E. groups: scales of a row as it travels. mark: of the layer. engine: what carries
+    rows along the rail. device: where the tensors of calls lie.
+    """
+
+    waits: bool  # the host waits in a call, and a refusal is told at once
+
+    def __init__(
+        self,
+        problem: Problem,
+        rail: Any,
+        bounds: Sequence[int],
+        chunks: int,
+        groups: int,
+        mark: Mark,
+        engine: Exchange,
+    ) -> None:
+        self.problem, self.rail, self.host, self.num_hosts = problem, rail, rail.rank, rail.size
+        self.bounds, self.chunks, self.groups = bounds, chunks, groups
+        self.mark, self.engine, self.device = mark, engine, torch.device("cpu")
+        self.chunk = -(-problem.max_tokens // chunks)  # most tokens of a rank in one
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """Made once; a graph cannot."""
+        num, device, on_gpu = self.num_hosts, self.device, self.device.type == "cuda"
+        made = Numbers(
+            torch.tensor(self.bounds, dtype=torch.int32, device=device),
+            torch.arange(1, num + 1, device=device).view(num, 1, 1),
+            torch.arange(self.chunks * self.chunk, device=device),
+            torch.arange(0, self.problem.max_tokens * num, num, device=device),
+            torch.empty(self.chunks, num, dtype=torch.int64, device="cpu", pin_memory=on_gpu),
+        )
+        if on_gpu:  # other streams read them too
+            torch.cuda.current_stream(device).synchronize()
+        return made
+
+    def begin(self, ids: Tensor) -> Trip:
+        """Return the trip of a call. ids: [T, K] int32. No host waits: what follows is queued before met() does."""
+        raise NotImplementedError
+
+    def beside(
+        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    ) -> Tensor | None:
+        """Return what goes beside the rows, [M, n] of 4 bytes, of all chunks; None: nothing.
+
+        columns: [T, any] each. flags: of the call's mark. number: [1] int32, of the call that a backward pass belongs
+        to. Ranks of a host may all take another than those of the next: inside their host nothing is wrong then.
+        """
+        raise NotImplementedError
+
+    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
+        """Return the trip as hosts agree on it. RankMismatch where they come for different calls."""
+        raise NotImplementedError
+
+    def exchange(self, sent: Tensor | None, trip: Trip, columns: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange what beside() made of the columns. Return what comes of each, by chunk."""
+        if sent is None:
+            return []
+        found, widths = self._exchanged(sent, trip), [t.shape[1] for t in columns]
+        return [t.contiguous() for t in found[:, found.shape[1] - sum(widths) :].split(widths, 1)]
+
+    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
+        raise NotImplementedError
+
+    def once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
+        """Exchange small rows of all chunks at once. They lie by chunk, and so does what comes."""
+        totals = [[sum(of) for of in zip(*n, strict=True)] for n in (send, receive)]
+        found = self.engine(_turned(rows, send), *totals)()
+        return _turned(found, [*zip(*receive, strict=True)])
+
+    def order(self, local: Tensor) -> Tensor | None:
+        """Return the order in which the rows of a chunk are computed, None: as they came. local: [M, K], ids there."""
+        return None
+
+    def check_capture(self) -> None:
+        """Raise MegaMoEError where a graph is captured that cannot hold a call."""
+
+    def check(self) -> None:
+        """Raise RankMismatch where hosts differed in a call before, as far as this host knows without waiting."""
+
+    def check_all(self) -> None:
+        """Do so for all calls: wait."""
+
+    def refuse(self) -> None:
+        """Tell the other hosts, where they wait in the call that this rank refuses."""
+
+    def reset(self) -> None:
+        """Forget how hosts differed, and make anew what graphs read."""
+
+
+class Exact(Trips):
+    """Rows as needed. Hosts meet along the rail for how many will come: there each tells what it comes for."""
+
+    waits = True
+
+    def begin(self, ids: Tensor) -> Trip:
+        (tokens, top_k), chunks, num = ids.shape, self.chunks, self.num_hosts
+        numbers, part = self.numbers, -(-tokens // chunks)
+        owner = torch.bucketize(ids, numbers.begins, right=True, out_int32=True)
+        if part * chunks > tokens:
+            owner = torch.nn.functional.pad(owner, (0, 0, 0, part * chunks - tokens))
+        goes = (owner.view(chunks, 1, part, top_k) == numbers.hosts).any(3)  # [C, N, part]
+        # How many come before a row says where it lies and, unlike for nonzero(), no host waits.
+        places = goes.view(-1).cumsum(0).view(goes.shape) * goes
+        taken = places.new_zeros(chunks * num * part + 1)
+        taken[places] = numbers.slots[: part * chunks].view(chunks, 1, part)
+        places = places.transpose(1, 2).reshape(-1)[: tokens * num]
+        most = [[part] * num for _ in range(chunks)]
+        return Trip(taken[1:], places, most, most, counts=goes.sum(2))
+
+    def beside(
+        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    ) -> Tensor | None:
+        if len(columns) > 1:
+            return torch.cat([t.view(torch.int32) for t in columns], 1)[trip.tokens]
+        return columns[0][trip.tokens] if columns else None
+
+    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
+        assert trip.counts is not None
+        counts = self.numbers.counts
+        counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
+        told = trip.counts.T
+        _, found = exchange_counts(self.rail, self.mark.ints(flags), told, number)
+        send, receive = counts.tolist(), found.T.tolist()
+        tokens = trip.tokens[: sum(map(sum, send))]
+        return trip._replace(tokens=tokens, send=send, receive=receive)
+
+    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
+        return self.once(sent[: len(trip.tokens)], trip.send, trip.receive)
+
+    def check_capture(self) -> None:
+        if self.device.type == "cuda":  # before ranks meet: all capture
+            refuse_capture('a graph cannot capture exchange="exact": make the layer with "static"')
+
+    def refuse(self) -> None:
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self.rail.meet(self.mark.ints(REFUSED), [nothing] * self.num_hosts)
+
+
+class Static(Trips):
+    """Every token to every host. What each comes for travels beside the rows, and a device keeps what differed.
+
+    Invariant: a rank in a forward pass and one in a backward pass exchange as many bytes until both are told.
+    """
+
+    waits = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        # Of the last call, by tokens and stream, and those that graphs read, which may live for ever.
+        self._last: tuple[int, int, Trip] | None = None
+        self._captured: dict[int, Trip] = {}
+        self._marks: dict[int, Tensor] = {}  # by flags: a row of no token, and a mark and a number
+        # Those of the last call in which hosts differed, on a device and where the host sees them.
+        self._seen: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _width(self) -> int:
+        """Numbers beside a row, in forward ids, weights and scales; marks have a row, too."""
+        return max(2 * self.problem.top_k + self.groups, MARK_INTS + 1)
+
+    def begin(self, ids: Tensor) -> Trip:
+        # Capture of a graph begins when all streams are done.
+        tokens, on_gpu = ids.shape[0], self.device.type == "cuda"
+        captures = on_gpu and torch.cuda.is_current_stream_capturing()
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        last, (size, of, trip) = self._captured.get(tokens), self._last or (-1, 0, None)
+        if last is None and size == tokens and (captures or of == stream):
+            last = trip
+        made = last or self._made(tokens)
+        if not captures:
+            self._last = tokens, stream, made
+        elif last is not None:
+            self._captured[tokens] = last
+        return made
+
+    def _made(self, tokens: int) -> Trip:
+        chunks, chunk, num = self.chunks, self.chunk, self.num_hosts
+        slots, hosts = self.numbers.slots, self.numbers.hosts
+        part = -(-tokens // chunks)
+        slot, token = slots % chunk, slots // chunk * part + slots % chunk
+        none = (slot >= part) | (token >= tokens)
+        token = token.masked_fill(none, tokens).view(chunks, 1, chunk).expand(-1, num, -1).flatten()
+        marked = torch.nn.functional.pad(token, (0, num), value=tokens + 1)
+        # row 1 is the first; of a chunk there are as many of each host before the next one's
+        of, slot = slots[:tokens] // max(part, 1), slots[:tokens] % max(part, 1)
+        places = (1 + of * num * chunk + slot)[:, None] + (hosts.view(-1) - 1) * chunk
+        rows = [[chunk] * num for _ in range(chunks)]
+        return Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
+
+    def beside(
+        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    ) -> Tensor | None:
+        tokens, more = len(trip.places) // self.num_hosts, self._width
+        more -= sum(t.shape[1] for t in columns)
+        parts = [t.view(torch.int32) for t in columns]
+        if more:  # before them, where forward has ids and weights
+            parts.insert(0, torch.zeros(tokens, more, dtype=torch.int32, device=self.device))
+        if not self._marks:
+            self.reset()
+        marks = self._marks[flags]
+        if number is not None:
+            marks = marks.clone()
+            marks[1, MARK_INTS : MARK_INTS + 1] = number
+        return torch.cat([torch.cat(parts, 1), marks])[trip.slots]
+
+    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
+        return trip
+
+    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
+        more = [*trip.send, [1] * self.num_hosts]
+        found, marks = self.once(sent, more, more).tensor_split([-self.num_hosts])
+        self._look(marks[:, : MARK_INTS + 1])
+        return found
+
+    def _look(self, marks: Tensor) -> None:
+        """Check what hosts say of a call: on a device in one of the next calls, as here the host would have to wait."""
+        if self._seen is None:
+            self._check(marks)
+            return
+        here, seen = self._seen
+        here.copy_(torch.where((marks != marks[self.host]).any(), marks, here))
+        seen.copy_(here, non_blocking=True)
+
+    def _check(self, marks: Tensor) -> None:
+        """Raise RankMismatch unless all hosts say the same. marks: [N, MARK_INTS + 1], the last a call's number."""
+        marks, numbers = marks.split([MARK_INTS, 1], 1)
+        check_marks(marks.tolist(), self.host, self.rail.label)
+        check_numbers(numbers.flatten().tolist(), self.host, self.rail.label)
+
+    def check(self) -> None:
+        if self._seen is not None:
+            self._check(self._seen[1])
+
+    def check_all(self) -> None:
+        if self._seen is not None:
+            here, seen = self._seen
+            seen.copy_(here)
+            self._check(seen)
+
+    def order(self, local: Tensor) -> Tensor | None:
+        """What is for an expert of this host first: rows are computed in the order of Exact, with its bits."""
+        held = self.bounds[self.host + 1] - self.bounds[self.host]
+        here = ((local >= 0) & (local < held)).any(1)
+        return torch.argsort((~here).to(torch.uint8), stable=True)
+
+    def reset(self) -> None:
+        for flags in (0, RECORDED, BACKWARD):
+            rows = torch.full((2, self._width), -1, dtype=torch.int32, device="cpu")
+            mark = torch.tensor([*self.mark.ints(flags), 0], device="cpu")
+            rows[1, : len(mark)] = mark
+            self._marks[flags] = rows.to(self.device)
+            if self.device.type == "cuda":
+                seen = rows[1:, : len(mark)].repeat(self.num_hosts, 1)
+                self._seen = seen.to(self.device), seen.pin_memory()
+
+
+# By what a layer's `exchange` is.
+EXCHANGES = {"exact": Exact, "static": Static}
+
+
+def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Rows in pieces of sizes [A][B], by A and then by B -> by B and then by A."""
+    if min(len(sizes), len(sizes[0])) == 1:
+        return rows
+    pieces = rows.split([n for of in sizes for n in of])
+    return torch.cat([piece for b in range(len(sizes[0])) for piece in pieces[b :: len(sizes[0])]])
