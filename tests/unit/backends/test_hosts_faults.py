@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -207,6 +208,11 @@ def lateness(rank):
     found["static turned"] = failed(lambda: other.turned(back=rank < 2))
     other.layer.reset()
     found["after turned"] = other.is_right()
+    wide = Rank(rank, replace(STATIC, layer={"top_k": 4}))
+    order = [other, wide] if rank < 2 else [wide, other]
+    found["static sizes"] = failed(lambda: [one.step() for one in order])
+    wide.layer.reset()
+    found["after sizes"] = other.is_right() and wide.is_right()
     return found
 
 
@@ -275,6 +281,15 @@ def test_a_forward_that_meets_a_backward_is_named_where_nothing_is_met(late):
         assert seconds < BOUND_S
 
 
+def test_layers_of_other_sizes_are_named_where_nothing_is_met(late):
+    """Red before: gloo ended the process."""
+    for found in late:
+        text, seconds = found["static sizes"]
+        assert text.startswith("RankMismatch: rank ")
+        assert "forward of layer" in text
+        assert seconds < BOUND_S
+
+
 def test_what_a_device_has_seen_stays_until_a_host_looks():
     """A host may be calls ahead of its device. Red before: what was seen of one call, the next one overwrote."""
     problem = Problem(64, 64, 4, 2, max_tokens=16)
@@ -298,7 +313,7 @@ def test_what_a_device_has_seen_stays_until_a_host_looks():
 
 
 RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")
-RIGHT += ("after passes", "after turned")
+RIGHT += ("after passes", "after turned", "after sizes")
 
 
 @pytest.mark.parametrize("what", RIGHT)
