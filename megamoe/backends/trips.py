@@ -266,7 +266,8 @@ class Static(Trips):
         return torch.cat([torch.cat(parts, 1), marks])[trip.slots]
 
     def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
-        if self.device.type == "cpu":  # where hosts wait anyway; gloo ends who is sent more than expected
+        # On a CPU hosts wait anyway, and gloo ends who is sent more than expected.
+        if self.device.type == "cpu":
             self.rail.meet(self.mark.ints(flags))
         return trip
 

@@ -420,7 +420,7 @@ def test_parameters_of_the_distributed_optimizer_are_read_in_place(dtype):
     assert layer._descending
     weights = weights_of(layer.experts, adding=True, descending=True)
     last = layer.experts.local_experts[-1]
-    mains = main_grad.targets(weights, (True, True))
+    mains = main_grad.targets(weights, (True, True), set())
     for name, parameter in (("w13", last.linear_fc1.weight), ("w2", last.linear_fc2.weight)):
         assert getattr(weights, name).data_ptr() == parameter.data_ptr()
         assert mains[name].dtype == dtype
