@@ -17,7 +17,7 @@ MEANINGS = {
     "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
     "pool_rows": "rows held at a time; fewer cost passes, never results",
     "timeout_s": "longest wait for a flag, or over hosts for a rank, in seconds",
-    "chunks": "parts of a call that travel in turns; unset: by `max_tokens`",
+    "chunks": "parts of a call that travel in turns; unset: by the layer's sizes",
     "exchange": "`exact`: rows as needed; `static`: fixed slots, which graphs capture",
 }
 

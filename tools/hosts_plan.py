@@ -49,7 +49,7 @@ def main() -> int:
     add("--sweep", type=Path, help="a CSV with launches that were measured")
     add("--plot", type=Path, help="a picture to write")
     add("--spin", action="store_true", help="measure on this machine with a wire that spins")
-    add("--chunks", type=int, help="--spin: parts of a call; default: by tokens")
+    add("--chunks", type=int, help="--spin: parts of a call; default: by the layer's sizes")
     add(
         "--exchange",
         nargs="+",

@@ -84,7 +84,7 @@ class HostsBackend(Backend):
     """Collective over the whole group. Inside a host, what the inner backend says of its own group.
 
     problem: of the whole group. make: makes the inner backend of the problem inside(). chunks: parts of a call, None:
-    by max_tokens. exchange: of EXCHANGES. engine: what carries rows along the rail; None: torch.distributed.
+    by chunks_of(). exchange: of EXCHANGES. engine: what carries rows along the rail; None: torch.distributed.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""The launches of one layer of backend="mega": forward, and those of a step that trains, `train` and `backward`."""
+"""The launches of one layer of backend="mega": forward, those of a step that trains, `train` and `backward`,
+and weight gradients of passes that were kept.
+"""
 
 from __future__ import annotations
 

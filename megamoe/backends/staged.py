@@ -1,6 +1,6 @@
 """The portable backend: all_to_all of rows, grouped matmuls, all_to_all back.
 
-Every operation is differentiable: this file is also the backward pass of the other backends.
+Every operation is differentiable: a backward pass computes the call again and is torch's.
 Numerics: h, y_rows and y are rounded to bf16 as in the kernel; y sums rows instead of partials (no
 rounding of partials), and on CUDA the grouped matmul rounds gate_up to bf16 once more.
 """

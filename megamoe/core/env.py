@@ -94,7 +94,7 @@ def backend() -> str:
 
 
 def timeout_s(stated: float | None = None) -> float:
-    """Return the longest wait inside the kernel, in seconds: that of an option, where it is given.
+    """Return the longest wait inside the kernel or for another host, in seconds: of an option, where it is given.
 
     The kernel counts nanoseconds in 64 bits; 1e9 seconds are 31 years.
     """

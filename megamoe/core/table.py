@@ -1,7 +1,8 @@
 """Formats: how x, the weights and h are stored in each precision. One table; everything else asks it.
 
-Below config, which takes the names of the precisions from here. How a format is quantized: quantization.py beside
-this file, the oracle's own quant.py, and csrc/. Each refuses by name a format that it does not know.
+Below config, which takes the names of the precisions from here. How a format is quantized:
+megamoe/formats/quantization.py, the oracle's own quant.py, and csrc/. Each refuses by name a format that it does not
+know.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How experts are stored: tensors, quantization formulas, and the cached FP8 copies."""
+"""How experts are stored: tensors, quantization formulas, and versions, by which copies follow."""

@@ -3,7 +3,7 @@
 A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
 arguments.fill_static; fill_backward and fill_backward_weights here, once for each layer and set of weights;
 fill_train_state, fill_gradients and fill_backward_call for each call. Args must be its own: what the two
-directions share lies elsewhere.
+directions share lies elsewhere. Weight gradients of passes that were kept: fill_kept_weights.
 """
 
 from __future__ import annotations

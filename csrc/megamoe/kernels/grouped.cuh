@@ -1,6 +1,7 @@
-// One GEMM over rows that the caller has sorted by expert, without expert parallelism: megamoe.ops. The
-// roles, main loops, epilogues and tile order are the layer's; docs/ops.md says what is different. No CTA
-// waits for another but its partner, so a launch takes the SMs that it gets.
+// GEMMs without expert parallelism: one over rows that the caller has sorted by expert (megamoe.ops), or
+// weight gradients over rows that passes have kept. The roles, main loops, epilogues and tile order are the
+// layer's; docs/ops.md says what is different. No CTA waits for another but its partner, so a launch takes
+// the SMs that it gets.
 #pragma once
 #include "megamoe/epilogue/activation_gradient.cuh"
 #include "megamoe/epilogue/plain.cuh"

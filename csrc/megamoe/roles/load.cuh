@@ -1,7 +1,6 @@
 // load_a and load_b: one thread each, filling the pipeline's slots by TMA. load_b waits for no row of x, so
 // weights stream from the first tile on; it waits for what other warps make of weights (gemm/forms.cuh), and
-// before weight gradients. The ring positions
-// live across passes, like the barriers' phases.
+// before weight gradients. The ring positions live across passes, like the barriers' phases.
 //
 // Where a pair of CTAs shares an operand, either CTA loads one half of it into both. Both walk the same
 // units, and a slot is refilled only when the math warps of both have released it; so bytes of the partner

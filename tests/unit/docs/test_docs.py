@@ -16,6 +16,7 @@ from programs import ROOT, tool
 
 import megamoe
 from bench import api_reference as reference
+from megamoe.jit.grouped import PRODUCTS, grouped_variants
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
@@ -166,6 +167,23 @@ def test_a_stale_part_is_seen(document, part, fresh, changed, tmp_path):
     assert f"'{part}' is stale" in said
     assert gen_docs("--file", stale)[0] == 0
     assert stale.read_text() == text
+
+
+def grouped_kernels(text):
+    """Return the kernels of grouped.cuh that a text names; behind "grouped-a, -b" is grouped-b. A: any activation."""
+    named = re.sub(r",\s+-(?=[a-z])", ", grouped-", text)
+    return set(re.findall(r"grouped-[a-z0-9-]*[a-z0-9]", named))
+
+
+def test_each_grouped_kernel_is_named_where_kernels_are_exported():
+    """Who exports some kernels for machines without a compiler has to know which a layer or an operator loads."""
+    found = {f"grouped-{product}" for product in PRODUCTS}
+    assert {str(v).removesuffix(f"-{v.activation}") for v in grouped_variants()} == found
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/ops.md")]
+    assert grouped_kernels("\n".join(pages)) == found
+    assert grouped_kernels("grouped-product, -saving-A, -gone") == {
+        *("grouped-product", "grouped-saving", "grouped-gone"),
+    }
 
 
 def test_the_reference_has_what_python_sees():
