@@ -20,6 +20,8 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.group.group import Group, begins
 
+SHARED = "_of_shared_experts"  # attribute of a Problem whose slots SharedExperts arranges
+
 
 class ExpertPlacement:
     """Which of E logical experts each of P physical slots holds.
@@ -117,10 +119,13 @@ class ExpertPlacement:
     def problem(self, problem: Problem) -> Problem:
         """Return a logical layer's problem with this placement's slots as its experts.
 
-        Raises ConfigError for a problem of another number of experts.
+        Raises ConfigError for a problem of another number of experts, and for one of SharedExperts.
         """
         if not isinstance(problem, Problem):
             raise ConfigError("problem", type(problem).__name__, "a Problem")
+        if hasattr(problem, SHARED):
+            expected = "None for a layer with SharedExperts, whose parts have each rank's last slots"
+            raise ConfigError("placement", "given", expected)
         if problem.num_experts != self.num_logical:
             raise ConfigError("problem.num_experts", problem.num_experts, f"{self.num_logical}")
         if self.num_physical % problem.ep_size:

@@ -21,6 +21,7 @@ from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
 from megamoe.layer import main_grad
+from megamoe.layer.placement import SHARED
 from megamoe.layer.rows import finite_factor
 
 
@@ -33,7 +34,7 @@ class SharedExperts:
         this name multiplies both.)
     device: where topk_ids are.
     Attributes: count, n; problem, which the layer is made of: E + n R experts, n of them in the last places of each
-    rank, K + n of them a token.
+    rank, K + n of them a token. It takes no placement.
 
     Raises ConfigError for a shared expert that is not made of such parts, or of too many.
     """
@@ -63,6 +64,7 @@ class SharedExperts:
             raise ConfigError("intermediate", found, expected)
         experts = problem.num_experts + self.count * problem.ep_size
         self.problem = replace(problem, num_experts=experts, top_k=top_k)
+        object.__setattr__(self.problem, SHARED, True)  # no field: equal problems are computed alike
         slots = [e + self.count * problem.rank_of_expert(e) for e in range(problem.num_experts)]
         self._slots = torch.tensor(slots, device=device)  # [E]
         end = self.problem.expert_begin(problem.rank + 1)

@@ -270,8 +270,15 @@ def test_statistics_without_shared_slots_and_no_placement():
     counted = torch.bincount(inputs.topk_ids.flatten(), minlength=5).tolist()
     assert shared.routed(statistics).tokens_per_expert.tolist() == counted
     placement = ExpertPlacement([3, 0, 1, 2, 4, 3])
-    with pytest.raises(ConfigError, match="problem.num_experts is 7, expected 5"):
+    with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
         Layer(shared.problem, placement=placement)
+    # of all slots: join() would put their weights elsewhere
+    moved = ExpertPlacement([6, 1, 2, 3, 4, 5, 0])
+    with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
+        Layer(shared.problem, placement=moved)
+    same = replace(PROBLEM, num_experts=7, top_k=4)
+    assert same == shared.problem
+    assert Layer(same, placement=moved).placement is moved
 
 
 def test_compiled_in_one_graph():
