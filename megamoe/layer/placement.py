@@ -124,7 +124,7 @@ class ExpertPlacement:
         if not isinstance(problem, Problem):
             raise ConfigError("problem", type(problem).__name__, "a Problem")
         if hasattr(problem, SHARED):
-            expected = "None for a layer with SharedExperts, whose parts have each rank's last slots"
+            expected = "None for a layer with SharedExperts, which have each rank's last slots"
             raise ConfigError("placement", "given", expected)
         if problem.num_experts != self.num_logical:
             raise ConfigError("problem.num_experts", problem.num_experts, f"{self.num_logical}")

@@ -64,7 +64,8 @@ class SharedExperts:
             raise ConfigError("intermediate", found, expected)
         experts = problem.num_experts + self.count * problem.ep_size
         self.problem = replace(problem, num_experts=experts, top_k=top_k)
-        object.__setattr__(self.problem, SHARED, True)  # no field: equal problems are computed alike
+        # No field: equal problems are computed alike.
+        object.__setattr__(self.problem, SHARED, True)
         slots = [e + self.count * problem.rank_of_expert(e) for e in range(problem.num_experts)]
         self._slots = torch.tensor(slots, device=device)  # [E]
         end = self.problem.expert_begin(problem.rank + 1)
