@@ -191,7 +191,7 @@ def _choose(
         return _Chosen(asked, hosts)
     why = spans_hosts(names) if hosts is None else None
     if why is not None:
-        why += '; backend="mega" by name runs inside each, which no GPUs of several hosts have yet'
+        why += '; backend="mega" by name runs inside each, which no GPUs of several hosts have run'
     if why is None:
         here = problem if hosts is None else inside(problem, hosts, options.get("chunks"))
         why = here.why_no_window()
