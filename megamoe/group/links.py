@@ -30,7 +30,7 @@ from megamoe.core.errors import (
 )
 from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
-from megamoe.group.order import is_refusal
+from megamoe.group.order import is_refusal, mark_of
 
 RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel leaves as many
 # By which torch.distributed's own time-out is longer than ours, which can say who is missing.
@@ -100,7 +100,7 @@ class Links:
 
     rail, host: stay the same objects when what is behind them is made anew.
     broken: what broke a call so that only renew() helps, or None.
-    num_recorded: calls of which gradients are recorded, since renew(): equal along a rail.
+    num_recorded: the number of the last call of which gradients are recorded, equal along a rail. None comes again.
     """
 
     def __init__(self, group: Group, hosts: Hosts) -> None:
@@ -112,7 +112,7 @@ class Links:
         self.rail = Part(self, range(local, group.size, each), group.rank)
         self.host = Part(self, range(host * each, (host + 1) * each), group.rank)
         self.broken: str | None = None
-        self._round = self._incident = 0
+        self._round = self._incident = self.num_recorded = 0
         self.renew()
 
     @staticmethod
@@ -125,7 +125,7 @@ class Links:
 
     def renew(self) -> None:
         """Make the process groups anew: what was under way in the old ones is lost. Collective over the group."""
-        self._round = self.group.number("links")
+        again, self._round = self._round > 0, self.group.number("links")
         for what, part in (("rail", self.rail), ("host", self.host)):
             if part.size > 1:
                 ranks, old = [self._jobs[r] for r in part.ranks], part.process_group
@@ -135,7 +135,10 @@ class Links:
                 name = f"{self._name()}/{what}/{min(ranks)}"
                 whole = self.group.process_group
                 part.process_group = _new_group(whole, ranks, name, self.timeout_s)
-        self._incident, self.broken, self.num_recorded = 0, None, 0
+        self._incident, self.broken = 0, None
+        if again:  # ranks that were left in a call have counted it, or not
+            counts = self.group.gather(mark_of("set-up"), self.num_recorded)
+            self.num_recorded = max(counts.values())
 
     # --- who broke a call ---
 

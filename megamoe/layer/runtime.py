@@ -121,7 +121,7 @@ class Opened:
     def reset(self) -> None:
         """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
 
-        It affects all layers that share the window; results of calls in flight are lost. Other backends need none.
+        It affects all layers that share the window, or are over the same hosts; results of calls in flight are lost.
         """
         self.ranks.begin("reset()")
         if self._runtime is not None:

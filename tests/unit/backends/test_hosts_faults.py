@@ -100,6 +100,12 @@ def refusals(rank):
     for who in ((0,), (2, 3)):  # where all ranks of a host agree, nothing is wrong inside of it
         found["passes", who] = failed(lambda who=who: mine.passes(second=rank in who))
     found["after passes"] = mine.is_right()
+    x, ids, weights, dy = mine.call
+    ys = []
+    for _ in range(2):  # numbers of calls go on behind a reset
+        mine.layer.reset()
+        ys.append(mine.layer(x.clone().requires_grad_(), ids, weights))
+    found["passes", "reset"] = failed(lambda: ys[rank < 2].backward(dy))
     return found
 
 
@@ -151,6 +157,7 @@ def test_other_orders_of_backward_passes_are_named_on_all_ranks(refused, late):
         assert " on host-1" in text
         assert seconds < 3
         assert found["passes", (0,)][0].startswith("RankMismatch: rank ")
+        assert is_of_other_calls(found["passes", "reset"][0])
     for found in late:
         text, seconds = found["static passes"]
         assert is_of_other_calls(text)
