@@ -27,6 +27,7 @@ from megamoe.formats.weights import ExpertWeights
 from megamoe.launch.cache import quantize_weights
 
 NAME = "megamoe"
+_FACTORS = "fc1_alpha", "fc2_alpha", "fc1_norm_const"  # of calls of kernels for NVFP4
 
 
 @dataclass
@@ -123,7 +124,15 @@ class MegaMoEKernel(MegaKernelBackend):
         validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
 
     def stage_inputs(self, t: Any, workspace: Workspace, *, quantize_input: bool) -> None:
-        """Keep the call's tensors: the layer reads them in place. quantize_input: False: t.scales are x's."""
+        """Keep the call's tensors: the layer reads them in place. quantize_input: False: t.scales are x's.
+
+        Raises ArgumentError for factors of the products, on all ranks.
+        """
+        for name in _FACTORS:
+            if getattr(t, name) is not None:
+                error = ArgumentError(name, "given", "None: weights have all their scales")
+                workspace.layer.refuse(error)
+                raise error
         scales = None if quantize_input else t.scales
         workspace.staged = t.hidden_states, t.topk_ids, t.topk_weights, scales
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from pages import programs
 
 from megamoe import ExpertWeights, Layer, Problem
-from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantization import dequantize_rows, quantize_rows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 
@@ -188,12 +188,18 @@ def on_two_ranks(rank):
     y = layer(tensors(inputs))
     assert_close(y, reference(PROBLEM, inputs, whole), relative=LIMITS["bf16"])
     assert layer._workspace.layer.problem.ep_size == 2
+    with pytest.raises(MegaMoEError) as caught:
+        layer(tensors(inputs, fc2_alpha=torch.ones(6) if rank else None))
+    assert same_bits(layer(tensors(inputs)), y)
     layer.destroy()
-    return len(y)
+    return len(y), str(caught.value)
 
 
 def test_two_ranks():
-    assert launch(on_two_ranks, 2) == [TOKENS, 5]
+    (there, told), (here, error) = launch(on_two_ranks, 2)
+    assert (there, here) == (TOKENS, 5)
+    assert "rank 1 refused its arguments" in told
+    assert "fc2_alpha is given, expected None" in error
 
 
 def refused(match, kind, *args, **options):
@@ -228,6 +234,9 @@ def test_what_is_refused_is_named():
     inputs = make_inputs(PROBLEM, TOKENS)
     with pytest.raises(MoEEpConfigError, match="does not match kernel top_k"):
         layer(MoEEpTensors(inputs.x, inputs.topk_ids[:, :1], inputs.topk_weights[:, :1]))
+    for name in ("fc1_alpha", "fc2_alpha", "fc1_norm_const"):
+        with pytest.raises(ArgumentError, match=f"{name} is given, expected None: weights have"):
+            layer(tensors(inputs, **{name: torch.full((6,), 2.0)}))
     layer.destroy()
 
 
