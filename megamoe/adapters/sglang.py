@@ -31,7 +31,7 @@ _BLOCKS = (128, 128, 128)
 _ROWS = 8  # of gate, then as many of up, in what SGLang makes for DeepGEMM
 # What SGLang's call says nothing of, as `moe_runner_config` of experts has it.
 _COMPUTED = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False}
-_COMPUTED |= {"gemm1_alpha": None, "gemm1_clamp_limit": None}
+_COMPUTED |= {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None}
 
 
 class Rows(NamedTuple):

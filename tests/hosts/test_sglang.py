@@ -204,6 +204,7 @@ def test_only_experts_by_channel_are_made_ready(installed):
         ({"activation": "gelu"}, "moe_runner_config.activation is 'gelu', expected 'silu'"),
         ({"is_gated": False}, "moe_runner_config.is_gated is False"),
         ({"gemm1_alpha": 1.702}, "moe_runner_config.gemm1_alpha is 1.702, expected None"),
+        ({"gemm1_beta": 1.0}, "moe_runner_config.gemm1_beta is 1.0, expected None"),
         ({"gemm1_clamp_limit": 7.0}, "moe_runner_config.gemm1_clamp_limit is 7.0"),
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input is True"),
     ],
