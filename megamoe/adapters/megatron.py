@@ -31,6 +31,7 @@ from megamoe.adapters.megatron_experts import (
     await_parameters,
     check_config,
     check_experts,
+    check_padding,
     check_types,
     lie_descending,
     routes_of,
@@ -52,6 +53,7 @@ class _Undispatched(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
+        check_padding(self.config)
         self.hidden_shape = hidden_states.shape
         top_k = self.config.moe_router_topk
         self.topk_ids, topk_weights = routes_of(probs, routing_map, top_k)

@@ -42,10 +42,8 @@ _OFFLOAD = "without 'expert_fc1' and 'moe_act'"
 
 def check_config(config: Any, pg_collection: Any) -> None:
     """Raise ConfigError for what a layer does not compute, or would compute otherwise."""
-    for name, expected in _OFF.items():
-        value = getattr(config, name, None)
-        if value:
-            raise ConfigError(name, value, expected)
+    for name in _OFF:
+        _check_off(config, name)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         expected = f"False with moe_router_topk {config.moe_router_topk}"
         raise ConfigError("moe_apply_probs_on_input", True, expected)
@@ -61,6 +59,17 @@ def check_config(config: Any, pg_collection: Any) -> None:
     if config.cuda_graph_impl != "none" and not whole:
         expected = "'none', or cuda_graph_scope='full_iteration'"
         raise ConfigError("cuda_graph_impl", repr(config.cuda_graph_impl), expected)
+
+
+def check_padding(config: Any) -> None:
+    """Raise ConfigError where Megatron has turned padding on since: for decoding, by set_decode_expert_padding()."""
+    _check_off(config, "moe_pad_expert_input_to_capacity")
+
+
+def _check_off(config: Any, name: str) -> None:
+    value = getattr(config, name, None)
+    if value:
+        raise ConfigError(name, value, _OFF[name])
 
 
 def activation_of(config: Any) -> Activation:

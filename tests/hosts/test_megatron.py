@@ -23,6 +23,7 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
+from megatron.core.inference.utils import set_decode_expert_padding  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.transformer.enums import CudaGraphScope  # noqa: E402
@@ -526,6 +527,20 @@ def test_configurations_that_a_layer_does_not_compute_are_refused(name):
     setattr(config, name, REFUSED[name])  # Megatron wants other options, or packages, beside some
     with pytest.raises(ConfigError, match=name):
         build_module(adapter.replace(spec_of("sequential"), **OPTIONS), config=config)
+
+
+def test_padding_that_is_turned_on_later_is_refused():
+    """As in inference, where it gives experts tokens that were not routed to them."""
+    model = model_of(True).eval()
+    ours = model.decoder.layers[1].mlp
+    with torch.no_grad():
+        y = ours(rows())[0]
+        for factor in (EXPERTS / 2, 1.0):  # of all tokens, and of few
+            set_decode_expert_padding(model, True, factor)
+            with pytest.raises(ConfigError, match="moe_pad_expert_input_to_capacity is True"):
+                ours(rows())
+        set_decode_expert_padding(model, False)
+        assert same_bits(ours(rows())[0], y)
 
 
 def test_further_configurations_are_refused():
