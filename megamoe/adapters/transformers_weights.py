@@ -43,9 +43,8 @@ def precisions_of(module: Any) -> tuple[str, ...]:
     if dtype == torch.float8_e4m3fn:
         return ("fp8",)
     if dtype not in FLOATS:
-        raise ConfigError(
-            "experts' dtype", dtype, "a float type, torch.float8_e4m3fn or packed e2m1"
-        )
+        expected = f"{', '.join(map(str, FLOATS))}, torch.float8_e4m3fn or packed e2m1"
+        raise ConfigError("experts' dtype", dtype, expected)
     return ()
 
 

@@ -255,7 +255,10 @@ def test_what_a_layer_does_not_compute_is_refused(experts):
     with pytest.raises(ConfigError, match="one tensor of 3 dimensions"):
         module(*given)
     module.gate_up_proj = torch.nn.Parameter(parameter.to(torch.float8_e5m2), requires_grad=False)
-    with pytest.raises(ConfigError, match="dtype is torch.float8_e5m2, expected a float type"):
+    with pytest.raises(ConfigError, match="dtype is torch.float8_e5m2, expected torch.bfloat16,"):
+        module(*given)
+    module.gate_up_proj = torch.nn.Parameter(parameter.double())
+    with pytest.raises(ConfigError, match="dtype is torch.float64, expected torch.bfloat16,"):
         module(*given)
 
 
