@@ -92,6 +92,10 @@ class MegaMoEKernel(MegaKernelBackend):
         problem = self._here(fleet_params)
         stored = problem.formats.w
         if weights.w13_scale is None:
+            for name, w in (("w13", weights.w13), ("w2", weights.w2)):
+                if not w.is_floating_point() or w.dtype.itemsize == 1:  # what is stored with scales
+                    expected = "torch.bfloat16 or torch.float32 in a pack without scales"
+                    raise ArgumentError(f"weights.{name}.dtype", w.dtype, expected)
             made = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
             if stored.scaled:
                 made.validate(replace(problem, precision="bf16"))

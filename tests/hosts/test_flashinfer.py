@@ -216,6 +216,22 @@ def test_what_is_refused_is_named():
     refused("backend is 'magma'", ConfigError, pack, backend="magma")
     refused("option is 'reserve_sm'", ConfigError, pack, options={"reserve_sm": 3})
     refused("weights.w13_scale is given, expected None", ArgumentError, scaled)
+    for dtype in (torch.float8_e4m3fn, torch.uint8):  # whose scales were forgotten
+        for problem in (PROBLEM, fp8):
+            bare = MoEWeightPack(pack.w13.to(dtype), pack.w2)
+            refused(
+                f"weights.w13.dtype is {dtype}, expected torch.bfloat16",
+                ArgumentError,
+                bare,
+                problem,
+            )
+            bare = MoEWeightPack(pack.w13, pack.w2.to(dtype))
+            refused(
+                f"weights.w2.dtype is {dtype}, expected torch.bfloat16",
+                ArgumentError,
+                bare,
+                problem,
+            )
     wrong = dataclasses.replace(PROBLEM, intermediate=64)
     refused(r"weights.w13.shape is \[6, 256, 128\]", ArgumentError, pack, wrong)
     refused(r"weights.w13.shape is \[6, 256, 128\]", ArgumentError, pack,
