@@ -150,8 +150,6 @@ class Experts:
         key = self._number, weights.w2.device, top_k  # a module may be moved
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get(key)
-        if layer is not None and torch.compiler.is_compiling():
-            return layer
         # One whose module has another activation since is replaced: on all ranks, or on none.
         if layer is None or layer.made_for != formula_of(module):
             layer = self._make(module, weights, key, group)

@@ -346,6 +346,27 @@ def test_a_changed_activation_is_followed(experts, change):
     assert compare(before, expected).relative > 5e-2
 
 
+@pytest.mark.parametrize("name", ["GptOss", "Qwen3Moe"])
+def test_a_changed_activation_is_followed_by_a_compiled_module(experts, name):
+    module = experts_of(model_of(name, "megamoe"))[0]
+    with torch.no_grad():
+        module.gate_up_proj.mul_(50 if name == "GptOss" else 1)
+    topk_weights, ids = routes(9, 6)
+    given = rows(9), ids, topk_weights
+    before = module(*given).detach()
+    compiled = torch.compile(module, backend="aot_eager")
+    assert torch.equal(compiled(*given), before)
+    if name == "GptOss":
+        module.limit = 0.5
+    else:
+        module.act_fn = torch.nn.GELU()
+    found, expected = (f(*given).detach() for f in (compiled, eager_copy(module)))
+    assert_close(found, expected, relative=0.02)
+    assert compare(before, expected).relative > 5e-2
+    whole = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert torch.equal(whole(*given), found)
+
+
 def test_closed_layers_open_again(experts):
     own = adapter.register("megamoe_closed", backend="staged")
     module = experts_of(model_of("Qwen3Moe", "megamoe_closed"))[0]
