@@ -268,7 +268,7 @@ class HostsBackend(Backend):
         sizes = [sum(of) for of in trip.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
         local = (met[0] - self._first_expert).split(sizes)
-        floats = [t.view(torch.float32).split(sizes) for t in met[1:]]
+        floats = [t.contiguous().view(torch.float32).split(sizes) for t in met[1:]]
         self._counts = []
 
         def compute(i: int, rows: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class HostsBackend(Backend):
         trip = self.trips.met(trip, BACKWARD, number)
         met = self.trips.exchange(meta, trip, columns)
         sizes = [sum(of) for of in trip.receive]
-        floats = [t.view(torch.float32).split(sizes) for t in met]
+        floats = [t.contiguous().view(torch.float32).split(sizes) for t in met]
         sums, made, of_routes = dict(wanted.into), {}, []
 
         def compute(i: int, rows: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Backend, Call, Gradients, Needs, Wanted
+from megamoe.backends.call import Backend, Call, Gradients, Wanted
 from megamoe.backends.rail import Crossing, all_to_all, exchange_counts
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
@@ -23,7 +23,7 @@ from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
-from megamoe.group.order import BACKWARD, GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED, Mark
+from megamoe.group.order import BACKWARD, GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED
 
 
 class _RowsOfTokens(torch.autograd.Function):
@@ -112,8 +112,22 @@ class StagedBackend(Backend):
 
         Raises RankMismatch where ranks come with states of different calls.
         """
-        number = state.view(torch.int32)
-        found = recompute(self.problem, self.group, self.mark, call, dy, wanted.needs, number)
+        dense = call.weights.dense(self.problem, compute_dtype(dy.device))
+        sources = {"x": call.x, "topk_weights": call.topk_weights, **vars(dense)}
+        leaves: dict[str, Any] = {
+            name: None if sources[name] is None else sources[name].detach().requires_grad_(need)
+            for name, need in wanted.needs._asdict().items()
+        }
+        asked = {n: leaf for n, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
+        with recording_gradients():
+            x, topk_weights = leaves.pop("x"), leaves.pop("topk_weights")
+            again = Call(x, call.computed_ids(), topk_weights, ExpertWeights(**leaves))
+            mark, number = self.mark.ints(BACKWARD), state.view(torch.int32)
+            y, _ = moe(self.problem, self.group, again, mark, number)
+            # autocast is a caller's, whose types these are not
+            with torch.autocast(dy.device.type, enabled=False):
+                grads = torch.autograd.grad(y, list(asked.values()), dy, materialize_grads=True)
+        found = Gradients(**dict(zip(asked, grads, strict=True)))
         for name, into in wanted.into.items():
             into.add_(getattr(found, name).reshape(into.shape))
         return found._replace(**dict.fromkeys(wanted.into))
@@ -136,34 +150,6 @@ def recording_gradients() -> Iterator[None]:
         yield
 
 
-def recompute(
-    problem: Problem,
-    group: Group,
-    mark: Mark,
-    call: Call,
-    dy: Tensor,
-    needs: Needs,
-    number: Tensor | None = None,
-) -> Gradients:
-    """Compute a call again and differentiate it. number: [1] int32, equal on all ranks, or RankMismatch."""
-    dense = call.weights.dense(problem, compute_dtype(dy.device))
-    sources = {"x": call.x, "topk_weights": call.topk_weights, **vars(dense)}
-    leaves: dict[str, Any] = {
-        name: None if sources[name] is None else sources[name].detach().requires_grad_(need)
-        for name, need in needs._asdict().items()
-    }
-    wanted = {n: leaf for n, leaf in leaves.items() if leaf is not None and leaf.requires_grad}
-    with recording_gradients():
-        x, topk_weights = leaves.pop("x"), leaves.pop("topk_weights")
-        again = Call(x, call.computed_ids(), topk_weights, ExpertWeights(**leaves))
-        y, _ = moe(problem, group, again, mark.ints(BACKWARD), number)
-        with torch.autocast(
-            dy.device.type, enabled=False
-        ):  # of a caller, whose types these are not
-            grads = torch.autograd.grad(y, list(wanted.values()), dy, materialize_grads=True)
-    return Gradients(**dict(zip(wanted, grads, strict=True)))
-
-
 def moe(
     problem: Problem, group: Group, call: Call, mark: list[int], number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -171,8 +157,9 @@ def moe(
 
     call: weights without scales; of num_tokens_device and `out` it knows nothing. y is differentiable in x,
     topk_weights and all weights.
-    mark: Mark.ints() of the layer and its call. All ranks must agree on it, on `number`, and on whether x and weights
-    need gradients, since the backward pass is collective too: RankMismatch otherwise.
+    mark: Mark.ints() of the layer and its call. number: [1] int32, of the call that a backward pass computes again. All
+    ranks must agree on both, and on whether x and weights need gradients, since the backward pass is collective too:
+    RankMismatch otherwise.
     """
     with torch.autocast(call.x.device.type, enabled=False):
         return _moe(problem, group, call, mark, number)

@@ -114,11 +114,12 @@ class Trips:
         raise NotImplementedError
 
     def exchange(self, sent: Tensor | None, trip: Trip, columns: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange what beside() made of the columns. Return what comes of each, by chunk."""
+        """Exchange what beside() made of the columns. Return what comes of each, as views, by chunk."""
         if sent is None:
             return []
         found, widths = self._exchanged(sent, trip), [t.shape[1] for t in columns]
-        return [t.contiguous() for t in found[:, found.shape[1] - sum(widths) :].split(widths, 1)]
+        _, *of_columns = found.split([found.shape[1] - sum(widths), *widths], 1)
+        return of_columns
 
     def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
         raise NotImplementedError
