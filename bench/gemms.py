@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -36,29 +37,41 @@ def scaled_mm(x: Tensor, w: Tensor, scales: tuple[Any, Any], ends: Tensor) -> Te
 
 
 class Gemms(Backend):
-    """The least that a layer's arithmetic takes: no routing, activation, sums, and no y. One rank; BF16, FP8 forward.
+    """The least that a layer's arithmetic takes: no routing, activation, sums, and no y. BF16, FP8 forward.
 
-    Rows are those of the call's routes: of x, and of h, dgu and dy drawn once. forward: both GEMMs; backward: dh, dx,
-    dw13 and dw2.
+    Rows are those of all ranks' routes to this rank's experts: of x, and of h, dgu and dy drawn once. forward: both
+    GEMMs; backward: dh, dx, dw13 and dw2. Ranks meet once, for x and ids of other calls, which are as many on each.
     """
 
     state_bytes = 1
 
     def __init__(self, problem: megamoe.Problem, group: Any = None) -> None:
-        if problem.ep_size > 1 or problem.precision not in PRECISION:
-            raise SystemExit("--baseline gemms: expected --ranks 1, and BF16, or FP8 forward")
-        self.problem = problem
+        if problem.precision not in PRECISION:
+            raise SystemExit("--baseline gemms: expected BF16, or FP8 forward")
+        self.problem, self.group = problem, group
         self._ids: Tensor | None = None  # that the rows were made of
+
+    def _of_ranks(self, t: Tensor) -> Tensor:
+        """t: [T, n] -> [R T, n], rank by rank."""
+        if self.problem.ep_size == 1:
+            return t
+        out = t.new_empty(self.problem.ep_size * len(t), t.shape[1])
+        dist.all_gather(
+            [*out.chunk(self.problem.ep_size)], t.contiguous(), group=self.group.process_group
+        )
+        return out
 
     def _rows(self, call: Call) -> None:
         """Make the rows of a call's routes, sorted by expert; outside of what is timed, in its first call."""
         if self._ids is call.topk_ids:
             return
         p, ids = self.problem, call.topk_ids
-        x, _ = call.rows
-        experts, order = ids.flatten().long().sort(stable=True)
-        counts = torch.bincount(experts, minlength=p.num_experts)
-        self.ends = counts.cumsum(0).int()
+        x, everyones = self._of_ranks(call.rows[0]), self._of_ranks(ids)
+        experts, order = everyones.flatten().long().sort(stable=True)
+        counts, begin = torch.bincount(experts, minlength=p.num_experts), p.expert_begin()
+        own, before = counts[begin : p.expert_begin(p.rank + 1)], int(counts[:begin].sum())
+        order = order[before : before + int(own.sum())]
+        self.ends = own.cumsum(0).int()
         self.x, width = x[order // p.top_k], p.activation.planes * p.intermediate
         self.h, self.dgu = x.new_empty(len(order), p.intermediate), x.new_empty(len(order), width)
         self.dy = torch.empty_like(self.x)

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bench.gemms import Gemms
 from bench.sweep import entries
 from megamoe import Problem
 from megamoe.backends.call import Call, Wanted
 from megamoe.formats.quantization import quantize_tokens
-from megamoe.testing import make_inputs, make_weights
+from megamoe.group.group import Group
+from megamoe.testing import launch, make_inputs, make_weights
 
 P = Problem(64, 48, 6, 3, max_tokens=16)
 
@@ -69,6 +71,30 @@ def test_other_ids_are_other_rows():
         assert y_rows.shape == (tokens * P.top_k, P.hidden)
 
 
-def test_rows_of_other_ranks_are_refused():
-    with pytest.raises(SystemExit, match="--ranks 1"):
-        Gemms(Problem(64, 48, 6, 3, max_tokens=16, ep_size=2, rank=0))
+def rows_of_ranks(rank):
+    """Return whether a rank of two has the rows of all routes to its experts, and gemm2's of them."""
+    p = replace(P, num_experts=5, ep_size=2, rank=rank)
+    drawn, w = [make_inputs(p, 13, rank=r) for r in range(2)], make_weights(p)
+    alone = Gemms(p, Group(dist.group.WORLD))
+    y_rows, _ = alone.forward(
+        Call(drawn[rank].x, drawn[rank].topk_ids, drawn[rank].topk_weights, w)
+    )
+    expected = []
+    for expert in range(p.expert_begin(), p.expert_begin(rank + 1)):
+        chosen = [d.x[token] for d in drawn for token in (d.topk_ids == expert).nonzero()[:, 0]]
+        expected.append(torch.stack(chosen))
+    ends = torch.tensor([len(rows) for rows in expected]).cumsum(0)
+    return (
+        torch.equal(alone.x, torch.cat(expected)),
+        torch.equal(alone.ends, ends.int()),
+        y_rows.shape == (int(ends[-1]), p.hidden),
+    )
+
+
+def test_rows_of_all_ranks_to_own_experts():
+    assert launch(rows_of_ranks, 2, timeout_s=60) == [(True, True, True)] * 2
+
+
+def test_precisions_without_a_product_of_their_own_are_refused():
+    with pytest.raises(SystemExit, match="--baseline gemms"):
+        Gemms(replace(P, hidden=128, intermediate=128, precision="fp8xmxfp4"))
