@@ -144,9 +144,17 @@ fi
 step host_cost 120 "$python" tools/host_cost.py --check
 step captured 60 "$python" tools/host_cost.py --captured --check
 step sweep 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
-    --tokens 8192 --mode both --clock --backend mega --baseline staged --out "$out" --name sweep
+    --tokens 8192 --mode both --clock --backend mega --baseline staged gemms --out "$out" --name sweep
 step sweep_tokens 120 "$python" tools/latency_sweep.py --shape dsv3 flash qwen3-235b qwen3-30b --precision fp8 bf16 \
     --tokens 8 64 512 1024 --backend mega --out "$out" --name sweep_tokens
+step sweep_backward 120 "$python" tools/latency_sweep.py --direction backward --reserve-sms 0 --samples 8 \
+    --shape dsv3 flash qwen3-235b qwen3-30b --precision bf16 fp8 --tokens 4096 --backend mega --baseline gemms \
+    --out "$out" --name sweep_backward
+if "$python" -c 'import nvshmem.core' >/dev/null 2>&1; then # the same calls over a window of its own
+    step sweep_nvshmem 60 env MEGAMOE_TRANSPORT=nvshmem NVSHMEM_SYMMETRIC_SIZE=8G "$python" tools/latency_sweep.py \
+        --shape dsv3 qwen3-30b --precision fp8 bf16 --tokens 8 1024 8192 --backend mega --out "$out" \
+        --name sweep_nvshmem
+fi
 step sweep_fp4 60 "$python" tools/latency_sweep.py --shape dsv3 flash --precision fp8xmxfp4 --tokens 8 64 8192 \
     --backend mega --out "$out" --name sweep_fp4
 # On one GPU, the local experts of EP4, beside the GEMMs alone, with bytes of DRAM where ncu is.
