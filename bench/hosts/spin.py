@@ -128,6 +128,7 @@ class StandIn:
     """In place of Links, for one rank of host 0 of hosts that have one."""
 
     broken = None
+    num_recorded = 0
 
     def __init__(self, hosts: int) -> None:
         self.hosts = Hosts(tuple(f"host {i}" for i in range(hosts)), 1)

@@ -10,10 +10,10 @@ from programs import passes, run
 
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline_us, predict
-from megamoe.backends.call import Backend, Call
+from megamoe.backends.call import Backend, Call, Needs, Wanted
 from megamoe.backends.hosts import HostsBackend
 from megamoe.core.config import Problem
-from megamoe.formats.weights import ExpertWeights
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs, make_weights
 from megamoe.testing.shapes import SHAPES
@@ -185,26 +185,46 @@ def test_the_tool_measures_what_it_can_here(capsys, tmp_path):
 @pytest.mark.parametrize("name", ["reference", "emulate"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_mirrored_hosts_compute_a_layer(name, precision):
-    """exact and static have the same rows, so the same bits: those of one rank with all experts, but for roundings."""
+    """exact and static have the same rows, so the same bits: those of one rank with all experts, but for roundings.
+
+    An expert has the rows of its images on all hosts, so its gradients are the sums of theirs.
+    """
     problem = replace(MIRRORED, precision=precision)
     drawn, weights = make_inputs(problem, 48), make_weights(problem)
+    in_bf16 = precision == "bf16"  # otherwise gradients are those of masters, which are not here
+    dy, needs = torch.randn_like(drawn.x), Needs(w13=in_bf16, w2=in_bf16, b13=False, b2=False)
+
+    def wanted(p, w):
+        return Wanted(needs, turned=None if in_bf16 else TurnedWeights.of(p, w))
+
     found = {}
     for exchange in ("exact", "static"):
         engine = spin.Spinning(lambda _: 0.0, torch.device("cpu"), problem, exchange)
         options = {"chunks": 2, "exchange": exchange}
         backend = spin.over_hosts(problem, 3, name, torch.device("cpu"), engine, **options)
         call = Call(drawn.x, drawn.topk_ids, drawn.topk_weights, weights)
-        found[exchange] = backend.forward(call)[0]
+        y, state = backend.forward(call, keep=True)
+        found[exchange] = {"y": y} | of(backend.backward(call, dy, state, wanted(problem, weights)))
         backend.close()
-    assert torch.equal(found["exact"], found["static"])
+    for what, value in found["exact"].items():
+        assert torch.equal(value, found["static"][what]), what
     whole = {
         n: torch.cat([t.view(torch.uint8)] * 3).view(t.dtype) for n, t in weights.named().items()
     }
-    alone = make_backend(
-        "reference", replace(problem, ep_size=1), "alone", device=torch.device("cpu")
-    )
-    expected, _ = alone.forward(call._replace(weights=ExpertWeights(**whole)))
-    assert_close(found["exact"], expected, relative=5e-3)
+    of_one = replace(problem, ep_size=1)
+    alone = make_backend("reference", of_one, "alone", device=torch.device("cpu"))
+    everything = call._replace(weights=ExpertWeights(**whole))
+    expected_y, state = alone.forward(everything, keep=True)
+    assert_close(found["exact"]["y"], expected_y, relative=5e-3)
+    expected = alone.backward(everything, dy, state, wanted(of_one, everything.weights))
+    for what, value in of(expected).items():
+        images = [value] if what in ("x", "topk_weights") else value.float().chunk(3)
+        assert_close(found["exact"][what], sum(images), relative=1e-2)
+
+
+def of(gradients):
+    found = {n: getattr(gradients, n) for n in ("x", "topk_weights", "w13", "w2")}
+    return {n: t for n, t in found.items() if t is not None}
 
 
 def test_the_rails_of_a_machine_are_measured():
