@@ -165,7 +165,7 @@ for direction in forward train backward; do
         --name "gemms_$direction"
 done
 step train_hf 200 "$python" tools/train_hf.py --curves "$out/train_hf.png"
-step train_curves 300 "$python" tools/train_step.py --steps 300 --curves "$out/train_curves.png"
+step train_curves 300 "$python" tools/train_step.py --steps 300 --seeds 1 2 3 4 --curves "$out/train_curves.png"
 step train_sweep 300 "$python" tools/latency_sweep.py --direction step --shape qwen3-30b --tokens 8192 --precision bf16 \
     fp8 --reserve-sms 0 default --backend mega --baseline staged --out "$out" --name train_sweep
 step train_sweep_dsv3 200 "$python" tools/latency_sweep.py --direction step --shape dsv3 --tokens 4096 --precision bf16 \

@@ -18,7 +18,7 @@ from bench.plot import pyplot_or_none, save, shorter
 from bench.tables import header, write_table
 from megamoe.core.table import PRECISIONS
 
-FP8_TOLERANCE = 5e-3  # of BF16's final loss
+FP8_TOLERANCE = 5e-3  # of BF16's final loss, upwards: a lower one is chance
 Key = tuple[str, str, int]  # backend, precision, seed
 Losses = dict[Key, list[float]]
 
@@ -35,7 +35,7 @@ def compare_curves(
 ) -> tuple[bool, Losses]:
     """Train every run from equal weights on equal data; write the losses, draw them. Collective.
 
-    Returns whether FP8 ends within the tolerance of BF16; the losses by run.
+    Returns whether FP8 ends at most the tolerance above BF16; the losses by run.
     """
     found: Losses = {}
     for key in runs(this.options["backend"], seeds):
@@ -58,22 +58,25 @@ def compare_curves(
 
 
 def summarize(found: Losses, say: Callable[..., None]) -> bool:
-    """Print the final losses and how far they are from the first kind's, over all seeds."""
+    """Print the final losses, how far they are from the first kind's over all seeds, and the standard error of that."""
     kinds = list(dict.fromkeys(key[:2] for key in found))
-    means = {
-        kind: statistics.mean(
-            final_loss(losses) for key, losses in found.items() if key[:2] == kind
-        )
+    finals = {
+        kind: [final_loss(losses) for key, losses in found.items() if key[:2] == kind]
         for kind in kinds
     }
-    seeds = len(found) // len(kinds)
-    say(f"final losses, mean of the last {WINDOW} steps and of {seeds} seeds, nats per byte:")
-    good, base = True, means[kinds[0]]
-    for kind, mean in means.items():
-        apart = mean / base - 1
-        text = f"{' '.join(kind)}: {mean:.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
+    base = finals[kinds[0]]
+    say(f"final losses, mean of the last {WINDOW} steps and of {len(base)} seeds, nats per byte:")
+    good = True
+    for kind, of_seeds in finals.items():
+        each = [own / other - 1 for own, other in zip(of_seeds, base, strict=True)]
+        apart = statistics.mean(each)
+        text = f"{' '.join(kind)}: {statistics.mean(of_seeds):.4f}, {apart:+.2%} from {' '.join(kinds[0])}"
+        if len(each) > 1 and kind != kinds[0]:
+            squares = sum((one - apart) ** 2 for one in each)  # of NaN too, unlike stdev()
+            error = (squares / (len(each) - 1) / len(each)) ** 0.5
+            text += f", standard error {error:.2%}"
         if PRECISIONS[kind[1]].w.scaled:
-            close = abs(apart) <= FP8_TOLERANCE  # NaN is not
+            close = apart <= FP8_TOLERANCE  # NaN is not
             good &= close
             text = f"{'PASS' if close else 'FAIL'}: {text}, tolerance {FP8_TOLERANCE:.1%}"
         say(f"  {text}")
