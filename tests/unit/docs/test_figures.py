@@ -46,13 +46,11 @@ STATED = {
     "docs/training.md": ("10 ms",),  # docs/decisions.md, 0017
 }
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
-EP4 = "2026-11-26-df4d949-ep4.csv"
+EP4, PEER = "2026-11-26-938254c-ep4.csv", "2026-11-26-938254c-deepgemm.csv"
 ALONE = {"dram_read_gb": ""}  # not in turns with the GEMMs in BF16, whose bytes ncu counted
 SPUN = "2026-11-26-31d8be9-hosts-spin.csv"
-HF = "2026-11-24-1f8a3ec-hf.csv"
-EP2, STEPS, FP4, OPS = (
-    f"2026-11-24-9f14869-{what}.csv" for what in ("sweep-ep2", "step-ep2", "fp4", "ops")
-)
+HF = "2026-11-26-0198aff-hf.csv"
+FP4, OPS = (f"2026-11-24-9f14869-{what}.csv" for what in ("fp4", "ops"))
 FORWARD = "2026-11-23-8d5c926-shapes.csv"
 BACKWARD = "2026-11-23-e841b3a-backward-shapes.csv"
 FOUR = ("dsv3", "flash", "qwen3-235b", "qwen3-30b")
@@ -67,14 +65,18 @@ READ: set[str] = set()  # files that a claim has asked for
 
 @cache
 def parsed(name):
-    """Return the rows of a CSV, whose comments and further headers are left out."""
-    lines = (MEASUREMENTS / name).read_text().splitlines()
-    header, found = None, []
-    for cells in csv.reader(line for line in lines if not line.startswith("#")):
+    """Return the rows of a CSV, without comments and headers; run: the --name of the command above them."""
+    header, run, found = None, "", []
+    for line in (MEASUREMENTS / name).read_text().splitlines():
+        if line.startswith("#"):
+            named = re.search(r" --name (\S+)", line)
+            run = named[1] if named else ""
+            continue
+        (cells,) = csv.reader([line])
         if header is None or cells == header:
             header = cells
         else:
-            found.append(dict(zip(header, cells, strict=True)))
+            found.append(dict(zip(header, cells, strict=True)) | {"run": run})
     return found
 
 
@@ -109,101 +111,113 @@ def tokens_per_s(name):
     return {run: statistics.median(steps[3:]) for run, steps in runs.items()}
 
 
-def by_tokens(name, shape, precision, tokens=TOKENS):
-    """Return the kernel's times of a shape, by tokens a rank."""
+def by_tokens(shape, precision, tokens=TOKENS):
+    """Return the kernel's times of a shape on one H200, by tokens."""
     more = {"shape": shape, "backend": "mega", "mode": "cool", "precision": precision}
-    more |= {"direction": "forward", **ALONE} if name == H200 else {}
-    return [us(name, tokens=t, **more) for t in tokens]
-
-
-def latency(name, shape):
-    """Return FP8 by tokens, then BF16 at 8192."""
-    return [*by_tokens(name, shape, "fp8"), *by_tokens(name, shape, "bf16", ("8192",))]
+    return [us(H200, tokens=t, direction="forward", **more, **ALONE) for t in tokens]
 
 
 def on_one_gpu(shape):
     """Return a row of the table of one GPU: FP8, BF16, and percent of the FP8 time that memory needs alone."""
     shape, few = f"{shape}/ep4", ("8", "64")
     floors = [ends(H200, "hbm_floor_us", shape=shape, precision="fp8", tokens=t)[0] for t in few]
-    taken = by_tokens(H200, shape, "fp8", few)
+    taken = by_tokens(shape, "fp8", few)
     return [
-        *by_tokens(H200, shape, "fp8"),
-        *by_tokens(H200, shape, "bf16", ("8", "512", "8192")),
+        *by_tokens(shape, "fp8"),
+        *by_tokens(shape, "bf16", ("8", "512", "8192")),
         *(100 * floor / time for floor, time in zip(floors, taken, strict=True)),
     ]
 
 
-def on_four_gpus(shape):
-    """Return FP8 and BF16 by tokens, then staged; of the runs whose ranks are one host."""
-    of_layer = {"shape": shape, "direction": "forward", "reserve_sms": "", "ranks": "4"}
-    kernel = [
-        us(EP4, backend="mega", precision=p, tokens=t, ctas="132", **of_layer)
-        for p, tokens in (("fp8", TOKENS), ("bf16", ("8", "8192")))
-        for t in tokens
-    ]
-    return [*kernel, us(EP4, backend="staged", tokens="8192", **of_layer)]
+def of_four(shape, precision="bf16", tokens="8192", backend="mega"):
+    """Return a time of a forward pass of four ranks."""
+    run = "forward-8192" if tokens == "8192" else "forward"
+    which = {"shape": shape, "precision": precision, "tokens": tokens, "backend": backend}
+    return us(EP4, run=run, **which)
 
 
-def over_two_hosts():
-    """Return FP8, BF16 and staged of two hosts of two GPUs: of the launches that say no number of CTAs."""
-    more = {"tokens": "8192", "direction": "forward"}
-    found = []
-    for shape in ("dsv3", "qwen3-235b"):
-        found += [
-            us(EP4, shape=shape, backend="mega", precision=p, ctas="", **more)
-            for p in ("fp8", "bf16")
-        ]
-        found.append(us(EP4, shape=shape, backend="staged", **more))
+def beside_peers(shape):
+    """Return a row of README's table: FP8 and DeepGEMM by tokens, BF16, its GEMMs, staged."""
+    found = [of_four(shape, "fp8", t) for t in TOKENS]
+    for t in TOKENS:
+        (row,) = (r for r in rows(PEER) if (r["shape"], r["tokens"]) == (shape, t))
+        found.append(float(row["dg_us"]))
+    return [*found, *(of_four(shape, backend=b) for b in ("mega", "gemms", "staged"))]
+
+
+def apart_from_peer():
+    found = [float(r["relative"]) for r in rows(PEER)]
+    return min(found), max(found)
+
+
+def more_of_four_gpus(shape):
+    """Return the GEMMs in FP8, BF16 of 8 tokens, and MXFP4 where it was measured."""
+    found = [of_four(shape, "fp8_channel", backend="gemms"), of_four(shape, tokens="8")]
+    if shape in ("dsv3", "flash"):
+        found += [us(EP4, run="mxfp4", shape=shape, tokens=t) for t in ("8", "64", "8192")]
     return found
 
 
-def staged_bf16(shape):
-    return us(EP2, shape=shape, backend="staged", precision="bf16", tokens="8192", mode="cool")
+def trained_on_four_gpus(shape):
+    """Return tokens; backward in BF16 and FP8, and its GEMMs; a step likewise, quantizing, staged."""
+    tokens = "4096" if shape == "dsv3" else "8192"
+    of = {"shape": shape, "run": f"backward-{tokens}"}
+    found = [us(EP4, backend="mega", precision=p, **of) for p in ("bf16", "fp8")]
+    found += [us(EP4, backend="gemms", **of)]
+    if shape in STEPS:
+        found += steps(shape)
+    return [float(tokens), *found]
 
 
-def beside_staged(shape):
-    """Return a row of README's table of two ranks: as latency(), then staged in BF16, then BF16 on H100."""
-    of_h100 = two_h100("565007b")[FOUR.index(shape)]
-    return [*latency(EP2, shape), staged_bf16(shape), of_h100]
+STEPS = {"dsv3": "step-dsv3", "qwen3-30b": "step"}
+
+
+def steps(shape):
+    """Return us of a step: BF16, FP8, quantizing, staged."""
+    of = {"shape": shape, "run": STEPS[shape]}
+    step = {"backend": "mega", "direction": "step", **of}
+    return [
+        *(us(EP4, precision=p, **step) for p in ("bf16", "fp8")),
+        us(EP4, direction="quantize", **of),
+        us(EP4, backend="staged", **of),
+    ]
+
+
+def over_nvshmem():
+    """Return least and most of the time over NVSHMEM's window, over that of the default."""
+    cases = itertools.product(("dsv3", "qwen3-30b"), ("fp8", "bf16"), ("8", "1024", "8192"))
+    found = [
+        us(EP4, run="nvshmem", shape=s, precision=p, tokens=t) / of_four(s, p, t)
+        for s, p, t in cases
+    ]
+    return min(found), max(found)
+
+
+def over_two_hosts():
+    """Return FP8, BF16 and staged of two hosts of two GPUs, which meet over NVLink, then over sockets."""
+    kinds = {"backend": "mega", "precision": "fp8"}, {"backend": "mega", "precision": "bf16"}
+    return [
+        us(EP4, run=run, shape=shape, tokens="8192", **kind)
+        for shape in ("dsv3", "qwen3-235b")
+        for run in ("hosts", "hosts-sockets")
+        for kind in (*kinds, {"backend": "staged"})
+    ]
 
 
 def gains():
     """Return how many times as fast as staged: forward in BF16 and FP8, least and most; a step."""
     found = []
     for precision in ("bf16", "fp8"):
-        times = [
-            staged_bf16(shape) / by_tokens(EP2, shape, precision, ("8192",))[0] for shape in FOUR
-        ]
+        times = [of_four(s, backend="staged") / of_four(s, precision) for s in FOUR]
         found += [min(times), max(times)]
-    bf16, _, staged = steps()
+    bf16, *_, staged = steps("qwen3-30b")
     return [*found, staged / bf16]
 
 
-def steps():
-    """Return milliseconds of a step: BF16, FP8, staged."""
-    more = {"direction": "step", "reserve_sms": ""}
-    runs = ("mega", "bf16"), ("mega", "fp8"), ("staged", "bf16")
-    return [us(STEPS, backend=b, precision=p, **more) / 1e3 for b, p in runs]
-
-
 def steps_and_transformers():
+    bf16, fp8, _, staged = (t / 1e3 for t in steps("qwen3-30b"))
     speed = tokens_per_s(HF)
-    return [*steps(), speed["megamoe"] / speed["grouped_mm"]]
-
-
-def steps_in_full():
-    """Return the table of steps: as a layer that trains has SMs, all of them, quantizing, staged beside it."""
-
-    def row(precision, quantizes):
-        step = {"precision": precision, "direction": "step", "backend": "mega"}
-        first = [us(STEPS, reserve_sms=s, **step) for s in ("", "0")]
-        if quantizes:
-            first.append(us(STEPS, precision=precision, direction="quantize"))
-        return first
-
-    beside = [float(r["us"]) for r in rows(STEPS) if r["backend"] == "staged"]
-    assert len(beside) == 2  # in the runs of BF16 and FP8, in this order
-    return [*row("bf16", False), beside[0], *row("fp8", True), beside[1]]
+    return [bf16, fp8, staged, speed["megamoe"] / speed["grouped_mm"]]
 
 
 def beside_fp8_gemms():
@@ -217,26 +231,12 @@ def beside_fp8_gemms():
     ]
 
 
-def backward_passes():
-    """Return tokens, BF16 and FP8, in the order of the table."""
-    found = []
-    for shape, tokens in ("qwen3-30b", "8192"), ("flash", "8192"), ("dsv3", "4096"):
-        which = {"shape": f"{shape}/ep4", "tokens": tokens, "gradients": "bf16", **ALONE}
-        found += [float(tokens), *(us(H200, precision=p, **which) for p in ("bf16", "fp8"))]
-    return found
-
-
 def kept_passes():
     """Return the fused backward and one of 1, 2, 4 passes: of gradients in bf16, then added to fp32."""
+    of_all = {"tokens": "4096", "direction": "backward", "backend": "mega", **ALONE}
     return [
-        us(
-            H200,
-            shape=f"{shape}/ep4",
-            tokens="4096",
-            precision=p,
-            gradients=gradients + of,
-            **ALONE,
-        )
+        us(machine, shape=f"{shape}/ep4", precision=p, gradients=gradients + of, **of_all)
+        for machine in (H200, H100)
         for shape, p in itertools.product(("dsv3", "qwen3-30b"), ("bf16", "fp8"))
         for gradients in ("bf16", "main_grad")
         for of in ("", " of 1", " of 2", " of 4")
@@ -410,10 +410,6 @@ def over_gemms():
     return found
 
 
-def two_h100(tree):
-    return [us(H100, shape=s, ranks="2", tokens="8192", backend=f"mega {tree}") for s in FOUR]
-
-
 CLAIMS = {
     "gains": Claim(
         "README.md", "**What it gains.** ", "The grey lines", gains, beside="8192|Qwen3-30B"
@@ -426,15 +422,21 @@ CLAIMS = {
     ),
     "EP4": Claim(
         "docs/measurements.md",
-        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8 | 8192 | staged: 8192 |\n",
+        "| | FP8 GEMMs by channel: 8192 | BF16: 8 | MXFP4: 8 | 64 | 8192 |\n",
         "\n\n",
-        lambda: flat(on_four_gpus(shape) for shape in FOUR),
+        lambda: flat(map(more_of_four_gpus, FOUR)),
     ),
-    "backward": Claim(
+    "EP4 trains": Claim(
         "docs/measurements.md",
-        "| | tokens | BF16 | FP8 |\n",
+        "| | tokens | backward: BF16 | FP8 | GEMMs | step: BF16 | FP8 | quantizing | `staged` |\n",
         "\n\n",
-        backward_passes,
+        lambda: flat(map(trained_on_four_gpus, FOUR)),
+    ),
+    "NVSHMEM": Claim(
+        "docs/measurements.md", "`MEGAMOE_TRANSPORT=nvshmem`: ", " times", over_nvshmem
+    ),
+    "apart from DeepGEMM": Claim(
+        "docs/measurements.md", "ours; its y is ", " from ours", apart_from_peer
     ),
     "FP8 beside GEMMs": Claim(
         "docs/measurements.md",
@@ -450,7 +452,7 @@ CLAIMS = {
     ),
     "two hosts of two": Claim(
         "docs/hosts.md",
-        "| | FP8 | BF16 | `staged`, BF16 |\n",
+        "| | FP8 | BF16 | `staged`, BF16 | sockets: FP8 | BF16 | `staged`, BF16 |\n",
         "\n\n",
         over_two_hosts,
     ),
@@ -459,12 +461,6 @@ CLAIMS = {
         "| tokens | wire | launches | `exact` | model | `static`, a graph | model |\n",
         "\n\n",
         spun,
-    ),
-    "steps": Claim(
-        "docs/measurements.md",
-        "| | as a layer that trains | all SMs | quantizing | staged, BF16 |\n",
-        "\n\n",
-        steps_in_full,
     ),
     **{
         name: Claim(
@@ -481,13 +477,6 @@ CLAIMS = {
         "On H100 `tools/predict_bytes.py` says of the forward passes ",
         " GB",
         bytes_by_model,
-    ),
-    "two H100": Claim(
-        "docs/measurements.md",
-        "Two H100, BF16, 8192 tokens a rank, by shape: ",
-        " us",
-        lambda: [*two_h100("2b8e089"), *two_h100("565007b")],
-        beside="0019|2b8e089",
     ),
     "over GEMMs": Claim(
         "README.md",
@@ -540,18 +529,18 @@ CLAIMS = {
         "\n\n",
         operators,
     ),
-    "EP2": Claim(
+    "EP4 beside others": Claim(
         "README.md",
-        "| | FP8: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | staged: 8192 | H100, BF16: 8192 |\n",
+        "| DeepGEMM: 8 | 64 | 512 | 1024 | 8192 | BF16: 8192 | GEMMs | `staged` |\n",
         "\n\n",
-        lambda: flat(map(beside_staged, FOUR)),
+        lambda: flat(map(beside_peers, FOUR)),
     ),
     "step": Claim(
         "README.md",
-        "A step (forward and backward) of Qwen3-30B on two H200, ",
-        "One and four GPUs",
+        "A step (forward and backward) of Qwen3-30B on four H200, ",
+        "One GPU, backward",
         steps_and_transformers,
-        beside="8192 tokens|107 M|100 steps|H200|1f8a3ec",
+        beside="8192 tokens|107 M|300 steps|H200|0198aff",
     ),
     "FP4": Claim(
         "docs/fp4.md",
@@ -648,5 +637,5 @@ def test_figures_of_unknown_origin_are_seen():
 
 def test_a_changed_text_is_seen():
     claim, text = CLAIMS["EP4"], (ROOT / "docs" / "measurements.md").read_text()
-    assert claim.wrong(text.replace("| 558 |", "| 559 |")) == ["559 is 558.368"]
-    assert "31 figures, expected 32" in claim.wrong(text.replace("| 558 |", "| |"))[0]
+    assert claim.wrong(text.replace("| 5583 |", "| 5584 |")) == ["5584 is 5582.94"]
+    assert "13 figures, expected 14" in claim.wrong(text.replace("| 5583 |", "| |"))[0]
