@@ -244,12 +244,15 @@ def over_nvshmem(rank: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.ep(2, share=False)
-def test_nvshmem():
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=pytest.mark.ep(n, share=False)) for n in (2, 4, 8)]
+)
+def test_nvshmem(ranks):
     missing = [name for name in ("nvshmem", "cuda.core") if not importlib.util.find_spec(name)]
     if missing:
         pytest.skip(f"{', '.join(missing)} cannot be imported: pip install 'megamoe[nvshmem]'")
-    assert launch(over_nvshmem, 2, timeout_s=120, backend=PROCESS_GROUP) == [[], []]
+    found = launch(over_nvshmem, ranks, timeout_s=120, backend=PROCESS_GROUP)
+    assert found == [[] for _ in range(ranks)]
 
 
 def soak(*scenarios: str) -> None:
