@@ -12,7 +12,10 @@ from bench.tree import ROOT, tree_hash
 
 SWEEP = "tools/latency_sweep.py"
 KEYS = ("shape", "precision", "ranks", "tokens", "mode", "direction", "gradients", "backend")
-OLDER = {"direction": "forward"}  # what tables have that were written before the column was
+OLDER = {
+    "direction": "forward",
+    "routing": "uniform",
+}  # what tables have that were written before the column was
 Row = tuple[str, ...]
 
 
@@ -22,7 +25,7 @@ def read_table(path: Path) -> dict[Row, float]:
         file.readline()  # when, where and how
         found: dict[Row, float] = {}
         for row in csv.DictReader(file):
-            key = (*(row.get(k, OLDER.get(k, "")) for k in (*KEYS, "reserve_sms")),)
+            key = (*(row.get(k, OLDER.get(k, "")) for k in (*KEYS, "reserve_sms", "routing")),)
             if key in found:
                 raise SystemExit(f"{path}: two rows are {' '.join(key)}")
             found[key] = float(row["us"])
@@ -61,6 +64,6 @@ def compare(args: argparse.Namespace) -> int:
     with (out / "compare.csv").open("w", newline="") as file:
         file.write("# " + ", ".join(f"{n}: tree {tree_hash(t)}" for n, t in trees.items()) + "\n")
         writer = csv.writer(file)
-        writer.writerow((*KEYS, "reserve_sms", "base_us", "here_us"))
+        writer.writerow((*KEYS, "reserve_sms", "routing", "base_us", "here_us"))
         writer.writerows((*key, base, here) for key, base, here in lines)
     return 0

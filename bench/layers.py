@@ -136,9 +136,11 @@ class TimedLayer:
         self.cache.invalidate()
         return self.weights()
 
-    def contender(self, tokens: int) -> Contender:
+    def contender(self, tokens: int, routing: str = "uniform") -> Contender:
         """Return what is timed, after a call that pays for first-call work."""
-        drawn = make_inputs(self.problem, tokens, device=self.device, ids_dtype=torch.int32)
+        drawn = make_inputs(
+            self.problem, tokens, routing=routing, device=self.device, ids_dtype=torch.int32
+        )
         name = self.entry.backend
         if self.infers:
             quantized = self.entry.direction == E4M3_FORWARD

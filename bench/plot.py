@@ -36,6 +36,7 @@ class Measurement:
     reserve_sms: int | None = None  # None: the default
     ctas: int | None = None  # that took part in the last call, on the rank with the fewest
     dram_read_gb: float | None = None  # of one call, by ncu
+    routing: str = "uniform"  # of megamoe.testing.make_routing
 
     @property
     def contender(self) -> str:
@@ -44,6 +45,7 @@ class Measurement:
         label = self.gradients or ""
         parts += [f"+{label}" if label.startswith("main_grad") or " of " in label else ""]
         parts += ["" if self.reserve_sms is None else f"-{self.reserve_sms} SMs"]
+        parts += ["" if self.routing == "uniform" else self.routing]
         return " ".join(filter(None, parts))
 
 

@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from bench.shapes import local_shapes, shapes_from
 from bench.tables import WIDTH, header, write_table
 from bench.timing import Timer, modes_of
 from megamoe.core.table import PRECISIONS
+from megamoe.testing import OVERLOADED, SKEWED
 from megamoe.testing.shapes import Shape
 
+ROUTINGS = ("uniform", SKEWED, "hot", "one_rank", OVERLOADED)  # in which every route is computed
 FLOPS_PER_SM_CLOCK = {
     "fp8": 8192,
     "bf16": 4096,
@@ -69,8 +72,8 @@ def sweep(
     found, timer = [], Timer(me.device, args.samples)
     with layers_of(shape, entries(precision, args), max(args.tokens), me, args.clock) as layers:
         me.print(megamoe.memory_report(next(iter(layers.values())).problem)["line"])
-        for tokens in args.tokens:
-            contenders = [layer.contender(tokens) for layer in layers.values()]
+        for tokens, routing in product(args.tokens, args.routing):
+            contenders = [layer.contender(tokens, routing) for layer in layers.values()]
             if args.below_ncu:
                 dram.call_below_ncu(contenders)
                 continue
@@ -78,7 +81,8 @@ def sweep(
             for mode in modes_of(args.mode):
                 medians = timer.medians(contenders, mode)
                 for layer, us, gb in zip(layers.values(), medians, read, strict=True):
-                    found.append(measurement(layer, shape, tokens, mode, us, gb))
+                    made = measurement(layer, shape, tokens, mode, us, gb)
+                    found.append(replace(made, routing=routing))
                     me.print(line(found[-1]))
             del contenders
     return found
@@ -104,7 +108,7 @@ def measurement(
 
 COLUMNS = (
     f"{'shape':<16}{'prec':<{WIDTH}}{'mode':<6}{'direction':<10}{'contender':<30}{'CTAs':>5}{'T':>6}{'us':>10}"
-    f"{'TFLOPS':>9}{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>7}{'read GB':>9}"
+    f"{'TFLOPS':>9}{'GHz':>7}{'used':>7}{'floor us: GEMM':>16}{'HBM':>8}{'NVLink':>8}{'over':>8}{'read GB':>9}"
 )
 
 
@@ -116,7 +120,7 @@ def line(m: Measurement) -> str:
     return (
         f"{m.shape:<16}{m.precision:<{WIDTH}}{m.mode:<6}{m.direction:<10}{m.contender:<30}{m.ctas or '-':>5}"
         f"{m.tokens:>6}{m.us:>10.1f}{m.tflops:>9.1f}{clock:>7}{used:>7}{m.gemm_floor_us:>16.1f}{m.hbm_floor_us:>8.1f}"
-        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>7.2f}{read:>9}"
+        f"{m.nvlink_floor_us:>8.1f}{m.us / floor:>8.2f}{read:>9}"
     )
 
 

@@ -155,6 +155,8 @@ if "$python" -c 'import nvshmem.core' >/dev/null 2>&1; then # the same calls ove
         --shape dsv3 qwen3-30b --precision fp8 bf16 --tokens 8 1024 8192 --backend mega --out "$out" \
         --name sweep_nvshmem
 fi
+step sweep_routing 90 "$python" tools/latency_sweep.py --shape qwen3-235b qwen3-30b --precision bf16 fp8 --tokens 4096 \
+    --routing uniform skewed hot one_rank --samples 8 --backend mega --baseline staged --out "$out" --name sweep_routing
 step sweep_fp4 60 "$python" tools/latency_sweep.py --shape dsv3 flash --precision fp8xmxfp4 --tokens 8 64 8192 \
     --backend mega --out "$out" --name sweep_fp4
 # On one GPU, the local experts of EP4, beside the GEMMs alone, with bytes of DRAM where ncu is.

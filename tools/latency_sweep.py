@@ -29,7 +29,7 @@ from bench.dram import CHILD
 from bench.layers import DIRECTIONS
 from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
-from bench.sweep import reserve, worker
+from bench.sweep import ROUTINGS, reserve, worker
 from bench.timing import MODES
 from megamoe.core.table import PRECISIONS
 
@@ -54,6 +54,8 @@ def main() -> int:
     add_shape_arguments(parser, default="qwen3-30b")
     add("--tokens", type=int, nargs="+", help="per rank",
         default=[8, 64, 128, 256, 512, 1024, 2048, 8192])  # fmt: skip
+    add("--routing", nargs="+", default=["uniform"], choices=ROUTINGS,
+        help="what experts tokens take; see megamoe.testing.make_routing")  # fmt: skip
     add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
     add("--mode", default="cool", choices=(*MODES, "both"))
     add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")

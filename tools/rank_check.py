@@ -27,7 +27,7 @@ from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments, refuse_training
 from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.launch import panels
-from megamoe.testing import OVERLOADED, ROUTINGS
+from megamoe.testing import OVERLOADED, ROUTINGS, SKEWED
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
     add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
-    add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED))
+    add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED, SKEWED))
     add("--int64-ids", action="store_true")
     add("--least-pool", action="store_true", help="the fewest pool rows: several passes")
     add("--random", type=int, default=0, metavar="N", help="N random configurations instead")

@@ -4,6 +4,7 @@ from megamoe.testing.compare import Comparison, assert_close, compare, rounding_
 from megamoe.testing.inputs import (
     OVERLOADED,
     ROUTINGS,
+    SKEWED,
     Inputs,
     make_inputs,
     make_routing,
@@ -14,6 +15,7 @@ from megamoe.testing.launch import backend_of, gpu_of, launch
 __all__ = [
     "OVERLOADED",
     "ROUTINGS",
+    "SKEWED",
     "Comparison",
     "Inputs",
     "assert_close",

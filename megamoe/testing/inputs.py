@@ -17,7 +17,7 @@ from megamoe.formats.weights import ExpertWeights
 # Below 2^32: of a seed, torch's CPU generator takes 32 bits.
 WEIGHT_SEEDS = 1 << 31
 ROUTINGS = ("uniform", "hot", "one_rank", "dropped", "duplicates", "all_dropped")
-OVERLOADED = "one_expert"  # a routing beside them
+OVERLOADED, SKEWED = "one_expert", "skewed"  # routings beside them
 
 
 def calls_of(
@@ -54,7 +54,8 @@ def make_routing(
         token.
     one_rank: all experts on the last rank that has any. dropped: a third of the ids is -1 or >= E.
     duplicates: a token may choose an expert several times. all_dropped: nothing is valid. one_expert: every route of
-        every token names one expert.
+        every token names one expert. skewed: as uniform, but the n-th of the experts, in an order that all ranks share,
+        is drawn with a weight of 1/n.
     Problems with fewer experts than top_k always get duplicates.
     """
     device, experts, top_k = generator.device, problem.num_experts, problem.top_k
@@ -74,12 +75,16 @@ def make_routing(
     )
     if kind == "hot":
         scores[:, experts // 2] = 2.0
+    if kind == SKEWED:  # Gumbel's noise: the largest are draws without repetition
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(experts))
+        scores = -(-scores.clamp_min(1e-30).log()).log() - (order.to(device) + 1).log()
     ids = scores.topk(top_k, dim=1).indices
     if kind == "dropped":
         dice = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
         ids = ids.masked_fill(dice < 0.2, -1).masked_fill(dice > 0.87, experts)
-    elif kind not in ("uniform", "hot"):
-        raise ValueError(f"kind is {kind!r}, expected one of {', '.join((*ROUTINGS, OVERLOADED))}")
+    elif kind not in ("uniform", "hot", SKEWED):
+        known = ", ".join((*ROUTINGS, OVERLOADED, SKEWED))
+        raise ValueError(f"kind is {kind!r}, expected one of {known}")
     return ids
 
 

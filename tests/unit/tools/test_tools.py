@@ -6,6 +6,7 @@ import math
 import sys
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from megamoe.backends.reference.quant import quantize_rows
 from megamoe.core.config import Problem
 from megamoe.core.table import PRECISIONS
 from megamoe.jit.compiler import parse_log
+from megamoe.testing import SKEWED
+from megamoe.testing.inputs import make_routing
 from megamoe.testing.intermediates import StageChecker
 from megamoe.testing.shapes import Shape
 
@@ -257,6 +260,29 @@ def test_a_figure_is_the_median_of_samples_then_the_maximum_over_ranks(tmp_path)
     assert [float(r["tflops"]) for r in rows] == pytest.approx([flops / 60e-6 / 1e12] * 2)
     line = said.splitlines()[-2].split()
     assert "60.0" in line
+
+
+def test_latency_sweep_over_routings(tmp_path):
+    said = passes("latency_sweep.py", "--shape", "tiny", "--backend", "reference", "--ranks", 1, "--tokens", 16,
+                  "--samples", 1, "--routing", "uniform", "skewed", "one_expert", "--out", tmp_path)  # fmt: skip
+    rows = csv_rows(tmp_path / "latency.csv")
+    assert [r["routing"] for r in rows] == ["uniform", "skewed", "one_expert"]
+    assert "reference skewed" in said
+
+
+def test_skewed_routing_is_by_popularity():
+    """Tokens take different experts; of the first choices alone the n-th expert has 1/n of the most wanted one's."""
+    p = Problem(64, 64, 8, 1, max_tokens=40_000)
+    counts = []
+    for top_k in (1, 3):
+        dice = torch.Generator().manual_seed(3)
+        ids = make_routing(replace(p, top_k=top_k), 40_000, SKEWED, generator=dice)
+        assert all(len(set(token)) == top_k for token in ids[:100].tolist())
+        counts.append(torch.bincount(ids[:, 0], minlength=8).sort(descending=True).values)
+    expected = 1 / torch.arange(1.0, 9.0)
+    torch.testing.assert_close(
+        counts[0] / counts[0].sum(), expected / expected.sum(), atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
