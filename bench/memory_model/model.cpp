@@ -93,19 +93,20 @@ std::vector<std::vector<PairUnit>> units_of_pairs(const Machine& m, const Launch
     bool meets = l.meet.rows != 0;
     int span = max_of(ceil_div(2 * pair_ctas * m.pairs, l.tiles1), max_run);
     UnitStream all(blocks, units1, units2, 0, span, 0, m.pairs);
-    Gemm2Lots lots(blocks * units1, l.rounds, m.pairs, meets ? all.rounds_before_last(m.pairs) * m.pairs : 0);
+    Gemm2Shares shares(blocks * units1, l.rounds, m.pairs,
+                       meets ? all.rounds_before_last(m.pairs) * m.pairs : 0);
     std::vector<std::vector<PairUnit>> found(m.pairs);
     for (int pair = 0; pair < m.pairs; ++pair) {
         UnitStream stream(blocks, units1, units2, 0, span, pair, m.pairs);
         int from_last = m.pairs - 1 - pair;
-        stream.next2 = lots.first(from_last);
+        stream.next2 = shares.first(from_last);
         while (!stream.done()) {
             Unit unit = stream.pop(
                 [&](GemmId id, int begun) {
-                    return id == GemmId::gemm2 ? lots.behind(begun, from_last, m.pairs) : begun + m.pairs;
+                    return id == GemmId::gemm2 ? shares.behind(begun, from_last, m.pairs) : begun + m.pairs;
                 },
                 [&] {
-                    return meets ? stream.by_rounds(lots.round_of(stream.next2, m.pairs), m.pairs)
+                    return meets ? stream.by_rounds(shares.round_of(stream.next2, m.pairs), m.pairs)
                                  : stream.by_steps();
                 });
             Position p = unit.position(units1, units2);
@@ -117,7 +118,8 @@ std::vector<std::vector<PairUnit>> units_of_pairs(const Machine& m, const Launch
             unit_in_run(runs[p.portion], p, tiles, last, 1, &u.tile[1]);
             u.rows = last_rows[u.tile[0].block];
             if (meets && (is1 || l.meet.gemms > 1)) {
-                Round round = is1 ? Round::of(unit.number(), m.pairs) : lots.round_of(unit.number(), m.pairs);
+                Round round =
+                    is1 ? Round::of(unit.number(), m.pairs) : shares.round_of(unit.number(), m.pairs);
                 Meeting meeting = meeting_of(runs[p.portion], p, tiles, l.meet, blocks, round);
                 u.meeting = int64_t{meeting.first} * 2 + is1, u.comers = meeting.pairs;
             }

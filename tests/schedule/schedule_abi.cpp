@@ -40,7 +40,7 @@ int abi_head_first(int num_blocks, int units1, int units2, int num_pairs) {
 // blocks of gemm1 and then the previous step's blocks of gemm2; part counts all units of a stage. With who >=
 // 0 pairs meet, `first` and `pairs` say where, and the order is that by rounds: steps 2 r + 1 are rounds of
 // gemm1, in 2 r stand those of gemm2 that come before round r of gemm1. A CTA without a tile in its pair's
-// unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Lots has them, one CTA after the other is
+// unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Shares has them, one CTA after the other is
 // written; else by tickets, gemm2 by fixed shares still if `fixed2`, to the pairs as they come in an order
 // that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a portion past
 // the last block.
@@ -48,7 +48,7 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
                 unsigned seed, bool fixed2, int rounds, int who, int many, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
-    Gemm2Lots shares(
+    Gemm2Shares shares(
         num_blocks * units_of(tiles1), rounds, num_pairs,
         who >= 0 ? abi_head_first(num_blocks, units_of(tiles1), units_of(tiles2), num_pairs) : 0);
     Meet meet = {nullptr, 1, 0, many, who, 2};

@@ -138,7 +138,7 @@ struct MeetSmem {
     int32_t tiles[2];                 // of a block in either GEMM
     int32_t patience;                 // of the pair in this pass, see protocol/edges.h
     UnitStream stream;
-    Gemm2Lots lots;
+    Gemm2Shares shares;
 };
 
 struct Smem {

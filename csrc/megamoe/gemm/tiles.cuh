@@ -101,7 +101,7 @@ MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit dealt) {
     Position p = {dealt.gemm(), dealt.number() / of_block, dealt.number() % of_block};
     int pairs = num_pairs(ctx);
     Round round =
-        is_gemm1 ? Round::of(dealt.number(), pairs) : ctx.smem.meet.lots.round_of(dealt.number(), pairs);
+        is_gemm1 ? Round::of(dealt.number(), pairs) : ctx.smem.meet.shares.round_of(dealt.number(), pairs);
     Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, meet, ctx.smem.plan.num_blocks, round);
     if (m.pairs < 2) return {0};
     int units1 = units_of(known.tiles[0]), units2 = units_of(known.tiles[1]), block = m.first / of_block;

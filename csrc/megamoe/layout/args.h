@@ -103,7 +103,7 @@ struct Backward {
     float* d_s;              // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
     int32_t* expert_rows;    // [L, 2] first block and rows in this pass
     uint32_t* grads_ready;   // [1] arrivals: of each CTA the store warp and the four transport warps
-    uint32_t* dealt;         // [3] tickets taken in this pass, of gemm1, gemm2 and weight gradients; none where lots are fixed
+    uint32_t* dealt;         // [3] tickets taken in this pass: gemm1, gemm2, weight gradients; none where shares are fixed
     // the call
     const void* x;           // [T, H] bf16 as forward had it
     float* d_topk_weights;   // [T, K]

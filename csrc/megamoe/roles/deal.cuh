@@ -3,19 +3,19 @@
 // no slot.
 //
 // In backward there is one for each pair, in CTA 0, for both CTAs. It takes units as the pair gets to them,
-// since a quarter of gemm1's may hold no tile and others are not equally long, so that lots made in advance
+// since a quarter of gemm1's may hold no tile and others are not equally long, so that shares made in advance
 // are uneven by up to 12 % of the launch. A ticket hands nothing over but its number: the plan's barrier
 // orders the counters' zeros, and what a unit reads has edges of its own. Elsewhere each CTA has one, and
-// lots are made in advance: forward has few units without a tile, and waits for memory, which other lots
-// would not make faster, while tickets cost 6 of 112 us with few tokens.
+// shares are made in advance: forward has few units without a tile, and waits for memory, which other shares
+// would not make faster, while tickets cost 5 % with few tokens (0005).
 #pragma once
 #include "megamoe/gemm/tiles.cuh"
 
 namespace megamoe {
 
-// A gemm2 whose tiles have at least so many pipeline slots of K is dealt in fixed lots. The hypothesis is
+// A gemm2 whose tiles have at least so many pipeline slots of K is dealt in fixed shares. The hypothesis is
 // that pairs that take units so long by ticket drift apart, and each reads a shared weight tile from memory
-// for itself. One H200, 2026-11-23, all of backward, tickets -> fixed lots: 448 slots 17344 -> 16538 us, 48
+// for itself. One H200, 2026-11-23, all of backward, tickets -> fixed shares: 448 slots 17344 -> 16538 us, 48
 // slots 7981 -> 8172, 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
 constexpr int long_tile_slots = 256;
 
@@ -58,13 +58,13 @@ struct Evenly {
       public:
         MEGAMOE_DEVICE Next(Context& ctx, UnitStream& stream) {
             int pairs = num_pairs(ctx), from = meets<T>(ctx) ? stream.rounds_before_last(pairs) * pairs : 0;
-            ctx.smem.meet.lots = {stream.num_blocks * stream.units1, ctx.args.hidden / ctx.args.intermediate,
-                                  pairs, from};
-            stream.next2 = ctx.smem.meet.lots.first(from_last(ctx));
+            ctx.smem.meet.shares = {stream.num_blocks * stream.units1,
+                                    ctx.args.hidden / ctx.args.intermediate, pairs, from};
+            stream.next2 = ctx.smem.meet.shares.first(from_last(ctx));
         }
         MEGAMOE_DEVICE int behind(const Context& ctx, GemmId id, int unit) const {
             int pairs = num_pairs(ctx);
-            return id == GemmId::gemm2 ? ctx.smem.meet.lots.behind(unit, from_last(ctx), pairs)
+            return id == GemmId::gemm2 ? ctx.smem.meet.shares.behind(unit, from_last(ctx), pairs)
                                        : unit + pairs;
         }
 
@@ -96,7 +96,7 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
         more = !stream.done();
         if constexpr (can_meet<T>) {
             if (meets<T>(ctx)) {
-                Round round2 = ctx.smem.meet.lots.round_of(stream.next2, num_pairs(ctx));
+                Round round2 = ctx.smem.meet.shares.round_of(stream.next2, num_pairs(ctx));
                 known.rounds1 = stream.rounds_before(round2, num_pairs(ctx));
             }
         }

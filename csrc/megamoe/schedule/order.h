@@ -128,7 +128,7 @@ struct Round {
 // that counts up, or every so many-th, each GEMM in its own way. Deadlock-free because a pair walks its
 // units in the global order, the inputs of both tiles of a unit precede it there, and a GEMM's first unit
 // that is not done is some pair's already: by tickets, as they are given in order and a pair that begins a
-// unit holds the next; in fixed lots from the start. So whatever a unit waits for is done, or is with a
+// unit holds the next; in fixed shares from the start. So whatever a unit waits for is done, or is with a
 // pair whose own waits are for earlier units yet. Units of weight gradients come last.
 struct UnitStream {
     int num_blocks, units1, units2, num_weights, span;
@@ -184,7 +184,7 @@ struct UnitStream {
     }
 };
 
-// Fixed lots of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
+// Fixed shares of gemm2's units, as long as `rounds` of them take no longer than one of gemm1. Where gemm1's
 // units do not divide evenly, the last `light` pairs have one less: they share out `head` of gemm2's units,
 // those from `from` on, among themselves; all other units go round all pairs, from the last pair on. This is
 // not done where gemm1 has less than two rounds: there gemm2 waits for its last units, and all pairs have to
@@ -193,9 +193,9 @@ struct UnitStream {
 // In the order by steps the light pairs begin gemm2 with these units. Where pairs meet, they take them in the
 // last round of gemm1, in place of the unit that they do not have; otherwise they would be that much behind
 // the others for the whole launch.
-struct Gemm2Lots {
+struct Gemm2Shares {
     int from, light, head;
-    MEGAMOE_PURE Gemm2Lots(int num_units1, int rounds, int num_pairs, int from)
+    MEGAMOE_PURE Gemm2Shares(int num_units1, int rounds, int num_pairs, int from)
         : from(from),
           light(num_pairs - num_units1 % num_pairs),
           head(light < num_pairs && num_units1 >= 2 * num_pairs ? rounds * light : 0) {}
