@@ -46,9 +46,9 @@ class Rule:
     meet: Meet
 
 
-# The first that fits. H100: 3352 GB/s; H200: 4917 GB/s, where launches are bound by their GEMMs and meetings gained
-# 3.5 % at best and lost 1.3 % at worst (2026-11-26: 1.6 and 2.6). FP8 reads half as much: it gains where the experts of
-# a round do not fit into L2 together (dsv3: 44 MB each), and loses elsewhere (qwen3-30b: 1.9 %). All 2026-11-23.
+# The first that fits. An H100 has 3352 GB/s, an H200 4917, where GEMMs are the limit and meetings gain nothing. FP8
+# reads half as much: it gains where the experts of a round do not fit into L2 together (dsv3: 44 MB each), and loses
+# elsewhere. Figures: docs/decisions.md, 0019.
 RULES = (
     Rule("bf16", 4000, 0, Meet()),
     Rule("fp8", 4000, 40 << 20, Meet()),
