@@ -520,7 +520,7 @@ CLAIMS = {
     "two forms of gelu": Claim(
         "docs/numerics.md",
         "at gate = -4, where the two forms of gelu ",
-        "`tests",
+        "\n\n",
         lambda: [100 * (1 - gelu(-4.0, "tanh") / gelu(-4.0, "none"))],
     ),
     "operators": Claim(
