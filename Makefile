@@ -5,8 +5,8 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
-HOSTS_READY := .venv-hosts/.ready
-HOSTS := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton
+LIBRARIES_READY := .venv-libraries/.ready
+LIBRARIES := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton
 FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 requests==2.34.2 urllib3==2.8.0 \
     certifi==2026.10.18 charset-normalizer==3.5.2 einops==0.8.2 nvidia-ml-py==13.615.71
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -20,7 +20,7 @@ SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -nam
 PYTHON_SOURCES := setup.py megamoe jit bench tests tools
 export SLOW ?= 0
 
-.PHONY: help setup accept demo test lint fmt model flaws compile gpu hosts dist clean
+.PHONY: help setup accept demo test lint fmt model flaws compile gpu libraries dist clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ $(READY): setup.py constraints.txt tools/setup_env.sh tools/pip_install.sh
 demo: $(READY)
 	$(PY) tools/train_step.py $(ARGS)
 
-## test     tests this machine can run (GPU tests too where there are GPUs), but for hosts'; SLOW=1: slow ones, too
+## test     tests this machine can run (GPU tests too where there are GPUs), but for libraries'; SLOW=1: slow ones, too
 # Tests without a GPU see none: torch takes a visible one as the default device of meshes and groups.
 test: $(READY)
 	@if [ $(GPUS) -gt 0 ]; then \
@@ -51,24 +51,24 @@ test: $(READY)
 gpu: $(READY)
 	$(PY) -m pytest -q -m "gpu or ep" tests
 
-## hosts    the adapters of Megatron-Core, torchtitan, SGLang, vLLM, FlashInfer beside these, in .venv-hosts over .venv
-hosts: $(HOSTS_READY)
-	CUDA_VISIBLE_DEVICES= .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts
-	for host in sglang vllm compressed_tensors; do PYTHONPATH=$(PYTHONPATH):.venv-hosts/serving CUDA_VISIBLE_DEVICES= \
-	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_$$host.py || exit 1; done
-	PYTHONPATH=$(PYTHONPATH):.venv-hosts/flashinfer CUDA_VISIBLE_DEVICES= \
-	    .venv-hosts/bin/python -m pytest -q -p no:warnings tests/hosts/test_flashinfer.py
+## libraries  adapters of Megatron-Core, torchtitan, SGLang, vLLM, FlashInfer beside these, in .venv-libraries
+libraries: $(LIBRARIES_READY)
+	CUDA_VISIBLE_DEVICES= .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries
+	for library in sglang vllm compressed_tensors; do PYTHONPATH=$(PYTHONPATH):.venv-libraries/serving CUDA_VISIBLE_DEVICES= \
+	    .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries/test_$$library.py || exit 1; done
+	PYTHONPATH=$(PYTHONPATH):.venv-libraries/flashinfer CUDA_VISIBLE_DEVICES= \
+	    .venv-libraries/bin/python -m pytest -q -p no:warnings tests/libraries/test_flashinfer.py
 # Without their dependencies, which would replace packages of .venv: with what they import on CPUs.
-$(HOSTS_READY): $(READY) setup.py Makefile tests/hosts/serving.txt
-	rm -rf .venv-hosts
-	$(PY) -m venv --without-pip .venv-hosts
+$(LIBRARIES_READY): $(READY) setup.py Makefile tests/libraries/serving.txt
+	rm -rf .venv-libraries
+	$(PY) -m venv --without-pip .venv-libraries
 	@$(PY) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	    > $$(.venv-hosts/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
-	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) $(HOSTS)
-	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-hosts/serving -r tests/hosts/serving.txt
-	tools/pip_install.sh .venv-hosts/bin/python --no-deps $(PIP_ARGS) \
-	    --target .venv-hosts/flashinfer $(FLASHINFER)
+	    > $$(.venv-libraries/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/over.pth
+	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) $(LIBRARIES)
+	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
+	    --target .venv-libraries/serving -r tests/libraries/serving.txt
+	tools/pip_install.sh .venv-libraries/bin/python --no-deps $(PIP_ARGS) \
+	    --target .venv-libraries/flashinfer $(FLASHINFER)
 	@touch $@
 
 ## accept   all that a change of the kernel has to pass on GPUs: checks, soak, demo, sweep; logs in out/accept
@@ -105,7 +105,7 @@ fmt: $(READY)
 dist: $(READY)
 	$(PY) -m build --outdir dist .
 
-## clean    build outputs and caches; .venv and .venv-hosts stay
+## clean    build outputs and caches; .venv and .venv-libraries stay
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*/*' -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 # adapter -> the packages that it hooks into, and the extra of megamoe that installs them, if there is one
-HOSTS = {
+LIBRARIES = {
     "flashinfer": (("flashinfer",), "megamoe[flashinfer]"),
     "megatron": (("megatron.core",), "megamoe[megatron]"),
     "torchtitan": (("torchtitan", "spmd_types"), "megamoe[torchtitan]"),
@@ -24,7 +24,7 @@ def _there(package: str) -> bool:
         return False
 
 
-class _Hosts:
+class _Libraries:
     """A finder that finds nothing: it says what to install before an adapter's own imports fail."""
 
     @staticmethod
@@ -32,10 +32,10 @@ class _Hosts:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> None:
         above, _, adapter = name.rpartition(".")
-        packages, extra = HOSTS.get(adapter, ((), "")) if above == __name__ else ((), "")
+        packages, extra = LIBRARIES.get(adapter, ((), "")) if above == __name__ else ((), "")
         missing = [package for package in packages if not _there(package)]
         if missing:
             raise ImportError(f"{name} needs {', '.join(missing)}: pip install '{extra}'")
 
 
-sys.meta_path.insert(0, _Hosts)
+sys.meta_path.insert(0, _Libraries)

@@ -1,4 +1,4 @@
-"""Which of megamoe's activations is a host's: found by trying, so that another one is refused, not computed wrongly."""
+"""Which of megamoe's activations is a library's: found by trying, so that another is refused, not computed wrongly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6  # beside the product of gate and up: both sides are fp32, by 
 def candidates(
     gated: bool, limits: Sequence[float | None] = (), alphas: Sequence[float] = ()
 ) -> list[Activation]:
-    """Return the activations to try. limits, alphas: what the host states beside inf and 1."""
+    """Return the activations to try. limits, alphas: what the library states beside inf and 1."""
     if not gated:
         return [activation_by_name("relu2")]
     found = [activation_by_name(name) for name in _GATED]

@@ -1,4 +1,4 @@
-"""Names of a host's modules that stand for something else for a while."""
+"""Names of a library's modules that stand for something else for a while."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MISSING = object()
 
 
 class Patches:
-    """What install() of an adapter has set in the host's modules, and what was there before.
+    """What install() of an adapter has set in the library's modules, and what was there before.
 
     Attributes: made, what install() has returned, None before it and after undo().
     """
@@ -43,9 +43,9 @@ class Patches:
         self.made = None
 
 
-def found(host: str, module: Any, name: str) -> Any:
-    """Return a module's attribute. host: its version. Raises ConfigError where it has none."""
+def found(library: str, module: Any, name: str) -> Any:
+    """Return a module's attribute. library: its version. Raises ConfigError where it has none."""
     value = getattr(module, name, None)
     if value is None:
-        raise ConfigError(f"{module.__name__}.{name}", "missing", f"{host}")
+        raise ConfigError(f"{module.__name__}.{name}", "missing", library)
     return value

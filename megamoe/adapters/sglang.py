@@ -231,13 +231,13 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     check(backend, options)
     try:
         import deep_gemm
-        from sglang.srt.layers.moe import mega_moe_sm90 as host
+        from sglang.srt.layers.moe import mega_moe_sm90
         from sglang.srt.layers.quantization import w8a8_fp8
         from sglang.srt.layers.quantization.compressed_tensors import schemes
     except ImportError as error:
         raise ConfigError("sglang", f"not usable ({error})", "SGLang and sgl-deep-gemm") from error
     name = "build_sm90_mega_moe_experts_weights"
-    build = found(_VERSION, host, name)
+    build = found(_VERSION, mega_moe_sm90, name)
     finish = "process_weights_after_loading"
     methods = [
         found(_VERSION, module, kind)
@@ -250,7 +250,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     made = Installed(backend, options)
     ours = "get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"
     new = [(deep_gemm, name, getattr(made, name)) for name in ours]
-    _patches.put(made, [(host, name, _built_in_order(build)), *by_channel, *new])
+    _patches.put(made, [(mega_moe_sm90, name, _built_in_order(build)), *by_channel, *new])
     return made
 
 

@@ -55,14 +55,14 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     _patches.check_none()
     made = Installed(Layers(*check(backend, options)))
     new: list[tuple[Any, str, Any]] = [(Experts, "layers", made.layers)]
-    for host, kind, layout in (
+    for module, kind, layout in (
         (unquantized, "unquantized", UnquantizedMoeBackend.TRITON),
         (fp8, "fp8", Fp8MoeBackend.TRITON),
         (compressed_fp8, "fp8", Fp8MoeBackend.TRITON),
     ):
         select, make = f"select_{kind}_moe_backend", f"make_{kind}_moe_kernel"
-        _, theirs = (found("vLLM 0.33", host, name) for name in (select, make))
-        new += [(host, select, _select(layout)), (host, make, _make(theirs))]
+        _, theirs = (found("vLLM 0.33", module, name) for name in (select, make))
+        new += [(module, select, _select(layout)), (module, make, _make(theirs))]
     _patches.put(made, new)
     return made
 

@@ -1,4 +1,4 @@
-"""What adapters do alike, without a host: what is refused, modules with a layer, windows of one size, patches."""
+"""What adapters do alike, without a library: what is refused, modules with a layer, windows of one size, patches."""
 
 import copy
 from dataclasses import replace
@@ -19,7 +19,7 @@ from megamoe.testing import make_inputs, make_weights, same_bits
 PROBLEM = Problem(64, 48, 6, 2, max_tokens=64)
 
 
-(PROGRAM,) = programs("docs/adapters.md", "host")
+(PROGRAM,) = programs("docs/adapters.md", "library")
 exec(PROGRAM, NAMES := {})
 
 
@@ -103,15 +103,15 @@ def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch)
 
 
 def test_patches_are_put_once_and_undone():
-    host, made, patches = SimpleNamespace(__name__="host", old=1), object(), Patches()
-    assert found("host 1.0", host, "old") == 1
-    with pytest.raises(ConfigError, match="host.new is missing, expected host 1.0"):
-        found("host 1.0", host, "new")
+    library, made, patches = SimpleNamespace(__name__="library", old=1), object(), Patches()
+    assert found("library 1.0", library, "old") == 1
+    with pytest.raises(ConfigError, match="library.new is missing, expected library 1.0"):
+        found("library 1.0", library, "new")
     for _ in range(2):
         patches.check_none()
-        patches.put(made, [(host, "old", 2), (host, "new", 3), (host, "old", 4)])
-        assert (host.old, host.new, patches.made) == (4, 3, made)
+        patches.put(made, [(library, "old", 2), (library, "new", 3), (library, "old", 4)])
+        assert (library.old, library.new, patches.made) == (4, 3, made)
         with pytest.raises(ConfigError, match="called again, expected one call, or uninstall"):
             patches.check_none()
         patches.undo()
-        assert (vars(host), patches.made) == ({"__name__": "host", "old": 1}, None)
+        assert (vars(library), patches.made) == ({"__name__": "library", "old": 1}, None)

@@ -20,9 +20,9 @@ ELSEWHERE = {  # page, word -> the test that asks pages.programs() for these
     ("README.md", "gpu"): "tests/unit/docs/test_pages.py",  # with gloo and small sizes
     ("docs/training.md", "gpu"): "tests/gpu/test_training_gpu.py",
     ("docs/adapters.md", "hf"): "tests/unit/hf_models.py",
-    ("docs/adapters.md", "megatron"): "tests/hosts/test_megatron.py",
-    ("docs/adapters.md", "flashinfer"): "tests/hosts/test_flashinfer.py",
-    ("docs/adapters.md", "host"): "tests/unit/adapters/test_host_layer.py",
+    ("docs/adapters.md", "megatron"): "tests/libraries/test_megatron.py",
+    ("docs/adapters.md", "flashinfer"): "tests/libraries/test_flashinfer.py",
+    ("docs/adapters.md", "library"): "tests/unit/adapters/test_host_layer.py",
     ("docs/adapters.md", "nvfp4"): "tests/unit/checkpoints/test_nvfp4_checkpoints.py",
     ("docs/adapters.md", "checkpoints"): "tests/unit/checkpoints/test_checkpoints.py",
 }
@@ -80,7 +80,7 @@ SMALLER = {
     "MegaMoE(7168, 2048, 256, 8,": "MegaMoE(64, 48, 6, 2,",
 }  # fmt: skip
 TARGETS = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
-OF_HOSTS = ("vllm serve ", "python -m sglang.launch_server ")  # their commands' own options
+OF_LIBRARIES = ("vllm serve ", "python -m sglang.launch_server ")  # their commands' own options
 
 
 def under_torchrun(code, folder, ranks):
@@ -178,7 +178,7 @@ def commands(text):
         words = shlex.split(line, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
-        if not words or " ".join(words).startswith(OF_HOSTS):
+        if not words or " ".join(words).startswith(OF_LIBRARIES):
             continue
         program, *arguments = words
         if program == "make":

@@ -21,8 +21,8 @@ STEPS = 3
 DUE = 2 * (1 + STEPS)
 
 
-class Host(torch.nn.Module):
-    """A host's experts: w1 and w3 [L, I, H] apart, w2 [L, H, I]; a layer over what is made of them in each call."""
+class Experts(torch.nn.Module):
+    """A library's: w1 and w3 [L, I, H] apart, w2 [L, H, I]; a layer over what is made of them in each call."""
 
     def __init__(self, kind):
         super().__init__()
@@ -53,51 +53,51 @@ KINDS = ("tied", "apart", "fp32")
 
 
 @pytest.fixture(params=KINDS)
-def host(request):
-    return Host(request.param)
+def experts(request):
+    return Experts(request.param)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_once_a_step(host, fused):
-    optimizer = torch.optim.AdamW(host.parameters(), lr=1e-2, fused=fused)
+def test_once_a_step(experts, fused):
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=1e-2, fused=fused)
     with watched() as seen:
         for _ in range(STEPS):
             for micro in range(3):
-                host(micro).float().square().sum().backward()
+                experts(micro).float().square().sum().backward()
             optimizer.step()
         with torch.no_grad():
-            host()
-            host()
+            experts()
+            experts()
     assert seen == {"stale": 0, "q": DUE}
 
 
 def test_copies_of_parameters_are_not_kept():
-    host = Host("apart")
+    experts = Experts("apart")
     with torch.no_grad():
-        host()
-    kept = host.layer._runtime.cache._entries["w13"].kept
-    assert [t.data_ptr() for t in kept] == [host.w1.data_ptr(), host.w3.data_ptr()]
+        experts()
+    kept = experts.layer._runtime.cache._entries["w13"].kept
+    assert [t.data_ptr() for t in kept] == [experts.w1.data_ptr(), experts.w3.data_ptr()]
 
 
-def copied(host, name):
+def copied(experts, name):
     with torch.no_grad():
-        p = getattr(host, name)
+        p = getattr(experts, name)
         p.copy_(torch.randn_like(p))
 
 
-def replaced(host, name):
-    p = getattr(host, name)
+def replaced(experts, name):
+    p = getattr(experts, name)
     p.data = torch.randn_like(p)
 
 
-def loaded(host, name):
-    state = host.state_dict()
+def loaded(experts, name):
+    state = experts.state_dict()
     state[name] = torch.randn_like(state[name])
-    host.load_state_dict(state)
+    experts.load_state_dict(state)
 
 
-def hidden(host, name):
-    p = getattr(host, name)
+def hidden(experts, name):
+    p = getattr(experts, name)
     p.data.copy_(torch.randn_like(p))
     megamoe.invalidate()
 
@@ -105,12 +105,12 @@ def hidden(host, name):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("write", [copied, replaced, loaded, hidden])
 @pytest.mark.parametrize("name", ["w1", "w3", "w2"])
-def test_writes_to_one_parameter(host, write, name, grad):
+def test_writes_to_one_parameter(experts, write, name, grad):
     with watched() as seen, torch.set_grad_enabled(grad):
-        host()
-        write(host, name)
-        host()
-        host()
+        experts()
+        write(experts, name)
+        experts()
+        experts()
     assert seen["stale"] == 0
     assert seen["q"] <= 4
 
@@ -119,15 +119,15 @@ def test_weights_that_are_kept():
     """Views follow a write that came after them; copies are of the values that they were made of."""
     with watched() as seen, torch.no_grad():
         for kind in KINDS:
-            host = Host(kind)
-            old = host.weights()
-            host.weights = lambda old=old: old
+            experts = Experts(kind)
+            old = experts.weights()
+            experts.weights = lambda old=old: old
             for name in ("w1", "w3", "w2"):
-                host()
-                copied(host, name)
-                host()
+                experts()
+                copied(experts, name)
+                experts()
             old.w13.mul_(2)  # a copy, too, may be written to
-            host()
+            experts()
     assert seen["stale"] == 0
 
 
@@ -152,88 +152,89 @@ def written_in_place(w):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("write", [trained_by(torch.optim.AdamW), pointed_into, written_in_place])
 def test_copies_that_are_kept_are_weights_of_their_own(write, inference):
-    host = Host("apart")
+    experts = Experts("apart")
     with torch.inference_mode(inference), watched() as seen:
-        kept = ExpertWeights(*(t.detach().clone() for t in host.weights().named().values()))
+        kept = ExpertWeights(*(t.detach().clone() for t in experts.weights().named().values()))
         for name in ("w13", "w2"):  # as join() marks what it has copied
-            made_of(getattr(kept, name), (host.w1, host.w3))
-        host.weights = lambda: kept
+            made_of(getattr(kept, name), (experts.w1, experts.w3))
+        experts.weights = lambda: kept
         for _ in range(3):
-            host()
+            experts()
             write(kept)
-            host()
+            experts()
     assert seen["stale"] == 0
 
 
 @pytest.mark.parametrize("kind", ["tied", "apart"])
 def test_saved_and_copied_tensors_are_made_of_nothing(kind):
-    host, file = Host(kind).requires_grad_(False), io.BytesIO()
-    torch.save(host.weights().named(), file)
+    experts, file = Experts(kind).requires_grad_(False), io.BytesIO()
+    torch.save(experts.weights().named(), file)
     file.seek(0)
     loaded = ExpertWeights(**torch.load(file))
-    copied = copy.deepcopy(host.weights())
+    copied = copy.deepcopy(experts.weights())
     with watched() as seen, torch.no_grad():
-        for w in (host.weights(), loaded, copied, loaded, copied):
+        for w in (experts.weights(), loaded, copied, loaded, copied):
             w.w13.mul_(2)
-            host.weights = lambda w=w: w
-            host()
+            experts.weights = lambda w=w: w
+            experts()
     assert seen["stale"] == 0
 
 
 def test_a_backward_pass_behind_a_write():
     """The copies of the old values, which backward needs once more, are not those of the next call."""
-    host = Host("apart")
+    experts = Experts("apart")
     with watched() as seen:
-        y = host()
-        copied(host, "w1")
-        runtime, old = host.layer._runtime, host.weights()
-        copied(host, "w3")
+        y = experts()
+        copied(experts, "w1")
+        runtime, old = experts.layer._runtime, experts.weights()
+        copied(experts, "w3")
         runtime.turned(old)
         y.float().sum().backward()
-        host()
+        experts()
     assert seen["stale"] == 0
 
 
 def test_inference_mode():
     with torch.inference_mode():
-        made = Host("apart").requires_grad_(False)
-    for host, due in (
-        (Host("apart"), 3),  # the first call's copy of w1 and w3 is used twice, by prepare(), too
+        made = Experts("apart").requires_grad_(False)
+    for experts, due in (
+        # the first call's copy of w1 and w3 is used twice, by prepare(), too
+        (Experts("apart"), 3),
         (made, 6),  # torch counts no writes: at every use
     ):
         with watched() as seen, torch.inference_mode():
-            host()
-            host()
+            experts()
+            experts()
         assert seen == {"stale": 0, "q": due}
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_captured_graphs_quantize(host, monkeypatch, grad):
+def test_captured_graphs_quantize(experts, monkeypatch, grad):
     with watched() as seen, torch.set_grad_enabled(grad):
-        host()
+        experts()
         with monkeypatch.context() as patch:
             patch.setattr(cache_module, "_capturing", lambda w: True)
-            host()
+            experts()
         assert seen["q"] == 4
-        for p in host.parameters():  # what a replay does
+        for p in experts.parameters():  # what a replay does
             p.data.mul_(2)
-        host()
+        experts()
     assert seen == {"stale": 0, "q": 6}
 
 
 def test_a_wrong_origin_is_seen():
     """The planted fault: what is said to be made of one tensor is made of two."""
-    host = Host("apart")
-    right = host.weights
+    experts = Experts("apart")
+    right = experts.weights
 
     def wrong():
         w = right()
-        made_of(w.w13, (host.w1,))
+        made_of(w.w13, (experts.w1,))
         return w
 
-    host.weights = wrong
+    experts.weights = wrong
     with watched() as seen, torch.no_grad():
-        host()
-        copied(host, "w3")
-        host()
+        experts()
+        copied(experts, "w3")
+        experts()
     assert seen == {"stale": 1, "q": 2}

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Time one MoE block of a host library with its own experts and with megamoe's, and compare what they compute.
+"""Time one MoE block of another library with its own experts and with megamoe's, and compare what they compute.
 
-    python tools/host_blocks.py --shape qwen3-30b --tokens 8192                      transformers, one GPU
-    python tools/host_blocks.py --ranks 2 --precision bf16 fp8                       its experts over two GPUs
-    python tools/host_blocks.py --host torchtitan --precision bf16 fp8               --ranks 2, too
+    python tools/library_blocks.py --shape qwen3-30b --tokens 8192                      transformers, one GPU
+    python tools/library_blocks.py --ranks 2 --precision bf16 fp8                       its experts over two GPUs
+    python tools/library_blocks.py --library torchtitan --precision bf16 fp8               --ranks 2, too
 
-A block is the host's own module, router and all, with parameters in bf16; ours are made by its adapter from the same
+A block is the library's own module, router and all, with parameters in bf16; ours are made by its adapter from the same
 parameters. Timed are forward without gradients, and a step: forward and backward, gradients of x and all parameters.
 Cool, aligned, in turns, as tools/latency_sweep.py does it; the largest of the ranks' medians. On several ranks, each
-with --tokens of its own, experts are spread over them, the host's with its own all-to-all. Exit code 1 when y or a
-gradient is further from the host's than BF16's or FP8's roundings explain.
+with --tokens of its own, experts are spread over them, the library's with its own all-to-all. Exit code 1 when y or a
+gradient is further from the library's than BF16's or FP8's roundings explain.
 """
 
 import sys
 
 from command import parser_of
 
-from bench.host_blocks import HOSTS, worker
+from bench.library_blocks import LIBRARIES, worker
 from bench.ranks import add_launch_arguments, launch
 from bench.shapes import add_shape_arguments
 
@@ -24,7 +24,7 @@ from bench.shapes import add_shape_arguments
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--host", default="transformers", choices=HOSTS)
+    add("--library", default="transformers", choices=LIBRARIES)
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate"))
     add("--tokens", type=int, default=8192)
     add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])

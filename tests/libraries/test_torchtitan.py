@@ -13,7 +13,7 @@ from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.testing import assert_close, same_bits
 from megamoe.testing.copies import watched
 
-pytest.importorskip("torchtitan", reason="torchtitan is missing: make hosts")
+pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
 from torchtitan.config.override import (  # noqa: E402
     OverrideConfig,
     apply_overrides,

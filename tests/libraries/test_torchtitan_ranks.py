@@ -12,7 +12,7 @@ from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 from megamoe.testing.copies import watched
 
-pytest.importorskip("torchtitan", reason="torchtitan is missing: make hosts")
+pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
 from torchtitan_models import dims_of, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
 
 from megamoe.adapters import torchtitan as adapter  # noqa: E402
@@ -101,10 +101,10 @@ def test_models_over_two_ranks():
 
 
 def test_the_timed_blocks_agree():
-    """tools/host_blocks.py builds its blocks of several ranks as they are built here."""
-    tool = Path(__file__).parents[2] / "tools" / "host_blocks.py"
+    """tools/library_blocks.py builds its blocks of several ranks as they are built here."""
+    tool = Path(__file__).parents[2] / "tools" / "library_blocks.py"
     sizes = "--shape tiny --tokens 24 --samples 1 --backend staged --cpu --precision bf16 fp8"
-    command = [sys.executable, tool, "--host", "torchtitan", "--ranks", "2", *sizes.split()]
+    command = [sys.executable, tool, "--library", "torchtitan", "--ranks", "2", *sizes.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()[-3:]]

@@ -16,7 +16,7 @@ from megamoe.layer import main_grad
 from megamoe.testing import assert_close, compare, same_bits
 from megamoe.testing.copies import watched
 
-pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")
+pytest.importorskip("megatron.core", reason="megatron-core is missing: make libraries")
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import quick_gelu, squared_relu  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402

@@ -13,7 +13,7 @@ from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, same_bits
 
-pytest.importorskip("sglang", reason="sglang is missing: make hosts")
+pytest.importorskip("sglang", reason="sglang is missing: make libraries")
 from sglang_models import (  # noqa: E402
     EXPERTS,
     GENERAL_PLUGINS_GROUP,
@@ -290,7 +290,7 @@ def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
         adapter.install()
     adapter._patches.made.uninstall()
     assert not hasattr(deep_gemm, "fp8_mega_moe")
-    (found,) = entry_points(group=GENERAL_PLUGINS_GROUP, name="megamoe")  # where the host looks
+    (found,) = entry_points(group=GENERAL_PLUGINS_GROUP, name="megamoe")  # where the library looks
     assert found.load() is adapter.plugin
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     with pytest.raises(ConfigError, match="sglang is not usable"):

@@ -15,7 +15,7 @@ from megamoe.core.config import Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, make_weights, same_bits
 
-pytest.importorskip("vllm", reason="vllm is missing: make hosts")
+pytest.importorskip("vllm", reason="vllm is missing: make libraries")
 import vllm.envs  # noqa: E402
 from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
 from vllm_models import (  # noqa: E402
@@ -218,7 +218,7 @@ def test_the_plugin_installs_only_where_it_is_named(monkeypatch):
         adapter.install()
     adapter.installed().uninstall()
     assert fp8.select_fp8_moe_backend is before
-    (found,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="megamoe")  # where the host looks
+    (found,) = entry_points(group=DEFAULT_PLUGINS_GROUP, name="megamoe")  # where the library looks
     assert found.load() is vllm_plugin.plugin
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megamoe.core.errors import MegaMoEError
 from megamoe.testing import assert_close, launch
 
-pytest.importorskip("megatron.core", reason="megatron-core is missing: make hosts")
+pytest.importorskip("megatron.core", reason="megatron-core is missing: make libraries")
 from megatron_models import pair_of, results, rows, spread, start  # noqa: E402
 
 from megamoe.adapters import megatron as adapter  # noqa: E402

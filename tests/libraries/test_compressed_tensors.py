@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("compressed_tensors", reason="compressed-tensors is missing: make hosts")
+pytest.importorskip("compressed_tensors", reason="compressed-tensors is missing: make libraries")
 transformers = pytest.importorskip("transformers", minversion="5.20")
 from safetensors.torch import load_file, save_file  # noqa: E402
 

@@ -13,7 +13,7 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantization import dequantize_rows, quantize_rows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 
-pytest.importorskip("flashinfer", reason="flashinfer is missing: make hosts")
+pytest.importorskip("flashinfer", reason="flashinfer is missing: make libraries")
 from flashinfer.moe_ep import (  # noqa: E402
     BootstrapConfig,
     FleetParams,

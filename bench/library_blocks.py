@@ -1,4 +1,4 @@
-"""tools/host_blocks.py: one MoE block of a host library with its own experts and with ours, in turns and compared."""
+"""tools/library_blocks.py: a MoE block of another library with its own experts and with ours, in turns, compared."""
 
 import argparse
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megamoe.core.table import PRECISIONS
 from megamoe.testing.compare import compare
 from megamoe.testing.shapes import Shape
 
-# Of y and of each gradient, relative. The host rounds what it adds up to bf16 as well; FP8: docs/numerics.md.
+# Of y and of each gradient, relative. The library rounds what it adds up to bf16 as well; FP8: docs/numerics.md.
 LIMITS = {False: 3e-2, True: 0.15}
 
 
@@ -185,7 +185,7 @@ def of_torchtitan(shape: Shape, me: Rank, args: argparse.Namespace) -> list[Bloc
     return found
 
 
-HOSTS = {"transformers": of_transformers, "torchtitan": of_torchtitan}
+LIBRARIES = {"transformers": of_transformers, "torchtitan": of_torchtitan}
 
 
 def step(block: Block, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -212,8 +212,9 @@ def differences(theirs: dict[str, Tensor], ours: dict[str, Tensor]) -> dict[str,
 
 
 def compare_blocks(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
-    """Time and compare the blocks of one shape; return whether ours compute what the host's does."""
-    blocks, timer, good = HOSTS[args.host](shape, me, args), Timer(me.device, args.samples), True
+    """Time and compare the blocks of one shape; return whether ours compute what the library's does."""
+    blocks = LIBRARIES[args.library](shape, me, args)
+    timer, good = Timer(me.device, args.samples), True
     torch.manual_seed(me.rank)
     x = torch.randn(args.tokens, shape.hidden, device=me.device).bfloat16()
     dy = torch.randn_like(x)
@@ -230,7 +231,7 @@ def compare_blocks(shape: Shape, me: Rank, args: argparse.Namespace) -> bool:
     steps = [Contender(b.name, partial(lambda b, _: step(b, x, dy), b)) for b in blocks]
     forward_us, step_us = timer.medians(forwards), timer.medians(steps)
     title = f"{shape.name}, T = {args.tokens}, us"
-    me.print(f"{title:30}{'forward':>20}{'step':>20}   furthest from the host's")
+    me.print(f"{title:30}{'forward':>20}{'step':>20}   furthest from the library's")
     for block, *both in zip(blocks, forward_us, step_us, strict=True):
         theirs = forward_us[0], step_us[0]
         cells = [f"{us:.0f} ({than / us:.2f}x)" for us, than in zip(both, theirs, strict=True)]

@@ -1,4 +1,4 @@
-"""Packages of a GPU machine that hosts import and tests never call: modules whose every name is an empty class."""
+"""Packages of a GPU machine that libraries import and tests never call: modules whose every name is an empty class."""
 
 import sys
 from importlib.abc import Loader, MetaPathFinder
