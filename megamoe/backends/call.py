@@ -12,6 +12,7 @@ from torch import Tensor
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.planes import spanned_bytes
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 
@@ -232,10 +233,11 @@ def overlap(out: Tensor, x: Tensor) -> bool:
 
 
 def meets(out: Tensor, others: Iterable[Tensor | None]) -> bool:
-    """Whether `out` shares memory with one of the others."""
-    begin, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    """Whether `out` shares memory with one of the others, what lies between rows counted as theirs."""
+    begin, end = out.data_ptr(), out.data_ptr() + spanned_bytes(out)
     return any(
-        t is not None and begin < t.data_ptr() + t.nbytes and t.data_ptr() < end for t in others
+        t is not None and begin < t.data_ptr() + spanned_bytes(t) and t.data_ptr() < end
+        for t in others
     )
 
 

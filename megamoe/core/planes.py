@@ -60,6 +60,14 @@ def check_kind(name: str, t: Tensor) -> None:
         raise ArgumentError(f"{name}.layout", kind, "torch.strided: a dense tensor")
 
 
+def spanned_bytes(t: Tensor) -> int:
+    """Return how far it is from t's first number to behind its last, gaps between rows included."""
+    if t.is_contiguous():
+        return t.nbytes
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size()
+
+
 def _held(t: Tensor) -> int | None:
     """Return bytes of a storage that is too small for t, as FSDP and offloading make it by resize_(0)."""
     if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
@@ -68,8 +76,8 @@ def _held(t: Tensor) -> int | None:
         held = t.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
         return None
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return held if held < (t.storage_offset() + last + 1) * t.element_size() else None
+    end = t.storage_offset() * t.element_size() + spanned_bytes(t)
+    return held if held < end else None
 
 
 def is_freed(t: Tensor) -> bool:

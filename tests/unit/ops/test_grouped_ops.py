@@ -552,6 +552,18 @@ def test_sums_may_lie_between_others():
     assert torch.equal(out, ops.grouped_mm_wgrad(a, b, OFFS, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("which", range(2))
+def test_sums_among_rows_that_are_read_are_refused(which):
+    """A kernel would write them while it reads rows: these are far apart, so their numbers fill less than they span."""
+    memory = torch.randn(20 * M * H).bfloat16()
+    wide, rows = memory.view(M, 20 * H)[:, :H], rand(M, H)
+    out = memory[10 * M * H :][: 3 * H * H].view(3, H, H)
+    operands = (wide, rows) if which == 0 else (rows, wide)
+    with pytest.raises(ArgumentError, match="out is memory that the call reads"):
+        ops.grouped_mm_wgrad(*operands, OFFS, out=out)
+
+
+
 def test_tails_are_what_is_left_of_whole_slots():
     offs = torch.tensor([0, 64, 135, 136], dtype=torch.int32)
     rows = torch.arange(1.0, 141.0)[:, None].expand(-1, 8).bfloat16().contiguous()
