@@ -269,6 +269,8 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def build_sm90_mega_moe_experts_weights(experts: Any) -> None:
         if getattr(experts, "_mega_moe_weights_built", False):
+            if isinstance(experts.mega_l1_weights, Rows):
+                _refer(experts, "weight_scale_inv")  # loaded again, perhaps to other memory
             return
         _check_formula(experts)
         plain = experts.w13_weight.data
@@ -277,7 +279,7 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
             expected = f"gate and up by {_ROWS} rows in turn, as of 0.5.23"
             raise ConfigError("SGLang's w13", "in an order that is not known", expected)
         experts.w13_weight.data = plain
-        experts.mega_l1_weights = Rows(plain, experts.mega_l1_weights[1])
+        _refer(experts, "weight_scale_inv")
 
     return build_sm90_mega_moe_experts_weights
 
@@ -297,11 +299,19 @@ def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
             return
         _check_formula(layer)
         _check("w13_input_scale", layer.w13_input_scale, None)
-        layer.mega_l1_weights = Rows(w13, scale)
-        layer.mega_l2_weights = layer.w2_weight.data, layer.w2_weight_scale.data
+        _refer(layer, "weight_scale")
         layer._mega_moe_sm90_fp8_weights = layer._mega_moe_weights_built = True
 
     return process_weights_after_loading
+
+
+def _refer(experts: Any, scale: str) -> None:
+    """Have calls read the parameters where they are now. scale: how the names of scales end."""
+    pairs = [
+        (getattr(experts, f"{name}_weight").data, getattr(experts, f"{name}_{scale}").data)
+        for name in ("w13", "w2")
+    ]
+    experts.mega_l1_weights, experts.mega_l2_weights = Rows(*pairs[0]), pairs[1]
 
 
 def _check_formula(experts: Any) -> None:

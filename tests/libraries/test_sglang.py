@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 
 import pytest
@@ -107,6 +108,23 @@ def test_weights_stay_where_they_are_and_writes_are_seen(installed):
     swapped = torch.tensor([1, 0, 2, 3, 4, 5, -1], dtype=torch.int32)[call[1].long()]
     assert same_bits(run(experts, (call[0], swapped, call[2]), dist.group.WORLD), before)
     assert not torch.equal(run(experts, call, dist.group.WORLD), before)
+
+
+@pytest.mark.parametrize("kind", ["block", *METHODS])
+def test_parameters_that_moved_are_read_when_loading_ends_again(installed, kind):
+    """As a loader leaves them that puts new tensors in their place."""
+    make = built if kind == "block" else partial(by_channel, METHODS[kind]())
+    experts, other, call = make(), make(seed=1), tokens()
+    before, expected = (run(e, call, dist.group.WORLD) for e in (experts, other))
+    for mine, theirs in zip(experts.parameters(), other.parameters(), strict=True):
+        mine.data = theirs.data.clone()
+    if kind == "block":
+        mega_moe_sm90.build_sm90_mega_moe_experts_weights(experts)
+    else:
+        with chosen("megamoe"):
+            METHODS[kind]().process_weights_after_loading(experts)
+    assert same_bits(run(experts, call, dist.group.WORLD), expected)
+    assert compare(expected, before).relative > 0.5
 
 
 def test_layers_of_a_model_and_batches_share_one_buffer(installed):
