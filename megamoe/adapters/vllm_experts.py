@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from megamoe.adapters.host_layer import HostLayer, HostLayers
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.functional import resolve
 
@@ -62,6 +63,9 @@ class Experts(mk.FusedMoEExpertsModular):
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
+        block = quant_config.block_shape  # compressed-tensors' key says 128x128 of any
+        if block is not None and list(block) != [SCALE_GROUP] * 2:
+            raise ConfigError("block shape of weights", block, f"{[SCALE_GROUP] * 2}")
         precision = "bf16"
         if quant_config.quant_dtype is not None:
             precision = "fp8_channel" if quant_config.per_act_token_quant else "fp8"
@@ -98,6 +102,8 @@ class Experts(mk.FusedMoEExpertsModular):
             return False, f"activations are {moe_config.in_dtype}, not torch.bfloat16"
         if moe_config.elastic_ep_max_dp_size is not None:
             return False, "the ranks may change (elastic expert parallelism)"
+        if moe_config.skip_final_all_reduce:
+            return False, "the model adds up what ranks return (skip_final_all_reduce)"
         try:
             _problem_of(moe_config, _PRECISIONS[weight_key, activation_key])
         except ConfigError as error:
@@ -170,6 +176,8 @@ class Experts(mk.FusedMoEExpertsModular):
             raise ArgumentError("activation", activation, f"{self.moe_config.activation}")
         if global_num_experts != problem.num_experts:
             raise ArgumentError("global_num_experts", global_num_experts, f"{problem.num_experts}")
+        if self.post_gemm2_hook is not None:
+            raise ArgumentError("post_gemm2_hook", "set", "None: a layer sums an expert's rows")
         if not self._placed:
             _check_placement(problem, expert_map)
             self._placed = True

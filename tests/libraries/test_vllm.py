@@ -4,6 +4,7 @@ import subprocess
 import sys
 from functools import partial
 from importlib.metadata import entry_points
+from unittest import mock
 
 import pytest
 import torch
@@ -160,6 +161,7 @@ REFUSED = {
     "SITU activation": {"activation": MoEActivation.SITU},
     "LoRA": {"is_lora_enabled": True},
     "elastic": {"elastic_ep_max_dp_size": 4},
+    "skip_final_all_reduce": {"skip_final_all_reduce": True},
     "hidden is 250, expected a multiple": {"hidden_dim": 250},
     "top_k is 99, expected 1..": {"experts_per_token": 99},
     "max_tokens is 2147483648, expected 1..": {"max_num_tokens": 2**31},
@@ -180,8 +182,20 @@ def test_other_scales_placements_and_calls_are_refused(installed):
             MoE(config_of(), "fp8", **options)
     with pytest.raises(ConfigError, match="quantization scheme"):
         MoE(config_of(), "fp8_channel", strategies=("tensor", "tensor"))
+    moe = layer_of(precision="fp8")
+    quant = moe.method.moe_quant_config
+    with (
+        mock.patch.object(type(quant), "block_shape", [128, 64]),  # as compressed-tensors lets it
+        pytest.raises(ConfigError, match=r"block shape of weights is \[128, 64\], expected"),
+    ):
+        adapter.Experts(moe.moe_config, quant)
     moe = layer_of()
     call = tokens()
+    hooked = moe.method.moe_kernel.fused_experts
+    hooked.post_gemm2_hook = print
+    with pytest.raises(ArgumentError, match="post_gemm2_hook is set, expected None"):
+        moe(*call)
+    hooked.post_gemm2_hook = None
     moe.activation = MoEActivation.GELU
     with pytest.raises(ArgumentError, match="activation is MoEActivation.GELU, expected"):
         moe(*call)

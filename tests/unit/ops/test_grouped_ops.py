@@ -563,7 +563,6 @@ def test_sums_among_rows_that_are_read_are_refused(which):
         ops.grouped_mm_wgrad(*operands, OFFS, out=out)
 
 
-
 def test_tails_are_what_is_left_of_whole_slots():
     offs = torch.tensor([0, 64, 135, 136], dtype=torch.int32)
     rows = torch.arange(1.0, 141.0)[:, None].expand(-1, 8).bfloat16().contiguous()
