@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
@@ -100,7 +101,8 @@ class Experts(mk.FusedMoEExpertsModular):
             return False, reason
         if moe_config.in_dtype != torch.bfloat16:
             return False, f"activations are {moe_config.in_dtype}, not torch.bfloat16"
-        if moe_config.elastic_ep_max_dp_size is not None:
+        whole = get_current_vllm_config_or_none()
+        if whole is not None and whole.parallel_config.enable_elastic_ep:
             return False, "the ranks may change (elastic expert parallelism)"
         if moe_config.skip_final_all_reduce:
             return False, "the model adds up what ranks return (skip_final_all_reduce)"

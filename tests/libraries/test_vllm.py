@@ -24,10 +24,13 @@ from vllm_models import (  # noqa: E402
     HIDDEN,
     MoE,
     MoEActivation,
+    Routes,
+    config,
     config_of,
     dense,
     fp8,
     layer_of,
+    parallel,
     problem_of,
     share,
     silu,
@@ -153,6 +156,56 @@ def test_experts_over_two_ranks(precision):
     assert len(others) == len(errors) == 2
 
 
+class Half(torch.nn.Module):
+    """Half of a shared expert, whose sums tensor parallelism completes."""
+
+    def forward(self, x):
+        return 0.5 * x
+
+
+def _by_vllms_factory(rank, tensor):
+    whole = parallel(rank, tensor)
+    made = adapter.install(backend="staged")
+    counts = [20, 20] if tensor else [7, 20]
+    call = tokens(counts[rank], seed=5 if tensor else rank)
+    everywhere = None if tensor else torch.tensor(counts)
+    found = {}
+    for name, options in {
+        "plain": {},
+        "shared": {"shared": Half()},
+        "scaled": {
+            "shared": Half(),
+            "routed_scaling_factor": 2.5,
+            "apply_routed_scale_to_output": True,
+        },
+    }.items():
+        moe = Routes(whole, make_weights(problem_of(rank, 2)), **options)
+        assert isinstance(
+            moe.runner.routed_experts.quant_method.moe_kernel.fused_experts, adapter.Experts
+        )
+        found[name] = moe(*call, everywhere=everywhere)
+    made.close()
+    return call, found
+
+
+@pytest.mark.parametrize("tensor", [True, False], ids=["tensor", "data"])
+def test_layers_that_vllms_own_factory_makes(tensor):
+    """Neither rank's results are added to the other's: all of vLLM's way but the router is run."""
+    for call, found in launch(_by_vllms_factory, 2, tensor, timeout_s=240):
+        routed, shared = dense(call), call[0].float() * (1.0 if tensor else 0.5)
+        expected = {"plain": routed, "shared": routed + shared, "scaled": 2.5 * routed + shared}
+        for name, y in found.items():
+            assert_close(y.float(), expected[name], relative=WITHIN["bf16"], name=name)
+
+
+def test_ranks_that_may_change_are_refused(installed):
+    with (
+        mock.patch.object(config.parallel_config, "enable_elastic_ep", True),
+        pytest.raises(ConfigError, match="elastic expert parallelism"),
+    ):
+        MoE(config_of())
+
+
 REFUSED = {
     "kernel does not support parallel config": {"tp_size": 2},
     "batched_activation_format": {"all2all_backend": "deepep_low_latency", "dp_size": 2, "ep_size": 2, "use_ep": True},
@@ -160,7 +213,6 @@ REFUSED = {
     "SWIGLUOAI activation": {"activation": MoEActivation.SWIGLUOAI},
     "SITU activation": {"activation": MoEActivation.SITU},
     "LoRA": {"is_lora_enabled": True},
-    "elastic": {"elastic_ep_max_dp_size": 4},
     "skip_final_all_reduce": {"skip_final_all_reduce": True},
     "hidden is 250, expected a multiple": {"hidden_dim": 250},
     "top_k is 99, expected 1..": {"experts_per_token": 99},

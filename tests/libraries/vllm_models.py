@@ -12,8 +12,9 @@ from vllm.platforms.cpu import CpuPlatform  # noqa: E402
 
 vllm.platforms._current_platform = CpuPlatform()  # the wheel is that for GPUs
 
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMulWithClamp  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
@@ -24,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
 from vllm.model_executor.layers.fused_moe.expert_map_manager import (  # noqa: E402
     determine_expert_map,
 )
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
     UnquantizedFusedMoEMethod,
 )
@@ -64,6 +66,7 @@ def config_of(rank=0, size=1, **changes):
         "num_local_experts": local, "num_logical_experts": EXPERTS, "activation": MoEActivation.SILU,
         "device": "cpu", "routing_method": RoutingMethodType.Renormalize, "in_dtype": torch.bfloat16,
         "moe_parallel_config": FusedMoEParallelConfig(**parallel), "max_num_tokens": MAX_TOKENS,
+        "elastic_ep_max_dp_size": size,  # as vLLM says, elastic or not
     } | changes)  # fmt: skip
 
 
@@ -132,6 +135,49 @@ def tokens(count=20, seed=1, top_k=TOP_K):
     topk_weights, topk_ids = torch.rand(count, EXPERTS, generator=draw).topk(top_k)
     topk_ids[3:4], topk_ids[5:6, 1:] = -1, -1
     return x, topk_ids.int(), topk_weights
+
+
+def parallel(rank, tensor):
+    """Return the config of two ranks that share experts, by tensor or data parallelism, and make vLLM's groups."""
+    ranks = {"tensor_parallel_size": 2} if tensor else {"data_parallel_size": 2}
+    made = VllmConfig(parallel_config=ParallelConfig(
+        enable_expert_parallel=True, distributed_executor_backend="external_launcher",
+        data_parallel_rank=0 if tensor else rank, **ranks,
+    ))  # fmt: skip
+    made.scheduler_config.max_num_batched_tokens = MAX_TOKENS
+    parallel_state._TP, parallel_state._EP = None, None
+    parallel_state._WORLD = parallel_state.init_world_group([0, 1], rank, "gloo")
+    with set_current_vllm_config(made):
+        parallel_state.initialize_model_parallel(2 if tensor else 1, backend="gloo")
+    return made
+
+
+class Routes(torch.nn.Module):
+    """A layer as vLLM's models make theirs, with its runner, but for the routes, which are given."""
+
+    def __init__(self, whole, weights, shared=None, **options):
+        super().__init__()
+        self.whole, self.routes = whole, None
+        with set_current_vllm_config(whole):
+            self.runner = FusedMoEFactory(
+                num_experts=EXPERTS, top_k=TOP_K, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE,
+                params_dtype=torch.bfloat16, custom_routing_function=lambda *_, **__: self.routes[::-1],
+                prefix=f"layers.{len(whole.compilation_config.static_all_moe_layers)}.mlp.experts",
+                shared_experts=shared, **options,
+            )  # fmt: skip
+        experts = self.runner.routed_experts
+        experts.w13_weight.data.copy_(weights.w13)
+        experts.w2_weight.data.copy_(weights.w2)
+        experts.quant_method.process_weights_after_loading(experts)
+
+    @torch.inference_mode()
+    def forward(self, x, *routes, everywhere=None):
+        """everywhere: tokens of each rank of data parallelism."""
+        self.routes = routes
+        with set_forward_context(
+            None, self.whole, num_tokens=len(x), num_tokens_across_dp=everywhere
+        ):
+            return self.runner(x.clone(), x.new_zeros(len(x), EXPERTS))
 
 
 def share(group):
