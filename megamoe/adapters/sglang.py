@@ -232,6 +232,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     try:
         import deep_gemm
         from sglang.srt.layers.moe import mega_moe_sm90
+        from sglang.srt.layers.moe.moe_runner import deep_gemm as runner
         from sglang.srt.layers.quantization import w8a8_fp8
         from sglang.srt.layers.quantization.compressed_tensors import schemes
     except ImportError as error:
@@ -250,7 +251,12 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
     made = Installed(backend, options)
     ours = "get_symm_buffer_for_mega_moe", "mega_moe_pre_dispatch_sm90", "fp8_mega_moe"
     new = [(deep_gemm, name, getattr(made, name)) for name in ours]
-    _patches.put(made, [(mega_moe_sm90, name, _built_in_order(build)), *by_channel, *new])
+    core = (
+        found(_VERSION, runner, "DeepGemmRunnerCore"),
+        "use_swizzle",
+        property(_turns, _set_turns),
+    )
+    _patches.put(made, [(mega_moe_sm90, name, _built_in_order(build)), *by_channel, core, *new])
     return made
 
 
@@ -282,6 +288,16 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
         _refer(experts, "weight_scale_inv")
 
     return build_sm90_mega_moe_experts_weights
+
+
+def _turns(core: Any) -> bool:
+    """Whether gate and up of these experts are interleaved, for SGLang's own runner, which has the largest batches."""
+    kept = isinstance(getattr(core.config.layer, "mega_l1_weights", None), Rows)
+    return bool(vars(core)["use_swizzle"]) and not kept
+
+
+def _set_turns(core: Any, value: bool) -> None:
+    vars(core)["use_swizzle"] = value
 
 
 def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:

@@ -18,6 +18,7 @@ from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.moe import MoeRunnerConfig, mega_moe, mega_moe_sm90  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native  # noqa: E402
+from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerCore  # noqa: E402, F401
 from sglang.srt.layers.moe.utils import MoeA2ABackend, get_flags  # noqa: E402
 from sglang.srt.layers.quantization.compressed_tensors import schemes  # noqa: E402
 from sglang.srt.layers.quantization.w8a8_fp8 import W8A8FP8MoEMethod  # noqa: E402

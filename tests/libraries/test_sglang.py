@@ -22,6 +22,8 @@ from sglang_models import (  # noqa: E402
     INTERMEDIATE,
     METHODS,
     TOP_K,
+    DeepGemmRunnerCore,
+    MoeRunnerConfig,
     args_of,
     built,
     by_channel,
@@ -279,6 +281,29 @@ def test_calls_that_no_layer_takes_are_refused(installed):
             deep_gemm.fp8_mega_moe(y, *pairs, buffer, **options)
     with pytest.raises(ArgumentError, match="sym_buffer is Tensor"):
         deep_gemm.fp8_mega_moe(y, *pairs, x)
+
+
+def test_sglangs_own_runner_is_told_the_order_of_rows():
+    """It has batches of more tokens than the buffer has room for, and takes gate and up to be in turn."""
+
+    def core_of(experts):
+        with chosen("megamoe"):
+            return DeepGemmRunnerCore(MoeRunnerConfig(layer=experts))
+
+    early = core_of(built())
+    assert early.use_swizzle
+    made = adapter.install(backend="staged")
+    ours, loaded_later = experts_of(), experts_of()
+    core, other = core_of(ours), core_of(loaded_later)
+    mega_moe_sm90.build_sm90_mega_moe_experts_weights(ours)
+    assert not core.use_swizzle
+    assert other.use_swizzle  # not built yet
+    assert early.use_swizzle  # built before
+    with chosen("none"):
+        assert not DeepGemmRunnerCore(MoeRunnerConfig(layer=early)).use_swizzle
+    assert not core_of(by_channel(METHODS["w8a8_fp8"]())).use_swizzle
+    made.uninstall()
+    assert core_of(loaded_later).use_swizzle
 
 
 def test_weights_built_before_or_otherwise_are_refused(monkeypatch):
