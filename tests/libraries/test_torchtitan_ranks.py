@@ -13,7 +13,8 @@ from megamoe.testing import assert_close, launch
 from megamoe.testing.copies import watched
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
-from torchtitan_models import dims_of, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
+import torchtitan_models  # noqa: E402
+from torchtitan_models import dims_of, fill, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
 
 from megamoe.adapters import torchtitan as adapter  # noqa: E402
 
@@ -98,6 +99,22 @@ def test_models_over_two_ranks():
     assert compared == 2 * 24
     assert "rank 1 refused its arguments" in told
     assert "x.shape[0] is 66, expected at most max_tokens = 64" in error
+
+
+def share_sequences(rank):
+    torchtitan_models.EXPERTS = 8
+    for ep in (2, 4):
+        dims = dims_of("partial_dtensor", ep, ranks=4, tp=2)
+        theirs, ours = (fill(parallel_model(k, dims, fsdp=True, layers=1)) for k in (False, True))
+        compare(step(ours, dims, rank // 2), step(theirs, dims, rank // 2), f"ep {ep}")
+        problem = ours.layers["0"].moe.routed_experts._layer.problem
+        assert (problem.ep_size, problem.rank) == (ep, rank % ep)
+        adapter.close(ours)
+
+
+def test_experts_over_ranks_that_share_sequences():
+    """Two of tensor parallelism have a sequence each half; experts lie over them, or over these and the data's."""
+    launch(share_sequences, 4, timeout_s=240)
 
 
 def test_the_timed_blocks_agree():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 utils.device_type, utils.device_module = "cpu", torch.cpu  # before others import them
 
@@ -121,19 +122,23 @@ def qwen3_config(ours, *, wide=False, **options):
     return overridden(config, **options)[0] if ours else config
 
 
-def dims_of(backend, ep):
+def dims_of(backend, ep, ranks=None, tp=1):
+    """ranks: all there are, ep unless it is said; tp of them share a sequence."""
     set_spmd_backend(backend)
+    ranks = ranks or ep
     dims = ParallelDims(
-        dp_replicate=1, dp_shard=ep, cp=1, tp=1, pp=1, ep=ep, world_size=ep, spmd_backend=backend
-    )
+        dp_replicate=1, dp_shard=ranks // tp, cp=1, tp=tp, pp=1, ep=ep, world_size=ranks,
+        spmd_backend=backend,
+    )  # fmt: skip
     dims.build_mesh()
     return dims
 
 
-def parallel_model(ours, dims, *, fsdp, **options):
+def parallel_model(ours, dims, *, fsdp, layers=2, **options):
     """Return a Qwen3-MoE as torchtitan's trainer makes it."""
     config = qwen3_config(ours, wide=True, **options)
-    set_qwen3_sharding_config(config, enable_sp=False, enable_ep=True)
+    config.layers = config.layers[:layers]
+    set_qwen3_sharding_config(config, enable_sp=dims.tp > 1, enable_ep=True)
     with torch.device("meta"):
         model = config.build()
     parallelism = ParallelismConfig(spmd_backend=dims.spmd_backend, expert_parallel_degree=dims.ep)
@@ -154,6 +159,16 @@ def parallel_model(ours, dims, *, fsdp, **options):
     torch.manual_seed(dist.get_rank())  # else ranks would draw the same experts
     with torch.no_grad():
         model.init_weights()
+    return model
+
+
+def fill(model):
+    """Draw parameters by their names: the same ones, however they are sharded."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+            drawn = 1 + 0.05 * drawn if "norm" in name else 0.2 * drawn
+            p.to_local().copy_(distribute_tensor(drawn, p.device_mesh, p.placements).to_local())
     return model
 
 
@@ -179,6 +194,8 @@ def loss_of(model, dims=None, seed=0, length=12):
     if dims is None:
         return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
     with get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
-        loss = nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+        y = model(ids)
+        y = y.full_tensor() if isinstance(y, DTensor) else y
+        loss = nn.functional.cross_entropy(y.flatten(0, 1).float(), ids.flatten())
         loss.backward()
     return loss
