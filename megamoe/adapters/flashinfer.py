@@ -19,7 +19,7 @@ from flashinfer.moe_ep.core.kernel.registry import register_mega_kernel
 from flashinfer.moe_ep.core.validation.common import validate_mega_forward_inputs
 from torch import Tensor
 
-from megamoe.adapters.host_layer import HostLayer, check
+from megamoe.adapters.host_layer import HostLayer, check, refusals
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
@@ -74,6 +74,9 @@ class MegaMoEKernel(MegaKernelBackend):
             raise ConfigError("megakernel", type(config).__name__, "MegaMoEConfig")
         super().__init__(config)
         self._stated = config
+        self._layers: dict[
+            int, HostLayer
+        ] = {}  # by tokens of a call, of which a host has one workspace
 
     @classmethod
     def kernel_name(cls) -> str:
@@ -122,21 +125,21 @@ class MegaMoEKernel(MegaKernelBackend):
         self._checked(transformed_weights, self._here(fleet_params))
 
     def validate_forward(self, t: Any, fleet_params: Any, *, quantize_input: bool) -> None:
-        """Raise the host's errors for tensors that do not fit; the layer's own checks come with the call."""
+        """Raise the host's errors for tensors that do not fit, on all ranks; the layer's own come with the call."""
         rows = t.hidden_states, t.topk_ids, t.topk_weights, fleet_params
         options = {"quantize_input": quantize_input, "scales": t.scales}
-        validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
+        with refusals(self._layers.get(fleet_params.max_tokens_per_rank), self._group()):
+            validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
 
     def stage_inputs(self, t: Any, workspace: Workspace, *, quantize_input: bool) -> None:
         """Keep the call's tensors: the layer reads them in place. quantize_input: False: t.scales are x's.
 
         Raises ArgumentError for factors of the products, on all ranks.
         """
-        for name in _FACTORS:
-            if getattr(t, name) is not None:
-                error = ArgumentError(name, "given", "None: weights have all their scales")
-                workspace.layer.refuse(error)
-                raise error
+        with refusals(workspace.layer):
+            for name in _FACTORS:
+                if getattr(t, name) is not None:
+                    raise ArgumentError(name, "given", "None: weights have all their scales")
         scales = None if quantize_input else t.scales
         workspace.staged = t.hidden_states, t.topk_ids, t.topk_weights, scales
 
@@ -144,22 +147,28 @@ class MegaMoEKernel(MegaKernelBackend):
         self, workspace: Workspace, transformed_weights: ExpertWeights, *, output: Tensor | None
     ) -> Tensor:
         """Call the layer. output: [T or more, H] bf16 to write y into, or None. Returns y [T, H]. Collective."""
-        if workspace.staged is None:
-            raise ArgumentError("compute()", "called", "stage_inputs() before each")
+        with refusals(workspace.layer):
+            if workspace.staged is None:
+                raise ArgumentError("compute()", "called", "stage_inputs() before each")
         (x, ids, scores, x_scale), workspace.staged = workspace.staged, None
         out = None if output is None else output[: x.shape[0]]
         with torch.no_grad():
             return workspace.layer(x, ids, scores, transformed_weights, out=out, x_scale=x_scale)
 
     def _allocate_workspace(self, fleet_params: Any) -> Workspace:
-        problem, weights = self._here(fleet_params), self._transformed_weights
-        if weights is None:
-            raise ConfigError("weights", None, "a pack, or transformed_weights, before a workspace")
-        group = self.ep_comm_group if problem.ep_size > 1 else None
-        stated = self._stated.backend, self._stated.options
+        group, stated = self._group(), (self._stated.backend, self._stated.options)
+        with refusals(None, group):
+            problem, weights = self._here(fleet_params), self._transformed_weights
+            if weights is None:
+                expected = "a pack, or transformed_weights, before a workspace"
+                raise ConfigError("weights", None, expected)
         layer = HostLayer(problem, group, weights.w13.device, *stated)
         layer.prepare(weights)
+        self._layers[problem.max_tokens] = layer
         return Workspace(layer)
+
+    def _group(self) -> Any:
+        return self.ep_comm_group if self.ep_world_size > 1 else None
 
     def _here(self, fleet_params: Any) -> Problem:
         return self._problem(fleet_params, self.ep_world_size, self.ep_rank)

@@ -6,7 +6,9 @@ hooks in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 import torch
@@ -19,6 +21,8 @@ from megamoe.group.group import ALONE, Group
 from megamoe.layer.functional import check_options, resolve, window_of
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
+
+log = logging.getLogger("megamoe")
 
 MAX_TOKENS = 8192  # of a call, where neither the host nor its user says
 
@@ -61,7 +65,8 @@ def ranks_of(group: Any) -> Ranks:
 class HostLayer(Layer):
     """A layer in the place of a host's experts; those of one size share a window, which takes hundreds of MB.
 
-    group: the process group of problem.ep_size ranks; not looked at for one rank. device: of the experts.
+    problem: as megamoe.Layer takes it; what only this rank may refuse belongs into a function that makes it.
+    group: the process group of problem.ep_size ranks; None: alone. device: of the experts.
     backend, options: those of check(). more: further arguments of megamoe.Layer.
     Attributes: borrowed, what return_window() takes of a layer that is dropped without close(); made_for, for adapters
     that replace a layer when its module changes.
@@ -72,14 +77,14 @@ class HostLayer(Layer):
 
     def __init__(
         self,
-        problem: Problem,
+        problem: Problem | Callable[[Any], Problem],
         group: Any,
         device: torch.device,
         backend: str,
         options: dict[str, Any],
         **more: Any,
     ) -> None:
-        group = ALONE if problem.ep_size == 1 else group
+        group = ALONE if ranks_of(group)["ep_size"] == 1 else group
         super().__init__(problem, group, backend=backend, **more, **options)
         # After the checks of what ranks may differ in, which raise before memory is taken.
         self.borrowed = borrow_window(self.problem, self.ranks, device, backend, options)
@@ -108,6 +113,29 @@ class HostLayers(dict[Any, HostLayer]):
         for layer in self.values():
             layer.close()
         self.clear()
+
+
+@contextmanager
+def refusals(layer: Layer | None, group: Any = None) -> Iterator[None]:
+    """Let what one rank refuses in this block raise on all, which wait in a call of `layer`. Collective where it does.
+
+    group: where there is no layer yet, the process group that the others make one on; None: alone.
+    """
+    try:
+        yield
+    except Exception as error:
+        if layer is not None:
+            layer.refuse(error)
+        else:
+            _refuse_to_make(group, error)
+        raise
+
+
+@uncompiled("what one rank refuses has to reach the others")
+def _refuse_to_make(group: Any, error: Exception) -> None:
+    ranks = Group.of(ALONE if group is None else group)
+    log.error("rank %d refuses to make a layer: %s", ranks.rank, error)
+    ranks.tell("a new layer", error)
 
 
 class HostModule:

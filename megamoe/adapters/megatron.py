@@ -23,7 +23,15 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megamoe.adapters.host_layer import MAX_TOKENS, HostLayer, HostModule, check, close_in, ranks_of
+from megamoe.adapters.host_layer import (
+    MAX_TOKENS,
+    HostLayer,
+    HostModule,
+    check,
+    close_in,
+    ranks_of,
+    refusals,
+)
 from megamoe.adapters.host_parameters import expect_writes
 from megamoe.adapters.megatron_experts import (
     activation_of,
@@ -53,11 +61,8 @@ class _Undispatched(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        check_padding(self.config)
-        self.hidden_shape = hidden_states.shape
-        top_k = self.config.moe_router_topk
-        self.topk_ids, topk_weights = routes_of(probs, routing_map, top_k)
-        return hidden_states.reshape(-1, hidden_states.shape[-1]), topk_weights
+        self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
+        return hidden_states.reshape(-1, hidden_states.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
@@ -65,7 +70,11 @@ class _Undispatched(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return hidden_states, self.topk_ids, probs
+        """Return hidden_states, topk_ids [T, K] and their probabilities [T, K], or raise: routed_experts_compute()."""
+        check_padding(self.config)
+        routes = routes_of(probs, self.routing_map, self.config.moe_router_topk)
+        self.topk_ids, topk_weights = routes
+        return hidden_states, self.topk_ids, topk_weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -132,13 +141,15 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
         self._delay_wgrad, self._descending = delay_wgrad, False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """hidden_states: [T, H] bf16, probs: [T, K], of token_dispatcher.topk_ids -> [T, H] and no bias."""
-        x, topk_ids, topk_weights = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        layer = self._opened(x.device)
-        await_parameters(self.experts)
-        adding = layer.accumulate_into_main_grad
-        reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
-        weights = weights_of(self.experts, adding=adding, **reads)
+        """hidden_states: [T, H] bf16, probs: [T, E], of token_dispatcher.routing_map -> [T, H] and no bias."""
+        layer = self._opened(hidden_states.device)
+        with refusals(layer):
+            routed = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
+            x, topk_ids, topk_weights = routed
+            await_parameters(self.experts)
+            adding = layer.accumulate_into_main_grad
+            reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
+            weights = weights_of(self.experts, adding=adding, **reads)
         if self._descending:
             topk_ids = turned_ids(topk_ids, self.num_local_experts)
         return layer(x, topk_ids, topk_weights, weights), None

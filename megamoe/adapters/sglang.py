@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.adapters.host_layer import HostLayer, HostLayers, check, ranks_of
+from megamoe.adapters.host_layer import HostLayer, HostLayers, check, ranks_of, refusals
 from megamoe.adapters.host_patches import Patches, found
 from megamoe.core.config import Activation, Problem
-from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 
 log = logging.getLogger("megamoe")
@@ -83,30 +83,35 @@ class Buffer:
         self._stated = check(backend, options or {})
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
         self._layers = HostLayers()  # by precision and clamp
-        self._call: tuple[Tensor, Tensor, Tensor] | None = None
+        self._call: tuple[Tensor, Tensor, Tensor] | MegaMoEError | None = None
 
-    def stage(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-        """Keep the arguments of the next call."""
-        self._call = x, topk_ids, topk_weights
+    def stage(self, call: tuple[Tensor, Tensor, Tensor] | MegaMoEError) -> None:
+        """Keep the arguments of the next call, or why there are none, which that call raises on all ranks."""
+        self._call = call
 
-    def run(self, y: Tensor, weights: ExpertWeights, clamp: float | None) -> None:
-        """Write the staged tokens' results to the first rows of y. Collective.
-
-        y: [>= T, H] bf16. clamp: of gate and up before the activation. Raises ArgumentError where nothing was staged.
-        """
-        if self._call is None:
+    def staged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the arguments, once. Raises why there are none, ArgumentError where nothing was staged."""
+        call, self._call = self._call, None
+        if call is None:
             raise ArgumentError("buffer", "empty", "one that mega_moe_pre_dispatch_sm90 has filled")
-        (x, topk_ids, topk_weights), self._call = self._call, None
-        assert weights.w13_scale is not None
-        by_channel = weights.w13_scale.shape[1:] == (weights.w13.shape[1], 1)
+        if isinstance(call, MegaMoEError):
+            raise call
+        return call
+
+    def layer(self, w2: Tensor, w2_scale: Tensor, clamp: float | None) -> HostLayer:
+        """Return the layer of these weights, a new one collectively. clamp: of gate and up before the activation."""
+        by_channel = w2_scale.shape[1:] == (w2.shape[1], 1)
         key = "fp8_channel" if by_channel else "fp8", clamp
+
+        def problem(_: Any) -> Problem:
+            made = replace(self._problem, precision=key[0])
+            if clamp is None:
+                return made
+            return replace(made, activation=Activation("clamped_swiglu", limit=float(clamp)))
+
         if key not in self._layers:
-            problem = replace(self._problem, precision=key[0])
-            if clamp is not None:
-                clamped = Activation("clamped_swiglu", limit=float(clamp))
-                problem = replace(problem, activation=clamped)
-            self._layers[key] = HostLayer(problem, self.group, x.device, *self._stated)
-        self._layers[key](x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
+            self._layers[key] = HostLayer(problem, self.group, w2.device, *self._stated)
+        return self._layers[key]
 
     def close(self) -> None:
         """Free what the layers hold; a call makes them anew. Collective."""
@@ -160,21 +165,25 @@ class Installed:
         """x: [>= T, H] bf16, topk_ids: [>= T, K] int32, topk_weights: [>= T, K], of which T = num_tokens rows count.
 
         buffers: x, x_sf, topk_idx, topk_weights of one Buffer. The kernel quantizes x itself, in groups of 128, beside
-        weights by channel by token. Raises ArgumentError for x of other types, FP8 with scales too, and for buffers of
-        DeepGEMM.
+        weights by channel by token. Raises ArgumentError for buffers of DeepGEMM. What else does not fit, fp8_mega_moe
+        raises on all ranks.
         """
         whole = buffers[0] if buffers else None
         if not isinstance(whole, Buffer) or any(b is not whole for b in buffers):
             kinds = [type(b).__name__ for b in buffers]
             raise ArgumentError("buffers", kinds, "those of one buffer that was made here")
-        _check("group_size", group_size, 128)
-        rows = [t.shape[0] if isinstance(t, Tensor) else 0 for t in (x, topk_ids, topk_weights)]
-        if not 0 <= num_tokens <= min(rows):
-            raise ArgumentError("num_tokens", num_tokens, f"0..{min(rows)}, the rows given")
+        try:
+            _check("group_size", group_size, 128)
+            rows = [t.shape[0] if isinstance(t, Tensor) else 0 for t in (x, topk_ids, topk_weights)]
+            if not 0 <= num_tokens <= min(rows):
+                raise ArgumentError("num_tokens", num_tokens, f"0..{min(rows)}, the rows given")
+        except MegaMoEError as error:
+            whole.stage(error)
+            return
         weights = topk_weights[:num_tokens].float()
         if routed_scaling_factor != 1.0:
             weights = weights * routed_scaling_factor
-        whole.stage(x[:num_tokens], topk_ids[:num_tokens], weights)
+        whole.stage((x[:num_tokens], topk_ids[:num_tokens], weights))
 
     @staticmethod
     def fp8_mega_moe(
@@ -192,21 +201,24 @@ class Installed:
 
         l1_weights: Rows, w13 [L, 2I, H] e4m3 and scales [L, 2I/128, H/128] fp32. l2_weights: w2 [L, H, I] and scales.
         Or scales by channel, [L, 2I, 1] and [L, H, 1], whatever `recipe` says. fast_math: taken and not needed, results
-        are the same. Raises ArgumentError for what does not fit, and for weights whose gate and up are interleaved:
-        they were built before install().
+        are the same. Raises ArgumentError on all ranks for what does not fit, here or in mega_moe_pre_dispatch_sm90,
+        and for weights whose gate and up are interleaved: they were built before install().
         """
         if not isinstance(sym_buffer, Buffer):
             expected = "one that was made here: call install() before the model is loaded"
             raise ArgumentError("sym_buffer", type(sym_buffer).__name__, expected)
-        _check("recipe", tuple(recipe), _BLOCKS)
-        _check("activation", activation, "swiglu")
-        if not isinstance(l1_weights, Rows):
-            expected = "gate, then up: call install() before the model is loaded"
-            raise ArgumentError("l1_weights", f"interleaved by {_ROWS} rows", expected)
-        w13, w13_scale = l1_weights
         w2, w2_scale = l2_weights
+        layer = sym_buffer.layer(w2, w2_scale, activation_clamp)
+        with refusals(layer):
+            _check("recipe", tuple(recipe), _BLOCKS)
+            _check("activation", activation, "swiglu")
+            if not isinstance(l1_weights, Rows):
+                expected = "gate, then up: call install() before the model is loaded"
+                raise ArgumentError("l1_weights", f"interleaved by {_ROWS} rows", expected)
+            x, topk_ids, topk_weights = sym_buffer.staged()
+        w13, w13_scale = l1_weights
         weights = ExpertWeights(w13, w2, w13_scale=w13_scale, w2_scale=w2_scale)
-        sym_buffer.run(y, weights, activation_clamp)
+        layer(x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
 
     def close(self) -> None:
         """Free what the layers hold; calls make them anew. Collective."""

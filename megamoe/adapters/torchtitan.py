@@ -20,7 +20,15 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from megamoe.adapters.host_layer import MAX_TOKENS, HostLayer, HostModule, check, close_in, ranks_of
+from megamoe.adapters.host_layer import (
+    MAX_TOKENS,
+    HostLayer,
+    HostModule,
+    check,
+    close_in,
+    ranks_of,
+    refusals,
+)
 from megamoe.adapters.host_parameters import expect_writes
 from megamoe.adapters.torchtitan_experts import (
     activation_of,
@@ -85,12 +93,13 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
         layer = self._opened(x_BLD.device)
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
-        weights = weights_of(self.inner_experts)
-        held = layer.problem.num_local_experts()
-        found = weights.w13.shape[0], weights.w2.shape[-1]
-        if found != (held, layer.problem.intermediate):
-            expected = f"{(held, layer.problem.intermediate)}: no tensor-parallel experts"
-            raise ConfigError("experts and their hidden_dim on this rank", found, expected)
+        with refusals(layer):
+            weights = weights_of(self.inner_experts)
+            held = layer.problem.num_local_experts()
+            found = weights.w13.shape[0], weights.w2.shape[-1]
+            if found != (held, layer.problem.intermediate):
+                expected = f"{(held, layer.problem.intermediate)}: no tensor-parallel experts"
+                raise ConfigError("experts and their hidden_dim on this rank", found, expected)
         return layer(x, ids, scores, weights).to(x_BLD.dtype).view_as(x_BLD)
 
     def _problem_over(self, group: Any) -> Problem:
@@ -109,11 +118,15 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
         )
 
     def _open(self, device: torch.device) -> HostLayer:
-        if spmd_types.is_type_checking():
-            raise ConfigError("debug.spmd_typechecking", True, "False with a megamoe layer")
-        check_modules(self.inner_experts)
         group = None if self._mesh is None else self._mesh.get_group()
-        return HostLayer(self._problem_over(group), group, device, *self._stated)
+
+        def problem(_: Any) -> Problem:
+            if spmd_types.is_type_checking():
+                raise ConfigError("debug.spmd_typechecking", True, "False with a megamoe layer")
+            check_modules(self.inner_experts)
+            return self._problem_over(group)
+
+        return HostLayer(problem, group, device, *self._stated)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="Experts in a megamoe layer.")

@@ -31,6 +31,7 @@ from megamoe.adapters.host_layer import (
     at_first_call,
     check,
     ranks_of,
+    refusals,
     return_window,
 )
 from megamoe.adapters.host_parameters import expect_writes
@@ -110,8 +111,10 @@ class Experts:
         """
 
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            weights = weights_of(module)
-            layer = self._layer(module, weights, top_k_index.shape[-1], ep_mesh.get_group())
+            top_k, group = top_k_index.shape[-1], ep_mesh.get_group()
+            with refusals(self._made(module, top_k_index.device, top_k), group):
+                weights = weights_of(module)
+            layer = self._layer(module, weights, top_k, group)
             x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
             if tp_mesh.size() > 1:
                 x, ids, scores = (_slice(t, tp_mesh) for t in (x, ids, scores))
@@ -147,18 +150,23 @@ class Experts:
         arranged.clear()
 
     def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> HostLayer:
-        key = self._number, weights.w2.device, top_k  # a module may be moved
+        device = weights.w2.device
+        return self._made(module, device, top_k) or self._make(module, weights, top_k, group)
+
+    def _made(self, module: Any, device: torch.device, top_k: int) -> HostLayer | None:
+        """Return the layer there is, none where the activation changed since: it is replaced, on all ranks or none."""
         layers = getattr(module, "_megamoe_layers", None)
-        layer = None if layers is None else layers.get(key)
-        # One whose module has another activation since is replaced: on all ranks, or on none.
-        if layer is None or layer.made_for != formula_of(module):
-            layer = self._make(module, weights, key, group)
-        return layer
+        layer = None if layers is None else layers.get((self._number, device, top_k))
+        return None if layer is None or layer.made_for != formula_of(module) else layer
 
     @at_first_call
-    def _make(self, module: Any, weights: ExpertWeights, key: Any, group: Any) -> HostLayer:
-        _, device, top_k = key
-        problem = self._problem(module, weights, top_k, group)
+    def _make(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> HostLayer:
+        device = weights.w2.device
+        key = self._number, device, top_k  # a module may be moved
+
+        def problem(_: Any) -> Problem:
+            return self._problem(module, weights, top_k, group)
+
         layer = HostLayer(problem, group, device, *self._stated)
         self._windows.append(layer.borrowed)
         if not hasattr(module, "_megamoe_layers"):

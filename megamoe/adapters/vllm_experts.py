@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from megamoe.adapters.host_layer import HostLayer, HostLayers
+from megamoe.adapters.host_layer import HostLayer, HostLayers, refusals
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import SCALE_GROUP
@@ -165,27 +165,34 @@ class Experts(mk.FusedMoEExpertsModular):
         global_num_experts: int,
         expert_map: Tensor | None,
         *_: Any,
+        apply_router_weight_on_input: bool,
         **__: Any,
     ) -> None:
         """Write the weighted sums of hidden_states [T, H] bf16 to output [T, H]. Collective.
 
         w1: [L, 2I, H], w2: [L, H, I], bf16 or e4m3, read where they are. topk_ids: [T, K], of all experts; -1 adds
         nothing. expert_map: which experts this rank has; looked at once.
-        Raises ArgumentError for what does not fit, on all ranks.
+        Raises ArgumentError for what does not fit, and for weights on the input of several experts of a token, on all
+        ranks.
         """
         problem = self._problem
-        if activation is not self.moe_config.activation:
-            raise ArgumentError("activation", activation, f"{self.moe_config.activation}")
-        if global_num_experts != problem.num_experts:
-            raise ArgumentError("global_num_experts", global_num_experts, f"{problem.num_experts}")
-        if self.post_gemm2_hook is not None:
-            raise ArgumentError("post_gemm2_hook", "set", "None: a layer sums an expert's rows")
-        if not self._placed:
-            _check_placement(problem, expert_map)
-            self._placed = True
+        layer = self.layers.of(problem, hidden_states.device)
+        with refusals(layer):
+            if activation is not self.moe_config.activation:
+                raise ArgumentError("activation", activation, f"{self.moe_config.activation}")
+            if global_num_experts != problem.num_experts:
+                expected = f"{problem.num_experts}"
+                raise ArgumentError("global_num_experts", global_num_experts, expected)
+            if self.post_gemm2_hook is not None:
+                raise ArgumentError("post_gemm2_hook", "set", "None: a layer sums an expert's rows")
+            if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+                found = f"True with top_k {topk_ids.shape[1]}"
+                raise ArgumentError("apply_router_weight_on_input", found, "top_k 1")
+            if not self._placed:
+                _check_placement(problem, expert_map)
+                self._placed = True
         b13, b2 = (None if b is None else b.float() for b in (self.w1_bias, self.w2_bias))
         weights = ExpertWeights(w1, w2, b13, b2, self.w1_scale, self.w2_scale)
-        layer = self.layers.of(problem, hidden_states.device)
         out = output if hidden_states.dtype == torch.bfloat16 else None  # the error is to name x
         layer(hidden_states, topk_ids, topk_weights.float(), weights, out=out)
 
@@ -204,11 +211,7 @@ class PrepareAndFinalize(PassThroughPrepareAndFinalize):
         *_: Any,
         **__: Any,
     ) -> mk.PrepareResultType:
-        """Raises ArgumentError for weights on the input of several experts of a token."""
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                found = f"True with top_k {topk_ids.shape[1]}"
-                raise ArgumentError("apply_router_weight_on_input", found, "top_k 1")
+        if apply_router_weight_on_input and topk_ids.shape[1] == 1:  # others: see Experts.apply()
             a1 = a1 * topk_weights.to(a1.dtype)
             topk_weights = torch.ones_like(topk_weights)
         if not a1.shape[0]:

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 from pages import programs
 
 from megamoe import ExpertWeights, Layer, Problem
@@ -200,6 +201,46 @@ def test_two_ranks():
     assert (there, here) == (TOKENS, 5)
     assert "rank 1 refused its arguments" in told
     assert "fc2_alpha is given, expected None" in error
+
+
+def refused_by_one(rank):
+    """Rank 1 alone has tensors that this adapter refuses by itself: before its layer is made, and behind that."""
+    problem = dataclasses.replace(PROBLEM, ep_size=2, rank=rank)
+    whole, mine = make_weights(PROBLEM, quantize=False), slice(3 * rank, 3 * rank + 3)
+    layer = made(MoEWeightPack(whole.w13[mine], whole.w2[mine]), problem)
+    right, found = make_inputs(problem, TOKENS), []
+    wide = dataclasses.replace(right, topk_ids=right.topk_ids.repeat(1, 2))
+    apart = dataclasses.replace(right, topk_weights=right.topk_weights[:, :1])
+    for wrong in (wide, apart):
+        layer._forward_signatures.clear()  # as before a first call
+        found.append(outcome(lambda i=wrong if rank else right: layer(tensors(i))))
+        found.append(outcome(lambda: layer(tensors(right))))
+    layer.stage_inputs(tensors(right))
+    layer.compute_staged(output=None)
+    if not rank:
+        layer.stage_inputs(tensors(right))
+    found.append(outcome(lambda: layer.compute_staged(output=None)))
+    found.append(outcome(lambda: layer(tensors(right))))
+    layer.destroy()
+    layer._kernel._transformed_weights = None if rank else layer._kernel._transformed_weights
+    found.append(
+        outcome(lambda: layer._kernel.prepare_workspace(layer._bootstrap, layer._fleet_params))
+    )
+    return found
+
+
+def test_what_one_rank_refuses_raises_on_all():
+    there, here = launch(refused_by_one, 2, timeout_s=60)
+    assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
+    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 4, there
+    expected = (
+        "topk_ids.shape[1] (4) does not match",
+        "topk_weights and topk_ids must have the same shape",
+        "compute() is called, expected stage_inputs()",
+        "weights is None, expected a pack",
+    )
+    for (_, error), text in zip(here[::2], expected, strict=True):
+        assert text in error
 
 
 def refused(match, kind, *args, **options):

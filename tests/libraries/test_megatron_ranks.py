@@ -9,6 +9,7 @@ from megamoe.testing import assert_close, launch
 
 pytest.importorskip("megatron.core", reason="megatron-core is missing: make libraries")
 from megatron_models import pair_of, results, rows, spread, start  # noqa: E402
+from outcomes import outcome  # noqa: E402
 
 from megamoe.adapters import megatron as adapter  # noqa: E402
 
@@ -58,3 +59,62 @@ def test_layers_over_two_ranks():
         assert same_router
     assert "rank 1 refused its arguments" in found[0][2]
     assert "x.shape[0] is 78, expected at most max_tokens = 64" in found[1][2]
+
+
+def refuse(rank):
+    """Rank 1 alone has something that this adapter refuses by itself: before its layer is made, and behind that."""
+    start(ep_size=2)
+    _, ours = pair_of()
+    route, linear = ours.router.forward, ours.experts.local_experts[0].linear_fc1
+    found = []
+
+    def calls(change, undo):
+        if rank:
+            change()
+        found.append(outcome(lambda: ours(rows())))
+        if rank:
+            undo()
+        found.append(outcome(lambda: ours(rows())))
+
+    def route_to_all(*given, **options):
+        probs, routing_map = route(*given, **options)
+        return probs, torch.ones_like(routing_map)
+
+    def hook(*_):
+        pass
+
+    for _ in range(2):
+        calls(
+            lambda: setattr(ours.config, "moe_pad_expert_input_to_capacity", True),
+            lambda: setattr(ours.config, "moe_pad_expert_input_to_capacity", False),
+        )
+        calls(
+            lambda: setattr(ours.router, "forward", route_to_all),
+            lambda: setattr(ours.router, "forward", route),
+        )
+        calls(lambda: linear.register_forward_hook(hook), linear._forward_hooks.clear)
+        adapter.close(ours)
+    return found
+
+
+def test_what_one_rank_refuses_raises_on_all():
+    there, here = launch(refuse, 2, timeout_s=60)
+    none = (None, "")
+    assert there[1::2] == here[1::2] == [none] * 6  # a later call is as good as ever
+    for (kind, told), (own, error), expected in zip(
+        there[::2],
+        here[::2],
+        2
+        * (
+            "moe_pad_expert_input_to_capacity is True",
+            "more than 2 experts",
+            "experts is hooks of",
+        ),
+        strict=True,
+    ):
+        assert kind == "RankMismatch", told
+        assert (
+            "rank 1 refused its arguments" in told or f"rank 1 of the group failed: {own}" in told
+        )
+        assert own in ("ConfigError", "RuntimeError")
+        assert expected in error

@@ -15,6 +15,7 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.testing import assert_close, compare, launch, same_bits
 
 pytest.importorskip("sglang", reason="sglang is missing: make libraries")
+from outcomes import outcome  # noqa: E402
 from sglang_models import (  # noqa: E402
     EXPERTS,
     GENERAL_PLUGINS_GROUP,
@@ -165,6 +166,51 @@ def test_experts_over_two_ranks():
     assert "rank 1 refused its arguments" in other
 
 
+def _refused_by_one(rank):
+    """Rank 1 alone makes calls that this adapter refuses by itself: before a layer is made, and behind that."""
+    made = adapter.install(backend="staged")
+    deep_gemm, experts, (x, ids, weights) = sys.modules["deep_gemm"], built(rank, 2), tokens()
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(dist.group.WORLD, *SIZES)
+    pairs = experts.mega_l1_weights, experts.mega_l2_weights
+
+    def call(staged, first, **options):
+        for count, group_size in staged:
+            deep_gemm.mega_moe_pre_dispatch_sm90(
+                x, ids, weights, *[buffer] * 4, num_tokens=count, group_size=group_size
+            )
+        deep_gemm.fp8_mega_moe(torch.empty_like(x), first, pairs[1], buffer, **options)
+
+    good, found = ([(20, 128)], pairs[0]), []
+    for wrong, options in (
+        (([(21, 128)], pairs[0]), {}),
+        (([(20, 32)], pairs[0]), {}),
+        (([], pairs[0]), {}),
+        (([(20, 128)], tuple(pairs[0])), {}),
+        (good, {"recipe": (1, 1, 32)}),
+    ):
+        found.append(
+            outcome(lambda w=wrong, o=options: call(*(w if rank else good), **(o if rank else {})))
+        )
+        found.append(outcome(lambda: call(*good)))
+    found.append(outcome(lambda: call(*good, activation_clamp=-1.0 if rank else 1.0)))
+    found.append(outcome(lambda: call(*good, activation_clamp=1.0)))
+    made.close()
+    return found
+
+
+def test_what_one_rank_refuses_raises_on_all():
+    there, here = launch(_refused_by_one, 2, timeout_s=60)
+    assert there[1::2] == here[1::2] == [(None, "")] * 6  # a later call is as good as ever
+    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 6, there
+    for (_, error), expected in zip(
+        here[::2],
+        ("num_tokens is 21", "group_size is 32", "buffer is empty", "l1_weights is interleaved",
+         "recipe is", "activation.limit is -1.0"),
+        strict=True,
+    ):  # fmt: skip
+        assert expected in error
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("clamp", [None, 0.3])
 def test_experts_by_channel_are_the_layer_of_fp8_channel(installed, name, clamp):
@@ -267,10 +313,12 @@ def test_calls_that_no_layer_takes_are_refused(installed):
         deep_gemm.fp8_mega_moe(y, *pairs, buffer)
     with pytest.raises(ArgumentError, match="buffers is .'Tensor', 'Tensor', 'Tensor', 'Tensor'"):
         stage(x, ids, weights, *[x] * 4, num_tokens=20)
+    stage(x, ids, weights, *four, num_tokens=21)
     with pytest.raises(ArgumentError, match="num_tokens is 21, expected 0..20"):
-        stage(x, ids, weights, *four, num_tokens=21)
+        deep_gemm.fp8_mega_moe(y, *pairs, buffer)
+    stage(x, ids, weights, *four, num_tokens=20, group_size=32)
     with pytest.raises(ConfigError, match="group_size is 32"):
-        stage(x, ids, weights, *four, num_tokens=20, group_size=32)
+        deep_gemm.fp8_mega_moe(y, *pairs, buffer)
     stage(x.to(torch.float8_e4m3fn), ids, weights, *four, num_tokens=20)
     with pytest.raises(ArgumentError, match=r"x.dtype is torch.float8_e4m3fn, expected torch.bf"):
         deep_gemm.fp8_mega_moe(y, *pairs, buffer)

@@ -14,6 +14,7 @@ from megamoe.testing.copies import watched
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing: make libraries")
 import torchtitan_models  # noqa: E402
+from outcomes import outcome  # noqa: E402
 from torchtitan_models import dims_of, fill, loss_of, parallel_model, parallel_pair, results, rows  # noqa: E402
 
 from megamoe.adapters import torchtitan as adapter  # noqa: E402
@@ -126,3 +127,34 @@ def test_the_timed_blocks_agree():
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()[-3:]]
     assert rows == ["torchtitan", "megamoe bf16", "megamoe fp8"]
+
+
+def refuse(rank):
+    """Rank 1 alone has something that this adapter refuses by itself: before its layer is made, and behind that."""
+    _, ours = parallel_pair("gpt-oss", dims_of("partial_dtensor", 2))
+    experts, x = ours.routed_experts.inner_experts, rows(7 + rank, seed=1 + rank)
+    hook = experts.register_forward_hook(lambda *_: None) if rank else None
+    found = [outcome(lambda: ours(x))]
+    if hook:
+        hook.remove()
+    found.append(outcome(lambda: ours(x)))
+    whole = experts.mlp2_weight_EDF
+    if rank:
+        narrow = local(whole.detach())[..., :32].contiguous()
+        experts.mlp2_weight_EDF = torch.nn.Parameter(narrow)
+    found.append(outcome(lambda: ours(x)))
+    experts.mlp2_weight_EDF = whole
+    found.append(outcome(lambda: ours(x)))
+    ours.routed_experts.close()
+    return found
+
+
+def test_what_one_rank_refuses_raises_on_all():
+    there, here = launch(refuse, 2, timeout_s=60)
+    none = (None, "")
+    assert there[1::2] == here[1::2] == [none] * 2  # a later call is as good as ever
+    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 2, there
+    assert "rank 1 of the group failed: ConfigError: experts is hooks of" in there[0][1]
+    assert "rank 1 refused its arguments" in there[2][1]
+    assert "experts is hooks of" in here[0][1]
+    assert "experts and their hidden_dim on this rank is (3, 32)" in here[2][1]

@@ -18,6 +18,7 @@ from megamoe.testing import assert_close, compare, launch, make_weights, same_bi
 
 pytest.importorskip("vllm", reason="vllm is missing: make libraries")
 import vllm.envs  # noqa: E402
+from outcomes import outcome  # noqa: E402
 from vllm.plugins import DEFAULT_PLUGINS_GROUP  # noqa: E402
 from vllm_models import (  # noqa: E402
     EXPERTS,
@@ -206,6 +207,37 @@ def test_ranks_that_may_change_are_refused(installed):
         MoE(config_of())
 
 
+WRONG_CALLS = {  # an attribute of vLLM's module on one rank, which this adapter refuses by itself
+    "activation": (MoEActivation.GELU, "activation is MoEActivation.GELU, expected"),
+    "global_num_experts": (EXPERTS + 1, "global_num_experts is 7, expected 6"),
+    "apply_router_weight_on_input": (True, "apply_router_weight_on_input is True with top_k 3"),
+    "expert_map": (None, "expert_map is that of experts [1, 3, 5], expected 3..5"),
+}
+
+
+def _refused_by_one(rank, name):
+    share(dist.group.WORLD)
+    made = adapter.install(backend="staged")
+    moe, call, found = layer_of(rank, 2), tokens(), []
+    right, wrong = getattr(moe, name), WRONG_CALLS[name][0]
+    if name == "expert_map":
+        wrong = MoE(config_of(rank, 2), placement="round_robin").expert_map
+    for value in (wrong if rank else right, right):
+        setattr(moe, name, value)
+        found.append(outcome(lambda: moe(*call)))
+    made.close()
+    return found
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_what_one_rank_refuses_raises_on_all(name):
+    (told, well), (own, also) = launch(_refused_by_one, 2, name, timeout_s=60)
+    assert told[0] == "RankMismatch", told
+    assert own[0] in ("ArgumentError", "ConfigError")
+    assert WRONG_CALLS[name][1] in own[1]
+    assert well == also == (None, "")  # a later call is as good as ever
+
+
 REFUSED = {
     "kernel does not support parallel config": {"tp_size": 2},
     "batched_activation_format": {"all2all_backend": "deepep_low_latency", "dp_size": 2, "ep_size": 2, "use_ep": True},
@@ -254,11 +286,6 @@ def test_other_scales_placements_and_calls_are_refused(installed):
     moe.activation, moe.global_num_experts = MoEActivation.SILU, EXPERTS + 1
     with pytest.raises(ArgumentError, match="global_num_experts is 7, expected 6"):
         moe(*call)
-    spread = MoE(config_of(0, 2), placement="round_robin").load(make_weights(problem_of(0, 2)))
-    with pytest.raises(
-        ConfigError, match=r"expert_map is that of experts .0, 2, 4., expected 0..2"
-    ):
-        spread(*call)
 
 
 def test_invariance_to_the_batch_is_promised_for_the_kernel_only(installed):

@@ -12,6 +12,7 @@ from megamoe.testing.copies import watched
 transformers = pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("accelerate")
 from hf_models import ALL_EXPERTS, experts_of, model_of, snippets, token_ids  # noqa: E402
+from outcomes import outcome  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
@@ -134,3 +135,34 @@ def test_sharded_experts_are_quantized_once_a_step(name, reshard):
     layers, due = 2, 2 * (1 + 2 + 2)
     expected = [{"stale": 0, "q": layers * due}] * 2
     assert launch(train_sharded, 2, name, reshard) == expected
+
+
+def refuse(rank, folder):
+    """Rank 1 alone has experts that this adapter refuses by itself: before their layer is made, and behind that."""
+    own = adapter.register(backend="staged", max_tokens=64)
+    model, ids = load(folder, "megamoe", SIZES["own"]), token_ids(1, 7)
+    module, found = experts_of(model)[0], []
+    with torch.no_grad():
+        for _ in range(2):
+            module.has_post_expert_norm = bool(rank)
+            found.append(outcome(lambda: model(ids)))
+            module.has_post_expert_norm = False
+            found.append(outcome(lambda: model(ids)))
+        own.close()
+        act, module.act_fn = module.act_fn, torch.nn.Tanh() if rank else module.act_fn
+        found.append(outcome(lambda: model(ids)))
+        module.act_fn = act
+        found.append(outcome(lambda: model(ids)))
+    own.close()
+    return found
+
+
+def test_what_one_rank_refuses_raises_on_all(tmp_path):
+    model_of("Qwen3Moe", "eager").save_pretrained(tmp_path)
+    there, here = launch(refuse, 2, str(tmp_path), timeout_s=60)
+    assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
+    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 3, there
+    for (_, error), text in zip(
+        here[::2], ("no norm",) * 2 + ("activation is that of",), strict=True
+    ):
+        assert text in error
