@@ -20,7 +20,17 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.group.group import Group, begins
 
-SHARED = "_of_shared_experts"  # attribute of a Problem whose slots SharedExperts arranges
+
+class SlotsOfShared(Problem):
+    """A problem whose slots SharedExperts arranges: computed as an equal one, but takes no placement.
+
+    A class, since dataclasses.replace(), copies and pickles keep it.
+    """
+
+    __hash__ = Problem.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Problem) and vars(self) == vars(other)
 
 
 class ExpertPlacement:
@@ -123,7 +133,7 @@ class ExpertPlacement:
         """
         if not isinstance(problem, Problem):
             raise ConfigError("problem", type(problem).__name__, "a Problem")
-        if hasattr(problem, SHARED):
+        if isinstance(problem, SlotsOfShared):
             expected = "None for a layer with SharedExperts, which have each rank's last slots"
             raise ConfigError("placement", "given", expected)
         if problem.num_experts != self.num_logical:

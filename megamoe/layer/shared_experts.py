@@ -21,7 +21,7 @@ from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
 from megamoe.layer import main_grad
-from megamoe.layer.placement import SHARED
+from megamoe.layer.placement import SlotsOfShared
 from megamoe.layer.rows import finite_factor
 
 
@@ -63,9 +63,7 @@ class SharedExperts:
             expected = f"at most {MAX_TOP_K - problem.top_k} times: each is one more expert a token"
             raise ConfigError("intermediate", found, expected)
         experts = problem.num_experts + self.count * problem.ep_size
-        self.problem = replace(problem, num_experts=experts, top_k=top_k)
-        # No field: equal problems are computed alike.
-        object.__setattr__(self.problem, SHARED, True)
+        self.problem = SlotsOfShared(**vars(problem) | {"num_experts": experts, "top_k": top_k})
         slots = [e + self.count * problem.rank_of_expert(e) for e in range(problem.num_experts)]
         self._slots = torch.tensor(slots, device=device)  # [E]
         end = self.problem.expert_begin(problem.rank + 1)

@@ -1,5 +1,7 @@
 """Shared experts in the layer: slots of tokens, y and gradients as beside it, weights in place, what is refused."""
 
+import copy
+import pickle
 import threading
 from dataclasses import replace
 
@@ -278,7 +280,27 @@ def test_statistics_without_shared_slots_and_no_placement():
         Layer(shared.problem, placement=moved)
     same = replace(PROBLEM, num_experts=7, top_k=4)
     assert same == shared.problem
+    assert hash(same) == hash(shared.problem)
+    assert same.fingerprint() == shared.problem.fingerprint()
     assert Layer(same, placement=moved).placement is moved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda problem: replace(problem, max_tokens=64),
+        lambda problem: replace(problem, precision="fp8"),
+        lambda problem: pickle.loads(pickle.dumps(problem)),
+        copy.copy,
+        copy.deepcopy,
+    ],
+)
+def test_no_placement_of_a_problem_made_from_it(change):
+    """It would be taken, and y be that of other experts: join() knows nothing of it."""
+    problem = change(SharedExperts(PROBLEM, 96).problem)
+    assert SharedExperts(problem, 96).problem != problem
+    with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
+        Layer(problem, placement=ExpertPlacement([6, 1, 2, 3, 4, 5, 0]))
 
 
 def test_compiled_in_one_graph():
