@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
+from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.layer.experts import is_fsdp
@@ -177,19 +178,19 @@ class MegaMoE(PlacedModule):
 
         As Layer.__call__, with the parameters as weights.
         """
+        try:
+            weights = self._experts()
+        except Exception as error:
+            self._raise_on_all(error, "a first call")
         if self._distinct is not None and not torch.compiler.is_compiling():
             self._distinct.around = around = self._surroundings()
             if around not in self._distinct.passed:
-                self._ask(self._distinct, "a first call")
+                self._ask(self._distinct, "a first call", weights)
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", self._delays, expected)
         if self._placed:
             self._refuse_shards(is_fsdp(self))
-        try:
-            weights = self._experts()
-        except (AttributeError, TypeError) as error:
-            raise self._lacking(error) from error
         # By position and by the method's name: half a microsecond less than Layer.__call__.
         return self._layer._call(
             x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
@@ -203,15 +204,27 @@ class MegaMoE(PlacedModule):
         whole = {n: self.place.whole(n, t) for n, t in given.items() if t is not None}
         return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
-    def _lacking(self, error: Exception) -> Exception:
-        """Tell the other ranks of parameters that are gone, or no tensors; return the error that says which."""
+    def _raise_on_all(self, error: Exception, call: str) -> NoReturn:
+        """Tell the other ranks, which are in `call`, that this one has no weights; raise why: which are missing."""
+        found = error
         for name in ("w13", "w2", "b13", "b2"):
-            given = getattr(self, name, None)
-            if not isinstance(given, Tensor) and (given is not None or name in ("w13", "w2")):
+            given = self._parameters.get(name, self.__dict__.get(name))
+            lacks = not isinstance(given, Tensor) and (given is not None or name in ("w13", "w2"))
+            if lacks and not hasattr(type(self), name):  # there, it is computed: parametrized
                 found = ArgumentError(name, type(given).__name__, "a parameter of the layer")
-                self._layer.refuse(found)
-                return found
-        return error
+                break
+        asks = self._distinct is not None and self._surroundings() not in self._distinct.passed
+        if asks or call == "prepare()":
+            self._tell(call, found)
+        else:
+            self._layer.refuse(found)
+        if found is error:
+            raise error
+        raise found from error
+
+    @uncompiled("what one rank lacks has to reach the others")
+    def _tell(self, call: str, error: Exception) -> None:
+        self._layer.ranks.tell(call, error)
 
     def _experts(self) -> ExpertWeights:
         """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""
@@ -236,18 +249,25 @@ class MegaMoE(PlacedModule):
 
         Call it before torch.compile or graph capture.
         """
-        if self._distinct is not None and not self._distinct.passed:
+        asks = self._distinct is not None and not self._distinct.passed
+        try:
+            weights = self.expert_weights()
+        except Exception as error:
+            if asks or not is_open(self._layer):
+                self._raise_on_all(error, "prepare()")
+            raise
+        if asks and self._distinct is not None:
             self._distinct.around = self._surroundings()
-            self._ask(self._distinct, "prepare()")
-        self._layer.prepare(self.expert_weights())
+            self._ask(self._distinct, "prepare()", weights)
+        self._layer.prepare(weights)
 
-    def _ask(self, distinct: Distinct, call: str) -> None:
+    def _ask(self, distinct: Distinct, call: str, weights: ExpertWeights) -> None:
         """Raise RankMismatch if another rank holds the same experts; where the layer opens now, that asks."""
         if self.averaged not in (None, type(self)):
             called = "called before fully_shard(), which divides by other ranks"
             raise ArgumentError("average_expert_gradients", called, "called after it")
         if is_open(self._layer):
-            distinct.ask(self.expert_weights(), call)
+            distinct.ask(weights, call)
 
     @torch.no_grad()
     def load_fp8_weights(
