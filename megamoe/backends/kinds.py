@@ -159,7 +159,7 @@ class Launch:
         # Addresses and strides of the weights that maps were encoded for. Calls of other sizes, which are not known,
         # may have the same weights, and no signature knows the turned copies of a backward pass.
         self._key: tuple[Any, ...] | None = None
-        self._kept: ExpertWeights | None = None  # copies of biases must live as long
+        self._kept: tuple[Tensor | None, ...] = ()  # copies of biases must live as long
 
     def point_at(self, weights: ExpertWeights, turned: TurnedWeights | None = None) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
@@ -173,7 +173,7 @@ class Launch:
         self._known = self._key = None  # until all is filled
         self._use_device()
         self._fill_weights(weights, w, turned)
-        self._key, self._kept = key, replace(w, w13=w.w13[:0], w2=w.w2[:0])
+        self._key, self._kept = key, (w.b13, w.b2, w.w13_scale, w.w2_scale)
 
     def _fill_weights(
         self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -105,15 +106,17 @@ def version_of(w: Tensor, steps: Sequence[int] = steps) -> Version:
     return *origin.then, w.shape, w.stride(), steps[0], _count(w)
 
 
-def storages_of(w: Tensor) -> list[UntypedStorage]:
-    """Return what has to be kept so that no other tensor gets w's version."""
+def storages_of(w: Tensor) -> list[StorageWeakRef]:
+    """Return what has to be kept so that no other tensor gets w's version; their memory may be freed."""
     origin = origin_of(w)
-    return [w.untyped_storage()] if origin is None else origin.storages
+    return [
+        StorageWeakRef(s) for s in ([w.untyped_storage()] if origin is None else origin.storages)
+    ]
 
 
-def same_storages(kept: list[UntypedStorage], w: Tensor) -> bool:
+def same_storages(kept: list[StorageWeakRef], w: Tensor) -> bool:
     """Whether w's sources lie where those lie that were kept."""
-    return [s._cdata for s in kept] == [s._cdata for s in storages_of(w)]
+    return [s.cdata for s in kept] == [s.cdata for s in storages_of(w)]
 
 
 def trained(w: Tensor) -> bool:

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError
@@ -80,7 +81,7 @@ def _uncounted(w: Tensor, version: Version) -> bool:
 
 @dataclass
 class _Entry:
-    kept: list[UntypedStorage]  # which then cannot come back as another tensor's
+    kept: list[StorageWeakRef]  # which then cannot come back as another tensor's
     version: Version | None  # None: quantize again
     q: Tensor
     scale: Tensor
@@ -248,7 +249,7 @@ class QuantizedCache:
         """Forget all versions; the next get() quantizes again, into the same storage."""
         self._seen = None
         if self._turned is not None:
-            self._turned = self._turned[0], [], self._turned[2]
+            self._turned = [], [], self._turned[2]
         for entry in self._entries.values():
             entry.version = None
 

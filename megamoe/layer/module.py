@@ -311,7 +311,9 @@ class MegaMoE(PlacedModule):
     def _apply(self, fn: Any, recurse: bool = True) -> MegaMoE:
         """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
         loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
-        return super()._apply(keeping(loaded, fn), recurse)
+        super()._apply(keeping(loaded, fn), recurse)
+        self.invalidate()  # which lets go of what the parameters were
+        return self
 
     @torch.no_grad()
     def distribute(self, mesh: DeviceMesh) -> MegaMoE:

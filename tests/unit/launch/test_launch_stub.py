@@ -230,6 +230,23 @@ print(json.dumps([found, strides]))
     assert seen == [[True] * 18, [144, 160, 144]]
 
 
+def test_a_launch_keeps_no_weights_alive(run):
+    """Else those of a model that was moved off the GPU would stay there; biases are copied, and do."""
+    seen = run("""
+from dataclasses import replace
+from torch.multiprocessing.reductions import StorageWeakRef
+with on_cpu():
+    plain = replace(problem, precision="bf16", bias=True)
+    given = ExpertWeights(**{n: torch.zeros(s, dtype=d) for n, (s, d) in expected_weights(plain).items()})
+    backend = mega.MegaBackend(plain, device="cpu")
+    call(backend, weights=given)
+    kept = {n: StorageWeakRef(t.untyped_storage()) for n, t in given.named().items()}
+    del given
+print(json.dumps([n for n, storage in kept.items() if storage.expired()]))
+""")
+    assert seen == ["w13", "w2"]
+
+
 # A layer of backend="mega", its calls, and whether the kernel was told what each is.
 LAYER = """
 from megamoe import Layer

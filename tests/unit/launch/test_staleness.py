@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megamoe
@@ -238,6 +239,40 @@ class Foreign:
             p.data.sub_(p.grad, alpha=0.1)
             p.grad = None
         megamoe.invalidate()
+
+
+LEAVING = {
+    "moved": lambda net: net.to("meta"),
+    "assigned": lambda net: net.load_state_dict(
+        {name: p.detach().clone() for name, p in net.state_dict().items()}, assign=True
+    ),
+    "written elsewhere": lambda net: [setattr(p, "data", p.data.clone()) for p in net.parameters()],
+}
+
+
+@pytest.mark.parametrize("way", LEAVING)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_memory_that_parameters_have_left_is_freed(given, grad, way):
+    """Offloaded, say: what is known of copies does not keep what they were made of."""
+    net = make()
+    if given:
+        q = net.expert_weights().quantized(net.problem)
+        net.load_fp8_weights(q.w13.flatten(1, -2), q.w2, q.w13_scale, q.w2_scale)
+        del q
+    x, ids, scores = batch()
+    x.requires_grad_(grad)
+    y = net(x, ids, scores)
+    if grad:
+        y.float().sum().backward()
+    del y
+    net.zero_grad()
+    before = [StorageWeakRef(p.untyped_storage()) for p in net.parameters()]
+    assert not any(storage.expired() for storage in before)
+    LEAVING[way](net)
+    if way == "written elsewhere" and given:
+        net.invalidate()
+    assert all(storage.expired() for storage in before)
 
 
 def test_foreign_optimizer():
