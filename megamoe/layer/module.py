@@ -263,7 +263,7 @@ class MegaMoE(PlacedModule):
 
     def _ask(self, distinct: Distinct, call: str, weights: ExpertWeights) -> None:
         """Raise RankMismatch if another rank holds the same experts; where the layer opens now, that asks."""
-        if self.averaged not in (None, type(self)):
+        if self.averaged not in (None, self._kind):
             called = "called before fully_shard(), which divides by other ranks"
             raise ArgumentError("average_expert_gradients", called, "called after it")
         if is_open(self._layer):

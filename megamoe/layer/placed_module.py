@@ -43,6 +43,15 @@ class PlacedModule(nn.Module):
         """Make the weight gradients of the oldest backward passes that wait for them, see Layer.backward_dw()."""
         self._layer.backward_dw(passes)
 
+    @property
+    def _kind(self) -> type:
+        """The class, without that of parametrizations: torch makes another one whenever they come, as PEFT's do."""
+        kind = type(self)
+        if "parametrizations" not in self._modules:
+            return kind
+        base = kind.__bases__[0]
+        return base if kind.__name__ == f"Parametrized{base.__name__}" else kind
+
     def _surroundings(self) -> tuple[Any, ...]:
         """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
 
@@ -51,11 +60,11 @@ class PlacedModule(nn.Module):
         evaluation and the repeat of a checkpoint are outside of DDP's forward pass.
         """
         around = DistributedDataParallel._active_ddp_module
-        return type(self), "_is_fsdp_managed_module" in self.__dict__, around and id(around)
+        return self._kind, "_is_fsdp_managed_module" in self.__dict__, around and id(around)
 
     def divide_gradients(self, num_ranks: int) -> None:
         """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
-        self.averaged = type(self)
+        self.averaged = self._kind
         if not is_fsdp(self):
             self._layer.divide_weight_gradients(num_ranks)
             return

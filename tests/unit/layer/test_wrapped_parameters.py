@@ -1,6 +1,7 @@
 """Parameters that are computed, tied, frozen, swapped or clipped: y and gradients beside a loop over experts."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from megamoe import MegaMoE
+from megamoe import MegaMoE, average_expert_gradients
+from megamoe.group.group import Group
 from megamoe.testing import assert_close, launch
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, TOKENS = 64, 48, 4, 2, 10
@@ -244,6 +246,31 @@ def test_swapped_and_assigned_parameters(precision, backend):
     check()
     layer.share_memory()
     check()
+
+
+def come_for_each_call(rank):
+    layer = made(group=dist.group.WORLD)
+    average_expert_gradients(layer, 2)
+    part = LowRank(layer.w13.detach(), 0)
+    with mock.patch.object(Group, "agree", autospec=True, side_effect=Group.agree) as asked:
+        for seed in range(3):
+            parametrize.register_parametrization(layer, "w13", part)
+            y = layer(*drawn(seed))
+            parametrize.remove_parametrizations(layer, "w13", leave_parametrized=False)
+            loss_of(y).backward()
+        parametrize.register_parametrization(layer, "w13", part)
+        found = outcome(lambda: layer(*drawn()))
+        if rank == 0:
+            parametrize.remove_parametrizations(layer, "w13", leave_parametrized=False)
+        alone = outcome(lambda: layer(*drawn()))
+    return asked.call_count, len(layer._distinct.passed), found, alone
+
+
+def test_parts_that_come_for_each_call_are_no_reason_to_ask_again():
+    """All ranks are asked for their experts where a layer is opened, not at each call, and nothing grows."""
+    for asked, surroundings, found, alone in launch(come_for_each_call, 2, timeout_s=60):
+        assert (asked, surroundings) == (1, 1)
+        assert found == alone == (None, "")
 
 
 class Failing(nn.Module):
