@@ -125,7 +125,7 @@ class MegaMoEKernel(MegaKernelBackend):
         self._checked(transformed_weights, self._here(fleet_params))
 
     def validate_forward(self, t: Any, fleet_params: Any, *, quantize_input: bool) -> None:
-        """Raise the host's errors for tensors that do not fit, on all ranks; the layer's own come with the call."""
+        """Raise the library's errors for tensors that do not fit, on all ranks; the layer's own come with the call."""
         rows = t.hidden_states, t.topk_ids, t.topk_weights, fleet_params
         options = {"quantize_input": quantize_input, "scales": t.scales}
         with refusals(self._layers.get(fleet_params.max_tokens_per_rank), self._group()):

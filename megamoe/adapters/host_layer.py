@@ -1,7 +1,7 @@
 """What all adapters do alike: refuse what no layer could be, open a layer at a first call, share its window, close it.
 
-An adapter says how its host's parameters are read, what of the host's configuration no layer follows, and where it
-hooks in.
+An adapter says how its library's parameters are read, what of the library's configuration no layer follows, and where
+it hooks in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megamoe.window.window import Window, WindowSpec
 
 log = logging.getLogger("megamoe")
 
-MAX_TOKENS = 8192  # of a call, where neither the host nor its user says
+MAX_TOKENS = 8192  # of a call, where neither the library nor its user says
 
 _windows: dict[Any, tuple[Window, list[int]]] = {}  # with how many layers use it
 
@@ -36,7 +36,7 @@ at_first_call = uncompiled(
 def check(
     backend: str, options: dict[str, Any], trains: Problem | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return backend and options, as a host's user stated them for megamoe.Layer.
+    """Return backend and options, as a library's user stated them for megamoe.Layer.
 
     Raises ConfigError for those that no layer could have, and for a problem `trains` whose precision does not.
     """
@@ -63,7 +63,7 @@ def ranks_of(group: Any) -> Ranks:
 
 
 class HostLayer(Layer):
-    """A layer in the place of a host's experts; those of one size share a window, which takes hundreds of MB.
+    """A layer in the place of a library's experts; those of one size share a window, which takes hundreds of MB.
 
     problem: as megamoe.Layer takes it; what only this rank may refuse belongs into a function that makes it.
     group: the process group of problem.ep_size ranks; None: alone. device: of the experts.
@@ -139,7 +139,7 @@ def _refuse_to_make(group: Any, error: Exception) -> None:
 
 
 class HostModule:
-    """A host's module of experts with a layer of its own: `_open(device)` returns a new one, for a first call."""
+    """A library's module of experts with a layer of its own: `_open(device)` returns a new one, for a first call."""
 
     _layer: HostLayer | None = None
     _open: Callable[[torch.device], HostLayer]
