@@ -34,12 +34,7 @@ TOKENS = 12
 LIMITS = {"bf16": 6e-3, "fp8": 8e-2, "fp8xmxfp4": 8e-2, "bf16xmxfp4": 6e-3, "bf16xnvfp4": 6e-3}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def made(pack, problem=PROBLEM, changes=None, **options):

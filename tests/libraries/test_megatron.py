@@ -53,13 +53,10 @@ from megamoe.adapters.megatron_experts import (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+def megatron(one_rank):
     start()
     yield
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def compare_layers(theirs, ours, x=None, dy=None):

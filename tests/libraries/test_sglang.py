@@ -47,12 +47,7 @@ from megamoe.adapters import sglang as adapter  # noqa: E402
 FP8 = 0.08  # beside fp32: x and h are quantized in 1 x 128, weights are equal
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
