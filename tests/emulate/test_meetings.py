@@ -31,7 +31,9 @@ def came(emulation: Emulation) -> torch.Tensor:
     return torch.cat([emulation.region(r, "came").flatten() for r in range(2)])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_channel"])
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp8", pytest.param("fp8_channel", marks=pytest.mark.slow)]
+)
 def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     problem = problem_of(precision)
     inputs, weights = inputs_of(problem, TOKENS)
