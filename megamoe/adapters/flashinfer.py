@@ -74,9 +74,8 @@ class MegaMoEKernel(MegaKernelBackend):
             raise ConfigError("megakernel", type(config).__name__, "MegaMoEConfig")
         super().__init__(config)
         self._stated = config
-        self._layers: dict[
-            int, HostLayer
-        ] = {}  # by tokens of a call, of which a host has one workspace
+        # By tokens of a call, of which FlashInfer has one workspace.
+        self._layers: dict[int, HostLayer] = {}
 
     @classmethod
     def kernel_name(cls) -> str:

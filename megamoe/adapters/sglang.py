@@ -102,6 +102,8 @@ class Buffer:
         """Return the layer of these weights, a new one collectively. clamp: of gate and up before the activation."""
         by_channel = w2_scale.shape[1:] == (w2.shape[1], 1)
         key = "fp8_channel" if by_channel else "fp8", clamp
+        if key in self._layers:
+            return self._layers[key]
 
         def problem(_: Any) -> Problem:
             made = replace(self._problem, precision=key[0])
@@ -109,8 +111,7 @@ class Buffer:
                 return made
             return replace(made, activation=Activation("clamped_swiglu", limit=float(clamp)))
 
-        if key not in self._layers:
-            self._layers[key] = HostLayer(problem, self.group, w2.device, *self._stated)
+        self._layers[key] = HostLayer(problem, self.group, w2.device, *self._stated)
         return self._layers[key]
 
     def close(self) -> None:

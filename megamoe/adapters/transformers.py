@@ -112,9 +112,10 @@ class Experts:
 
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             top_k, group = top_k_index.shape[-1], ep_mesh.get_group()
-            with refusals(self._made(module, top_k_index.device, top_k), group):
+            known = self._made(module, top_k_index.device, top_k)
+            with refusals(known, group):
                 weights = weights_of(module)
-            layer = self._layer(module, weights, top_k, group)
+            layer = known or self._layer(module, weights, top_k, group)
             x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights
             if tp_mesh.size() > 1:
                 x, ids, scores = (_slice(t, tp_mesh) for t in (x, ids, scores))
