@@ -45,14 +45,19 @@ def _output(*command: str) -> str:
 
 
 def write_table(path: Path, title: str, rows: Iterable[Any], columns: Sequence[str] = ()) -> None:
-    """Write rows below their title as a CSV, and make its folder. rows: of one dataclass, or cells of these columns."""
+    """Write rows below their title as a CSV, and make its folder. rows: of one dataclass, or cells of these columns.
+
+    A reader, or one who comes after a kill, finds the table from before or the whole new one.
+    """
     if not columns:
         rows = list(rows)
         columns = [field.name for field in fields(rows[0])]
         rows = [[getattr(row, name) for name in columns] for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("w", newline="") as file:
         file.write(title + "\n")
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows(rows)
+    unfinished.replace(path)

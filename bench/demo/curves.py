@@ -33,27 +33,25 @@ def runs(backend: str, seeds: list[int]) -> list[Key]:
 def compare_curves(
     this: Setup, seeds: list[int], path: Path, say: Callable[..., None]
 ) -> tuple[bool, Losses]:
-    """Train every run from equal weights on equal data; write the losses, draw them. Collective.
+    """Train every run from equal weights on equal data; write the losses behind each, draw them all. Collective.
 
     Returns whether FP8 ends within the tolerance of BF16; the losses by run.
     """
     found: Losses = {}
+    title, table = header(), path.with_suffix(".csv")
     for key in runs(this.options["backend"], seeds):
         backend, precision, seed = key
         options = this.options | {"backend": backend, "precision": precision}
         setup = replace(this, options=options, recipe=replace(this.recipe, seed=seed))
         curves = train(setup, f"{backend} {precision}, seed {seed}")
         found[key] = curves.losses
+        if this.rank == 0:  # each time: a later run may be cut off
+            write(found, title, table)
         said = f"{final_loss(curves.losses):.4f}, {memory(this.device)}"
         say(f"{backend} {precision}, seed {seed}: {said}")
-    title = header()
     if this.rank == 0:
-        write(found, title, path.with_suffix(".csv"))
         drawn = draw(found, title, path)
-        say(
-            f"wrote {path.with_suffix('.csv')}"
-            + (f" and {path}" if drawn else "; no picture without matplotlib")
-        )
+        say(f"wrote {table}" + (f" and {path}" if drawn else "; no picture without matplotlib"))
     return summarize(found, say), found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megamoe
 from bench.demo.checks import report
-from bench.demo.curves import Key, draw, final_loss, write
+from bench.demo.curves import Key, draw, final_loss, read, write
 from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import Recipe, Setup
 from bench.hf.generate import Decoder
@@ -72,13 +72,15 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     backend = choose_backend(args.backend, sizes, me)
     experts = adapter.register(backend=backend, max_tokens=sizes.batch * sizes.context)
     with saved_model(sizes, args.seed, me) as folder:
-        runs = {}
+        runs, title = {}, header()
         for name in (OURS, other):
             runs[name] = run = train(folder, name, setup, me, lambda: experts.num_layers)
             me.print(
                 f"{name}: {run.tokens_per_s(setup):,.0f} tokens/s, {run.peak}, loss "
                 f"{run.losses[0]:.3f} -> {final_loss(run.losses):.3f} nats per byte"
             )
+            if me.is_first and args.curves is not None:  # each time: the later run may be cut off
+                write_curves(args.curves, runs, setup, title)
             experts.close()
         good = [run.called for run in runs.values()] == [sizes.layers, 0]
         me.print(
@@ -91,7 +93,7 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     if me.is_first:
         good &= report(checks, f"those with {other}")
     if me.is_first and args.curves is not None:
-        curves(args.curves, {(name, "bf16", args.seed): run for name, run in runs.items()}, setup)
+        draw_curves(args.curves)
     if me.is_first and args.generate:
         show_text(args.generate, sizes, runs[OURS].weights, me)
         experts.close()
@@ -99,16 +101,22 @@ def worker(me: Rank, args: argparse.Namespace) -> int:
     return int(not good)
 
 
-def curves(path: Path, runs: dict[Key, Run], setup: Setup) -> None:
-    """Draw the losses; write them as CSV, with each step's seconds and the tokens of all ranks in it."""
-    losses = {key: run.losses for key, run in runs.items()}
+def write_curves(path: Path, runs: dict[str, Run], setup: Setup, title: str) -> None:
+    """Write the CSV of a picture: losses, each step's seconds and the tokens of all ranks in it."""
+    by_key: dict[Key, Run] = {(n, "bf16", setup.recipe.seed): run for n, run in runs.items()}
+    losses = {key: run.losses for key, run in by_key.items()}
     tokens = setup.recipe.batch * setup.recipe.model.context
     more: dict[str, dict[Key, Any]] = {
-        "seconds": {key: run.seconds for key, run in runs.items()},
-        "tokens": {key: [tokens] * len(run.seconds) for key, run in runs.items()},
+        "seconds": {key: run.seconds for key, run in by_key.items()},
+        "tokens": {key: [tokens] * len(run.seconds) for key, run in by_key.items()},
     }
-    write(losses, header(), path.with_suffix(".csv"), more)
-    drawn = draw(losses, header(), path)
+    write(losses, title, path.with_suffix(".csv"), more)
+
+
+def draw_curves(path: Path) -> None:
+    """Draw the losses of its CSV."""
+    title, losses = read(path.with_suffix(".csv"))
+    drawn = draw(losses, title, path)
     picture = f" and {path}" if drawn else "; no picture without matplotlib"
     print(f"wrote {path.with_suffix('.csv')}{picture}", flush=True)
 

@@ -10,12 +10,14 @@ import torch
 
 from bench.check import backward, oracle
 from bench.check.cases import Case
+from bench.demo import curves
 from bench.demo.curves import compare_curves, read, runs, summarize
 from bench.demo.model import ModelConfig
 from bench.demo.training import Recipe, Setup, train
 from bench.ranks import Rank
 from bench.soak.layer import Outcome
 from bench.soak.training import ROUTES, Trainer, verdict
+from bench.tables import write_table
 from megamoe.backends.call import Gradients
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.core.config import Problem
@@ -217,13 +219,45 @@ def test_rank_check_finds_faults_of_a_backward_kernel(precision, monkeypatch):
         assert fault is None or any(text in line for line in checker.lines), (fault, checker.lines)
 
 
-def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
+@pytest.fixture
+def small(alone):
+    """Return four steps of a small model, by the oracle."""
     model = ModelConfig(hidden=32, intermediate=32, num_heads=2, context=16)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8)
     here = (Recipe(model, batch=2, steps=4), text, torch.device("cpu"), alone)
-    this = Setup(*here, {"backend": "reference", "precision": "bf16"})
+    return Setup(*here, {"backend": "reference", "precision": "bf16"})
+
+
+def test_a_run_of_curves_that_is_cut_leaves_those_before_it(small, tmp_path, monkeypatch):
+    done = []
+
+    def cut(*given):
+        if done:
+            raise TimeoutError
+        done.append(train(*given))
+        return done[0]
+
+    monkeypatch.setattr(curves, "train", cut)
+    with pytest.raises(TimeoutError):
+        compare_curves(small, [1, 2], tmp_path / "curves.png", print)
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.csv"]
+    assert read(tmp_path / "curves.csv")[1] == {("reference", "bf16", 1): done[0].losses}
+
+
+def test_a_table_that_is_cut_leaves_the_one_before_it(tmp_path):
+    def rows():
+        yield [1]
+        raise KeyboardInterrupt
+
+    write_table(tmp_path / "table.csv", "# whole", [[7]], ["n"])
+    with pytest.raises(KeyboardInterrupt):
+        write_table(tmp_path / "table.csv", "# cut", rows(), ["n"])
+    assert (tmp_path / "table.csv").read_text().split() == ["#", "whole", "n", "7"]
+
+
+def test_curves_of_three_runs_are_drawn_and_judged(small, tmp_path, capsys):
     picture = tmp_path / "curves.png"
-    good, found = compare_curves(this, [1, 2], picture, print)
+    good, found = compare_curves(small, [1, 2], picture, print)
     assert list(found) == runs("reference", [1, 2])
     assert [len(losses) for losses in found.values()] == [4] * 6
     assert picture.exists() == (find_spec("matplotlib") is not None)
@@ -237,7 +271,7 @@ def test_curves_of_three_runs_are_drawn_and_judged(alone, tmp_path, capsys):
     one, other = (found["reference", "bf16", seed] for seed in (1, 2))
     assert one != other
     assert one[0] == pytest.approx(found["reference", "fp8", 1][0], rel=1e-2)
-    assert train(this, "again").losses == one
+    assert train(small, "again").losses == one
 
     apart = {key: [1.006 * loss for loss in losses] if key[1] == "fp8" else losses
              for key, losses in found.items()}  # fmt: skip

@@ -59,6 +59,20 @@ def test_both_runs_agree(run, tmp_path):
         assert f"{late:,.0f}" == speed
 
 
+def test_a_second_run_that_is_cut_leaves_the_first_one(run, tmp_path, monkeypatch):
+    def cut(folder, name, *given):
+        if name != hf_model.OURS:
+            raise TimeoutError
+        return training.train(folder, name, *given)
+
+    monkeypatch.setattr(train_hf, "train", cut)
+    with pytest.raises(TimeoutError):
+        run(curves=tmp_path / "curves.png")
+    _, *lines = (tmp_path / "curves.csv").read_text().splitlines()
+    rows = list(csv.DictReader(lines))
+    assert [(r["backend"], r["step"]) for r in rows] == [("megamoe", str(n)) for n in range(1, 5)]
+
+
 def scaled_gradient(experts):
     """The right y, whose gradients are a tenth too large."""
 
