@@ -1,11 +1,13 @@
-"""tools/timeline.py: one launch as time, by the kernel's own timestamps: table, Chrome trace, picture."""
+"""tools/timeline.py: a launch as time, by the kernel's own timestamps: table, Chrome trace, picture."""
 
 import argparse
 import csv
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from bench.layers import Entry, layers_of
 from bench.ranks import Rank
-from bench.shapes import problem_of, shapes_from
+from bench.shapes import local_shapes, problem_of
 from bench.tables import header, write_table
 from bench.timing import Timer
 from megamoe.backends.call import Call
@@ -176,25 +178,30 @@ def draw(ctas: list[Cta], chosen: int, title: str, path: Path) -> bool:
     return True
 
 
-def summary(ctas: list[Cta]) -> list[str]:
-    """Return a line for each mark of each rank: median and latest over its CTAs; and the waits."""
+def medians(launches: list[list[float]]) -> tuple[int, float, float]:
+    """Return how many CTAs there are, the median and the latest of them, each the median over launches."""
+    of_each = [(len(ctas), median_low(ctas), max(ctas)) for ctas in launches if ctas]
+    count, middle, latest = map(median_low, zip(*of_each, strict=True))
+    return count, middle, latest
+
+
+def summary(launches: list[list[Cta]]) -> list[str]:
+    """Return a line for each mark of each rank, and for its waits: `medians` of them."""
     lines = [f"{'rank':<6}{'mark':<12}{'CTAs':>5}{'median us':>11}{'latest us':>11}"]
-    for rank in sorted({cta.rank for cta in ctas}):
-        mine = [c for c in ctas if c.rank == rank]
-        rows = [(n, [c.at[n] for c in mine if n in c.at]) for n in mark_names()]
-        rows = sorted(
-            ((n, v) for n, v in rows if v), key=lambda row: sorted(row[1])[len(row[1]) // 2]
-        )
-        rows += [(n, [c.waits[n] for c in mine]) for n in WAITS]
-        for name, values in rows:
-            middle = float(torch.tensor(values).median())
-            lines.append(f"{rank:<6}{name:<12}{len(values):>5}{middle:>11.2f}{max(values):>11.2f}")
+    lines[0] += f", medians of {len(launches)} launches" * (len(launches) > 1)
+    for rank in sorted({cta.rank for ctas in launches for cta in ctas}):
+        mine = [[c for c in ctas if c.rank == rank] for ctas in launches]
+        marks = [(n, [[c.at[n] for c in ctas if n in c.at] for ctas in mine]) for n in mark_names()]
+        rows = sorted(((n, *medians(v)) for n, v in marks if any(v)), key=lambda row: row[2])
+        rows += [(n, *medians([[c.waits[n] for c in ctas] for ctas in mine])) for n in WAITS]
+        for name, count, middle, latest in rows:
+            lines.append(f"{rank:<6}{name:<12}{count:>5}{middle:>11.2f}{latest:>11.2f}")
     return lines
 
 
 def show_emulated(args: argparse.Namespace) -> int:
-    """Record a launch on CPU fibers and show it."""
-    (shape,), tokens = shapes_from(args), args.tokens
+    """Record launches on CPU fibers and show them."""
+    (shape,), tokens = local_shapes(args), args.tokens
     precision = "bf16" if args.direction == "backward" else args.precision
     problem = problem_of(shape, tokens, Rank(0, args.ranks or 2, torch.device("cpu")), precision)
     ranks = [replace(problem, rank=r) for r in range(problem.ep_size)]
@@ -205,56 +212,70 @@ def show_emulated(args: argparse.Namespace) -> int:
         Call(i.x, i.topk_ids, i.topk_weights, m.quantized(p))
         for i, m, p in zip(inputs, masters, ranks, strict=True)
     ]
-    if args.direction == "forward":
-        emulation.forward_all(calls)
-    else:
-        _, states = emulation.train_all(calls)
-        dys = [torch.randn_like(i.x) for i in inputs]
-        of_masters = [c._replace(weights=m) for c, m in zip(calls, masters, strict=True)]
-        emulation.backward_all(of_masters, dys, states)
-    return write(emulation.profiles, args)
+    of_masters = [c._replace(weights=m) for c, m in zip(calls, masters, strict=True)]
+    dys = [torch.randn_like(i.x) for i in inputs]
+    recorded = []
+    for seed in range(args.samples):
+        if args.direction == "forward":
+            emulation.forward_all(calls, seed=seed)
+        else:
+            _, states = emulation.train_all(calls, seed=seed)
+            emulation.backward_all(of_masters, dys, states, seed=seed)
+        recorded.append([marks.clone() for marks in emulation.profiles])
+    return write(recorded, args)
 
 
 def worker(me: Rank, args: argparse.Namespace) -> int:
-    (shape,), entry = shapes_from(args), Entry("mega", args.precision, args.direction)
+    (shape,), entry = local_shapes(args), Entry("mega", args.precision, args.direction)
     timer = Timer(me.device, samples=1)
     with torch.no_grad(), layers_of(shape, [entry], args.tokens, me, profile=True) as layers:
         layer = layers[entry]
         contender = layer.contender(args.tokens)
-        for _ in range(WARM_UP):
+        recorded = []
+        for _ in range(WARM_UP + args.samples):
             before = contender.before()
             timer.flush()
             timer.synchronize()
             dist.barrier()
             contender.timed(before)
-        everyone = me.gather(layer.backend.profile.cpu())
-    return write(everyone, args) if me.is_first else 0
+            recorded.append(layer.backend.profile.cpu())
+        everyone = me.gather(recorded[WARM_UP:])
+    return write(zip(*everyone, strict=True), args) if me.is_first else 0
 
 
-def write(marks: list[Tensor], args: argparse.Namespace) -> int:
-    """Write the CSV, and what is made of it."""
+def write(launches: Iterable[Sequence[Tensor]], args: argparse.Namespace) -> int:
+    """Write the CSV, and what is made of it. launches: of every launch the marks of each rank."""
     table = args.out / f"{args.name}.csv"
     rows = [
-        [rank, cta, *line]
+        [sample, rank, cta, *line]
+        for sample, marks in enumerate(launches)
         for rank, of_rank in enumerate(marks)
         for cta, line in enumerate(of_rank.tolist())
     ]
-    write_table(table, header(), rows, ["rank", "cta", *mark_names()])
+    write_table(table, header(), rows, ["sample", "rank", "cta", *mark_names()])
     return show(table, args)
 
 
 def show(table: Path, args: argparse.Namespace) -> int:
-    """Print the marks in a CSV, write trace and picture."""
+    """Print the marks in a CSV, write trace and picture of the launch that takes the median time."""
     with table.open(newline="") as file:
         title = file.readline().strip()
-        rows = list(csv.reader(file))[1:]
-    by_rank: dict[int, list[list[int]]] = {}
-    for rank, _, *line in rows:
-        by_rank.setdefault(int(rank), []).append([int(mark) for mark in line])
-    ctas = [cta for rank, lines in by_rank.items() for cta in read_marks(rank, lines)]
+        columns, *rows = csv.reader(file)
+    if "sample" not in columns:  # a CSV of before 2026-11-27, of one launch
+        rows = [["0", *row] for row in rows]
+    by_rank: dict[str, dict[int, list[list[int]]]] = {}
+    for sample, rank, _, *line in rows:
+        of_launch = by_rank.setdefault(sample, {})
+        of_launch.setdefault(int(rank), []).append([int(mark) for mark in line])
+    launches = [
+        [cta for rank, lines in of_launch.items() for cta in read_marks(rank, lines)]
+        for of_launch in by_rank.values()
+    ]
+    launches.sort(key=lambda ctas: max((cta.at["end"] for cta in ctas), default=0.0))
+    ctas = launches[(len(launches) - 1) // 2]
     if not any(cta.index == args.cta for cta in ctas):
         raise SystemExit(f"--cta {args.cta}: not one of the {len(ctas)} CTAs that took part")
-    print(title, *summary(ctas), sep="\n")
+    print(title, *summary(launches), sep="\n")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{args.name}.json"
     path.write_text(json.dumps(trace(ctas, args.cta, title)))

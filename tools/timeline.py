@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""Show one launch as time: what the roles of a CTA do when, and the phases of all CTAs, by the kernel's own timestamps.
+"""Show a launch as time: what the roles of a CTA do when, and the phases of all CTAs, by the kernel's own timestamps.
 
     python tools/timeline.py --shape dsv3 --tokens 64 --precision fp8                      on GPUs, by the kernel
     python tools/timeline.py --shape dsv3 --tokens 4096 --direction backward --cta 17
+    python tools/timeline.py --shape dsv3 --tokens 8 --ranks 1 --local-experts-of 4 --samples 20   medians of 20
     python tools/timeline.py --backend emulate --shape tiny --tokens 64 --ranks 2          anywhere; virtual time
     python tools/timeline.py --marks out/timeline.csv                                      again, from what was recorded
 
 Writes into --out: a CSV with the marks of every CTA of every rank in ns (csrc/megamoe/cta/profile.cuh), a Chrome trace
 (JSON, for chrome://tracing or ui.perfetto.dev) and, where matplotlib is there, a PNG. Prints when each mark is reached,
-in us since the rank's first CTA began: the median and the latest CTA.
+in us since the rank's first CTA began: the median and the latest CTA. A mark varies by 1 to 3 us from launch to launch:
+of several, the CSV has all, medians over them are printed, and shown is the one that takes the median time.
 
 The variant with timestamps runs, after warm-up calls, with a cold L2. A mark is the last warp's that makes it, and of
 several passes the last one's. Waits are sums over the launch: of load_a for rows and for h (backward: dgu), of one math
@@ -35,7 +37,10 @@ def main() -> int:
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
     add("--tokens", type=int, default=64, help="per rank")
+    add("--local-experts-of", type=int, metavar="R",
+        help="experts of one of R ranks: for fewer GPUs than R")  # fmt: skip
     add("--precision", default="bf16", choices=PRECISIONS)
+    add("--samples", type=int, default=1, help="launches; fibers take another order in each")
     add("--cta", type=int, default=0, help="whose roles are shown")
     add("--marks", type=Path, metavar="CSV", help="show these, run nothing")
     add("--out", type=Path, default=Path("out"))
@@ -43,6 +48,8 @@ def main() -> int:
     args = parser.parse_args()
     if len(args.shape) != 1:
         parser.error(f"--shape {' '.join(args.shape)}: one shape at a time")
+    if args.samples < 1:
+        parser.error(f"--samples {args.samples}, expected at least 1")
     if args.direction == "backward":
         refuse_training(parser, [args.precision])
     if args.marks:

@@ -7,7 +7,9 @@ import sys
 import pytest
 from programs import tool
 
+from bench import timeline as module
 from bench.timeline import mark_names
+from megamoe.backends.emulation import Emulation
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def spans(path):
 
 @pytest.mark.parametrize("direction", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
-    small = ("--backend", "emulate", "--shape", "tiny", "--tokens", 40, "--ranks", 2, "--cta", 1)
+    small = ("--backend", "emulate", "--shape", "tiny", "--tokens", 40, "--ranks", 2, "--cta", 1,
+             "--samples", 2)  # fmt: skip
     assert timeline(*small, "--direction", direction, "--out", tmp_path, "--name", "a") == 0
     printed = capsys.readouterr().out
     found = spans(tmp_path / "a.json")
@@ -62,6 +65,7 @@ def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
             *weights,
             "reduce, combine",
         ]
+    assert "medians of 2 launches" in printed
     assert "first_slot" in printed
     assert (direction == "backward") == ("data_done" in printed)
     assert (
@@ -104,7 +108,44 @@ def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, cap
     assert (tmp_path / "timeline.png").stat().st_size > 1_000
 
 
-def test_what_cannot_be_shown_is_named(timeline, tmp_path):
+def test_of_several_launches_the_median_one_is_shown(timeline, tmp_path, capsys):
+    def shifted(us):
+        return {
+            n: t + us * 1_000 * (n in ("math_done", "combined", "end")) for n, t in WHOLE.items()
+        }
+
+    names = mark_names()
+    launches = [(shifted(4), shifted(9)), (shifted(1),), (shifted(3), shifted(6))]
+    with (tmp_path / "marks.csv").open("w", newline="") as file:
+        file.write("# recorded\n")
+        writer = csv.writer(file)
+        writer.writerow(["sample", "rank", "cta", *names])
+        for sample, ctas in enumerate(launches):
+            for index, marks in enumerate(ctas):
+                writer.writerow([sample, 0, index, *(marks.get(name, 0) for name in names)])
+    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
+    assert spans(tmp_path / "timeline.json")["rank 0: CTAs", "CTA 1"][-1] == ("exit", 13.5, 14.0)
+    head, *lines = capsys.readouterr().out.splitlines()[1:-1]
+    assert head.endswith("medians of 3 launches")
+    found = {line.split()[1]: line.split()[2:] for line in lines}
+    assert found["end"] == ["2", "11.00", "14.00"]  # of 12, 9, 11 and of 17, 9, 14
+    assert found["first_slot"] == ["2", "3.00", "3.00"]
+
+
+def test_experts_of_one_rank_of_several(timeline, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Emulation, "forward_all", lambda self, *_, **__: shown.append(self.problem))
+    monkeypatch.setattr(module, "write", lambda *_: 0)
+    few = ("--backend", "emulate", "--shape", "tiny", "--tokens", 8, "--ranks", 1)
+    timeline(*few)
+    timeline(*few, "--local-experts-of", 2)
+    assert shown[0].num_experts == 2 * shown[1].num_experts
+
+
+def test_what_cannot_be_shown_is_named(timeline, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        timeline("--samples", 0)
+    assert "--samples 0, expected at least 1" in capsys.readouterr().err
     recorded(tmp_path / "marks.csv", WHOLE)
     show = ("--marks", tmp_path / "marks.csv", "--out", tmp_path)
     with pytest.raises(SystemExit, match="--cta 3: not one of the 1 CTAs"):
