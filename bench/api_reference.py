@@ -16,8 +16,8 @@ INNER |= {"cells", "of_cells", "of_tables", "refuse", "replicas", "without_pool"
 PARTS = {
     "Layer": (("megamoe.layer.runtime", "Opened"), ("megamoe.layer.moves", "Placed")),
     "MegaMoE": (("megamoe.layer.placed_module", "PlacedModule"),),
-    "MegaMoELayer": (("megamoe.adapters.host_layer", "HostModule"),),
-    "MegaRoutedExperts": (("megamoe.adapters.host_layer", "HostModule"),),
+    "MegaMoELayer": (("megamoe.adapters.library_layer", "LibraryModule"),),
+    "MegaRoutedExperts": (("megamoe.adapters.library_layer", "LibraryModule"),),
 }
 
 Definition = ast.ClassDef | ast.FunctionDef

@@ -19,7 +19,7 @@ from flashinfer.moe_ep.core.kernel.registry import register_mega_kernel
 from flashinfer.moe_ep.core.validation.common import validate_mega_forward_inputs
 from torch import Tensor
 
-from megamoe.adapters.host_layer import HostLayer, check, refusals
+from megamoe.adapters.library_layer import LibraryLayer, check, refusals
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
@@ -51,7 +51,7 @@ class MegaMoEConfig:
 class Workspace:
     """A layer of one capacity and, between stage_inputs() and compute(), what it is called with."""
 
-    def __init__(self, layer: HostLayer) -> None:
+    def __init__(self, layer: LibraryLayer) -> None:
         self.layer = layer
         self.staged: tuple[Tensor, Tensor, Tensor, Tensor | None] | None = None
 
@@ -75,7 +75,7 @@ class MegaMoEKernel(MegaKernelBackend):
         super().__init__(config)
         self._stated = config
         # By tokens of a call, of which FlashInfer has one workspace.
-        self._layers: dict[int, HostLayer] = {}
+        self._layers: dict[int, LibraryLayer] = {}
 
     @classmethod
     def kernel_name(cls) -> str:
@@ -161,7 +161,7 @@ class MegaMoEKernel(MegaKernelBackend):
             if weights is None:
                 expected = "a pack, or transformed_weights, before a workspace"
                 raise ConfigError("weights", None, expected)
-        layer = HostLayer(problem, group, weights.w13.device, *stated)
+        layer = LibraryLayer(problem, group, weights.w13.device, *stated)
         layer.prepare(weights)
         self._layers[problem.max_tokens] = layer
         return Workspace(layer)

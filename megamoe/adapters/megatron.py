@@ -23,16 +23,16 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
-from megamoe.adapters.host_layer import (
+from megamoe.adapters.library_layer import (
     MAX_TOKENS,
-    HostLayer,
-    HostModule,
+    LibraryLayer,
+    LibraryModule,
     check,
     close_in,
     ranks_of,
     refusals,
 )
-from megamoe.adapters.host_parameters import expect_writes
+from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.megatron_experts import (
     activation_of,
     adds_to_main_grad,
@@ -95,7 +95,7 @@ class _EqualToItsBase(ABCMeta):
     __hash__ = ABCMeta.__hash__
 
 
-class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
+class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
     """Megatron's MoELayer with the routed experts in a megamoe layer; the first four arguments are MoELayer's.
 
     backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
@@ -154,7 +154,7 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
             topk_ids = turned_ids(topk_ids, self.num_local_experts)
         return layer(x, topk_ids, topk_weights, weights), None
 
-    def _open(self, device: torch.device) -> HostLayer:
+    def _open(self, device: torch.device) -> LibraryLayer:
         group = None if self._problem.ep_size == 1 else self.ep_group
         ranks = Group(group)
 
@@ -165,7 +165,7 @@ class MegaMoELayer(HostModule, MoELayer, metaclass=_EqualToItsBase):
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.
         self._descending = all(ranks.agree("set-up", state).values())
-        return HostLayer(
+        return LibraryLayer(
             self._problem,
             group,
             device,

@@ -1,7 +1,7 @@
 """What a layer needs to know of Megatron's experts: parameters, activation, routes; what it does not compute.
 
 SequentialMLP and TEGroupedMLP have a parameter for each expert, [2I, H] and [H, I], moved into one tensor when the
-layer is built and read in place as long as they lie so (host_parameters.py), or in descending order. GroupedMLP has
+layer is built and read in place as long as they lie so (library_parameters.py), or in descending order. GroupedMLP has
 [H, L*2I] and [L*I, H], transposed in every call.
 """
 
@@ -16,8 +16,8 @@ from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP, TEGroupedMLP
 from torch import Tensor
 
-from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import as_one, joined, tie, weights_from
+from megamoe.adapters.library_activations import candidates, matching
+from megamoe.adapters.library_parameters import as_one, joined, tie, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.adapters.host_layer import HostLayer, HostLayers, check, ranks_of, refusals
-from megamoe.adapters.host_patches import Patches, found
+from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, check, ranks_of, refusals
+from megamoe.adapters.library_patches import Patches, found
 from megamoe.core.config import Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
@@ -82,7 +82,7 @@ class Buffer:
             raise ConfigError("num_experts", num_experts, expected)
         self._stated = check(backend, options or {})
         self.x = self.x_sf = self.topk_idx = self.topk_weights = self
-        self._layers = HostLayers()  # by precision and clamp
+        self._layers = LibraryLayers()  # by precision and clamp
         self._call: tuple[Tensor, Tensor, Tensor] | MegaMoEError | None = None
 
     def stage(self, call: tuple[Tensor, Tensor, Tensor] | MegaMoEError) -> None:
@@ -98,7 +98,7 @@ class Buffer:
             raise call
         return call
 
-    def layer(self, w2: Tensor, w2_scale: Tensor, clamp: float | None) -> HostLayer:
+    def layer(self, w2: Tensor, w2_scale: Tensor, clamp: float | None) -> LibraryLayer:
         """Return the layer of these weights, a new one collectively. clamp: of gate and up before the activation."""
         by_channel = w2_scale.shape[1:] == (w2.shape[1], 1)
         key = "fp8_channel" if by_channel else "fp8", clamp
@@ -111,7 +111,7 @@ class Buffer:
                 return made
             return replace(made, activation=Activation("clamped_swiglu", limit=float(clamp)))
 
-        self._layers[key] = HostLayer(problem, self.group, w2.device, *self._stated)
+        self._layers[key] = LibraryLayer(problem, self.group, w2.device, *self._stated)
         return self._layers[key]
 
     def close(self) -> None:

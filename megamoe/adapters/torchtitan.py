@@ -20,16 +20,16 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from megamoe.adapters.host_layer import (
+from megamoe.adapters.library_layer import (
     MAX_TOKENS,
-    HostLayer,
-    HostModule,
+    LibraryLayer,
+    LibraryModule,
     check,
     close_in,
     ranks_of,
     refusals,
 )
-from megamoe.adapters.host_parameters import expect_writes
+from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.torchtitan_experts import (
     activation_of,
     check_class,
@@ -42,7 +42,7 @@ from megamoe.core.errors import ConfigError
 from megamoe.formats.versions import invalidate
 
 
-class MegaRoutedExperts(HostModule, RoutedExperts):
+class MegaRoutedExperts(LibraryModule, RoutedExperts):
     """torchtitan's RoutedExperts in a megamoe layer: its parameters, no token dispatcher.
 
     Config's backend: of megamoe.Layer. precision: "bf16" or "fp8", of the products. max_tokens: of a call on one rank:
@@ -117,7 +117,7 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
             **ranks_of(group),
         )
 
-    def _open(self, device: torch.device) -> HostLayer:
+    def _open(self, device: torch.device) -> LibraryLayer:
         group = None if self._mesh is None else self._mesh.get_group()
 
         def problem(_: Any) -> Problem:
@@ -126,7 +126,7 @@ class MegaRoutedExperts(HostModule, RoutedExperts):
             check_modules(self.inner_experts)
             return self._problem_over(group)
 
-        return HostLayer(problem, group, device, *self._stated)
+        return LibraryLayer(problem, group, device, *self._stated)
 
 
 @override(target=RoutedExperts.Config, exact=True, description="Experts in a megamoe layer.")

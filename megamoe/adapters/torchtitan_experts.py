@@ -9,8 +9,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.gpt_oss.moe import swiglu as gpt_oss_swiglu
 
-from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import in_turn, joined, local, tie, weights_from
+from megamoe.adapters.library_activations import candidates, matching
+from megamoe.adapters.library_parameters import in_turn, joined, local, tie, weights_from
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.core.errors import ConfigError
 from megamoe.formats.weights import ExpertWeights

@@ -24,17 +24,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
-from megamoe.adapters.host_layer import (
+from megamoe.adapters.library_layer import (
     MAX_TOKENS,
-    HostLayer,
-    HostLayers,
+    LibraryLayer,
+    LibraryLayers,
     at_first_call,
     check,
     ranks_of,
     refusals,
     return_window,
 )
-from megamoe.adapters.host_parameters import expect_writes
+from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.transformers_weights import (
     activation_of,
     arranged,
@@ -81,7 +81,7 @@ class Experts:
         self._precision, self._max_tokens = precision, max_tokens
         self._modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()  # in order of calls
         # Closing is collective, and garbage is not collected at the same time on all ranks.
-        self._spread: list[HostLayer] = []
+        self._spread: list[LibraryLayer] = []
         self._windows: list[dict[str, Any]] = []  # borrowed, by layers of lost modules, too
         self._number = next(_numbers)
 
@@ -150,28 +150,28 @@ class Experts:
         self._windows.clear()
         arranged.clear()
 
-    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> HostLayer:
+    def _layer(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> LibraryLayer:
         device = weights.w2.device
         return self._made(module, device, top_k) or self._make(module, weights, top_k, group)
 
-    def _made(self, module: Any, device: torch.device, top_k: int) -> HostLayer | None:
+    def _made(self, module: Any, device: torch.device, top_k: int) -> LibraryLayer | None:
         """Return the layer there is, none where the activation changed since: it is replaced, on all ranks or none."""
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get((self._number, device, top_k))
         return None if layer is None or layer.made_for != formula_of(module) else layer
 
     @at_first_call
-    def _make(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> HostLayer:
+    def _make(self, module: Any, weights: ExpertWeights, top_k: int, group: Any) -> LibraryLayer:
         device = weights.w2.device
         key = self._number, device, top_k  # a module may be moved
 
         def problem(_: Any) -> Problem:
             return self._problem(module, weights, top_k, group)
 
-        layer = HostLayer(problem, group, device, *self._stated)
+        layer = LibraryLayer(problem, group, device, *self._stated)
         self._windows.append(layer.borrowed)
         if not hasattr(module, "_megamoe_layers"):
-            module._megamoe_layers = HostLayers()  # where torch.compile sees them
+            module._megamoe_layers = LibraryLayers()  # where torch.compile sees them
             expect_writes(module)
         old = module._megamoe_layers.pop(key, None)
         if old is not None and group is None:

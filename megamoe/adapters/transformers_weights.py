@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import in_turn, weights_from
+from megamoe.adapters.library_activations import candidates, matching
+from megamoe.adapters.library_parameters import in_turn, weights_from
 from megamoe.core.config import Activation
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import SCALE_GROUP

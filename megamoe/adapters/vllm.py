@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
 )
 
-from megamoe.adapters.host_layer import check
-from megamoe.adapters.host_patches import Patches, found
+from megamoe.adapters.library_layer import check
+from megamoe.adapters.library_patches import Patches, found
 from megamoe.adapters.vllm_experts import Experts, Layers, PrepareAndFinalize
 from megamoe.core.errors import ConfigError
 

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from megamoe.adapters.host_layer import HostLayer, HostLayers, refusals
+from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, refusals
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import SCALE_GROUP
@@ -38,19 +38,19 @@ _PLAIN = {MoEActivation.GELU: "geglu", MoEActivation.GELU_TANH: "geglu_tanh"}
 _CLAMPED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
-class Layers(HostLayers):
+class Layers(LibraryLayers):
     """The layers of this process, one for all MoE layers of one problem. backend, options: of megamoe.Layer."""
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         super().__init__()
         self.backend, self.options = backend, options
 
-    def of(self, problem: Problem, device: torch.device) -> HostLayer:
+    def of(self, problem: Problem, device: torch.device) -> LibraryLayer:
         """Return the layer over vLLM's expert-parallel group. Collective where it is made."""
         group = None if problem.ep_size == 1 else parallel_state.get_ep_group().device_group
         key = problem, group, device
         if key not in self:
-            self[key] = HostLayer(*key, self.backend, self.options)
+            self[key] = LibraryLayer(*key, self.backend, self.options)
         return self[key]
 
 

@@ -22,7 +22,7 @@ ELSEWHERE = {  # page, word -> the test that asks pages.programs() for these
     ("docs/adapters.md", "hf"): "tests/unit/hf_models.py",
     ("docs/adapters.md", "megatron"): "tests/libraries/test_megatron.py",
     ("docs/adapters.md", "flashinfer"): "tests/libraries/test_flashinfer.py",
-    ("docs/adapters.md", "library"): "tests/unit/adapters/test_host_layer.py",
+    ("docs/adapters.md", "library"): "tests/unit/adapters/test_library_layer.py",
     ("docs/adapters.md", "nvfp4"): "tests/unit/checkpoints/test_nvfp4_checkpoints.py",
     ("docs/adapters.md", "checkpoints"): "tests/unit/checkpoints/test_checkpoints.py",
 }

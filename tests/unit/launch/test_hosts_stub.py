@@ -4,7 +4,7 @@ RANKS = """
 import os
 import torch.distributed as dist
 from megamoe import MegaMoE
-from megamoe.adapters import host_layer
+from megamoe.adapters import library_layer
 from megamoe.layer import functional
 from megamoe.testing import launch
 from megamoe.window import window as windows
@@ -43,10 +43,10 @@ def one_of_two(rank, options):
     second.close()
     layer.close()
     cpu = torch.device("cpu")
-    borrowed = host_layer.borrow_window(layer.problem, dist.group.WORLD, cpu, "mega", options)
+    borrowed = library_layer.borrow_window(layer.problem, dist.group.WORLD, cpu, "mega", options)
     of = borrowed["window"]
     found["borrowed"] = [of.spec.ep_size, of.spec.max_tokens, of.group.label(0)]
-    host_layer.return_window(borrowed)
+    library_layer.return_window(borrowed)
     return found
 """
 PRELUDE = """

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megamoe
-from megamoe.adapters.host_parameters import joined, tie
+from megamoe.adapters.library_parameters import joined, tie
 from megamoe.core.config import Problem
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights

@@ -7,7 +7,7 @@ import torch
 from ambient import default_dtype
 
 from megamoe import ArgumentError, ExpertWeights, Layer, MegaMoE, Problem, SharedExperts, ops
-from megamoe.adapters.host_activations import candidates, matching
+from megamoe.adapters.library_activations import candidates, matching
 from megamoe.formats import fp4
 from megamoe.layer.main_grad import Joint
 from megamoe.testing import make_inputs, make_weights

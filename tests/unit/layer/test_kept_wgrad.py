@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from trained import backward, gradients, leaves, made, of_ranks, same, train
 
 import megamoe
-from megamoe.adapters.host_parameters import joined, tie
+from megamoe.adapters.library_parameters import joined, tie
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, WorkspaceTooSmall
 from megamoe.testing import launch
 

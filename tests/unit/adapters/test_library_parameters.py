@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megamoe.adapters.host_activations import candidates, matching
-from megamoe.adapters.host_parameters import as_one, joined, tie
+from megamoe.adapters.library_activations import candidates, matching
+from megamoe.adapters.library_parameters import as_one, joined, tie
 from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ConfigError
 from megamoe.formats.joined import join_w1_w3

@@ -9,9 +9,9 @@ import torch
 from pages import programs
 
 from megamoe import Layer
-from megamoe.adapters import host_layer
-from megamoe.adapters.host_layer import check, close_in
-from megamoe.adapters.host_patches import Patches, found
+from megamoe.adapters import library_layer
+from megamoe.adapters.library_layer import check, close_in
+from megamoe.adapters.library_patches import Patches, found
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.testing import make_inputs, make_weights, same_bits
@@ -68,9 +68,9 @@ def test_what_no_layer_could_have_is_refused():
 
 
 def test_no_window_is_taken_for_a_layer_that_is_refused(monkeypatch):
-    monkeypatch.setattr(host_layer, "borrow_window", lambda *_: pytest.fail("taken"))
+    monkeypatch.setattr(library_layer, "borrow_window", lambda *_: pytest.fail("taken"))
     with pytest.raises(ConfigError, match="apply_router_weight_on_input"):
-        host_layer.HostLayer(
+        library_layer.LibraryLayer(
             *(PROBLEM, None, torch.device("cpu"), "staged", {}), apply_router_weight_on_input=True
         )
 
@@ -82,24 +82,24 @@ def test_layers_of_one_size_share_a_window_until_the_last_is_closed(monkeypatch)
     def window_of(name, problem, group, *_):
         return (problem, group) if chosen[-1] == "mega" else None
 
-    monkeypatch.setattr(host_layer, "window_of", window_of)
+    monkeypatch.setattr(library_layer, "window_of", window_of)
     window = type("Window", (), {"close": lambda self: closed.append(self)})
-    monkeypatch.setattr(host_layer, "Window", lambda *_, **__: made.append(window()) or made[-1])
+    monkeypatch.setattr(library_layer, "Window", lambda *_, **__: made.append(window()) or made[-1])
     small, cuda = Problem(64, 48, 6, 2, max_tokens=64), torch.device("cuda", 0)
     problems = [small, replace(small, num_experts=8), replace(small, top_k=3)]
-    taken = [host_layer.borrow_window(p, None, cuda, "auto", {}) for p in problems]
+    taken = [library_layer.borrow_window(p, None, cuda, "auto", {}) for p in problems]
     assert [made.index(t["window"]) for t in taken] == [0, 0, 1]
-    host_layer.return_window(taken[0])
+    library_layer.return_window(taken[0])
     assert not closed
-    host_layer.return_window(taken[1])
+    library_layer.return_window(taken[1])
     assert closed == made[:1]
-    assert host_layer.borrow_window(small, None, cuda, "auto", {"window": made[1]}) == {}
+    assert library_layer.borrow_window(small, None, cuda, "auto", {"window": made[1]}) == {}
     chosen.append("staged")
-    assert host_layer.borrow_window(small, None, cuda, "auto", {}) == {}
-    host_layer.return_window({})
-    host_layer.return_window(taken[2])
+    assert library_layer.borrow_window(small, None, cuda, "auto", {}) == {}
+    library_layer.return_window({})
+    library_layer.return_window(taken[2])
     assert closed == made
-    assert not host_layer._windows
+    assert not library_layer._windows
 
 
 def test_patches_are_put_once_and_undone():

@@ -62,7 +62,7 @@ def ranks_of(group: Any) -> Ranks:
     return {"ep_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
 
-class HostLayer(Layer):
+class LibraryLayer(Layer):
     """A layer in the place of a library's experts; those of one size share a window, which takes hundreds of MB.
 
     problem: as megamoe.Layer takes it; what only this rank may refuse belongs into a function that makes it.
@@ -99,14 +99,14 @@ class HostLayer(Layer):
         """Leave nothing to a copy of its module, whose first call makes one."""
 
 
-class HostLayers(dict[Any, HostLayer]):
+class LibraryLayers(dict[Any, LibraryLayer]):
     """Layers by what they are for. Copies have none."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostLayers:
-        return HostLayers()
+    def __deepcopy__(self, memo: dict[int, Any]) -> LibraryLayers:
+        return LibraryLayers()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HostLayers, ()
+        return LibraryLayers, ()
 
     def close(self) -> None:
         """Free what they hold; calls make them anew. Collective."""
@@ -138,18 +138,18 @@ def _refuse_to_make(group: Any, error: Exception) -> None:
     ranks.tell("a new layer", error)
 
 
-class HostModule:
+class LibraryModule:
     """A library's module of experts with a layer of its own: `_open(device)` returns a new one, for a first call."""
 
-    _layer: HostLayer | None = None
-    _open: Callable[[torch.device], HostLayer]
+    _layer: LibraryLayer | None = None
+    _open: Callable[[torch.device], LibraryLayer]
 
-    def _opened(self, device: torch.device) -> HostLayer:
+    def _opened(self, device: torch.device) -> LibraryLayer:
         """Return the layer. Collective where there is none."""
         return self._layer or self._make(device)
 
     @at_first_call
-    def _make(self, device: torch.device) -> HostLayer:
+    def _make(self, device: torch.device) -> LibraryLayer:
         self._layer = self._open(device)
         return self._layer
 
@@ -163,7 +163,7 @@ class HostModule:
 def close_in(model: torch.nn.Module) -> None:
     """Close the modules of a model. Collective."""
     for module in model.modules():
-        if isinstance(module, HostModule):
+        if isinstance(module, LibraryModule):
             module.close()
 
 
