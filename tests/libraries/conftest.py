@@ -12,3 +12,12 @@ def one_rank(tmp_path_factory):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def installed(request):
+    """What install() of the `adapter` that a file tests returns; undone behind each test."""
+    made = request.module.adapter.install(backend="staged")
+    yield made
+    made.close()
+    made.uninstall()

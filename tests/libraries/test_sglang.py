@@ -51,11 +51,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
-def installed():
-    made = adapter.install(backend="staged")
-    yield made
-    made.close()
-    made.uninstall()
+def installed(installed):
+    yield installed
     mega_moe._MEGA_MOE_SYMM_BUFFER.clear()
 
 

@@ -45,14 +45,6 @@ from megamoe.adapters import vllm_plugin  # noqa: E402
 WITHIN = {"bf16": 0.006, "fp8": 0.06, "fp8_channel": 0.06}
 
 
-@pytest.fixture
-def installed():
-    made = adapter.install(backend="staged")
-    yield made
-    made.close()
-    made.uninstall()
-
-
 def gelu(gate_up, approximate):
     gate, up = gate_up.chunk(2)
     return F.gelu(gate, approximate=approximate) * up

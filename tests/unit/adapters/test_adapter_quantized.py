@@ -17,12 +17,7 @@ from megamoe.adapters.transformers_weights import weights_of  # noqa: E402
 
 ROUNDED_ROWS_AND_WEIGHTS = 0.08  # twice w13, once w2 besides
 
-
-@pytest.fixture(autouse=True)
-def experts():
-    registered = adapter.register(backend="staged", max_tokens=16)
-    yield registered
-    registered.close()
+pytestmark = pytest.mark.usefixtures("experts")
 
 
 @pytest.mark.parametrize("kind", PAIRS)

@@ -40,13 +40,6 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("NemotronH", "Ge
 
 
 @pytest.fixture
-def experts():
-    registered = adapter.register(backend="staged", max_tokens=16)
-    yield registered
-    registered.close()
-
-
-@pytest.fixture
 def emulated():
     registered = adapter.register("megamoe_emulated", backend="emulate", max_tokens=16)
     yield registered
