@@ -99,14 +99,14 @@ class _Seen(NamedTuple):
     known: Any
     w13: Tensor
     w2: Tensor
-    counts: tuple[int, int, int]  # of writes to them, and of optimizers' steps
+    counts: tuple[int, ...]  # their storages, writes to them, optimizers' steps
     asks: bool  # a graph that is captured quantizes them itself
     turns: bool  # their transposes were made
     weights: ExpertWeights
 
     @classmethod
     def of(cls, known: Any, w13: Tensor, w2: Tensor, made: ExpertWeights, turns: bool) -> _Seen:
-        counts = w13._version, w2._version, steps[0]
+        counts = _counts(w13, w2)
         return cls(known, w13, w2, counts, trained(w13) or trained(w2), turns, made)
 
     def holds(self, known: Any, masters: ExpertWeights, trains: bool) -> bool:
@@ -118,10 +118,16 @@ class _Seen(NamedTuple):
             and w2 is self.w2
             and masters.b13 is self.weights.b13
             and masters.b2 is self.weights.b2
-            and (w13._version, w2._version, steps[0]) == self.counts
+            and _counts(w13, w2) == self.counts
             and (self.turns or not trains)
             and not (self.asks and _capturing(w13))
         )
+
+
+def _counts(w13: Tensor, w2: Tensor) -> tuple[int, ...]:
+    # By `p.data = ...` a parameter may come to lie where it lay, in other memory: not even its _version changes.
+    storages = w13.untyped_storage()._cdata, w2.untyped_storage()._cdata
+    return *storages, w13._version, w2._version, steps[0]
 
 
 class QuantizedCache:
@@ -169,6 +175,7 @@ class QuantizedCache:
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
                 out, turned_out = (entry.q, entry.scale), entry.turned
+                entry.version = None  # until all is written
             volatile |= entry.volatile and same_storages(entry.kept, w)
         (q, scale), turned = quantize_weights(w.detach(), planes, stored, out, trains, turned_out)
         self._entries[name] = _Entry(storages_of(w), version, q, scale, volatile, turned)
@@ -191,6 +198,7 @@ class QuantizedCache:
         seen = self._seen
         if seen is not None and seen.holds(known, masters, trains):
             return seen.weights
+        self._seen = None  # an error may come between the two
         w13, w2, stored = masters.w13, masters.w2, problem.formats.w
         q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
         q2, s2 = self.get("w2", w2, 1, stored, trains)

@@ -21,7 +21,8 @@ from megamoe.formats.quantization import (
     quantize_tokens,
 )
 from megamoe.formats.weights import ExpertWeights
-from megamoe.launch.cache import QuantizedCache
+from megamoe.launch import cache as cache_module
+from megamoe.launch.cache import QuantizedCache, quantize_weights
 from megamoe.testing import assert_close, make_weights
 
 E4M3 = torch.float8_e4m3fn
@@ -220,6 +221,25 @@ def test_cache_does_not_confuse_temporaries_at_one_address():
         (kept,) = cache._entries["w2"].kept  # so that its address is not given out again
         assert kept.cdata == w.untyped_storage()._cdata
         del w
+
+
+def test_an_error_between_two_copies_leaves_no_old_ones(monkeypatch):
+    """Of a device without memory, say: w13's copy was written over by then, where it lies."""
+    problem = replace(PROBLEM, precision="fp8", bias=False)
+    first, second = (make_weights(problem, seed=seed, quantize=False) for seed in (1, 2))
+    cache = QuantizedCache()
+    expected = cache.weights(problem, first).w13.clone()
+
+    def fails(w, *args):
+        if w.shape == first.w2.shape:
+            raise RuntimeError("out of memory")
+        return quantize_weights(w, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache_module, "quantize_weights", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            cache.weights(problem, second)
+    assert same_bits(cache.weights(problem, first).w13, expected)
 
 
 @pytest.mark.gpu

@@ -275,6 +275,25 @@ def test_memory_that_parameters_have_left_is_freed(given, grad, way):
     assert all(storage.expired() for storage in before)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_other_memory_at_the_same_address_is_seen(grad):
+    """Offloaded weights may come back as others where they lay: `p.data = ...` changes no _version."""
+    net, (x, ids, scores) = make(), batch()
+    x.requires_grad_(grad)
+    # What torch.frombuffer() returns lies there, each time in a storage of its own.
+    memory = [bytearray(p.nbytes + 64) for p in net.parameters()]
+    for round_ in range(3):
+        for p, place in zip(net.parameters(), memory, strict=True):
+            content = torch.randn(p.shape, generator=torch.Generator().manual_seed(round_)) / 4
+            p.data = torch.empty(0, dtype=p.dtype)
+            first = -torch.frombuffer(place, dtype=torch.uint8).data_ptr() % 64
+            there = torch.frombuffer(place, dtype=p.dtype, count=content.numel(), offset=first)
+            p.data = there.view(content.shape).copy_(content)
+        y, fresh = net(x, ids, scores), make()
+        fresh.w13.data, fresh.w2.data = net.w13.data, net.w2.data
+        assert torch.equal(y, fresh(x, ids, scores))
+
+
 def test_foreign_optimizer():
     layer, other = make(), make()
     foreign = Foreign(layer.parameters())
