@@ -17,7 +17,7 @@ from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
 from megamoe.layer.backward import gradients
-from megamoe.layer.delayed import Delayed
+from megamoe.layer.delayed import Delayed, asked_of
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
 from megamoe.layer.runtime import Runtime, runtime_of
@@ -55,6 +55,7 @@ class _Call(torch.autograd.Function):
         if how.delayed is not None:
             assert how.weights is not None
             inputs = inputs.with_weights(how.weights)
+            ctx.asked = asked_of(how.weights)
         if how.direct:
             assert how.weights is not None
             y, state = forward(runtime_of(how.handle), inputs, how.weights, True, how.known)
@@ -84,7 +85,8 @@ class _Call(torch.autograd.Function):
         grads: Gradients
         if how.delayed is not None:
             anchor, *_ = ctx.next_functions
-            grads = _delayed(how, handle, inputs, dy, state, needs, anchor[0])
+            waits = torch._C._will_engine_execute_node(anchor[0])  # not by grad(loss, inputs=[x])
+            grads = _delayed(how, handle, inputs, dy, state, needs, ctx.asked if waits else None)
         elif how.adding:
             nodes = dict(zip(Inputs._fields, ctx.next_functions, strict=False))  # no bias before w2
             asked = {n: getattr(needs, n) and _asked(nodes[n][0]) for n in main_grad.NAMES}
@@ -134,24 +136,27 @@ def _delayed(
     dy: Tensor | None,
     state: Tensor,
     needs: Needs,
-    anchor: Any,
+    asked: frozenset[str] | None,
 ) -> Gradients:
-    """Return the gradients of x and topk_weights; those of weights wait, if they are asked for."""
+    """Return the gradients of x and topk_weights; those of weights wait.
+
+    asked: as of Delayed.add(); None: they are not asked for.
+    """
     runtime = runtime_of(handle)
     if torch.is_grad_enabled():
         runtime.refuse()
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
     assert how.delayed is not None
     assert how.weights is not None
-    waits = torch._C._will_engine_execute_node(anchor)  # not by grad(loss, inputs=[x])
-    kept = runtime.backend.new_kept() if waits and how.delayed.keeps else None
+    kept = None
+    if asked is not None and how.delayed.keeps:
+        kept = runtime.backend.new_kept()
     found = Gradients()
     if any(needs) or kept is not None:
         found = gradients(runtime, inputs, dy, state, Wanted(needs, kept=kept))
-    if kept is not None:
-        how.delayed.add_kept(how.weights, kept)
-    elif waits:
-        how.delayed.add(how.weights, dy, inputs, state)
+    if asked is not None:
+        dy = None if dy is None else dy.detach()
+        how.delayed.add(how.weights, asked, kept or (inputs, dy, state))
     return found
 
 

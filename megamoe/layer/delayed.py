@@ -29,15 +29,20 @@ NAMES = ("w13", "w2", "b13", "b2")
 _CHANGED = "unchanged from its backward pass until backward_dw()"
 
 
+Replayed = tuple[Inputs, Tensor | None, Tensor]
+
+
 @dataclass
 class _Pending:
     """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone.
 
+    asked: names of those that needed a gradient then. One that is frozen since gets none, as autograd has it.
     replayed: inputs, dy and state, as gradients() takes them; or kept: its rows.
     """
 
     weights: ExpertWeights
-    replayed: tuple[Inputs, Tensor | None, Tensor] | None
+    asked: frozenset[str]
+    replayed: Replayed | None
     versions: list[tuple[int, int]]
     kept: KeptRows | None = None
 
@@ -67,17 +72,23 @@ class _Pending:
             return None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype)
 
         pairs = [(getattr(self.weights, n), getattr(other.weights, n)) for n in NAMES]
+        if self.needs() != other.needs():
+            return False
         if all(mine is theirs for mine, theirs in pairs):
             return True
         alike = all(lies(mine) == lies(theirs) for mine, theirs in pairs)
         return alike and self.leaves() == other.leaves()
 
+    def needs(self) -> dict[str, bool]:
+        """Return name -> whether a gradient is to come."""
+        return {n: n in self.asked and n in asked_of(self.weights) for n in NAMES}
+
     def leaves(self) -> set[int]:
         """Return the ids of the parameters whose gradients are to come."""
         found, nodes = set(), []
-        for name in NAMES:
-            w = getattr(self.weights, name)
-            if w is not None and w.requires_grad:
+        for name, need in self.needs().items():
+            if need:
+                w = getattr(self.weights, name)
                 nodes.append(w.grad_fn) if w.grad_fn is not None else found.add(id(w))
         while nodes:
             node = nodes.pop()
@@ -85,6 +96,11 @@ class _Pending:
                 found.add(id(node.variable))
             nodes += [n for n, _ in node.next_functions if n is not None]
         return found
+
+
+def asked_of(weights: ExpertWeights) -> frozenset[str]:
+    """Return the names of weights that need a gradient."""
+    return frozenset(n for n in NAMES if getattr(getattr(weights, n), "requires_grad", False))
 
 
 def _version(t: Tensor) -> tuple[int, int]:
@@ -105,16 +121,15 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, weights: ExpertWeights, dy: Tensor | None, inputs: Inputs, state: Tensor) -> None:
-        """Remember a backward pass whose gradients of x and topk_weights are made. Arguments: as of gradients()."""
-        replayed = inputs, None if dy is None else dy.detach(), state
-        self._append(_Pending(weights, replayed, []))
+    def add(self, weights: ExpertWeights, asked: frozenset[str], rows: KeptRows | Replayed) -> None:
+        """Remember a backward pass whose gradients of x and topk_weights are made.
 
-    def add_kept(self, weights: ExpertWeights, kept: KeptRows) -> None:
-        """Remember a backward pass that has kept its rows."""
-        self._append(_Pending(weights, None, [], kept))
-
-    def _append(self, pending: _Pending) -> None:
+        asked: asked_of() the weights when the call was made. rows: that it has kept, or what is replayed.
+        """
+        if isinstance(rows, KeptRows):
+            pending = _Pending(weights, asked, None, [], rows)
+        else:
+            pending = _Pending(weights, asked, rows, [])
         pending.versions = [_version(t) for _, t in pending.tensors]
         self._queue.append(pending)
         _waiting.add(self)
@@ -163,7 +178,7 @@ class Delayed:
         try:
             pending.check()
             given = {name: getattr(pending.weights, name) for name in NAMES}
-            asked = {name: w is not None and w.requires_grad for name, w in given.items()}
+            asked = pending.needs()
             if self._adding:
                 into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
         except ArgumentError:

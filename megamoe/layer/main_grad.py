@@ -159,8 +159,8 @@ def targets(weights: ExpertWeights, needs: Sequence[bool], written: set[int]) ->
     check(weights)
     found = {}
     for name, need in zip(NAMES, needs, strict=True):
-        if need:
-            p: Any = getattr(weights, name)
+        p: Any = getattr(weights, name)
+        if need and p.requires_grad:  # not frozen since
             joint = getattr(p, "joint_main_grad", None)
             if joint is not None:
                 found[name] = joint.target(p, written)

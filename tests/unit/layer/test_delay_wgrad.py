@@ -160,6 +160,28 @@ def test_frozen(backend):
     assert torch.equal(layer.w13.grad, expected["w13"])
 
 
+@pytest.mark.parametrize(
+    ("backend", "delay"), [("saving", True), ("staged", True), ("emulate", "keep")]
+)
+def test_what_a_call_had_frozen_gets_no_gradient_of_it(backend, delay):
+    """As of a critic that is frozen while its judgement is asked for, and thawed before the backward pass."""
+    layer, expected = made(backend, delay_wgrad=delay), train(made(backend))
+    layer.w2.requires_grad_(False)
+    call = leaves(layer)
+    y = layer(*call)
+    layer.requires_grad_(True)
+    y.float().square().sum().backward()
+    backward(layer)
+    if delay == "keep":
+        with pytest.raises(ArgumentError, match="number 1 had other weights than number 0"):
+            layer.backward_dw(2)
+    layer.backward_dw()
+    assert layer.w2.grad is None
+    assert torch.equal(layer.w13.grad, expected["w13"])
+    layer.backward_dw()
+    assert torch.equal(layer.w2.grad, expected["w2"])
+
+
 def test_gradients_of_views_reach_what_they_are_views_of():
     module = made("staged")
     found = []

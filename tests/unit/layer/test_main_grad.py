@@ -136,6 +136,18 @@ def test_frozen(backend, frozen):
         assert p.grad_added_to_main_grad is (name not in frozen)
 
 
+def test_frozen_behind_the_call(backend):
+    """As autograd drops a gradient then."""
+    layer, expected = adding(backend), train(made(backend))
+    y = layer(*leaves(layer))
+    layer.w2.requires_grad_(False)
+    layer.w2.main_grad = None
+    y.float().square().sum().backward()
+    assert torch.equal(layer.w13.main_grad, expected["w13"].float())
+    assert layer.w2.grad is None
+    assert layer.w2.grad_added_to_main_grad is False
+
+
 @pytest.mark.parametrize("way", ["reentrant", "not reentrant", "offload", "mode", "retain"])
 def test_ways(backend, way):
     """Each adds once: the parameter is the one that was called with, whatever saved tensors became."""
