@@ -76,8 +76,8 @@ class _Call(torch.autograd.Function):
             *tensors, handle, state = ctx.saved_tensors
         except MegaMoEError:  # a checkpoint's call, made again: the other ranks have been told
             raise
-        except RuntimeError:  # changed in place, or freed; the other ranks would wait
-            if how.direct:
+        except Exception:  # changed in place, freed, or a hook's own; the other ranks would wait
+            if type(how.handle) is Tensor:  # not traced
                 runtime_of(how.handle).refuse()
             raise
         inputs, found = Inputs(*tensors), Inputs(*ctx.needs_input_grad[2:])

@@ -309,3 +309,37 @@ def test_parameters_that_one_rank_cannot_compute_raise_on_all(backend):
     assert there[1::2] == here[1::2] == [(None, "")] * 4
     assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 4, there
     assert here[::2] == [("ValueError", "no memory left, say")] * 4
+
+
+class Own(nn.Parameter):
+    """A class of parameters, which torch may treat in ways of its own."""
+
+
+def lose_saved_tensors(rank):
+    def unpack(tensor):
+        if rank == 1:
+            raise OSError("no such file")
+        return tensor
+
+    found = []
+    for kind in (nn.Parameter, Own):
+        layer = made("reference", dist.group.WORLD)
+        layer.w13 = kind(layer.w13.data)
+        x, ids, scores = drawn(rank)
+        y = layer(x, ids, scores)
+        if rank == 1:
+            ids.add_(0)
+        found.append(outcome(loss_of(y).backward))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            y = layer(x, ids, scores)
+        found.append(outcome(loss_of(y).backward))
+        found.append(outcome(loss_of(layer(x, ids, scores)).backward))
+        layer.close()
+    return found
+
+
+def test_a_backward_pass_whose_tensors_one_rank_has_lost_raises_on_all():
+    """Written to, or offloaded and gone."""
+    there, here = launch(lose_saved_tensors, 2, timeout_s=60)
+    assert [kind for kind, _ in there] == ["RankMismatch", "RankMismatch", None] * 2, there
+    assert [kind for kind, _ in here] == ["RuntimeError", "OSError", None] * 2, here
