@@ -6,6 +6,7 @@ That is collective, so every rank must need the same gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,6 +113,14 @@ def _check_there(problem: Problem, inputs: Inputs) -> None:
         if w.numel() != count:
             expected = f"{count} elements, as in the forward pass: its data was replaced behind it"
             raise ArgumentError(f"weights.{name}.shape", list(w.shape), expected)
+
+
+def check_placement(runtime: Runtime, placement: Any) -> None:
+    """Raise ArgumentError where experts have moved since a call, which hooks may have saved."""
+    if runtime.replicas is not None and runtime.replicas.placement is not placement:
+        runtime.refuse()  # others may have met saved tensors that were written to
+        expected = "called behind the backward passes of all calls before"
+        raise ArgumentError("move_experts()", "called between a call and its backward", expected)
 
 
 def _laid_out(grad: Tensor, master: Tensor) -> Tensor:

@@ -258,7 +258,7 @@ class Layer(Opened, Placed):
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
         adding, direct = self.accumulate_into_main_grad, known is not None
-        further = weights, adding, self._delayed, known
+        further = weights, adding, self._delayed, known, self.placement
         how = How(runtime.handle, runtime.state_bytes, direct, *further)
         return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
 

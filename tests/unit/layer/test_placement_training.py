@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from outcomes import outcome
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -273,6 +274,32 @@ def test_what_is_refused_on_all_ranks(tmp_path):
         assert alike
         assert loaded
         assert sum(taken) in (0, 2 * 2)
+
+
+def moves_in_between(rank):
+    """The last slot alone gets another expert: the rank of which nothing is written to raises, too."""
+    layer, found = made(dist.group.WORLD), []
+    x, ids = torch.ones(1, 32).bfloat16(), torch.tensor([[0, 1]])
+    for to in ([*SLOTS[:4], 4, 5, 0, 1], SLOTS):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            copied = layer(x, ids, torch.ones(1, 2))
+        kept = layer(x, ids, torch.ones(1, 2))
+        layer.move_experts(megamoe.ExpertPlacement(to), optimizers=())
+        found += [outcome(y.float().sum().backward) for y in (copied, kept)]
+        found.append((None if layer.w13.grad is None else "gradient", ""))
+    found.append(outcome(layer(x, ids, torch.ones(1, 2)).float().sum().backward))
+    return found
+
+
+def test_a_move_between_a_call_and_its_backward_raises_on_all_ranks():
+    """The rows of its gradients would be other experts': torch does not see it where hooks have copied the weights."""
+    for found in launch(moves_in_between, 2, timeout_s=60):
+        for copied, kept, grad in (found[:3], found[3:6]):
+            assert copied[0] == "ArgumentError"
+            assert "move_experts() is called between" in copied[1]
+            assert kept[0] in ("ArgumentError", "RuntimeError", "RankMismatch")
+            assert grad == (None, "")
+        assert found[6:] == [(None, "")]
 
 
 def test_compiled_and_copies():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_LINES = 33_450
+MAX_LINES = 33_480
 SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".inc"}
 
 
