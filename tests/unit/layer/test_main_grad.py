@@ -136,6 +136,22 @@ def test_frozen(backend, frozen):
         assert p.grad_added_to_main_grad is (name not in frozen)
 
 
+def test_parts_of_wider_tensors(backend):
+    """In any order of dimensions: each element has its place."""
+    layer, expected = adding(backend), train(made(backend))
+    for name in WEIGHTS:
+        p = getattr(layer, name)
+        (num, rows, width), wide = (
+            p.shape,
+            torch.zeros(p.shape[1] + 3, p.shape[2] + 5, p.shape[0] + 1),
+        )
+        p.main_grad = wide.permute(2, 0, 1)[1:, 2:-1, 3:-2]
+        assert p.main_grad.shape == (num, rows, width)
+    run(layer)
+    for name in WEIGHTS:
+        assert torch.equal(getattr(layer, name).main_grad, expected[name].float())
+
+
 def test_frozen_behind_the_call(backend):
     """As autograd drops a gradient then."""
     layer, expected = adding(backend), train(made(backend))
@@ -191,6 +207,10 @@ WRONG = {
     "one place": (
         lambda p: setattr(p, "main_grad", p.main_grad[:1].expand_as(p)),
         r"main_grad.stride\(\) is \(0, ",
+    ),
+    "rows in rows": (
+        lambda p: setattr(p, "main_grad", p.main_grad.as_strided(p.shape, (32, p.shape[2], 1))),
+        r"main_grad.stride\(\) is \(32, ",
     ),
 }
 
