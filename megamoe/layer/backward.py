@@ -117,7 +117,8 @@ def _check_there(problem: Problem, inputs: Inputs) -> None:
 
 def check_placement(runtime: Runtime, placement: Any) -> None:
     """Raise ArgumentError where experts have moved since a call, which hooks may have saved."""
-    if runtime.replicas is not None and runtime.replicas.placement is not placement:
+    of = None if runtime.replicas is None else runtime.replicas.placement.expert_of
+    if of is not None and of != placement.expert_of:
         runtime.refuse()  # others may have met saved tensors that were written to
         expected = "called behind the backward passes of all calls before"
         raise ArgumentError("move_experts()", "called between a call and its backward", expected)
