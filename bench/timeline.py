@@ -261,7 +261,7 @@ def show(table: Path, args: argparse.Namespace) -> int:
     with table.open(newline="") as file:
         title = file.readline().strip()
         columns, *rows = csv.reader(file)
-    if "sample" not in columns:  # a CSV of before 2026-11-27, of one launch
+    if "sample" not in columns:  # a CSV of one launch, from before there were samples
         rows = [["0", *row] for row in rows]
     by_rank: dict[str, dict[int, list[list[int]]]] = {}
     for sample, rank, _, *line in rows:

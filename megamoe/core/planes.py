@@ -68,6 +68,16 @@ def spanned_bytes(t: Tensor) -> int:
     return (last + 1) * t.element_size()
 
 
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether elements of t may share memory: whether it lies as no part of a dense tensor does."""
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _held(t: Tensor) -> int | None:
     """Return bytes of a storage that is too small for t, as FSDP and offloading make it by resize_(0)."""
     if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():

@@ -27,8 +27,6 @@ from megamoe.layer.runtime import Runtime
 
 NAMES = ("w13", "w2", "b13", "b2")
 _CHANGED = "unchanged from its backward pass until backward_dw()"
-
-
 Replayed = tuple[Inputs, Tensor | None, Tensor]
 
 
@@ -37,20 +35,21 @@ class _Pending:
     """One backward pass. weights: as the call had them, so that gradients go where autograd's would have gone.
 
     asked: names of those that needed a gradient then. One that is frozen since gets none, as autograd has it.
-    replayed: inputs, dy and state, as gradients() takes them; or kept: its rows.
+    rows: that it has kept; or inputs, dy and state, as gradients() takes them.
     """
 
     weights: ExpertWeights
     asked: frozenset[str]
-    replayed: Replayed | None
-    versions: list[tuple[int, int]]
-    kept: KeptRows | None = None
+    rows: KeptRows | Replayed
+
+    def __post_init__(self) -> None:
+        self.versions = [_version(t) for _, t in self.tensors]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        if self.replayed is None:
+        if isinstance(self.rows, KeptRows):
             return [(f"weights.{name}", w) for name, w in self.weights.named().items()]
-        inputs, dy, state = self.replayed
+        inputs, dy, state = self.rows
         return [*([] if dy is None else [("dy", dy)]), ("state", state), *inputs.named()]
 
     def check(self) -> None:
@@ -61,7 +60,7 @@ class _Pending:
                 raise ArgumentError(
                     name, freed, _CHANGED + "; delay_wgrad=False under fully_shard()"
                 )
-            if self.kept is None and _version(t) != version:
+            if not isinstance(self.rows, KeptRows) and _version(t) != version:
                 how = "changed in place, or given other memory"
                 raise ArgumentError(name, how, _CHANGED)
 
@@ -71,25 +70,24 @@ class _Pending:
         def lies(w: Tensor | None) -> Any:
             return None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype)
 
-        pairs = [(getattr(self.weights, n), getattr(other.weights, n)) for n in NAMES]
         if self.needs() != other.needs():
             return False
+        pairs = [(getattr(self.weights, n), getattr(other.weights, n)) for n in NAMES]
         if all(mine is theirs for mine, theirs in pairs):
             return True
         alike = all(lies(mine) == lies(theirs) for mine, theirs in pairs)
         return alike and self.leaves() == other.leaves()
 
-    def needs(self) -> dict[str, bool]:
-        """Return name -> whether a gradient is to come."""
-        return {n: n in self.asked and n in asked_of(self.weights) for n in NAMES}
+    def needs(self) -> frozenset[str]:
+        """Return the names of weights whose gradients are to come."""
+        return self.asked & asked_of(self.weights)
 
     def leaves(self) -> set[int]:
         """Return the ids of the parameters whose gradients are to come."""
         found, nodes = set(), []
-        for name, need in self.needs().items():
-            if need:
-                w = getattr(self.weights, name)
-                nodes.append(w.grad_fn) if w.grad_fn is not None else found.add(id(w))
+        for name in self.needs():
+            w = getattr(self.weights, name)
+            nodes.append(w.grad_fn) if w.grad_fn is not None else found.add(id(w))
         while nodes:
             node = nodes.pop()
             if hasattr(node, "variable"):
@@ -126,12 +124,7 @@ class Delayed:
 
         asked: asked_of() the weights when the call was made. rows: that it has kept, or what is replayed.
         """
-        if isinstance(rows, KeptRows):
-            pending = _Pending(weights, asked, None, [], rows)
-        else:
-            pending = _Pending(weights, asked, rows, [])
-        pending.versions = [_version(t) for _, t in pending.tensors]
-        self._queue.append(pending)
+        self._queue.append(_Pending(weights, asked, rows))
         _waiting.add(self)
 
     def check(self) -> None:
@@ -178,23 +171,24 @@ class Delayed:
         try:
             pending.check()
             given = {name: getattr(pending.weights, name) for name in NAMES}
-            asked = pending.needs()
+            needs = pending.needs()
+            asked = {name: name in needs for name in NAMES}
             if self._adding:
                 into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
         except ArgumentError:
-            if pending.kept is None:
+            if not isinstance(pending.rows, KeptRows):
                 runtime.refuse()
             raise
-        kept = [p.kept for p in islice(self._queue, passes) if p.kept is not None]
+        kept = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, KeptRows)]
         self.forget(passes)
         if not any(asked.values()):
             return
         with torch.no_grad():
             wanted = Wanted(Needs(False, False, **asked), into, only_weights=True)
-            if pending.replayed is None:
+            if isinstance(pending.rows, KeptRows):
                 found = kept_gradients(runtime, pending.weights, kept, wanted)._asdict()
             else:
-                found = gradients(runtime, *pending.replayed, wanted)._asdict()
+                found = gradients(runtime, *pending.rows, wanted)._asdict()
         for name in into:
             w: Any = given[name]
             joint = getattr(w, "joint_main_grad", None)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
+from megamoe.core.planes import overlaps_itself
 from megamoe.formats.joined import Joined
 from megamoe.formats.weights import ExpertWeights, check_tensor
 
@@ -145,20 +146,10 @@ def check(weights: ExpertWeights) -> None:
                     expected += " (joined: SharedExperts.join(..., accumulate_into_main_grad=True))"
                 raise ArgumentError(argument, None, expected)
             check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
-            if not main.is_contiguous() and _overlaps(main):
+            if not main.is_contiguous() and overlaps_itself(main):
                 raise ArgumentError(
                     f"{argument}.stride()", main.stride(), "a place for each element"
                 )
-
-
-def _overlaps(t: Tensor) -> bool:
-    """Whether elements of t may share memory: whether it lies as no part of a dense tensor does."""
-    reach = 0
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
 
 
 def targets(weights: ExpertWeights, needs: Sequence[bool], written: set[int]) -> dict[str, Tensor]:

@@ -12,7 +12,14 @@ from megamoe.backends.call import meets
 from megamoe.core import transforms
 from megamoe.core.config import MAX_LOCAL_EXPERTS
 from megamoe.core.errors import ArgumentError
-from megamoe.core.planes import STRIDE_BYTES, by_plane, check_kind, check_memory, check_strides
+from megamoe.core.planes import (
+    STRIDE_BYTES,
+    by_plane,
+    check_kind,
+    check_memory,
+    check_strides,
+    overlaps_itself,
+)
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
 from megamoe.ops.scales import by_block as scales_by_block
@@ -235,7 +242,7 @@ def check_sums(
     if out.requires_grad:
         refuse(f"{name}.requires_grad", True, "False: it is written in place")
     check_strides(name, out)
-    if _overlaps(out):
+    if overlaps_itself(out):
         refuse(f"{name}.stride()", out.stride(), f"places of their own for all of {list(shape)}")
     check_place(name, out)
     if torch.compiler.is_compiling():
@@ -244,11 +251,3 @@ def check_sums(
         refuse(name, "a negative view", "a tensor as it lies in memory")
     if meets(out, (like, *others)):
         refuse(name, "memory that the call reads", "memory of its own")
-
-
-def _overlaps(out: Tensor) -> bool:
-    """Say whether experts or rows of [E, N1, N2], contiguous in N2, share places."""
-    (num, rows, width), (expert, row, _) = out.shape, out.stride()
-    by_expert = row >= width and (num == 1 or expert >= row * (rows - 1) + width)
-    by_row = expert >= width and row >= expert * (num - 1) + width
-    return not (by_expert or by_row)

@@ -13,6 +13,7 @@ from trained import backward, gradients, leaves, made, of_ranks, same, train
 
 import megamoe
 from megamoe.adapters.library_parameters import joined, tie
+from megamoe.backends.call import KeptRows
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, WorkspaceTooSmall
 from megamoe.testing import launch
 
@@ -48,7 +49,7 @@ def test_sums_of_passes(precision):
             )
             assert all(found[name] is None for name in WEIGHTS)
         waiting = layer._layer._delayed._queue
-        assert [p.replayed for p in waiting] == [None] * passes
+        assert [type(p.rows) for p in waiting] == [KeptRows] * passes
         layer.backward_dw(passes)
         assert layer.num_delayed == 0
         assert_near(gradients(layer, calls[0]), expected[:passes], 2**-7)
@@ -243,7 +244,7 @@ def test_a_pass_that_filled_its_pool_twice():
     y.float().square().sum().backward()
     assert int(layer.statistics().passes) > 1
     (waiting,) = layer._layer._delayed._queue
-    assert waiting.kept.memory.numel() == report["kept_bytes"]
+    assert waiting.rows.memory.numel() == report["kept_bytes"]
     assert report["kept_bytes"] >= least * (4 * 48 + 2 * 3 * 32)
     with pytest.raises(WorkspaceTooSmall, match=f"not all rows of pass 0 .*pool_rows={least}"):
         layer.backward_dw()
