@@ -14,8 +14,8 @@ INNER |= {"cells", "of_cells", "of_tables", "refuse", "replicas", "without_pool"
 
 # Classes whose methods stand with those of a class that is made of them.
 PARTS = {
-    "Layer": (("megamoe.layer.runtime", "Opened"), ("megamoe.layer.moves", "Placed")),
-    "MegaMoE": (("megamoe.layer.placed_module", "PlacedModule"),),
+    "Layer": (("megamoe.layer.runtime", "Opened"), ("megamoe.experts.moves", "Placed")),
+    "MegaMoE": (("megamoe.nn.placed_module", "PlacedModule"),),
     "MegaMoELayer": (("megamoe.adapters.library_layer", "LibraryModule"),),
     "MegaRoutedExperts": (("megamoe.adapters.library_layer", "LibraryModule"),),
 }

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from bench.api_reference import reference
 from bench.tree import ROOT
-from megamoe.backends.hosts import HostsBackend
+from megamoe.backends.hosts.backend import HostsBackend
+from megamoe.backends.select import BACKENDS, OPTIONS
 from megamoe.core import env
-from megamoe.layer.functional import BACKENDS, OPTIONS
 
 MEANINGS = {
     "window": "a window to share with other layers; their own otherwise",

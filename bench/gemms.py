@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megamoe
+from megamoe.backends import select as functional
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
 from megamoe.formats.quantization import quantize_tokens
-from megamoe.layer import functional
 
 NAME = "gemms"
 # In FP8 torch has a grouped product by token and channel alone. By blocks of 128 more is to be computed, not less.

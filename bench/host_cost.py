@@ -12,10 +12,11 @@ from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from bench.tables import header
 from bench.timing import Timer, stopwatch
+from megamoe.backends import select as functional
 from megamoe.backends.call import Backend, Call
-from megamoe.backends.kinds import kernel_span_ns
-from megamoe.backends.mega import MegaBackend
-from megamoe.layer import autograd, functional
+from megamoe.backends.mega.backend import MegaBackend
+from megamoe.backends.mega.launches import kernel_span_ns
+from megamoe.layer import autograd
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
 

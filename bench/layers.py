@@ -15,10 +15,10 @@ from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.timing import Contender
 from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.select import make_backend
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.launch.cache import QuantizedCache
-from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 

@@ -20,7 +20,7 @@ from bench.shapes import local_shapes, problem_of
 from bench.tables import header, write_table
 from bench.timing import Timer
 from megamoe.backends.call import Call
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.jit.paths import CSRC
 from megamoe.testing import make_inputs, make_weights
 

@@ -28,14 +28,14 @@ from megamoe.core.errors import (  # noqa: E402
     WindowBroken,
     WorkspaceTooSmall,
 )
+from megamoe.experts.placement import ExpertPlacement  # noqa: E402
 from megamoe.formats.versions import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.layer.layer import Layer  # noqa: E402
-from megamoe.layer.module import MegaMoE  # noqa: E402
-from megamoe.layer.placement import ExpertPlacement  # noqa: E402
-from megamoe.layer.report import memory_report  # noqa: E402
-from megamoe.layer.shared_experts import SharedExperts  # noqa: E402
-from megamoe.layer.training import (  # noqa: E402
+from megamoe.nn.module import MegaMoE  # noqa: E402
+from megamoe.nn.report import memory_report  # noqa: E402
+from megamoe.nn.shared_experts import SharedExperts  # noqa: E402
+from megamoe.nn.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,
     get_optimizer_state_dict,

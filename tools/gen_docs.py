@@ -5,7 +5,7 @@
     python tools/gen_docs.py --check    exit code 1 when a part is stale, and says which
 
 A part stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/core/env.py, the
-constructors of the backends in megamoe/layer/functional.py, docstrings of what is public.
+constructors of the backends in megamoe/backends/select.py, docstrings of what is public.
 """
 
 import sys

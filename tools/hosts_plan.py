@@ -24,7 +24,7 @@ from command import parser_of
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric
 from bench.shapes import add_shape_arguments
-from megamoe.backends.trips import EXCHANGES
+from megamoe.backends.hosts.plan import EXCHANGES
 from megamoe.core.table import PRECISIONS
 
 

@@ -17,8 +17,8 @@ from bench.check.projections import check_everywhere
 from bench.ranks import Rank
 from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.reference.route import Rows
+from megamoe.backends.select import make_backend
 from megamoe.launch.arguments import Plan
-from megamoe.layer.functional import make_backend
 from megamoe.testing import same_bits
 from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS, GradientChecker
 

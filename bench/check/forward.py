@@ -8,7 +8,7 @@ from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
 from bench.ranks import Rank
 from megamoe.backends.call import Call
-from megamoe.layer.functional import make_backend
+from megamoe.backends.select import make_backend
 from megamoe.testing import same_bits
 from megamoe.testing.intermediates import ENOUGH, FP32_LIMIT, STAGES, StageChecker
 

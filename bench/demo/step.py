@@ -20,7 +20,7 @@ from bench.demo.model import ModelConfig, shared_corpus
 from bench.demo.training import WINDOW, Recipe, Setup, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
-from megamoe.layer.functional import choose
+from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
 CPU_MODEL = ModelConfig()

@@ -21,7 +21,7 @@ from bench.hf.training import Run, compare, train
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.tables import header
-from megamoe.layer.functional import choose
+from megamoe.backends.select import choose
 from megamoe.testing.shapes import Shape
 
 PROMPT = b"A class is "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import comb, sqrt
 from typing import NamedTuple
 
-from megamoe.backends.hosts import chunks_of, inside
+from megamoe.backends.hosts.backend import chunks_of, inside
 from megamoe.core.config import Problem, activation_by_name
 from megamoe.core.table import PRECISIONS
 from megamoe.group.hosts import Hosts

@@ -25,13 +25,13 @@ from bench.shapes import shapes_from
 from bench.tables import header, write_table
 from bench.timing import Contender, Timer
 from megamoe.backends.call import Backend, Call
-from megamoe.backends.hosts import HostsBackend, chunks_of
+from megamoe.backends.hosts.backend import HostsBackend, chunks_of
 from megamoe.backends.rail import Waiter
+from megamoe.backends.select import make_backend
 from megamoe.core.config import Problem, activation_by_name
 from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import RAIL_CTAS
-from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 

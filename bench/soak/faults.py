@@ -19,7 +19,7 @@ import megamoe
 from bench.ranks import Rank
 from bench.soak.layer import Layer, Outcome, device_of, problem_of
 from bench.tree import ROOT
-from megamoe.backends.mega import MegaBackend
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.window.window import Window
 

@@ -14,7 +14,7 @@ from bench import shapes
 from bench.ranks import Rank
 from megamoe.backends import reference
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.backends.mega import MegaBackend
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
 

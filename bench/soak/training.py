@@ -13,7 +13,7 @@ import megamoe
 from bench.ranks import Rank
 from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.backends.mega import MegaBackend
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.launch.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights, same_bits

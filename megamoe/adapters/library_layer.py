@@ -14,11 +14,11 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
+from megamoe.backends.select import check_options, resolve, window_of
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.uncompiled import uncompiled
 from megamoe.group.group import ALONE, Group
-from megamoe.layer.functional import check_options, resolve, window_of
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
 

@@ -23,11 +23,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, refusals
+from megamoe.backends.select import resolve
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights
-from megamoe.layer.functional import resolve
 
 _PRECISIONS = {
     (None, None): "bf16",

@@ -14,18 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megamoe.backends.call import Call, check_call, check_out
-from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
-from megamoe.core.transforms import faked, outside
-from megamoe.core.uncompiled import uncompiled
-from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.group.group import ALONE, Facts, Group
-from megamoe.group.hosts import host_name
-from megamoe.layer import main_grad
-from megamoe.layer.autograd import How, apply, record, refuse_tangents, refuse_tracing
-from megamoe.layer.delayed import Delayed
-from megamoe.layer.functional import (
+from megamoe.backends.select import (
     Opening,
     check_inside,
     check_options,
@@ -34,13 +23,24 @@ from megamoe.layer.functional import (
     over_hosts,
     resolve,
 )
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
+from megamoe.core.transforms import faked, outside
+from megamoe.core.uncompiled import uncompiled
+from megamoe.experts.moves import Placed
+from megamoe.experts.placement import ExpertPlacement
+from megamoe.experts.replicas import Replicas
+from megamoe.experts.shards import Distinct
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.group.group import ALONE, Facts, Group
+from megamoe.group.hosts import host_name
+from megamoe.layer import main_grad
+from megamoe.layer.autograd import How, apply, record, refuse_tangents, refuse_tracing
+from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
-from megamoe.layer.moves import Placed
-from megamoe.layer.placement import ExpertPlacement
-from megamoe.layer.replicas import Replicas
 from megamoe.layer.rows import Weighting, rows_of, scales_of
 from megamoe.layer.runtime import Opened, Runtime
-from megamoe.layer.shards import Distinct
 from megamoe.layer.signature import Signature, Signatures, records, watched
 
 log = logging.getLogger("megamoe")

@@ -16,11 +16,11 @@ from megamoe.backends.call import Backend
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
+from megamoe.experts.replicas import Replicas
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
 from megamoe.group.order import Mark
 from megamoe.launch.cache import QuantizedCache
-from megamoe.layer.replicas import Replicas
 from megamoe.layer.signature import Signatures
 
 

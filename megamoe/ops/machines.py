@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megamoe.backends.emulated_rank import encode_emulated
-from megamoe.backends.emulation import run_alone
-from megamoe.backends.kinds import PAIR_CTAS, why_not
+from megamoe.backends.emulate.emulation import run_alone
+from megamoe.backends.emulate.memory import encode_emulated
+from megamoe.backends.mega.launches import PAIR_CTAS, why_not
 from megamoe.core import env
 from megamoe.jit import abi
 from megamoe.jit.grouped import GroupedVariant

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.backends.emulation import EmulationError
+from megamoe.backends.emulate.emulation import EmulationError
 from megamoe.core.errors import ProtocolTimeout
 from megamoe.jit import paths
 

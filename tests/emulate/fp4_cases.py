@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.mxfp4 import arrange_scales

@@ -14,7 +14,7 @@ from torch import Tensor
 from training_cases import Call, adding_to, check, judge, least_pool, needing, zeros
 
 from megamoe.backends.call import Needs, Wanted
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.launch import layout
 from megamoe.testing.compare import assert_close, rounding_step

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge
 
-from megamoe.backends import emulation as emulator
 from megamoe.backends.call import Needs, Wanted
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate import emulation as emulator
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.testing.compare import rounding_step

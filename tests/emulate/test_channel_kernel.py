@@ -10,8 +10,8 @@ import torch
 from flaws import SEEN, names, plant
 from test_forward import check, columns, inputs_of
 
-from megamoe.backends.emulation import Emulation
-from megamoe.backends.kinds import rows_of_forward
+from megamoe.backends.emulate.emulation import Emulation
+from megamoe.backends.mega.launches import rows_of_forward
 from megamoe.backends.reference import forward
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megamoe.backends.call import Call
-from megamoe.backends.emulate import EmulateBackend
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.backend import EmulateBackend
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.layer import forward
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken

@@ -28,8 +28,8 @@ from fp4_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megamoe.backends.emulation import Emulation, EmulationError
-from megamoe.backends.kinds import rows_of_forward
+from megamoe.backends.emulate.emulation import Emulation, EmulationError
+from megamoe.backends.mega.launches import rows_of_forward
 from megamoe.backends.reference import forward
 from megamoe.core.config import Activation, Problem
 from megamoe.core.table import NVFP4_GROUP

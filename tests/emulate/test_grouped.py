@@ -8,7 +8,7 @@ from flaws import SEEN, names, plant
 from torch import Tensor
 
 from megamoe import ops
-from megamoe.backends.emulation import EmulationError
+from megamoe.backends.emulate.emulation import EmulationError
 from megamoe.backends.reference.backward import activation_gradient
 from megamoe.core.config import ACTIVATIONS, KINDS, Activation
 from megamoe.formats.quantization import (

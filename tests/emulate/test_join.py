@@ -10,7 +10,7 @@ from test_backward_faults import FOREIGN, PROBLEM, assert_no_numbers, numbers, t
 from test_forward import columns, inputs_of
 from training_cases import check
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
 from megamoe.testing.compare import same_bits

@@ -14,8 +14,8 @@ from torch import Tensor
 from training_cases import Call, adding_to, least_pool, zeros
 
 from megamoe.backends.call import Gradients, KeptRows, Needs, Wanted
-from megamoe.backends.emulated_rank import aligned_zeros
-from megamoe.backends.emulation import Emulation, kept_gradients
+from megamoe.backends.emulate.emulation import Emulation, kept_gradients
+from megamoe.backends.emulate.memory import aligned_zeros
 from megamoe.core.config import Problem
 from megamoe.core.errors import WorkspaceTooSmall
 from megamoe.launch import layout

@@ -9,7 +9,7 @@ import torch
 from flaws import names, plant
 from test_forward import columns, inputs_of, least_pool
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.launch import meetings
 from megamoe.launch.meetings import WHO, Meet

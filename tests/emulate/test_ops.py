@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megamoe.backends.emulated_rank import encode_emulated
+from megamoe.backends.emulate.memory import encode_emulated
 from megamoe.jit import abi, host
 
 SEEDS = (0, 1, 2, 3)

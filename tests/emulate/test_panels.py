@@ -9,7 +9,7 @@ import pytest
 from flaws import SEEN, names, plant
 from fp4_cases import by_quads, check, least_pool, over_ranks, plainly, random_bits
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Activation, Problem
 from megamoe.core.errors import ProtocolTimeout
 from megamoe.launch import panels

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.backends.emulate import Emulation
+from megamoe.backends.emulate.backend import Emulation
 from megamoe.backends.reference.layer import forward
 from megamoe.core.config import Problem
 from megamoe.jit.source import TILE, Variant

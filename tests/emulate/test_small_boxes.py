@@ -10,7 +10,7 @@ from flaws import SEEN, names, plant
 from fp4_cases import spread_ids
 from training_cases import Call, check
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import same_bits

@@ -12,8 +12,8 @@ from training_cases import Call as OfRanks
 from training_cases import zeros
 
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.backends.emulate import EmulateBackend
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.backend import EmulateBackend
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import TurnedWeights

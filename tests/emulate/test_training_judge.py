@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_cases import Call, judge, pretend
 
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 
 SMALL = {

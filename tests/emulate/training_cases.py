@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Needs, Wanted
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
 from megamoe.backends.reference.route import BLOCK, CHUNK, Rows

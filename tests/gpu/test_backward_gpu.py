@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe.backends import mega, reserve
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.backends.mega import MegaBackend
+from megamoe.backends.mega import backend as mega
+from megamoe.backends.mega import sm_share as reserve
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.backends.reference.backward import backward as oracle
 from megamoe.backends.reference.route import route
 from megamoe.core.config import Problem

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megamoe import Problem
 from megamoe.backends.call import Call
+from megamoe.backends.select import make_backend
 from megamoe.launch.layout import min_pool_rows
-from megamoe.layer.functional import make_backend
 from megamoe.testing import Inputs, launch, make_inputs, make_weights
 from megamoe.testing.crowds import crowds
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from test_backward_gpu import NAMES, Case
 
-from megamoe.backends.mega import MegaBackend
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.testing import launch, same_bits
 
 TIMEOUT_S = 4.0  # so that a deadlock is a fault soon

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megamoe import MegaMoE, Problem
 from megamoe.backends import reference
 from megamoe.backends.call import Call
+from megamoe.backends.select import make_backend
 from megamoe.launch.layout import BLOCK_ROWS, min_pool_rows
-from megamoe.layer.functional import make_backend
 from megamoe.testing import compare, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.intermediates import StageChecker
 from megamoe.window.window import Window

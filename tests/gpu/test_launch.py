@@ -85,7 +85,7 @@ def test_strided_weights_quantize_to_the_same_bits(change):
 
 
 def make(precision, tokens=300, **options):
-    from megamoe.backends.mega import MegaBackend
+    from megamoe.backends.mega.backend import MegaBackend
 
     problem = Problem(512, 256, 8, 3, max_tokens=512, precision=precision)
     torch.manual_seed(1)
@@ -168,7 +168,7 @@ def test_forward(precision):
 def test_passes_and_grid_do_not_change_bits(precision):
     problem, backend, call = make(precision)
     y = y_of(backend, *call)
-    from megamoe.backends.mega import MegaBackend
+    from megamoe.backends.mega.backend import MegaBackend
     from megamoe.launch.layout import min_pool_rows
 
     other = MegaBackend(problem, pool_rows=min_pool_rows(problem), reserve_sms=40)

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from megamoe import Problem
-from megamoe.backends import mega, reserve
 from megamoe.backends.call import Call
+from megamoe.backends.mega import backend as mega
+from megamoe.backends.mega import sm_share as reserve
+from megamoe.backends.select import make_backend
 from megamoe.launch import meetings
 from megamoe.launch.meetings import Meet
-from megamoe.layer.functional import make_backend
 from megamoe.testing import launch, make_inputs, make_weights
 from megamoe.testing.compare import same_bits
 

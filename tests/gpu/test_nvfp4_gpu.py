@@ -8,7 +8,7 @@ import torch
 from megamoe import ExpertWeights, Problem
 from megamoe.backends.call import Call
 from megamoe.backends.reference import forward
-from megamoe.layer.functional import make_backend
+from megamoe.backends.select import make_backend
 from megamoe.testing import assert_close, make_inputs, make_weights
 
 E4M3, SIZE = torch.float8_e4m3fn, 64

@@ -5,8 +5,8 @@ import torch
 
 from megamoe import ExpertWeights, Problem, activation_by_name
 from megamoe.backends.call import Call
+from megamoe.backends.select import make_backend
 from megamoe.launch import panels
-from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, same_bits
 
 NEVER = 1 << 20

@@ -60,7 +60,7 @@ def on_cpu():
     changed = {"current_stream": lambda *a: Stream, "is_current_stream_capturing": lambda: False}
     return mock.patch.multiple("torch.cuda", **changed)
 KERNEL = module.Kernel(b"cubin", "megamoe_forward", 0, 200000)
-from megamoe.backends import mega
+from megamoe.backends.mega import backend as mega
 from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.launch import launches
 from megamoe.window.window import Window

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megamoe import MegaMoE
-from megamoe.backends import hosts
+from megamoe.backends.hosts import backend as hosts
 from megamoe.testing import assert_close
 
 EXPERTS, TOP_K, MAX_TOKENS = 11, 3, 16

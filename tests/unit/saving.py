@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import torch
 
+from megamoe.backends import select as functional
 from megamoe.backends.call import Call, Gradients
 from megamoe.backends.staged import StagedBackend, moe, recording_gradients
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.order import BACKWARD
-from megamoe.layer import functional
 
 COMPLETE = 0x5A
 

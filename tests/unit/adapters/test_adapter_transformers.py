@@ -376,7 +376,7 @@ SHARING = """
 sys.path += [{folder!r}, {folder!r} + "/.."]
 from hf_models import experts_of, model_of, token_ids
 from megamoe.adapters import transformers as adapter
-from megamoe.layer import functional
+from megamoe.backends import select as functional
 with on_cpu(), mock.patch.object(functional, "why_not_mega", lambda *_: None), torch.no_grad():
     own = adapter.register(backend="mega", max_tokens=64)
     for top_k in (2, 2, 3):

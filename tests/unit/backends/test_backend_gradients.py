@@ -10,7 +10,7 @@ from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
 from megamoe.backends.call import Call, Needs, Wanted
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.backends.reference.quant import quantize_experts
 from megamoe.backends.staged import StagedBackend

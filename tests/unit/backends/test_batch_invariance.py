@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megamoe
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.launch import layout

@@ -1,4 +1,4 @@
-"""Flaws planted in hosts.py and trips.py: the cases of test_hosts.py see each of them."""
+"""Flaws planted in the backend over hosts and in its plan: the cases of test_hosts.py see each of them."""
 
 import os
 import sys
@@ -13,8 +13,9 @@ from fake_hosts import Case, be_on_host, differing, inputs, made, of_one_rank, p
 from torch.multiprocessing.spawn import ProcessException
 
 from megamoe import ExpertWeights, Layer, Problem
-from megamoe.backends import hosts, trips
-from megamoe.layer import functional
+from megamoe.backends import select as functional
+from megamoe.backends.hosts import backend as hosts
+from megamoe.backends.hosts import plan as trips
 from megamoe.testing import launch
 
 SOURCES = {module: Path(module.__file__).read_text() for module in (trips, hosts)}
@@ -65,7 +66,7 @@ def planted(old, new):
     (of,) = [module for module, source in SOURCES.items() if source.count(old)]
     assert SOURCES[of].count(old) == 1, f"{SOURCES[of].count(old)} times: {old}"
     made = {}
-    for module, source in SOURCES.items():  # hosts.py takes what trips.py has
+    for module, source in SOURCES.items():  # backend.py takes what plan.py has
         made[module] = types.ModuleType("planted")
         text = source.replace(old, new) if module is of else source
         with mock.patch.dict(sys.modules, {trips.__name__: made.get(trips)}):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megamoe.backends.reserve import JOIN_NS, PEERS_NS, Share, check_shares, share_of
+from megamoe.backends.mega.sm_share import JOIN_NS, PEERS_NS, Share, check_shares, share_of
 from megamoe.core.errors import RankMismatch
 from megamoe.group.group import Group
 

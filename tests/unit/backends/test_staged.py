@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megamoe import ConfigError, Layer, MegaMoE
 from megamoe.backends import reference
 from megamoe.backends.call import Call
-from megamoe.backends.emulate import EmulateBackend
+from megamoe.backends.emulate.backend import EmulateBackend
+from megamoe.backends.select import make_backend
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.launch.layout import window_regions
 from megamoe.layer.autograd import Runtime, apply
-from megamoe.layer.functional import make_backend
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe import ConfigError, Layer, MegaMoE, MegaMoEError, Problem, memory_report
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.statistics import _num_passes
 from megamoe.launch import layout
 from megamoe.testing import launch, make_inputs, make_weights

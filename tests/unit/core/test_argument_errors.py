@@ -20,7 +20,7 @@ from megamoe import (
     ops,
 )
 from megamoe.backends.call import Call
-from megamoe.layer.functional import make_backend
+from megamoe.backends.select import make_backend
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=64)

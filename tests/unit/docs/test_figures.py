@@ -22,7 +22,7 @@ from bench.memory_model.predict import Machine, rows_of_experts
 from bench.memory_model.predict import predict as predict_bytes
 from megamoe.core.config import Problem
 from megamoe.launch.meetings import Meet
-from megamoe.layer.report import memory_report
+from megamoe.nn.report import memory_report
 from megamoe.testing.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,6 +12,7 @@ from megamoe import ExpertWeights, MegaMoE, Problem, SharedExperts
 from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.backends.reference.quant import dequantize_mxfp4 as oracle
+from megamoe.backends.select import make_backend
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import MXFP4
@@ -24,7 +25,6 @@ from megamoe.formats.mxfp4 import (
 )
 from megamoe.formats.weights import expected_weights
 from megamoe.jit.source import Variant
-from megamoe.layer.functional import make_backend
 from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import assert_close
 

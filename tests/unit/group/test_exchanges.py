@@ -6,7 +6,7 @@ import pytest
 RANKS = """
 import torch.distributed as dist
 from megamoe import MegaMoE
-from megamoe.layer import functional
+from megamoe.backends import select as functional
 from megamoe.testing import launch
 from megamoe.window import window as windows
 from megamoe.window.allocators import Allocation

@@ -22,7 +22,7 @@ from megamoe import (
     grad_norm,
 )
 from megamoe.backends.call import Call
-from megamoe.layer.functional import make_backend
+from megamoe.backends.select import make_backend
 from megamoe.testing import launch, make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, ep_size=2, max_tokens=32)

@@ -14,8 +14,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from megamoe import ConfigError, MegaMoE, UnreachablePeer
+from megamoe.backends.select import make_backend
 from megamoe.group.hosts import Hosts, spans_hosts
-from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs
 from megamoe.window.window import Window
 

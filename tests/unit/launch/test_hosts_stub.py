@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 from megamoe import MegaMoE
 from megamoe.adapters import library_layer
-from megamoe.layer import functional
+from megamoe.backends import select as functional
 from megamoe.testing import launch
 from megamoe.window import window as windows
 

@@ -250,7 +250,7 @@ print(json.dumps([n for n, storage in kept.items() if storage.expired()]))
 # A layer of backend="mega", its calls, and whether the kernel was told what each is.
 LAYER = """
 from megamoe import Layer
-from megamoe.layer import functional
+from megamoe.backends import select as functional
 checks, check = [], Layer._checked
 def counted(self, *call):
     checks.append(1)

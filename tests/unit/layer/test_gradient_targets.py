@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.backends.gradients import Targets
+from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.testing.inputs import make_weights

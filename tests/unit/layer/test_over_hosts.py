@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import megamoe
-from megamoe.backends.hosts import inside
+from megamoe.backends.hosts.backend import inside
 from megamoe.formats.quantization import quantize_rows
 from megamoe.group.hosts import Hosts
 from megamoe.launch.layout import min_pool_rows

@@ -9,7 +9,7 @@ from outcomes import outcome
 
 from megamoe import Layer, MegaMoE, Problem
 from megamoe.backends.call import Call
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.quantization import codec, quantize_rows

@@ -10,13 +10,13 @@ OPTIONS = "public, of keyword arguments with defaults, as PyTorch's constructors
 HOST = "what another library calls, by its own signature"
 OPERATOR = "torch.library takes tensors side by side, and no records"
 EXCEPTIONS = {
-    "megamoe/layer/module.py:MegaMoE.__init__": OPTIONS,
+    "megamoe/nn/module.py:MegaMoE.__init__": OPTIONS,
     "megamoe/layer/layer.py:Layer.__init__": OPTIONS,
     "megamoe/formats/weights.py:ExpertWeights.from_nvfp4": OPTIONS,
     "megamoe/ops/functions.py:grouped_mm_swiglu": OPTIONS,
     "megamoe/ops/functions.py:grouped_mlp": OPTIONS,
-    "megamoe/backends/mega.py:MegaBackend.__init__": OPTIONS,
-    "megamoe/backends/emulation.py:Emulation.__init__": OPTIONS,
+    "megamoe/backends/mega/backend.py:MegaBackend.__init__": OPTIONS,
+    "megamoe/backends/emulate/emulation.py:Emulation.__init__": OPTIONS,
     "megamoe/backends/reference/backward.py:backward": "the oracle, which shares no records either",
     "megamoe/adapters/megatron.py:MegaMoELayer.__init__": HOST,
     "megamoe/adapters/sglang.py:Buffer.__init__": HOST,

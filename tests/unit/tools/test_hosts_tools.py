@@ -11,10 +11,10 @@ from programs import passes, run
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline_us, predict
 from megamoe.backends.call import Backend, Call, Needs, Wanted
-from megamoe.backends.hosts import HostsBackend
+from megamoe.backends.hosts.backend import HostsBackend
+from megamoe.backends.select import make_backend
 from megamoe.core.config import Problem
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.layer.functional import make_backend
 from megamoe.testing import assert_close, make_inputs, make_weights
 from megamoe.testing.shapes import SHAPES
 
@@ -239,7 +239,7 @@ def test_the_rails_of_a_machine_are_measured():
 
 
 FAULT = """
-from megamoe.backends.hosts import HostsBackend
+from megamoe.backends.hosts.backend import HostsBackend
 good = HostsBackend._summed
 HostsBackend._summed = lambda *given: good(*given) * 1.5
 """

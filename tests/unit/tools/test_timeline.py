@@ -9,7 +9,7 @@ from programs import tool
 
 from bench import timeline as module
 from bench.timeline import mark_names
-from megamoe.backends.emulation import Emulation
+from megamoe.backends.emulate.emulation import Emulation
 
 
 @pytest.fixture

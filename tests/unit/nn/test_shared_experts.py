@@ -12,7 +12,7 @@ from torch import nn
 
 from megamoe import ExpertPlacement, ExpertWeights, Layer, Problem, SharedExperts
 from megamoe.backends.call import Call
-from megamoe.backends.emulate import EmulateBackend
+from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import PRECISIONS
 from megamoe.group.group import ThreadGroup

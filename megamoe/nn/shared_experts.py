@@ -18,10 +18,10 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import MAX_TOP_K, Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import SCALE_GROUP
+from megamoe.experts.placement import SlotsOfShared
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
 from megamoe.layer import main_grad
-from megamoe.layer.placement import SlotsOfShared
 from megamoe.layer.rows import finite_factor
 
 

@@ -28,13 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.backends.call import Gradients, Wanted
+from megamoe.backends.select import Question
 from megamoe.core.config import Problem
 from megamoe.core.errors import RankMismatch
+from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.group.order import BACKWARD, MARK_INTS, Mark
-from megamoe.layer.functional import Question
-from megamoe.layer.placement import ExpertPlacement
 
 WEIGHTS = ("w13", "w2", "b13", "b2")
 

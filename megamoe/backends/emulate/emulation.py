@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Call, Gradients, KeptRows, Wanted
-from megamoe.backends.emulated_rank import Kept, Rank, aligned_zeros, encode_emulated, nan_like
-from megamoe.backends.gradients import Targets
+from megamoe.backends.emulate.memory import Kept, Rank, aligned_zeros, encode_emulated, nan_like
+from megamoe.backends.mega.gradients import Targets
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem

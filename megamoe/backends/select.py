@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megamoe.backends.call import Backend
-from megamoe.backends.hosts import MAX_CHUNKS, HostsBackend, chunks_of, inside
-from megamoe.backends.trips import EXCHANGES
+from megamoe.backends.hosts.backend import MAX_CHUNKS, HostsBackend, chunks_of, inside
+from megamoe.backends.hosts.plan import EXCHANGES
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
@@ -28,9 +28,9 @@ log = logging.getLogger("megamoe")
 
 # name -> (module, class); imported when first used
 BACKENDS = {
-    "mega": ("megamoe.backends.mega", "MegaBackend"),
+    "mega": ("megamoe.backends.mega.backend", "MegaBackend"),
     "staged": ("megamoe.backends.staged", "StagedBackend"),
-    "emulate": ("megamoe.backends.emulate", "EmulateBackend"),
+    "emulate": ("megamoe.backends.emulate.backend", "EmulateBackend"),
     "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
 }
 # what the constructors of the backends take besides problem, group and device: users, and who works on megamoe
@@ -76,7 +76,7 @@ def why_not_mega(problem: Problem, group: Any, device: torch.device) -> str | No
     try:
         mega = _mega()
     except ImportError as error:
-        return f"megamoe.backends.mega cannot be imported: {error}"
+        return f"megamoe.backends.mega.backend cannot be imported: {error}"
     lacking: str | None = mega.why_not(problem, group, device)
     return lacking
 
@@ -210,7 +210,7 @@ def _choose(
 
 
 def _mega() -> Any:
-    return importlib.import_module("megamoe.backends.mega")
+    return importlib.import_module("megamoe.backends.mega.backend")
 
 
 @cache

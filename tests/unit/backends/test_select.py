@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megamoe import ArgumentError, CompileError, ConfigError, Layer, Problem
+from megamoe.backends import select as functional
+from megamoe.backends.select import choose, make_backend, why_not_mega
 from megamoe.jit import paths
-from megamoe.layer import functional
-from megamoe.layer.functional import choose, make_backend, why_not_mega
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(48, 32, 5, 2, max_tokens=16)

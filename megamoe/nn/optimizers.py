@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
 from megamoe.core.uncompiled import uncompiled
-from megamoe.layer.experts import is_fsdp
+from megamoe.experts.tensors import is_fsdp
 
 _layers: WeakSet[Any] = WeakSet()
 _hooks: list[Any] = []

@@ -8,7 +8,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.launch import layout
 from megamoe.layer.layer import Layer
-from megamoe.layer.module import MegaMoE
+from megamoe.nn.module import MegaMoE
 
 
 def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -> dict[str, Any]:

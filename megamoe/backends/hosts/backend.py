@@ -7,7 +7,7 @@ A host's experts are contiguous, so that others' ids lie outside of its own and 
 cut into chunks, of which one travels while another is computed. What the hosts make of a token is summed in their
 order, in fp32: same inputs, same bits.
 
-Which rows travel, and what hosts tell each other before, is a matter of trips.py: exact or static.
+Which rows travel, and what hosts tell each other before, is a matter of plan.py: exact or static.
 
 Where the precision stores x as e4m3, x and dy travel as e4m3, scales ahead of them: numbers that the kernel makes of
 bf16 rows, so nothing is lost that was not before. y and dx travel in bf16.
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megamoe.backends.call import Backend, Call, Gradients, Wanted
 from megamoe.backends.gathered import Gathered
+from megamoe.backends.hosts.plan import EXCHANGES, Trip
 from megamoe.backends.rail import Exchange, Waiter, all_to_all
 from megamoe.backends.statistics import Statistics
-from megamoe.backends.trips import EXCHANGES, Trip
 from megamoe.core.config import Problem
 from megamoe.core.errors import (
     ConfigError,

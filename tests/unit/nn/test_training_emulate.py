@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from trained import gradients, leaves, made, train
 
-from megamoe.backends import emulate
+from megamoe.backends.emulate import backend as emulate
 from megamoe.testing import assert_close
 
 PRECISIONS = ("bf16", "fp8")

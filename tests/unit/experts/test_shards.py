@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import megamoe
 from megamoe import ArgumentError
 from megamoe.backends.call import Call
-from megamoe.layer.experts import Experts
-from megamoe.layer.functional import make_backend
+from megamoe.backends.select import make_backend
+from megamoe.experts.tensors import Experts
 from megamoe.testing import launch
 
 HIDDEN, TOP_K = 32, 2

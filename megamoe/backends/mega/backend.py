@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backends import kinds
 from megamoe.backends.call import Backend, Call, Gradients, KeptRows, Wanted
-from megamoe.backends.kinds import (
+from megamoe.backends.mega import launches as kinds
+from megamoe.backends.mega.launches import (
     MAX_RUN,
     PAIR_CTAS,
     Forward,
@@ -20,7 +20,7 @@ from megamoe.backends.kinds import (
     LayerKernels,
     Training,
 )
-from megamoe.backends.reserve import Share, check_shares, share_of
+from megamoe.backends.mega.sm_share import Share, check_shares, share_of
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
@@ -78,7 +78,7 @@ class MegaBackend(Backend):
     rank makes the same calls of a window in the same order, with zero tokens where it has none.
 
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
-    never results. reserve_sms: SMs left to others; None: see megamoe/backends/reserve.py. timeout_s: longest wait in a
+    never results. reserve_sms: SMs left to others; None: see sm_share.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
     pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). agreed: what each rank stated,
     where the ranks have compared that and the problem; None: they do so now.

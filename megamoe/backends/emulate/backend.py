@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_kept
-from megamoe.backends.emulated_rank import aligned_zeros
-from megamoe.backends.emulation import DEFAULT_CTAS, Emulation, kept_gradients
+from megamoe.backends.emulate.emulation import DEFAULT_CTAS, Emulation, kept_gradients
+from megamoe.backends.emulate.memory import aligned_zeros
 from megamoe.backends.gathered import Gathered
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem

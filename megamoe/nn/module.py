@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from megamoe.backends.select import check_device
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
 from megamoe.core.uncompiled import uncompiled
+from megamoe.experts.placement import ExpertPlacement
+from megamoe.experts.shards import Distinct, Place, distributed, read, write
+from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
-from megamoe.layer.experts import is_fsdp
-from megamoe.layer.functional import check_device
-from megamoe.layer.initial import draw
 from megamoe.layer.layer import Layer
-from megamoe.layer.optimizers import watch
-from megamoe.layer.placed_module import PlacedModule
-from megamoe.layer.placement import ExpertPlacement
-from megamoe.layer.quantized import QUANTIZED, check_kind, check_state, check_taken
 from megamoe.layer.runtime import is_open
-from megamoe.layer.shards import Distinct, Place, distributed, read, write
+from megamoe.nn.initial import draw
+from megamoe.nn.optimizers import watch
+from megamoe.nn.placed_module import PlacedModule
+from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 

@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
-from megamoe.layer.experts import is_fsdp
+from megamoe.experts.placement import ExpertPlacement
+from megamoe.experts.shards import Place
+from megamoe.experts.tensors import is_fsdp
 from megamoe.layer.layer import Layer
-from megamoe.layer.placement import ExpertPlacement
-from megamoe.layer.shards import Place
 
 _SLOTS = "slot_experts"
 

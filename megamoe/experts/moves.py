@@ -14,10 +14,10 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.planes import is_dtensor
 from megamoe.core.uncompiled import uncompiled
+from megamoe.experts.placement import ExpertPlacement
+from megamoe.experts.replicas import Replicas, exchange
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
-from megamoe.layer.placement import ExpertPlacement
-from megamoe.layer.replicas import Replicas, exchange
 
 
 class Placed:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.core.errors import ArgumentError
-from megamoe.layer.shards import Place
+from megamoe.experts.shards import Place
 
 
 @torch.no_grad()

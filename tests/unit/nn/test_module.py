@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import megamoe
 from megamoe import ConfigError, MegaMoE, Problem
+from megamoe.backends.select import make_backend
 from megamoe.core.errors import ArgumentError
-from megamoe.layer.functional import make_backend
 from megamoe.layer.runtime import _runtimes
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 

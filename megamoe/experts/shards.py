@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megamoe.backends.select import Question
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.core.planes import check_memory, is_dtensor
+from megamoe.experts.replicas import Replicas
+from megamoe.experts.tensors import Experts, noted
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
-from megamoe.layer.experts import Experts, noted
-from megamoe.layer.functional import Question
-from megamoe.layer.replicas import Replicas
 
 if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
     from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_call, check_kept
-from megamoe.backends.gradients import Targets
+from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows

@@ -10,7 +10,7 @@ from megamoe import jit
 from megamoe.core.errors import CompileError
 from megamoe.jit import host, paths
 
-MODEL = Path(__file__).parents[2] / "model"
+MODEL = Path(__file__).parent
 REFUSED = (
     "mem.add(cell, 1, Order::release, Scope::system)",
     "mem.fetch_add(cell, 1, Scope::system)",

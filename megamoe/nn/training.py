@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
+from megamoe.experts.shards import span
+from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group, begins
-from megamoe.layer.experts import is_fsdp
-from megamoe.layer.module import MegaMoE
-from megamoe.layer.optimizers import check_not_sharded
-from megamoe.layer.placed_module import first_slots
-from megamoe.layer.shards import span
+from megamoe.nn.module import MegaMoE
+from megamoe.nn.optimizers import check_not_sharded
+from megamoe.nn.placed_module import first_slots
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

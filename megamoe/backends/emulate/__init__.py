@@ -1,0 +1,1 @@
+"""The kernel's own source on CPU fibers."""

@@ -1,0 +1,1 @@
+"""One backend inside each of several hosts, and rows between them."""

@@ -1,0 +1,1 @@
+"""The persistent kernel on a GPU."""

@@ -1,0 +1,1 @@
+"""Which experts a tensor holds: shards, placements, checkpoints."""

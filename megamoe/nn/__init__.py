@@ -1,0 +1,1 @@
+"""MegaMoE, the module, and what its training loop needs."""
