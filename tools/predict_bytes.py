@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Predict what a forward launch reads from DRAM, on a CPU in seconds: a change of the tile order shows its bytes.
 
-    python tools/predict_bytes.py --local-experts-of 4 --shape dsv3 qwen3-30b --tokens 8192 --meet steps columns
+    python tools/predict_bytes.py --local-experts-of 4 --shape dsv3 qwen3-30b --tokens 8192 --meet steps rounds
 
---meet names orders: steps (nobody meets), or who meets in runs of many blocks (column, columns, run, round), then
-members of Meet (megamoe/launch/meetings.py): columns,many=6,gemms=1. bench/memory_model says what the model leaves out.
+--meet names orders: steps (no pair meets), or rounds, then members of Meet (megamoe/launch/meetings.py), such as
+rounds,many=6. bench/memory_model says what the model leaves out.
 """
 
 import sys
@@ -22,7 +22,7 @@ def main() -> int:
     add("--local-experts-of", type=int, help="the experts of one rank of so many")
     add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     add("--tokens", nargs="+", type=int, default=[8192])
-    add("--meet", nargs="+", type=meet_from, default=[None, meet_from("columns")])
+    add("--meet", nargs="+", type=meet_from, default=[None, meet_from("rounds")])
     add("--train", action="store_true", help="pre-activations are saved")
     add("--l2-mb", type=float, default=Machine.l2_mb, help="that tiles have of each half of L2")
     add("--speeds", type=float, default=Machine.speeds, help="how unlike pairs are, relative")

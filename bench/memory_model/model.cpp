@@ -117,11 +117,10 @@ std::vector<std::vector<PairUnit>> units_of_pairs(const Machine& m, const Launch
             if (!unit_in_run(runs[p.portion], p, tiles, last, 0, &u.tile[0])) continue;
             unit_in_run(runs[p.portion], p, tiles, last, 1, &u.tile[1]);
             u.rows = last_rows[u.tile[0].block];
-            if (meets && (is1 || l.meet.gemms > 1)) {
-                Round round =
-                    is1 ? Round::of(unit.number(), m.pairs) : shares.round_of(unit.number(), m.pairs);
-                Meeting meeting = meeting_of(runs[p.portion], p, tiles, l.meet, blocks, round);
-                u.meeting = int64_t{meeting.first} * 2 + is1, u.comers = meeting.pairs;
+            if (meets && is1) {
+                Round round = Round::of(unit.number(), m.pairs);
+                Meeting meeting = meeting_of(runs[p.portion], p, tiles, l.meet.many, round);
+                u.meeting = meeting.first, u.comers = meeting.pairs;
             }
             found[pair].push_back(u);
         }

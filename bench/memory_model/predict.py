@@ -21,7 +21,7 @@ from typing import Any
 from bench.tree import ROOT
 from megamoe.core.table import PRECISIONS
 from megamoe.jit import abi
-from megamoe.launch.meetings import WHO, Meet
+from megamoe.launch.meetings import Meet
 from megamoe.testing.shapes import Shape
 
 HERE = Path(__file__).resolve().parent
@@ -120,7 +120,6 @@ def predict(
     )  # fmt: skip
     if meet is not None:
         given.meet.rows, given.meet.cycles, given.meet.many = 1, meet.cycles, meet.many
-        given.meet.who, given.meet.gemms = WHO.index(meet.who), meet.gemms
     slot_us = machine.slot_us * (1.15 if size == 1 else 1)
     on = MachineStruct(
         machine.pairs, machine.l2_mb * 1e6, machine.dram_gb_per_s, slot_us, 2.0, machine.speeds,
@@ -136,12 +135,12 @@ def predict(
 
 
 def meet_from(text: str) -> Meet | None:
-    """Read "steps", or "columns,many=6,gemms=2"."""
+    """Read "steps", or "rounds,many=6"."""
     if text == "steps":
         return None
-    who, *pairs = text.split(",")
+    order, *pairs = text.split(",")
     named = dict(pair.split("=") for pair in pairs)
-    known = {f.name for f in fields(Meet)} - {"who"}
-    if who not in WHO or named.keys() - known:
-        raise argparse.ArgumentTypeError(f"{text!r}: steps, or one of {WHO}, then {known}")
-    return Meet(who, **{n: int(value) for n, value in named.items()})
+    known = {f.name for f in fields(Meet)}
+    if order != "rounds" or named.keys() - known:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected steps, or rounds and then {known}")
+    return Meet(**{n: int(value) for n, value in named.items()})

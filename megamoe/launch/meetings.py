@@ -22,16 +22,13 @@ PAIR_CTAS = 2  # pair_ctas of csrc/megamoe/schedule/order.h
 # Rows of an expert in the mean from which on pairs meet: in launches of fewer, each weight tile has one reader.
 MEAN_ROWS = 192
 MAX_CELLS = 1 << 23  # a cell's number, shifted by 8, fits int32
-WHO = ("column", "columns", "run", "round")  # Who of csrc/megamoe/layout/args.h
 
 
 @dataclass(frozen=True)
 class Meet:
     """How pairs meet: Meet of csrc/megamoe/layout/args.h, where the members are explained."""
 
-    who: str = "columns"
     many: int = 4
-    gemms: int = 1
     cycles: int = 170  # about a seventh of what a slot takes
     mean_rows: int = MEAN_ROWS
 
@@ -55,14 +52,10 @@ RULES = (
     Rule("fp8_channel", 4000, 40 << 20, Meet()),
 )
 
-# For measurements: unless it is None, it takes the place of the rules. With mean_rows 0 no pair meets.
-stated: Meet | None = None
-
 
 def units_of_block(p: Problem) -> int:
-    """Return the units of a block of rows in both GEMMs."""
-    widths = p.activation.planes * p.intermediate, p.hidden
-    return sum(-(-width // (PAIR_CTAS * TILE_COLUMNS)) for width in widths)
+    """Return the units of gemm1 that a block of rows has."""
+    return -(-p.activation.planes * p.intermediate // (PAIR_CTAS * TILE_COLUMNS))
 
 
 def chosen(p: Problem, gb_per_s: float) -> Meet | None:
@@ -77,15 +70,14 @@ def chosen(p: Problem, gb_per_s: float) -> Meet | None:
 
 def fill(field: Any, came: int, p: Problem, pool_rows: int, gb_per_s: float) -> None:
     """Fill the launch argument `meet`. came: address of the region."""
-    meet = chosen(p, gb_per_s) if stated is None else stated
+    meet = chosen(p, gb_per_s)
     cells = pool_rows // abi.TILES[TILE].rows * units_of_block(p)
     field.came = came
     if meet is None or p.formats.w.packed > 1 or cells > MAX_CELLS:
         field.rows = 0
         return
     field.rows = meet.mean_rows * p.num_local_experts(p.rank)
-    field.cycles, field.many, field.gemms = meet.cycles, meet.many, meet.gemms
-    field.who = WHO.index(meet.who)
+    field.cycles, field.many = meet.cycles, meet.many
 
 
 def bandwidth() -> float:

@@ -12,7 +12,7 @@ from test_forward import columns, inputs_of, least_pool
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.launch import meetings
-from megamoe.launch.meetings import WHO, Meet
+from megamoe.launch.meetings import Meet
 from megamoe.testing.compare import same_bits
 from megamoe.testing.inputs import calls_of
 
@@ -39,10 +39,10 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
     expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
-    for number, who in enumerate(WHO[:3]):
+    for number, many in enumerate((4, 3, 40)):
         for seed, pool in ((0, None), (1 + number, None), (4 + number, least_pool(problem) + 512)):
-            meet = Meet(who, many=3 + number % 2, gemms=1 + number % 2, mean_rows=1)
-            monkeypatch.setattr(meetings, "stated", meet)
+            meet = Meet(many, mean_rows=1)
+            monkeypatch.setattr(meetings, "chosen", lambda *_, meet=meet: meet)
             emulation = Emulation(problem, num_ctas=CTAS - 2 * (seed == 2), pool_rows=pool)
             for _ in range(2):
                 ys = emulation.forward_all(calls_of(*call), seed=seed)
@@ -63,13 +63,13 @@ def test_training_meets_and_saves_the_same(monkeypatch: pytest.MonkeyPatch) -> N
         return [*ys, *(g for found in gradients for g in found if g is not None)]
 
     expected = step(Emulation(problem, num_ctas=4), 0)
-    monkeypatch.setattr(meetings, "stated", Meet(mean_rows=1))
+    monkeypatch.setattr(meetings, "chosen", lambda *_: Meet(mean_rows=1))
     found = step(Emulation(problem, num_ctas=CTAS), 3)
     assert all(same_bits(f, e) for f, e in zip(found, expected, strict=True))
 
 
 def test_few_rows_meet_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meetings, "stated", Meet(mean_rows=100_000))
+    monkeypatch.setattr(meetings, "chosen", lambda *_: Meet(mean_rows=100_000))
     problem = problem_of("bf16")
     inputs, weights = inputs_of(problem, TOKENS)
     emulation = Emulation(problem, num_ctas=CTAS)
@@ -85,7 +85,7 @@ def test_pairs_that_come_to_the_door_late_are_not_counted(
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
     expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
-    monkeypatch.setattr(meetings, "stated", Meet(mean_rows=1))
+    monkeypatch.setattr(meetings, "chosen", lambda *_: Meet(mean_rows=1))
     emulation = Emulation(problem, num_ctas=CTAS, join_ns=1)
     ys = emulation.forward_all(calls_of(*call), seed=seed)
     assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True))
@@ -117,7 +117,7 @@ FLAWS = {
 
 def longest_ns(monkeypatch: pytest.MonkeyPatch) -> int:
     """Return emulated ns of the longest of two launches, in which all pairs come and wait for each other."""
-    monkeypatch.setattr(meetings, "stated", PATIENT)
+    monkeypatch.setattr(meetings, "chosen", lambda *_: PATIENT)
     problem = problem_of("bf16")
     emulation, longest = Emulation(problem, num_ctas=CTAS, profile=True), 0
     inputs, weights = inputs_of(problem, TOKENS)

@@ -37,7 +37,7 @@ int abi_head_first(int num_blocks, int units1, int units2, int num_pairs) {
 
 // The units of every CTA of a launch whose experts have expert_blocks[0 .. num_experts) blocks: per tile
 // (cta, step, stage, part, block, n, shared, first, pairs), each CTA's in its own order. A step is `span`
-// blocks of gemm1 and then the previous step's blocks of gemm2; part counts all units of a stage. With who >=
+// blocks of gemm1 and then the previous step's blocks of gemm2; part counts all units of a stage. With many >
 // 0 pairs meet, `first` and `pairs` say where, and the order is that by rounds: steps 2 r + 1 are rounds of
 // gemm1, in 2 r stand those of gemm2 that come before round r of gemm1. A CTA without a tile in its pair's
 // unit has n = -1. seed 0: by fixed shares, gemm2's as Gemm2Shares has them, one CTA after the other is
@@ -45,14 +45,13 @@ int abi_head_first(int num_blocks, int units1, int units2, int num_pairs) {
 // that the seed draws. Writes at most `capacity` tiles and returns how many there are; -1 for a portion past
 // the last block.
 int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles2, int span, int num_ctas,
-                unsigned seed, bool fixed2, int rounds, int who, int many, int* out, int capacity) {
+                unsigned seed, bool fixed2, int rounds, int many, int* out, int capacity) {
     int num_blocks = 0, num_pairs = num_ctas / pair_ctas, written = 0;
     for (int e = 0; e < num_experts; ++e) num_blocks += expert_blocks[e];
     Gemm2Shares shares(
         num_blocks * units_of(tiles1), rounds, num_pairs,
-        who >= 0 ? abi_head_first(num_blocks, units_of(tiles1), units_of(tiles2), num_pairs) : 0);
-    Meet meet = {nullptr, 1, 0, many, who, 2};
-    LastBlock last = who >= 0 ? LastBlock::beside : LastBlock::behind;
+        many > 0 ? abi_head_first(num_blocks, units_of(tiles1), units_of(tiles2), num_pairs) : 0);
+    LastBlock last = many > 0 ? LastBlock::beside : LastBlock::behind;
     auto write = [&](Unit unit_of_pair, int pair, const UnitStream& before) {
         Position p = unit_of_pair.position(units_of(tiles1), units_of(tiles2));
         int first = 0, e = 0;  // the expert that holds block p.portion
@@ -63,9 +62,9 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
         Run group = run_of(first, expert_blocks[e], p.portion);
         int number = p.portion * units_of(tiles) + p.part, step = p.portion / span + (is1 ? 0 : 1);
         Meeting meeting = {number, 0};
-        if (who >= 0) {
+        if (many > 0) {
             Round round = is1 ? Round::of(number, num_pairs) : shares.round_of(number, num_pairs);
-            meeting = meeting_of(group, p, tiles, meet, num_blocks, round);
+            meeting = meeting_of(group, p, tiles, many, round);
             step = is1 ? 2 * (number / num_pairs) + 1 : 2 * before.rounds_before(round, num_pairs);
         }
         for (int member = 0; member < pair_ctas; ++member) {
@@ -101,7 +100,7 @@ int abi_streams(const int* expert_blocks, int num_experts, int tiles1, int tiles
             return num_pairs + (fixed ? before : tickets[static_cast<int>(id)]++);
         };
         Unit unit = stream.pop(take, [&] {
-            return who >= 0 ? stream.by_rounds(shares.round_of(stream.next2, num_pairs), num_pairs)
+            return many > 0 ? stream.by_rounds(shares.round_of(stream.next2, num_pairs), num_pairs)
                             : stream.by_steps();
         });
         if (!write(unit, pair, stream)) return -1;

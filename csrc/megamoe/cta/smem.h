@@ -135,7 +135,7 @@ struct MeetSmem {
     PlacedMeeting before[num_dealt];  // a tile that is dealt, of CTA 0's load_b
     int32_t drafted;                  // before the next one, packed
     int32_t rounds1;                  // of gemm1, before the pair's next unit of gemm2
-    int32_t tiles[2];                 // of a block in either GEMM
+    int32_t tiles;                    // of a block in gemm1
     int32_t patience;                 // of the pair in this pass, see protocol/edges.h
     UnitStream stream;
     Gemm2Shares shares;

@@ -90,23 +90,16 @@ MEGAMOE_DEVICE bool meets(const Context& ctx) {
     return can_meet<T> && ctx.smem.plan.meets != 0;
 }
 
-// Where pairs meet before they begin a unit of either GEMM.
+// Where pairs meet before they begin a unit: in gemm1 alone.
 template <class T>
 MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit dealt) {
-    const Meet& meet = ctx.args.meet;
+    if (dealt.gemm() != GemmId::gemm1) return {0};
     const volatile auto& known = ctx.smem.meet;
-    bool is_gemm1 = dealt.gemm() == GemmId::gemm1;
-    if (!is_gemm1 && meet.gemms < 2) return {0};
-    int tiles = known.tiles[is_gemm1 ? 0 : 1], of_block = units_of(tiles);
+    int tiles = known.tiles, of_block = units_of(tiles);
     Position p = {dealt.gemm(), dealt.number() / of_block, dealt.number() % of_block};
-    int pairs = num_pairs(ctx);
-    Round round =
-        is_gemm1 ? Round::of(dealt.number(), pairs) : ctx.smem.meet.shares.round_of(dealt.number(), pairs);
-    Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, meet, ctx.smem.plan.num_blocks, round);
-    if (m.pairs < 2) return {0};
-    int units1 = units_of(known.tiles[0]), units2 = units_of(known.tiles[1]), block = m.first / of_block;
-    int cell = block * (units1 + units2) + (is_gemm1 ? 0 : units1) + m.first % of_block;
-    return {cell << 8 | m.pairs};
+    Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, ctx.args.meet.many,
+                           Round::of(dealt.number(), num_pairs(ctx)));
+    return {m.pairs < 2 ? 0 : m.first << 8 | m.pairs};
 }
 
 // CTA `member`'s tile of a unit. False for a unit that holds no tile, of either CTA.

@@ -164,16 +164,12 @@ struct Expanded {
     int32_t above;           // rows of the first pass from which on a launch has panels
 };
 
-// Who meets in a run of many blocks, see meeting_of() in schedule/order.h.
-enum class Who : int { column, columns, run, round };
-// How pairs of CTAs that share an operand stay in step.
+// How pairs of CTAs that share an operand of gemm1 stay in step, see meeting_of() in schedule/order.h.
 struct Meet {
-    uint32_t* came;  // [M/128, (P*I + 511)/512 + (H + 511)/512] pairs at the meeting that begins with a unit
-    int32_t rows;    // of a pass, from which on its pairs meet; 0: nobody ever meets
+    uint32_t* came;  // [M/128, (P*I + 511)/512] pairs at the meeting that begins with a unit of gemm1
+    int32_t rows;    // of a pass, from which on its pairs meet; 0: no pair ever meets
     int32_t cycles;  // that a pair waits at most, for each pipeline slot of its unit
-    int32_t many;    // blocks of a run from which on `who` of them meet; in smaller ones all do
-    int32_t who;     // Who
-    int32_t gemms;   // 1: in gemm1, 2: in gemm2, too
+    int32_t many;    // blocks of a run from which on the pairs of a column meet; in smaller runs all pairs do
 };
 
 // What all launches are given.

@@ -82,10 +82,7 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
     UnitStream& stream = can_meet<T> ? ctx.smem.meet.stream : in_registers;
     if constexpr (can_meet<T>) stream = in_registers;
     typename T::Deal::template Next<T> next(ctx, stream);
-    if constexpr (can_meet<T>) {
-        known.tiles[0] = Shape<T>::tiles(ctx.args, GemmId::gemm1);
-        known.tiles[1] = Shape<T>::tiles(ctx.args, GemmId::gemm2);
-    }
+    if constexpr (can_meet<T>) known.tiles = Shape<T>::tiles(ctx.args, GemmId::gemm1);
     auto gemm1_first = [&] {
         if constexpr (can_meet<T>) {
             if (meets<T>(ctx)) return stream.next1 / num_pairs(ctx) < known.rounds1;

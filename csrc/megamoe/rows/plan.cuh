@@ -101,8 +101,7 @@ MEGAMOE_DEVICE void write_block_table(const Context& ctx, int begin, int end, bo
             gemm_of<T>(args, GemmId::gemm2).done[first + i] = 0;
         }
         if (pairs_meet) {
-            int units = units_of(Shape<T>::tiles(args, GemmId::gemm1)) +
-                        units_of(Shape<T>::tiles(args, GemmId::gemm2));
+            int units = units_of(Shape<T>::tiles(args, GemmId::gemm1));
             for (int i = arch::lane_idx(); i < blocks * units; i += 32)
                 args.meet.came[int64_t{first} * units + i] = 0;
         }

@@ -263,33 +263,21 @@ MEGAMOE_PURE bool unit_in_run(Run run, Position p, int tiles, LastBlock layout, 
 // bounded time, before they load weights. Only units of one round meet: a pair takes part in it with one
 // unit, and every unit of it belongs to some pair. Nobody meets where there are fewer than two.
 //
-// Who meets is who shares. In a run of many blocks they share a weight tile, under one column (or two, where
-// the last block of an odd run stands beside both); in a run of few blocks they share its rows, under all
-// columns.
+// The pairs that share an operand meet. In a run of `many` blocks or more they share a weight tile, under one
+// column (or two, where the last block of an odd run stands beside both); in a smaller run they share its
+// rows, under all columns.
 struct Meeting {
     int first, pairs;
 };
-MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, const Meet& meet, int num_blocks,
-                                Round round) {
+MEGAMOE_PURE Meeting meeting_of(Run run, Position p, int tiles, int many, Round round) {
     int of_block = units_of(tiles), unit = p.portion * of_block + p.part;
-    int first = run.first * of_block, held = held_units(run, tiles), pairs = run.size / 2;
-    Who who = run.size < meet.many && meet.who != static_cast<int>(Who::round) ? Who::run
-                                                                               : static_cast<Who>(meet.who);
-    if (who == Who::column || who == Who::columns) {
+    int first = run.first * of_block, held = held_units(run, tiles);
+    if (run.size >= many) {
         int group =
-            run.size % 2 == 1 ? run.size : pairs;  // of two columns and the last block, or of one column
+            run.size % 2 == 1 ? run.size : run.size / 2;  // of two columns and the last block, or of one
         int in_run = unit - first, in_group = in_run % group;
         first += in_run - in_group;
         held = min_of(held - (in_run - in_group), group);
-        if (who == Who::column && run.size % 2 == 1) {
-            int columns = (held - 1) / max_of(pairs, 1), column = in_group / max_of(pairs, 1);
-            if (pairs == 0 || column >= columns) return {unit, 0};  // the last block's
-            first += column * pairs;
-            held = pairs;
-        }
-    } else if (who == Who::round) {
-        first = 0;
-        held = num_blocks * of_block;
     }
     int begin = max_of(first, round.first), end = min_of(first + held, round.first + round.units);
     return {begin, end - begin};

@@ -1,6 +1,5 @@
 """Where pairs meet: by shape and machine, and what the launch is told."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from bench.shapes import problem_of
 from megamoe.core.config import Problem
 from megamoe.jit import abi
 from megamoe.launch import meetings
-from megamoe.launch.meetings import WHO, Meet, chosen, fill, units_of_block
+from megamoe.launch.meetings import Meet, chosen, fill, units_of_block
 from megamoe.testing.shapes import SHAPES
 
 H100, H200 = 3352, 4917
@@ -41,16 +40,16 @@ def filled(p: Problem, gb_per_s: float, pool_rows: int = 1 << 16) -> list[int]:
     field = abi.STRUCTURES["Meet"]()
     fill(field, 4096, p, pool_rows, gb_per_s)
     assert field.came == 4096
-    return [field.rows, field.cycles, field.many, field.who, field.gemms]
+    return [field.rows, field.cycles, field.many]
 
 
 def test_what_a_launch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem("dsv3")
     assert filled(p, H200)[0] == filled(p, 0)[0] == 0
     assert filled(p, H100)[0] == meetings.MEAN_ROWS * 64
-    assert filled(p, H100, 1 << 27)[0] == 0, "more cells than a number has bits"
-    monkeypatch.setattr(meetings, "stated", Meet("run", 6, 2, 100, 50))
-    assert filled(p, H200) == [50 * 64, 100, 6, WHO.index("run"), 2]
+    assert filled(p, H100, 1 << 28)[0] == 0, "more cells than a number has bits"
+    monkeypatch.setattr(meetings, "chosen", lambda *_: Meet(6, 100, 50))
+    assert filled(p, H200) == [50 * 64, 100, 6]
     assert filled(problem("dsv3", "fp8xmxfp4"), H100)[0] == 0, "panels follow the order by steps"
 
 
@@ -58,14 +57,7 @@ def test_nobody_meets_without_a_gpu() -> None:
     assert meetings.bandwidth() in (0, pytest.approx(H100, rel=0.3), pytest.approx(H200, rel=0.3))
 
 
-def test_names_and_sizes_are_the_headers() -> None:
-    text = abi.read_text()
-    assert (
-        re.search(r"enum class Who : int \{([^}]*)\}", text)[1].split(", ")
-        == [  # type: ignore[index]
-            *[f" {WHO[0]}", *WHO[1:-1], f"{WHO[-1]} "]
-        ]
-    )
-    assert units_of_block(problem("dsv3")) == 8 + 14
-    assert units_of_block(problem("nemotron3-super")) == 6 + 2
-    assert units_of_block(Problem(272, 144, 4, 2, max_tokens=8)) == 1 + 1
+def test_units_of_a_block() -> None:
+    assert units_of_block(problem("dsv3")) == 8
+    assert units_of_block(problem("nemotron3-super")) == 6
+    assert units_of_block(Problem(272, 144, 4, 2, max_tokens=8)) == 1

@@ -9,7 +9,7 @@ from megamoe.launch.meetings import Meet
 from megamoe.testing.shapes import SHAPES
 
 SHAPE = replace(SHAPES["qwen3-235b"], num_experts=32)
-MEET = Meet("columns", many=4, gemms=1)
+MEET = Meet(many=4)
 
 
 def once_gb(rows: list[int]) -> float:
@@ -51,6 +51,6 @@ def test_one_slow_pair_makes_others_wait_for_next_to_nothing(slow: float) -> Non
 
 def test_who_meets_is_read() -> None:
     assert meet_from("steps") is None
-    assert meet_from("run,many=6,gemms=2") == Meet("run", many=6, gemms=2)
-    with pytest.raises(Exception, match="steps, or one of"):
-        meet_from("columns,most=6")
+    assert meet_from("rounds,many=6") == Meet(many=6)
+    with pytest.raises(Exception, match="expected steps, or rounds"):
+        meet_from("rounds,most=6")
