@@ -265,7 +265,7 @@ def turned_rows(problem: Problem, turned: TurnedWeights, other: int) -> list[Row
         ("gemm2", "turned.w13", turned.w13, turned.w13_scale, (local, planes, h, i)),
         ("recompute", "forward.w13", forward.w13, forward.w13_scale, (local, planes, i, h)),
     ):
-        place = place_of(name if gemm == "recompute" else name, w, shape[1], shape, other)
+        place = place_of(name, w, shape[1], shape, other)
         b = matrix_map(place, shape, size, HALF)
         found.append(Row(gemm, b=b, b_scale=scale.data_ptr()))
     found[-1].bias = address_of(forward.b13)

@@ -15,7 +15,7 @@ bf16 rows, so nothing is lost that was not before. y and dx travel in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -442,10 +442,6 @@ def _along(rail: Part) -> Exchange:
         return all_to_all(rail.process_group, **options)(rows, *how)
 
     return exchange
-
-
-def _widths(columns: Sequence[Tensor]) -> list[int]:
-    return [t.shape[1] for t in columns]
 
 
 def _number(state: Tensor) -> Tensor:

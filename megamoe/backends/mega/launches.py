@@ -54,8 +54,11 @@ def why_not(variant: Variant | GroupedVariant, device: torch.device) -> str | No
     """Return why a kernel cannot run on a device, or None. Reads attributes and prebuilt kernels; compiles nothing."""
     if device.type != "cuda":
         return f"the tensors are on {device}, the kernel needs a CUDA device"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return f"{torch.cuda.get_device_name(device)} is not a Hopper GPU (compute capability 9.x)"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device (torch.cuda.is_available() is False)"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        return f"compute capability is {major}.{minor}, the kernel needs 9.x (Hopper)"
     try:
         importlib.import_module("megamoe.jit.module")
     except ImportError as error:
