@@ -87,46 +87,55 @@ struct ActivationGradientEpilogue {
             s[0] = row_weight[row], s[1] = row_weight[row + 8];
         }
         float d_s[2] = {0.0f, 0.0f};
-        uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of a half, where Rows has scales
+        // The halves are a loop, not two copies: a tile fetches this code anew, and above 42 KB it waits for
+        // it (docs/tuning.md, "The compiler"). The loop has no branch on the lane and a ring of its own: with
+        // either, descriptors of MMAs would leave the uniform registers.
+        PipelineRing<T> inputs_ring = ring;
         MEGAMOE_UNROLL
-        for (int input = 0; input < inputs; ++input) {
-            auto& slot = output.claim_input(ring);
-            uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
-            uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
-            uint8_t* hs = slot.a + math_warpgroup() * box_bytes;
+        for (int input = 0; input < inputs; ++input) ring.advance();
+        MEGAMOE_UNROLL_BY(1)
+        for (int half = 0; half < 2; ++half) {
+            uint32_t dgu[gu_planes][2][S::half_columns / 8];  // of the half, where Rows has scales
             MEGAMOE_UNROLL
-            for (int g = 0; g < slot_columns / 8; ++g) {
-                int of_half = input % inputs_of_half * (slot_columns / 8) + g;
-                float* dh = &sum[input / inputs_of_half][of_half * 4];
+            for (int input = 0; input < inputs_of_half; ++input) {
+                Fragment f;
+                auto& slot = output.claim_input(inputs_ring);
+                uint8_t* gates = slot.b[0] + math_warpgroup() * box_bytes;
+                uint8_t* ups = slot.b[1] + math_warpgroup() * box_bytes;
+                uint8_t* hs = slot.a + math_warpgroup() * box_bytes;
                 MEGAMOE_UNROLL
-                for (int i = 0; i < 2; ++i) {
-                    int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
-                    uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
-                    uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
-                    float dgate[2], dup[2], h[2];
+                for (int g = 0; g < slot_columns / 8; ++g) {
+                    int of_half = input * (slot_columns / 8) + g;
+                    float* dh = &sum[0][of_half * 4];
                     MEGAMOE_UNROLL
-                    for (int j = 0; j < 2; ++j) {
-                        float dh_j = dh[2 * i + j];
-                        Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
-                                             j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh_j, dgate[j],
-                                             dup[j], h[j]);
-                        d_s[i] += dh_j * h[j];
+                    for (int i = 0; i < 2; ++i) {
+                        int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
+                        uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
+                        uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
+                        float dgate[2], dup[2], h[2];
+                        MEGAMOE_UNROLL
+                        for (int j = 0; j < 2; ++j) {
+                            float dh_j = dh[2 * i + j];
+                            Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
+                                                 j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh_j, dgate[j],
+                                                 dup[j], h[j]);
+                            d_s[i] += dh_j * h[j];
+                        }
+                        dgu[0][i][of_half] = store_pair(gates + at, s[i] * dgate[0], s[i] * dgate[1]);
+                        if constexpr (Activation::gated)
+                            dgu[1][i][of_half] = store_pair(ups + at, s[i] * dup[0], s[i] * dup[1]);
+                        store_pair(hs + at, s[i] * h[0], s[i] * h[1]);
                     }
-                    dgu[0][i][of_half] = store_pair(gates + at, s[i] * dgate[0], s[i] * dgate[1]);
-                    if constexpr (Activation::gated)
-                        dgu[1][i][of_half] = store_pair(ups + at, s[i] * dup[0], s[i] * dup[1]);
-                    store_pair(hs + at, s[i] * h[0], s[i] * h[1]);
                 }
+                // This comes before the last hand-over, since the tile's release follows that.
+                if constexpr (weighted) {
+                    if (input == inputs_of_half - 1) put_d_s<T>(ctx, current_tile<T>(), d_s, half == 1);
+                }
+                output.hand_over();
             }
-            // This comes before the last hand-over, since the tile's release follows that.
-            if constexpr (weighted) {
-                if (input == inputs - 1) store_d_s<T>(ctx, tile, d_s, row, f);
-            }
-            output.hand_over();
-            if constexpr (Rows::scaled) {
-                if (input % inputs_of_half == inputs_of_half - 1)
-                    write_rows<T>(ctx, tile, output, dgu, input / inputs_of_half, f);
-            }
+            if constexpr (Rows::scaled) write_rows<T>(ctx, current_tile<T>(), output, dgu, half, Fragment());
+            MEGAMOE_UNROLL
+            for (int i = 0; i < S::sums; ++i) sum[0][i] = sum[1][i];
         }
     }
 
@@ -150,14 +159,17 @@ struct ActivationGradientEpilogue {
         }
     }
     template <class T>
-    static MEGAMOE_DEVICE void store_d_s(const Context& ctx, const Tile& tile, float (&d_s)[2], int row,
-                                         Fragment f) {
+    static MEGAMOE_DEVICE void put_d_s(const Context& ctx, const Tile& tile, const float (&d_s)[2],
+                                       bool here) {
+        Fragment f;
+        int row = row0<T>(tile) + math_warpgroup() * warpgroup_rows + f.row;
         int parts = ceil_div(gemm_of<T>(ctx.args, tile.gemm).n, columns) + 1;
+        float* to = own<T>(ctx.args).d_s + int64_t{row} * parts + tile.n;
         MEGAMOE_UNROLL
         for (int i = 0; i < 2; ++i) {  // a quad holds one row
-            d_s[i] += arch::shfl_xor(d_s[i], 1);
-            d_s[i] += arch::shfl_xor(d_s[i], 2);
-            if (f.quad == 0) own<T>(ctx.args).d_s[int64_t{row + 8 * i} * parts + tile.n] = d_s[i];
+            float all = d_s[i] + arch::shfl_xor(d_s[i], 1);
+            all += arch::shfl_xor(all, 2);
+            arch::put_float(to + int64_t{8 * i} * parts, all, false, here && f.quad == 0);
         }
     }
 };

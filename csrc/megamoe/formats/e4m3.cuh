@@ -83,7 +83,8 @@ struct E4m3RowsIn {
                 *reinterpret_cast<uint16_t*>(box + swizzled(f.row + 8 * i, Words::place(f.column(g)))) =
                     arch::pack_e4m3x2(even(i, g) * inverse, odd(i, g) * inverse);
             }
-            if (f.quad == 0 && row_scale != nullptr) row_scale[f.row + 8 * i] = group.scale();
+            arch::put_float(row_scale + f.row + 8 * i, group.scale(), false,
+                            f.quad == 0 && row_scale != nullptr);
         }
         output.hand_over();
     }
