@@ -17,7 +17,7 @@ XDIST = $(shell $(PY) -c "import xdist" 2>/dev/null && echo "-n auto --maxproces
 CLANG_FORMAT = $(firstword $(wildcard .venv/bin/clang-format) clang-format)
 SHELLCHECK = $(firstword $(wildcard .venv/bin/shellcheck) shellcheck)
 SOURCES = $(shell find csrc -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
-PYTHON_SOURCES := setup.py megamoe jit bench tests tools
+PYTHON_SOURCES := setup.py megamoe jit bench examples tests tools
 export SLOW ?= 0
 
 .PHONY: help setup accept demo test lint fmt model flaws compile gpu libraries dist clean

@@ -16,7 +16,7 @@ from megamoe.jit import prebuilt
 
 pytest.importorskip("setuptools")
 ROOT = Path(__file__).resolve().parents[3]
-PLACES = ("bench", "csrc", "docs", "jit", "megamoe", "tests", "tools")
+PLACES = ("bench", "csrc", "docs", "examples", "jit", "megamoe", "tests", "tools")
 
 
 def sources(*places):
@@ -66,7 +66,9 @@ def test_the_wheel_holds_every_header_and_module(wheel):
     headers = {name for name in sources("csrc") if not name.endswith(".md")}
     modules = sources("megamoe") | {f"megamoe/{name}" for name in sources("jit") | headers}
     assert modules - packed == set()
-    assert not [name for name in packed if {"bench", "tests", "tools"} & set(Path(name).parts)]
+    assert not [
+        name for name in packed if {"bench", "examples", "tests", "tools"} & set(Path(name).parts)
+    ]
 
 
 def without_checkout():
