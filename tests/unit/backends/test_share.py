@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+from driver_stub import PROBLEM, argument, config, forward, tensors, weights_of
 
+from megamoe import Layer
+from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.mega.backend import MegaBackend
 from megamoe.backends.mega.sm_share import JOIN_NS, PEERS_NS, Share, check_shares, share_of
 from megamoe.core.errors import RankMismatch
+from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
+from megamoe.window.window import Window
 
 
 class Ranks(Group):
@@ -41,89 +47,76 @@ def test_ranks_of_which_some_share_are_refused(monkeypatch):
     check_shares([share_of(Ranks(), stated) for stated in (8, 16)])
 
 
-# Of a program: a rank that may have others in other processes.
-REMOTE = """
-from megamoe.group.group import Group
-class Ranks(Group):
+class Remote(Group):
+    """A rank that may have others in other processes."""
+
     def __init__(self):
         super().__init__()
         self.in_process = False
-"""
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
-def test_a_layer_that_is_first_called_without_gradients_trains_as_others_do(run, mode):
-    """Its launches that train take what is free; else they could wait for a collective that waits for them."""
-    seen = run(f"""
-import megamoe
-from unittest import mock
-{REMOTE}def patience():
-    return config()["ids"], argument().join_ns, argument().peers_ns
-def opened(*given):
-    return mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
-with on_cpu(), mock.patch("megamoe.layer.layer.open_backend", opened):
-    layer = megamoe.Layer(problem, backend="staged")
-    x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
-    with torch.{mode}():
-        x.requires_grad_(torch.is_grad_enabled())
-        y = layer(x, ids, scores, weights)
-    found = [patience()]
-    layer(x.detach().clone().requires_grad_(), ids, scores, weights)
-    found.append(patience())
-print(json.dumps(found))
-""")
-    waits, all_at_once = [[], JOIN_NS, PEERS_NS], [[2], 0, 0]
-    assert seen == [waits if mode == "enable_grad" else all_at_once, waits]
+def remote(**options):
+    return MegaBackend(PROBLEM, Remote(), window=Window(PROBLEM, device="cpu"), **options)
 
 
-def test_a_layer_made_without_gradients_says_how_many_ctas_trained(run):
-    """Of its forwards, which do not share, all; of `train` and `backward` those that the launch has written."""
-    plain, train, backward, again = run(f"""
-{REMOTE}x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
-with on_cpu():
-    with torch.no_grad():
-        layer = mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"))
-        call(layer)
-    layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
-    found = [layer.num_ctas()]
-    y, state = layer.forward(Call(x, ids, scores, weights), keep=True)
-    found.append(layer.num_ctas())
-    masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
-    wanted = Wanted(Needs(b13=False, b2=False), turned=TurnedWeights.of(problem, weights))
-    layer.backward(Call(x, ids, scores, masters), x, state, wanted)
-    found.append(layer.num_ctas())
-    call(layer)
-    found.append(layer.num_ctas())
-print(json.dumps(found))
-""")
-    assert (plain, train, backward, again) == (132, 108, 108, 132)
-
-
-@pytest.mark.parametrize("reserve_sms", [None, 20])
-def test_only_a_launch_with_all_of_its_ctas_is_cooperative(run, reserve_sms):
-    seen = run(f"""
-{REMOTE}def patience():
+def patience():
     return argument().join_ns, argument().peers_ns
-with on_cpu():
-    found, share = [], {reserve_sms!r}
-    layer = mega.MegaBackend(problem, Ranks(), window=Window(problem, device="cpu"), reserve_sms=share)
-    call(layer)
-    found.append([config()["grid"][0], config()["ids"], *patience(), layer.num_ctas()])
-    layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
-    found.append(layer.num_ctas())
-    x, ids, scores = torch.zeros(5, 272).bfloat16(), torch.zeros(5, 3, dtype=torch.int64), torch.zeros(5, 3)
-    y, state = layer.forward(Call(x, ids, scores, weights), keep=True)
-    found.append([config()["ids"], *patience()])
+
+
+def train(layer):
+    """Yield behind the launch of each direction."""
+    x, ids, scores = tensors()
+    weights = weights_of()
+    _, state = layer.forward(Call(x, ids, scores, weights), keep=True)
+    yield
     masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
-    turned = TurnedWeights.of(problem, weights)
-    wanted = Wanted(Needs(b13=False, b2=False), turned=turned)
+    wanted = Wanted(Needs(b13=False, b2=False), turned=TurnedWeights.of(PROBLEM, weights))
     layer.backward(Call(x, ids, scores, masters), x, state, wanted)
-    found.append([config()["ids"], *patience()])
-print(json.dumps(found))
-""")
-    waits = [JOIN_NS, PEERS_NS] if reserve_sms is None else [0, 0]
-    cooperative, grid = ([], 132) if reserve_sms is None else ([2], 112)
-    first, taken, train, backward = seen
-    assert first[:4] == [grid, cooperative, *waits]
-    assert taken == (108 if waits[0] else grid)
-    assert train == backward == [cooperative, *waits]
+    yield
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "enable_grad"])
+def test_a_layer_that_is_first_called_without_gradients_trains_as_others_do(monkeypatch, mode):
+    """Its launches that train take what is free; else they could wait for a collective that waits for them."""
+    monkeypatch.setattr("megamoe.layer.layer.open_backend", lambda *given: remote())
+    layer, (x, ids, scores), weights = Layer(PROBLEM, backend="staged"), tensors(), weights_of()
+    waits, all_at_once = ({}, (JOIN_NS, PEERS_NS)), ({2: 1}, (0, 0))
+    with getattr(torch, mode)():
+        x.requires_grad_(torch.is_grad_enabled())
+        layer(x, ids, scores, weights)
+    assert (config()["attributes"], patience()) == (waits if mode == "enable_grad" else all_at_once)
+    layer(x.detach().clone().requires_grad_(), ids, scores, weights)
+    assert (config()["attributes"], patience()) == waits
+
+
+def note_members(layer):
+    layer.plan.workspace["members"].view(layer.window.workspace(layer.plan))[0] = 7 << 8 | 54
+
+
+@pytest.mark.stub
+def test_a_layer_made_without_gradients_says_how_many_ctas_trained():
+    """Of its forwards, which do not share, all; of `train` and `backward` those that the launch has written."""
+    with torch.no_grad():
+        layer = remote()
+        forward(layer, *tensors(), weights_of())
+    note_members(layer)
+    assert layer.num_ctas() == 132
+    for _ in train(layer):
+        assert layer.num_ctas() == 108
+    forward(layer, *tensors(), weights_of())
+    assert layer.num_ctas() == 132
+
+
+@pytest.mark.stub
+@pytest.mark.parametrize("reserve_sms", [None, 20])
+def test_only_a_launch_with_all_of_its_ctas_is_cooperative(reserve_sms):
+    waits = (JOIN_NS, PEERS_NS) if reserve_sms is None else (0, 0)
+    cooperative, grid = ({}, 132) if reserve_sms is None else ({2: 1}, 112)
+    layer = remote(reserve_sms=reserve_sms)
+    forward(layer, *tensors(), weights_of())
+    assert (config()["grid"][0], config()["attributes"], patience()) == (grid, cooperative, waits)
+    note_members(layer)
+    assert layer.num_ctas() == (108 if waits[0] else grid)
+    for _ in train(layer):
+        assert (config()["attributes"], patience()) == (cooperative, waits)
