@@ -1,8 +1,7 @@
 """Redundant experts: several slots of a layer hold one popular expert, and its tokens take turns.
 
 Serving systems call this EPLB; logical experts are the router's, physical ones are slots. A layer is made with a
-placement, and everything about it is the layer's own (replicas.py): ids become slots on the way in, on the way back
-the gradients of an expert's slots are summed, and move_experts() moves experts with all that belongs to them.
+placement, for inference (PlacedLayer): topk_ids become slots on the way in, and move_experts() moves experts.
 """
 
 from __future__ import annotations
@@ -98,12 +97,6 @@ class ExpertPlacement:
             held[rank].append(expert)
             of_rank[rank] += share[expert]
         return cls([expert for experts in held for expert in experts])
-
-    def fill_(self, weights: Any, source: ExpertPlacement, group: Any = None) -> None:
-        """Refuse: a layer that does not know its slots trains them apart. Collective; always raises ConfigError."""
-        with begins("move_experts()", Group.of(group)):
-            expected = "move_experts() of a layer that was given placement="
-            raise ConfigError("fill_()", "called", expected)
 
     def counters(self, statistics: Statistics, group: Any = None) -> Tensor:
         """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.

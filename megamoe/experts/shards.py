@@ -22,7 +22,6 @@ from megamoe.backends.select import Question
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.core.planes import check_memory, is_dtensor
-from megamoe.experts.replicas import Replicas
 from megamoe.experts.tensors import Experts, noted
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Facts, Group
@@ -189,8 +188,8 @@ class Distinct:
     experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
     """
 
-    def __init__(self, problem: Problem, group: Group, replicas: Replicas | None) -> None:
-        self._problem, self._group, self._replicas = problem, group, replicas
+    def __init__(self, problem: Problem, group: Group) -> None:
+        self._problem, self._group = problem, group
         self.passed: set[Any] = set()  # surroundings in which no two ranks held the same experts
         self.around: Any = None  # the surroundings of this call; None: of none that follows
         self.loaded = False  # whether every tensor that was loaded said which experts it holds
@@ -199,13 +198,11 @@ class Distinct:
         """Ask as part of `call`, one of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
         if _traced(weights.w13):
             return
-        questions = [asks.question(weights) for asks in (self._replicas, self) if asks is not None]
-        said = self._group.agree(call, lambda: Facts([asked.state() for asked in questions]))
-        for i, asked in enumerate(questions):
-            asked.check({rank: answers[i] for rank, answers in said.items()})
+        asked = self.question(weights)
+        asked.check(self._group.agree(call, lambda: Facts(asked.state())))
 
     def question(self, weights: ExpertWeights) -> Question:
-        """Return it. Ranks with replicas of the same experts may hold the same."""
+        """Return it."""
         around = self.around
 
         def state() -> Any:
@@ -219,8 +216,7 @@ class Distinct:
         def check(by_rank: dict[int, Any]) -> None:
             if None in by_rank.values():
                 return
-            if self._replicas is None or not self._replicas.alike():
-                check_different(self._problem, by_rank)
+            check_different(self._problem, by_rank)
             if around:
                 self.passed.add(around)
 

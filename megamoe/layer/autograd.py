@@ -16,7 +16,7 @@ from megamoe.core import transforms
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import check_placement, gradients
+from megamoe.layer.backward import gradients
 from megamoe.layer.delayed import Delayed, asked_of
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
@@ -34,7 +34,7 @@ class How(NamedTuple):
     state_bytes: that the backend keeps.
     direct: all tensors are plain, and nobody has to see the operators.
     weights: as they were given. adding: gradients of w13 and w2 are added to their main_grad.
-    delayed: gradients of weights wait there. known: as Call.known. placement: of its slots, if there is one.
+    delayed: gradients of weights wait there. known: as Call.known.
     """
 
     handle: Tensor
@@ -44,7 +44,6 @@ class How(NamedTuple):
     adding: bool = False
     delayed: Delayed | None = None
     known: Any = None
-    placement: Any = None
 
 
 class _Call(torch.autograd.Function):
@@ -81,8 +80,6 @@ class _Call(torch.autograd.Function):
             if type(how.handle) is Tensor:  # not traced
                 runtime_of(how.handle).refuse()
             raise
-        if how.placement is not None:
-            check_placement(runtime_of(handle), how.placement)
         inputs, found = Inputs(*tensors), Inputs(*ctx.needs_input_grad[2:])
         needs = Needs._make(getattr(found, name) for name in Needs._fields)
         grads: Gradients

@@ -6,7 +6,6 @@ That is collective, so every rank must need the same gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +41,8 @@ def gradients(
         runtime.refuse()
         raise
 
-    def make() -> Gradients:
-        return _made(runtime, inputs, dy, state, wanted)
-
     with runtime.lock:
-        if runtime.replicas is not None and any(wanted.needs.of_weights):
-            found = runtime.replicas.summed(make, wanted, runtime.mark, x.device)
-        else:
-            found = make()
+        found = _made(runtime, inputs, dy, state, wanted)
     return _finished(runtime, found, wanted, inputs)
 
 
@@ -79,7 +72,7 @@ def _finished(
 
 
 def _made(runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
-    """Make the gradients of this rank's slots, see gradients()."""
+    """Make the gradients, see gradients()."""
     given = inputs.weights
     if runtime.backend.recomputes:
         given = runtime.weights(given)
@@ -113,15 +106,6 @@ def _check_there(problem: Problem, inputs: Inputs) -> None:
         if w.numel() != count:
             expected = f"{count} elements, as in the forward pass: its data was replaced behind it"
             raise ArgumentError(f"weights.{name}.shape", list(w.shape), expected)
-
-
-def check_placement(runtime: Runtime, placement: Any) -> None:
-    """Raise ArgumentError where experts have moved since a call, which hooks may have saved."""
-    of = None if runtime.replicas is None else runtime.replicas.placement.expert_of
-    if of is not None and of != placement.expert_of:
-        runtime.refuse()  # others may have met saved tensors that were written to
-        expected = "called behind the backward passes of all calls before"
-        raise ArgumentError("move_experts()", "called between a call and its backward", expected)
 
 
 def _laid_out(grad: Tensor, master: Tensor) -> Tensor:

@@ -27,9 +27,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
 from megamoe.core.transforms import faked, outside
 from megamoe.core.uncompiled import uncompiled
-from megamoe.experts.moves import Placed
 from megamoe.experts.placement import ExpertPlacement
-from megamoe.experts.replicas import Replicas
 from megamoe.experts.shards import Distinct
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
@@ -73,7 +71,7 @@ def _outliving(make: Callable[..., None]) -> Callable[..., None]:
     return outside
 
 
-class Layer(Opened, Placed):
+class Layer(Opened):
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
@@ -89,8 +87,6 @@ class Layer(Opened, Placed):
         Not inside torch.compile. True: it keeps dy and what its call saved. "keep": it keeps the rows that they are
         made of, for every row of the pool 4 * H + 2 * (P + 1) * I bytes (memory_report()["kept_bytes"]), until then;
         with backends that keep none, `staged`, `reference` and those of several hosts, as True.
-    placement: redundant experts. `problem` and topk_ids are of logical experts, `weights` of this rank's slots, whose
-        gradients are those of their experts; layer.problem counts slots as experts.
     options: those of README, "Options".
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
@@ -98,6 +94,8 @@ class Layer(Opened, Placed):
     Calls from several threads take turns, once one has opened the layer; over R > 1 ranks only one thread calls, since
     their order would differ between ranks.
     """
+
+    placement: ExpertPlacement | None = None  # of a PlacedLayer
 
     def __init__(
         self,
@@ -109,7 +107,6 @@ class Layer(Opened, Placed):
         apply_router_weight_on_input: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad: bool | Literal["keep"] = False,
-        placement: ExpertPlacement | None = None,
         **options: Any,
     ) -> None:
         self.ranks = ranks = Group.of(group)
@@ -118,14 +115,11 @@ class Layer(Opened, Placed):
         def state() -> Facts:
             made = problem(self.group) if callable(problem) else problem
             check_options(made, ranks, options)
-            made = self._placed_problem(made, placement)
             if delay_wgrad not in (False, True, "keep"):
                 raise ConfigError("delay_wgrad", repr(delay_wgrad), "False, True or 'keep'")
-            if delay_wgrad == "keep" and placement is not None:
-                raise ConfigError("delay_wgrad", "'keep'", "False or True with a placement")
             on_input = apply_router_weight_on_input
             weighting = Weighting.checked(made, routed_scaling_factor, on_input)
-            of = None if placement is None else placement.expert_of
+            of = getattr(self.placement, "expert_of", None)
             equal: dict[str, Any] = dict(
                 zip(_AGREED, (*weighting, repr(delay_wgrad), of), strict=True)
             )
@@ -146,14 +140,15 @@ class Layer(Opened, Placed):
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
-        made = None if placement is None else Replicas(placement, self.problem, ranks)
-        self._replicas = made
         self.distinct: Distinct | None = None  # what the module that owns the weights asks
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
         self._signatures = Signatures()
-        self._weighs = self._weighting != Weighting()
+        self._adjusts = self._weighting != Weighting()  # whether _adjusted() changes a call
+        trains = self.problem.formats.trains
+        precision = f"precision {self.problem.precision!r} has no backward pass"
+        self._no_gradients = None if trains else precision  # why none can be recorded
 
     def __call__(
         self,
@@ -193,8 +188,6 @@ class Layer(Opened, Placed):
         x_scale: Tensor | None,
     ) -> Tensor:
         """Do as __call__() does, by position."""
-        if self._replicas is not None:
-            topk_ids = self._replicas.slots(topk_ids)
         if self._runtime is not None and not torch.compiler.is_dynamo_compiling():
             known = self._signatures.find(
                 x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
@@ -224,8 +217,9 @@ class Layer(Opened, Placed):
         """
         runtime, y = self._runtime, out
         assert runtime is not None
-        if self._weighs:
-            x, topk_weights = self._weighted(x, topk_ids, topk_weights, num_tokens_device)
+        if self._adjusts:
+            of_call = x, topk_ids, topk_weights, num_tokens_device
+            x, topk_ids, topk_weights = self._adjusted(*of_call)
         whole = len(known.shape) == 2
         if not whole:
             x = QuantizedRows(*map(flat, x)) if type(x) is QuantizedRows else flat(x)
@@ -251,14 +245,14 @@ class Layer(Opened, Placed):
         """Make a call that was checked, whose gradients are recorded. known: None where somebody sees the operators."""
         runtime = self._runtime
         assert runtime is not None
-        if self._weighs:
+        if self._adjusts:
             of_routes = topk_ids, topk_weights, num_tokens_device
             x, topk_weights = self._weighting.apply(self.problem, x, *of_routes)
         inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device)
         if known is None and not self._elsewhere:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
         adding, direct = self.accumulate_into_main_grad, known is not None
-        further = weights, adding, self._delayed, known, self.placement
+        further = weights, adding, self._delayed, known
         how = How(runtime.handle, runtime.state_bytes, direct, *further)
         return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
 
@@ -279,19 +273,20 @@ class Layer(Opened, Placed):
             raise
         return record(inputs, how)
 
-    def _weighted(
+    def _adjusted(
         self,
         x: Tensor | QuantizedRows,
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_tokens_device: Tensor | None,
-    ) -> tuple[Tensor | QuantizedRows, Tensor]:
-        """Return x and topk_weights that the layer computes with."""
+    ) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
+        """Return x, topk_ids and topk_weights that the backend computes with."""
         call = topk_ids, topk_weights, num_tokens_device
         if type(x) is not QuantizedRows:
-            return self._weighting.apply(self.problem, x, *call)
+            x, topk_weights = self._weighting.apply(self.problem, x, *call)
+            return x, topk_ids, topk_weights
         scale, topk_weights = self._weighting.apply(self.problem, x.scale, *call)
-        return QuantizedRows(x.q, scale), topk_weights
+        return QuantizedRows(x.q, scale), topk_ids, topk_weights
 
     def _checked(
         self,
@@ -348,7 +343,7 @@ class Layer(Opened, Placed):
             )
             if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
                 saved = not any(t.is_inference() for t in tensors)
-                trains = self.problem.formats.trains and x_scale is None and saved
+                trains = self._no_gradients is None and x_scale is None and saved
                 known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
             return self._record(x, topk_ids, topk_weights, weights, count, known)
@@ -357,7 +352,7 @@ class Layer(Opened, Placed):
             return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
         runtime = self._runtime
         assert runtime is not None
-        given, topk_weights = self._weighted(given, topk_ids, topk_weights, count)
+        given, topk_ids, topk_weights = self._adjusted(given, topk_ids, topk_weights, count)
         x, x_scale = given if type(given) is QuantizedRows else (given, None)
         inputs = Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale)
         y = apply(inputs, runtime.handle)
@@ -370,9 +365,8 @@ class Layer(Opened, Placed):
         without = "torch.no_grad() or inference_mode(): "
         if inputs.x_scale is not None:
             raise ArgumentError("gradients", "recorded", without + "a quantized x has no gradient")
-        if not self.problem.formats.trains:
-            name = f"precision {self.problem.precision!r}"
-            raise ArgumentError("gradients", "recorded", f"{without}{name} has no backward pass")
+        if self._no_gradients is not None:
+            raise ArgumentError("gradients", "recorded", without + self._no_gradients)
         for name, t in inputs.named() if not torch.compiler.is_compiling() else ():
             if t.is_inference():  # autograd does not save it: the other ranks would wait
                 expected = "its clone() outside of inference_mode(), where gradients are recorded"
@@ -454,22 +448,24 @@ class Layer(Opened, Placed):
                 self.refuse(error, call)
             raise
         if self._runtime is None:
-            asking = [asks for asks in (self._replicas, self.distinct) if asks is not None]
-            questions = [asks.question(weights) for asks in asking]
+            questions = [] if self.distinct is None else [self.distinct.question(weights)]
             over = {"num_ranks of average_expert_gradients()": self._mean_over}
             opening = Opening(call, self._number, questions, over)
             where = self.problem, self.ranks, weights.w13.device
             backend = open_backend(self.backend, *where, self._options, opening)
-            self._runtime = Runtime(self.problem, self.ranks, backend, self._replicas)
+            self._runtime = Runtime(self.problem, self.ranks, backend)
             self._runtime.mean_over = self._mean_over
+        self._keep(weights)
+
+    def _keep(self, weights: ExpertWeights) -> None:
+        """Make all that calls keep on the weights' device: they may be traced, captured or in inference_mode()."""
+        assert self._runtime is not None
         self._runtime.backend.prepare(self._runtime.weights(weights))
         if self._delayed is not None and self._delayed.keeps:
             self._runtime.backend.prepare_kept()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
-        if self._replicas is not None:
-            raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
         given = (self.backend, *self._weighting, self.accumulate_into_main_grad)
         names = ("backend", *_AGREED[:2], "accumulate_into_main_grad", "delay_wgrad")
         arguments: dict[str, Any] = dict(zip(names, (*given, self._delay_wgrad), strict=True))

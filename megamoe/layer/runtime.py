@@ -16,10 +16,8 @@ from megamoe.backends.call import Backend
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
-from megamoe.experts.replicas import Replicas
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
-from megamoe.group.order import Mark
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.signature import Signatures
 
@@ -31,10 +29,8 @@ class Runtime:
     problem: Problem
     group: Group
     backend: Backend
-    replicas: Replicas | None = None  # whose gradients are summed
     cache: QuantizedCache = field(default_factory=QuantizedCache)
     signatures: Signatures = field(default_factory=Signatures)  # of calls of its operators
-    mark: Mark = field(init=False)  # of its backward calls
     handle: Tensor = field(init=False)  # [] int64 on the CPU
     # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
     lock: Any = field(default_factory=threading.RLock)
@@ -45,7 +41,6 @@ class Runtime:
     def __post_init__(self) -> None:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
-        self.mark = getattr(self.backend, "mark", None) or self.group.mark(self.problem)
         self.state_bytes = self.backend.state_bytes
         self.quantizes = self.problem.formats.w.scaled
         _runtimes[number] = self

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.backends.select import check_device
+from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
@@ -23,16 +26,16 @@ from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.layer.layer import Layer
+from megamoe.layer.placed import PlacedLayer
 from megamoe.layer.runtime import is_open
 from megamoe.nn.initial import draw
 from megamoe.nn.optimizers import watch
-from megamoe.nn.placed_module import PlacedModule
 from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
 
-class MegaMoE(PlacedModule):
+class MegaMoE(nn.Module):
     """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
     hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
@@ -48,8 +51,8 @@ class MegaMoE(PlacedModule):
     apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
     accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
     delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(): False, True or "keep", as Layer has it.
-    placement: redundant experts: parameters are this rank's slots, num_experts and topk_ids logical.
-        See move_experts().
+    placement: redundant experts, for inference: parameters are those of this rank's slots, num_experts and topk_ids
+        logical. See PlacedLayer and move_experts().
     reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
     chunks, exchange: how rows travel between hosts, where a named backend runs inside each, see docs/hosts.md.
     init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
@@ -117,7 +120,8 @@ class MegaMoE(PlacedModule):
             check_device(backend, made, ranks, device)
             return made
 
-        self._layer = Layer(
+        make = Layer if placement is None else partial(PlacedLayer, placement=placement)
+        self._layer = make(
             problem,
             group,
             backend=backend,
@@ -125,7 +129,6 @@ class MegaMoE(PlacedModule):
             apply_router_weight_on_input=apply_router_weight_on_input,
             accumulate_into_main_grad=accumulate_into_main_grad,
             delay_wgrad=delay_wgrad,
-            placement=placement,
             reserve_sms=reserve_sms,
             pool_rows=pool_rows,
             window=window,
@@ -133,12 +136,11 @@ class MegaMoE(PlacedModule):
             exchange=exchange,
         )
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
-        self._init_seed, self._delays, self._placed = init_seed, delay_wgrad, placement is not None
+        self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
         self._distinct: Distinct | None = None
-        if self.problem.ep_size > 1:
-            of = self._layer.replicas
-            self._distinct = self._layer.distinct = Distinct(self.problem, self._layer.ranks, of)
+        if self.problem.ep_size > 1 and placement is None:
+            self._distinct = self._layer.distinct = Distinct(self.problem, self._layer.ranks)
         self.averaged: type | None = None  # what average_expert_gradients() took
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
@@ -151,14 +153,12 @@ class MegaMoE(PlacedModule):
             self.register_buffer(name, None)
         if self.problem.ep_size > 1:
             watch(self)
-        self._make_slots(device)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
-        of = self.placement
-        experts = None if of is None else of.expert_of
+        experts = None if self.placement is None else self.placement.expert_of
         draw(self.place, self._init_seed, self.w13, self.w2, experts)
         for bias in (self.b13, self.b2):
             if bias is not None:
@@ -189,8 +189,6 @@ class MegaMoE(PlacedModule):
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", self._delays, expected)
-        if self._placed:
-            self._refuse_shards(is_fsdp(self))
         # By position and by the method's name: half a microsecond less than Layer.__call__.
         return self._layer._call(
             x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
@@ -269,6 +267,39 @@ class MegaMoE(PlacedModule):
         if is_open(self._layer):
             distinct.ask(weights, call)
 
+    @property
+    def _kind(self) -> type:
+        """The class, without that of parametrizations: torch makes another one whenever they come, as PEFT's do."""
+        kind = type(self)
+        if "parametrizations" not in self._modules:
+            return kind
+        base = kind.__bases__[0]
+        return base if kind.__name__ == f"Parametrized{base.__name__}" else kind
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
+
+        fully_shard() of the layer makes it another class, that of a module around it leaves a mark; within DDP's
+        forward pass torch says so. All of it is the same on all ranks, since a check is collective, and comes back:
+        evaluation and the repeat of a checkpoint are outside of DDP's forward pass.
+        """
+        around = DistributedDataParallel._active_ddp_module
+        return self._kind, "_is_fsdp_managed_module" in self.__dict__, around and id(around)
+
+    def divide_gradients(self, num_ranks: int) -> None:
+        """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
+        self.averaged = self._kind
+        if not is_fsdp(self):
+            self._layer.divide_weight_gradients(num_ranks)
+            return
+        fsdp: Any = self
+        fsdp.set_gradient_divide_factor(float(num_ranks))
+        ranks = fsdp.w13.device_mesh.size()
+        copies = ranks // self.problem.ep_size if self.place.distributed else ranks
+        if not self.w13.is_cuda and copies > 1:
+            # gloo cannot scale while it reduces. With one copy, torch 2.13 would divide twice.
+            fsdp.set_force_sum_reduction_for_comms(True)
+
     @torch.no_grad()
     def load_fp8_weights(
         self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
@@ -324,7 +355,7 @@ class MegaMoE(PlacedModule):
         """
         if not isinstance(mesh, DeviceMesh):
             raise ArgumentError("mesh", type(mesh).__name__, "a DeviceMesh")
-        self._refuse_shards(True)
+        self._refuse_slots("distribute()")
         parameters = {
             name: distributed(self.problem, self.group, mesh, p.data)
             for name, p in self.named_parameters()
@@ -340,11 +371,13 @@ class MegaMoE(PlacedModule):
     ) -> None:
         """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
         check_state(self.problem, state_dict, prefix, self.w13.dtype)
-        self._check_slots(state_dict, prefix)
         parameters = {name: getattr(self, name) for name in _NAMES}
-        said = read(self.place, state_dict, prefix, metadata, parameters)
-        if self._distinct is not None:
-            self._distinct.loaded = said
+        if isinstance(self._layer, PlacedLayer):
+            self._layer.take_slots(state_dict, prefix, _NAMES)
+        else:
+            said = read(self.place, state_dict, prefix, metadata, parameters)
+            if self._distinct is not None:
+                self._distinct.loaded = said
         given: dict[str, Any] = {name: state_dict.get(prefix + name) for name in QUANTIZED}
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())
@@ -356,10 +389,55 @@ class MegaMoE(PlacedModule):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, *args: Any) -> None:
         """Say which experts the tensors are, and expect writes to them: dcp.load() does, into FSDP2's shards."""
-        self._write_slots()
+        self._refuse_slots("state_dict()")
         super()._save_to_state_dict(destination, prefix, *args)
         write(self.place, destination, prefix, _NAMES)
         self.invalidate()
+
+    @property
+    def accumulate_into_main_grad(self) -> bool:
+        """Whether gradients of w13 and w2 are in their main_grad, not in their grad."""
+        return self._layer.accumulate_into_main_grad
+
+    @property
+    def num_delayed(self) -> int:
+        """How many backward passes wait for backward_dw()."""
+        return self._layer.num_delayed
+
+    def backward_dw(self, passes: int = 1) -> None:
+        """Make the weight gradients of the oldest backward passes that wait for them, see Layer.backward_dw()."""
+        self._layer.backward_dw(passes)
+
+    def statistics(self) -> Statistics:
+        """Return what the last forward did, see Layer.statistics()."""
+        return self._layer.statistics()
+
+    def check(self) -> None:
+        """Raise the fault that a finished launch left behind, if there is one."""
+        self._layer.check()
+
+    def reset(self) -> None:
+        """Make the layer usable again after a fault. Collective, see Layer.reset()."""
+        self._layer.reset()
+
+    @property
+    def placement(self) -> ExpertPlacement | None:
+        """The placement that is in force, if there is one."""
+        return self._layer.placement
+
+    def move_experts(self, placement: ExpertPlacement) -> None:
+        """Move parameters to the slots of another placement, see PlacedLayer.move_experts(). Collective."""
+        if not isinstance(self._layer, PlacedLayer):
+            raise ConfigError("placement", None, "given when the layer was made")
+        own = self._parameters | self._buffers
+        weights: dict[str, Any] = {name: own.get(name) for name in _NAMES}
+        self._layer.move_experts(placement, ExpertWeights(**weights))
+
+    def _refuse_slots(self, call: str) -> None:
+        """Raise ConfigError for what takes slots for experts."""
+        if self.placement is not None:
+            expected = f"None where {call} is called: the layer's tensors are slots, not experts"
+            raise ConfigError("placement", "given", expected)
 
     def invalidate(self) -> None:
         """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""

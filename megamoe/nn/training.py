@@ -21,7 +21,6 @@ from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group, begins
 from megamoe.nn.module import MegaMoE
 from megamoe.nn.optimizers import check_not_sharded
-from megamoe.nn.placed_module import first_slots
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -112,12 +111,6 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
     for _, layer in _layers(model):
         for p in layer.parameters():
             own[id(p)] = None if layer.place.distributed else layer.group
-    of_layers = {
-        id(p): layer
-        for layer in model.modules()
-        if isinstance(layer, MegaMoE)
-        for p in layer.parameters()
-    }
     dense: list[Tensor] = []
     experts: dict[Any, list[Tensor]] = {}
     for group in own.values():
@@ -127,10 +120,7 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
     for p in model.parameters():
         if p.grad is not None:
             group = own.get(id(p))
-            counted = [p.grad]
-            if id(p) in of_layers:
-                counted = first_slots(of_layers[id(p)], p.grad)
-            (dense if group is None else experts[group]).extend(counted)
+            (dense if group is None else experts[group]).append(p.grad)
     total = _power(dense, norm_type).to(device)
     largest = norm_type == torch.inf
     for group, grads in experts.items():

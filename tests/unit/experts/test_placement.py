@@ -1,18 +1,18 @@
-"""Redundant experts: slots for ids, counters, in-place moves between ranks, and what a layer makes of them.
+"""Redundant experts: slots for ids, counters, in-place moves between ranks, and what a layer makes of them."""
 
-test_placement_training.py has gradients.
-"""
-
+import copy
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import outcome
 from torch.distributed.device_mesh import init_device_mesh
 
 import megamoe
 from megamoe.backends.statistics import Statistics
-from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.experts.moves import Moves
 from megamoe.formats.weights import ExpertWeights
 from megamoe.testing import launch, make_inputs, make_weights
 
@@ -32,7 +32,7 @@ def slots_taken(placement, ids, backend="staged"):
     """How often each slot of a layer is taken."""
     ids = torch.as_tensor(ids)
     problem = megamoe.Problem(64, 48, placement.num_logical, ids.shape[-1], max_tokens=40)
-    layer = megamoe.Layer(problem, "alone", backend=backend, placement=placement)
+    layer = megamoe.PlacedLayer(problem, "alone", backend=backend, placement=placement)
     x = torch.ones(*ids.shape[:-1], 64, dtype=torch.bfloat16)
     y = layer(x, ids, torch.ones(ids.shape), of_slots(placement, problem))
     assert y.shape == x.shape
@@ -77,7 +77,7 @@ def test_a_layer_with_slots_computes_what_one_with_experts_does(precision):
     placement = megamoe.ExpertPlacement.balanced(LOAD, SLOTS, 1)
     physical = of_slots(placement, problem)
     want = megamoe.Layer(problem, "alone", backend="reference")
-    have = megamoe.Layer(problem, "alone", backend="reference", placement=placement)
+    have = megamoe.PlacedLayer(problem, "alone", backend="reference", placement=placement)
     call = inputs.x, inputs.topk_ids, inputs.topk_weights
     for _ in range(2):  # the second call is known
         assert torch.equal(have(*call, physical), want(*call, weights))
@@ -89,7 +89,7 @@ def test_a_layer_with_slots_computes_what_one_with_experts_does(precision):
 def test_counters_are_of_logical_experts():
     placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
     inputs = make_inputs(PROBLEM, 40)
-    layer = megamoe.Layer(PROBLEM, "alone", backend="staged", placement=placement)
+    layer = megamoe.PlacedLayer(PROBLEM, "alone", backend="staged", placement=placement)
     layer(inputs.x, inputs.topk_ids, inputs.topk_weights, of_slots(placement, PROBLEM))
     counted = placement.counters(layer.statistics())
     assert (
@@ -98,6 +98,46 @@ def test_counters_are_of_logical_experts():
     with pytest.raises(ArgumentError, match="of 8 slots, expected 6"):
         megamoe.ExpertPlacement(range(6)).counters(layer.statistics())
     layer.close()
+
+
+def module_of(placement, **options):
+    given = {"backend": "staged", "init_seed": 3, "max_tokens": 40} | options
+    return megamoe.MegaMoE(64, 48, EXPERTS, 2, "alone", placement=placement, **given)
+
+
+def test_recorded_gradients_are_refused():
+    placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
+    inputs, message = make_inputs(PROBLEM, 40), "a layer with a placement is for inference"
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights
+    module = module_of(placement)
+    with pytest.raises(ArgumentError, match=message):
+        module(*call)
+    with torch.no_grad():
+        expected = module(*call)
+    with pytest.raises(ArgumentError, match=message):  # a known call
+        module(*call)
+    with pytest.raises(ArgumentError, match=message):
+        torch.compile(module, backend="aot_eager")(*call)
+    layer = megamoe.PlacedLayer(PROBLEM, "alone", backend="staged", placement=placement)
+    weights = ExpertWeights(module.w13.detach(), module.w2.detach())
+    assert torch.equal(layer(*call, weights), expected)
+    with pytest.raises(ArgumentError, match=message):
+        layer(inputs.x.clone().requires_grad_(), *call[1:], weights)
+    assert torch.equal(layer(*call, weights), expected)
+
+
+def test_state_dicts_are_of_logical_experts():
+    placement = megamoe.ExpertPlacement([3, 0, 1, 2, 4, 5, 3, 3])
+    plain, module = module_of(None, init_seed=4), module_of(placement)
+    module.load_state_dict(plain.state_dict())
+    assert torch.equal(module.w13, plain.w13[placement.expert_of])
+    assert torch.equal(module.w2, plain.w2[placement.expert_of])
+    with pytest.raises(ConfigError, match=r"None where state_dict\(\) is called"):
+        module.state_dict()
+    with pytest.raises(ArgumentError, match="a plain tensor of all 6 logical experts"):
+        module.load_state_dict({"w13": module.w13.detach(), "w2": module.w2.detach()})
+    with pytest.raises(MegaMoEError, match="placement cannot be copied"):
+        copy.deepcopy(module)
 
 
 def held_by(placement, room, rank):
@@ -115,7 +155,7 @@ def moves(rank, size):
     lists += [[3, 1, 4, 1, 5, 0, 2, 5, 3, 5, 0, 4], lists[0]]
     placements = [megamoe.ExpertPlacement(experts) for experts in lists]
     problem = megamoe.Problem(64, 48, 6, 2, size, rank, max_tokens=40)
-    layer = megamoe.Layer(problem, group, backend="staged", placement=placements[0])
+    layer = megamoe.PlacedLayer(problem, group, backend="staged", placement=placements[0])
     weights = held_by(placements[0], room, rank)
     before = {n: t.data_ptr() for n, t in vars(weights).items() if t is not None}
     row = sum(t[0].nbytes for t in vars(weights).values() if t is not None)
@@ -151,6 +191,43 @@ def ranks_move(rank):
             assert counted.tolist() == [2, 4, 6]
 
 
+def move_fails(rank):
+    """Rank 1 has no memory for what has arrived: on both ranks weights and routing stay as they were."""
+    group, room = dist.group.WORLD, 4
+    old, new = (megamoe.ExpertPlacement(of) for of in ([*range(6), 0, 1], [5, 4, 3, 2, 1, 0, 3, 3]))
+    problem = megamoe.Problem(64, 48, EXPERTS, 2, 2, rank, max_tokens=40)
+    layer = megamoe.PlacedLayer(problem, group, backend="staged", placement=old)
+    whole = make_weights(PROBLEM).named()
+    slots = old.expert_of[rank * room : (rank + 1) * room]
+    weights = ExpertWeights(**{name: t[slots] for name, t in whole.items()})
+    inputs = make_inputs(PROBLEM, 40)
+    call = inputs.x, inputs.topk_ids, inputs.topk_weights, weights
+    expected, before = layer(*call), [t.clone() for t in weights.named().values()]
+    fetch = Moves.fetch
+
+    def fail(*given):
+        fetch(*given)
+        if rank == 1:
+            raise MemoryError("none left")
+
+    with mock.patch.object(Moves, "fetch", fail):
+        kind, message = outcome(lambda: layer.move_experts(new, weights))
+    kept = all(map(torch.equal, before, weights.named().values()))
+    kept = kept and layer.placement is old and torch.equal(layer(*call), expected)
+    layer.move_experts(new, weights)
+    moved = not torch.equal(before[0], weights.w13) and layer.placement is new
+    apart = (layer(*call).float() - expected.float()).norm() / expected.float().norm()
+    return kind, message, kept, moved, float(apart)
+
+
+def test_a_move_is_all_or_nothing():
+    for rank, (kind, message, kept, moved, apart) in enumerate(launch(move_fails, 2)):
+        assert (kind, "none left" in message) == (("RankMismatch", "MemoryError")[rank], True)
+        assert kept
+        assert moved
+        assert apart < 2**-8  # y is summed over other ranks
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_experts_move_in_place_between_ranks(size):
     launch(ranks_move, size)
@@ -173,7 +250,7 @@ def test_what_is_no_placement_is_refused():
     with pytest.raises(ConfigError, match="not negative"):
         megamoe.ExpertPlacement.balanced([1, -1], 2, 1)
     six = megamoe.ExpertPlacement(range(6))
-    layer = megamoe.Layer(PROBLEM, "alone", backend="staged", placement=six)
+    layer = megamoe.PlacedLayer(PROBLEM, "alone", backend="staged", placement=six)
     weights, x = make_weights(PROBLEM), torch.zeros(3, 64, dtype=torch.bfloat16)
     ids, scores = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
     for wrong in (ids[:, 0], ids.float(), ids[:, :1], ids.to("meta"), [[0, 1]]):
@@ -185,10 +262,11 @@ def test_what_is_no_placement_is_refused():
         layer.move_experts(megamoe.ExpertPlacement([0, 1, 2, 3, 4, 4]), weights)
     with pytest.raises(ArgumentError, match=r"w13 is \[8, 4, 8\], expected \[6, ...\]"):
         layer.move_experts(six, held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0))
+    module = megamoe.MegaMoE(64, 48, EXPERTS, 2, "alone", backend="staged", max_tokens=40)
     with pytest.raises(ConfigError, match="placement is None, expected given"):
-        megamoe.Layer(PROBLEM, "alone").move_experts(six, weights)
+        module.move_experts(six)
     with pytest.raises(ConfigError, match="placement is list, expected an ExpertPlacement"):
-        megamoe.Layer(PROBLEM, "alone", placement=[0])
+        megamoe.PlacedLayer(PROBLEM, "alone", placement=[0])
     two = megamoe.Problem(64, 48, 6, 2, ep_size=2, max_tokens=40)
     with pytest.raises(ConfigError, match="num_physical is 7, expected a multiple of 2 ranks"):
         megamoe.ExpertPlacement([*range(6), 0]).problem(two)
@@ -216,12 +294,10 @@ def test_what_is_of_another_kind_is_refused_by_name():
         megamoe.ExpertPlacement.balanced([1, 2], 4, "2")
     with pytest.raises(ArgumentError, match="statistics is Tensor, expected layer.statistics"):
         placement.counters(torch.ones(3))
-    layer = megamoe.Layer(
+    layer = megamoe.PlacedLayer(
         megamoe.Problem(64, 48, 2, 2), "alone", backend="staged", placement=placement
     )
-    with pytest.raises(ArgumentError, match="weights is Layer, expected ExpertWeights"):
+    with pytest.raises(ArgumentError, match="weights is PlacedLayer, expected ExpertWeights"):
         layer.move_experts(placement, layer)
     with pytest.raises(ConfigError, match="problem is NoneType, expected a Problem"):
         placement.problem(None)
-    with pytest.raises(ConfigError, match="fill_\\(\\) is called, expected move_experts\\(\\)"):
-        placement.fill_(make_weights(PROBLEM), placement)

@@ -363,7 +363,7 @@ def crossing(rank, name):
         return of(*rows, weights)
 
     def move(target):
-        placed.move_experts(target, optimizers=())
+        placed.move_experts(target)
 
     def norm(of=module):
         return grad_norm(of)

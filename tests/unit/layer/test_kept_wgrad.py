@@ -200,9 +200,6 @@ def test_errors():
     for wrong in ("kept", 2, None):
         with pytest.raises(ConfigError, match="delay_wgrad is .*, expected False, True or 'keep'"):
             made("emulate", delay_wgrad=wrong)
-    placed = megamoe.ExpertPlacement([0, 1, 2, 3, 4, 0])
-    with pytest.raises(ConfigError, match="'keep', expected False or True with a placement"):
-        keeping(placement=placed)
     layer = keeping()
     call = leaves(layer)
     layer(*call)

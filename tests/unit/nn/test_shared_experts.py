@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamoe import ExpertPlacement, ExpertWeights, Layer, Problem, SharedExperts
+from megamoe import ExpertPlacement, ExpertWeights, Layer, PlacedLayer, Problem, SharedExperts
 from megamoe.backends.call import Call
 from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.core.errors import ArgumentError, ConfigError
@@ -273,16 +273,16 @@ def test_statistics_without_shared_slots_and_no_placement():
     assert shared.routed(statistics).tokens_per_expert.tolist() == counted
     placement = ExpertPlacement([3, 0, 1, 2, 4, 3])
     with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
-        Layer(shared.problem, placement=placement)
+        PlacedLayer(shared.problem, placement=placement)
     # of all slots: join() would put their weights elsewhere
     moved = ExpertPlacement([6, 1, 2, 3, 4, 5, 0])
     with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
-        Layer(shared.problem, placement=moved)
+        PlacedLayer(shared.problem, placement=moved)
     same = replace(PROBLEM, num_experts=7, top_k=4)
     assert same == shared.problem
     assert hash(same) == hash(shared.problem)
     assert same.fingerprint() == shared.problem.fingerprint()
-    assert Layer(same, placement=moved).placement is moved
+    assert PlacedLayer(same, placement=moved).placement is moved
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_no_placement_of_a_problem_made_from_it(change):
     problem = change(SharedExperts(PROBLEM, 96).problem)
     assert SharedExperts(problem, 96).problem != problem
     with pytest.raises(ConfigError, match="placement is given, expected None for a layer with"):
-        Layer(problem, placement=ExpertPlacement([6, 1, 2, 3, 4, 5, 0]))
+        PlacedLayer(problem, placement=ExpertPlacement([6, 1, 2, 3, 4, 5, 0]))
 
 
 def test_compiled_in_one_graph():

@@ -1,0 +1,162 @@
+"""PlacedLayer: a layer with redundant experts, for inference.
+
+The router's ids become slots by three look-ups on the device, where an expert's tokens take its slots in turns. The
+backend computes P slots as if each of them were an expert. move_experts() moves experts to other slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megamoe.core.config import Problem
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.planes import is_dtensor
+from megamoe.experts.moves import Moves, check_rows
+from megamoe.experts.placement import ExpertPlacement
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Facts
+from megamoe.layer.layer import Layer
+
+
+class PlacedLayer(Layer):
+    """A Layer with redundant experts, for inference: several slots may hold one popular expert.
+
+    Calls take `topk_ids` of logical experts and `weights` of this rank's slots. `problem` of the layer counts slots as
+    experts. A call whose gradients would be recorded raises ArgumentError: train a Layer without a placement.
+
+    Args:
+        problem: As Layer's, with the number of logical experts.
+        group: As Layer's.
+        placement: Which expert each slot holds, equal on all ranks.
+        options: The other arguments of Layer.
+
+    Raises:
+        ConfigError: The placement does not fit the problem.
+        RankMismatch: The ranks have different placements.
+    """
+
+    placement: ExpertPlacement
+
+    def __init__(
+        self,
+        problem: Problem | Callable[[Any], Problem],
+        group: Any = None,
+        *,
+        placement: ExpertPlacement,
+        **options: Any,
+    ) -> None:
+        self.placement = placement
+        self._tables: tuple[Tensor, ...] = ()
+
+        def of_slots(ranks: Any) -> Problem:
+            if not isinstance(placement, ExpertPlacement):
+                raise ConfigError("placement", type(placement).__name__, "an ExpertPlacement")
+            return placement.problem(problem(ranks) if callable(problem) else problem)
+
+        super().__init__(of_slots, group, **options)
+        self._adjusts = True
+        self._no_gradients = (
+            "a layer with a placement is for inference, train a layer without placement="
+        )
+
+    def move_experts(self, placement: ExpertPlacement, weights: ExpertWeights) -> None:
+        """Move experts to the slots of another placement, and route tokens by it from now on. Collective.
+
+        Weights and routing change together, or an error leaves both as they were. Captured graphs follow. FP8 copies
+        are made again by the next call. The move needs memory for the rows that change.
+
+        Args:
+            placement: As many experts in as many slots as the present one, equal on all ranks.
+            weights: What calls are given, written in place. Each rank fetches the experts that it lacks, once.
+
+        Raises:
+            ConfigError: The placement has other sizes.
+            ArgumentError: Weights are not tensors with one row per slot of this rank.
+            RankMismatch: Ranks have different placements or weights, or a rank failed.
+        """
+        moves: list[Moves] = []
+
+        def stage() -> Facts:
+            tensors = check_rows(self.problem, weights)
+            moves.append(self._moves_to(placement))
+            moves[0].stage(tensors.values())
+            kinds = [(name, str(t.dtype), tuple(t.shape[1:])) for name, t in tensors.items()]
+            return Facts(equal={"placement": placement.expert_of, "weights": kinds})
+
+        def fetch() -> Facts:
+            moves[0].fetch(self.ranks)
+            return Facts()
+
+        self.ranks.agree("move_experts()", stage)
+        self.ranks.agree("move_experts()", fetch)
+        with torch.inference_mode():  # in which torch writes to tensors of every mode
+            moves[0].write_()
+            if self._tables:
+                for table, content in zip(self._tables, _tables(placement), strict=True):
+                    table.copy_(content)  # in place: captured graphs read it
+        self.placement = placement
+        self.invalidate()
+
+    def take_slots(self, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
+        """Replace tensors of all logical experts in a state dict by the rows of this rank's slots."""
+        total, begin = self.placement.num_logical, self.problem.expert_begin()
+        held = self.placement.expert_of[begin : begin + self.problem.num_local_experts()]
+        for key in [prefix + name for name in names if prefix + name in state_dict]:
+            value = state_dict[key]
+            if is_dtensor(value) or value.shape[:1] != (total,):
+                given = f"{type(value).__name__} {list(value.shape)}"
+                expected = (
+                    f"a plain tensor of all {total} logical experts, as the layer has a placement"
+                )
+                raise ArgumentError(f"state_dict[{key!r}]", given, expected)
+            state_dict[key] = value[held]
+
+    def _moves_to(self, placement: ExpertPlacement) -> Moves:
+        old = self.placement
+        if not isinstance(placement, ExpertPlacement):
+            raise ConfigError("placement", type(placement).__name__, "an ExpertPlacement")
+        if (placement.num_physical, placement.num_logical) != (old.num_physical, old.num_logical):
+            what = f"{placement.num_logical} experts in {placement.num_physical} slots"
+            expected = f"{old.num_logical} in {old.num_physical}"
+            raise ConfigError("placement", what, expected)
+        return Moves(old, placement, self.problem)
+
+    def _keep(self, weights: ExpertWeights) -> None:
+        super()._keep(weights)
+        device = weights.w13.device
+        if not self._tables or self._tables[0].device != device:
+            self._tables = tuple(t.to(device) for t in _tables(self.placement))
+
+    def _adjusted(
+        self,
+        x: Tensor | QuantizedRows,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_tokens_device: Tensor | None,
+    ) -> tuple[Tensor | QuantizedRows, Tensor, Tensor]:
+        return super()._adjusted(x, self._slots(topk_ids), topk_weights, num_tokens_device)
+
+    def _slots(self, topk_ids: Tensor) -> Tensor:
+        """topk_ids: [..., K], logical, outside [0, E) dropped -> the same shape and type, slots. May be captured."""
+        order, begin, count = self._tables
+        valid = (topk_ids >= 0) & (topk_ids < self.placement.num_logical)
+        experts = topk_ids.long().where(valid, 0)
+        num_tokens = topk_ids.numel() // topk_ids.shape[-1] if topk_ids.numel() else 0
+        turn = torch.arange(num_tokens, device=topk_ids.device).view(*topk_ids.shape[:-1], 1)
+        slots = order[begin[experts] + turn % count[experts]]
+        return slots.where(valid, -1).to(topk_ids.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
+
+
+def _tables(placement: ExpertPlacement) -> tuple[Tensor, ...]:
+    """Return the slots by expert [P], where each expert's begin [E], how many they are [E]."""
+    count = torch.tensor([len(slots) for slots in placement.slots_of], device="cpu")
+    order = torch.tensor([slot for slots in placement.slots_of for slot in slots], device="cpu")
+    return order, count.cumsum(0) - count, count
