@@ -1,4 +1,4 @@
-"""tools/gen_docs.py: what is generated in README.md and docs/api.md, and where it comes from."""
+"""tools/gen_docs.py: what is generated in README.md and docs/, and where it comes from."""
 
 import importlib
 import inspect
@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.api_reference import reference
+from bench.figures import MEASUREMENTS, TITLE, speedups
+from bench.figures import PARTS as FIGURES
+from bench.plot import draw_bars, figures_in
+from bench.tables import markdown
 from bench.tree import ROOT
 from megamoe.backends.hosts.backend import HostsBackend
 from megamoe.backends.select import BACKENDS, OPTIONS
@@ -22,11 +26,6 @@ MEANINGS = {
 }
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---")
-
-
 def environment() -> str:
     """Return one row a variable: name, default, meaning with the choices."""
     rows: list[tuple[str, ...]] = []
@@ -35,7 +34,7 @@ def environment() -> str:
         rows.append(
             (f"`{v.name}`", f"`{v.default}`" if v.default else "empty", v.meaning + choices)
         )
-    return table(("variable", "default", "meaning"), rows)
+    return markdown(("variable", "default", "meaning"), rows)
 
 
 def options() -> str:
@@ -60,14 +59,16 @@ def options() -> str:
         rows.append(
             (f"`{option}`", f"`{default}`", ", ".join(f"`{b}`" for b in by), MEANINGS[option])
         )
-    return table(("option", "default", "taken by", "meaning"), rows)
+    return markdown(("option", "default", "taken by", "meaning"), rows)
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"environment": environment, "options": options},
+    **FIGURES,
+    "README.md": {**FIGURES["README.md"], "environment": environment, "options": options},
     "api.md": {"api": reference},
 }
-FILES = [ROOT / "README.md", ROOT / "docs" / "api.md"]
+FILES = [ROOT / name if name == "README.md" else ROOT / "docs" / name for name in PARTS]
+PICTURE = MEASUREMENTS / "speedup.png"
 
 
 def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list[str]]:
@@ -89,8 +90,16 @@ def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list
 
 
 def write(files: list[Path], check: bool) -> int:
-    """Rewrite what is generated in these documents, or with `check` return 1 where it is stale."""
+    """Rewrite what is generated in these documents, and README's picture; with `check` return 1 where it is stale."""
     code = 0
+    bars = speedups()
+    if figures_in(PICTURE) != bars:
+        drawn = not check and draw_bars(bars, TITLE, PICTURE)
+        code = int(not drawn)
+        print(
+            f"{PICTURE}: "
+            + ("drawn" if drawn else "stale: run python tools/gen_docs.py, with matplotlib")
+        )
     for file in files:
         text, stale = generated(file.read_text(), PARTS[file.name])
         if check:

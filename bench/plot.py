@@ -3,6 +3,7 @@
 import argparse
 import csv
 import io
+import json
 import re
 import textwrap
 from dataclasses import dataclass, fields
@@ -77,17 +78,56 @@ def pyplot_or_none() -> Any:
     return pyplot
 
 
-def save(figure: Any, title: str, path: Path) -> None:
-    """Write a figure of pyplot below its title as a PNG."""
+def save(figure: Any, title: str, path: Path, figures: Any = None) -> None:
+    """Write a figure of pyplot below its title as a PNG. figures: what it shows, kept in the file (`figures_in`)."""
     from matplotlib import pyplot
     from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
-    figure.suptitle(title, fontsize="x-small")
-    buffer = io.BytesIO()
+    figure.suptitle(title, fontsize="small")
+    buffer, info = io.BytesIO(), PngInfo()
     figure.savefig(buffer, format="png", dpi=120)
     pyplot.close(figure)
+    if figures is not None:
+        info.add_text("figures", json.dumps(figures))
     # a palette: a third of the size, in a repository that keeps every picture
-    Image.open(buffer).convert("RGB").quantize(64).save(path, format="png", optimize=True)
+    picture = Image.open(buffer).convert("RGB").quantize(64)
+    picture.save(path, format="png", optimize=True, pnginfo=info)
+
+
+def figures_in(path: Path) -> Any:
+    """Return the figures that a PNG shows; None where it has none. Needs no library."""
+    found = re.search(rb"tEXtfigures\0([^\0]*\})", path.read_bytes()) if path.exists() else None
+    return json.loads(found[1]) if found else None
+
+
+def draw_bars(found: dict[str, dict[str, dict[str, float]]], title: str, path: Path) -> bool:
+    """Draw speed-ups by model and tokens, a panel for each contender; return whether matplotlib is there."""
+    pyplot = pyplot_or_none()
+    if pyplot is None:
+        return False
+    figure, axes = pyplot.subplots(1, len(found), figsize=(12, 3.9), layout="constrained")
+    for axis, (what, models) in zip(axes, found.items(), strict=True):
+        tokens = list(next(iter(models.values())))
+        width = 0.85 / len(tokens)
+        form = "%.1fx" if max(max(of.values()) for of in models.values()) > 3 else "%.2f"
+        for i, count in enumerate(tokens):
+            heights = [of[count] for of in models.values()]
+            places = [m + (i - (len(tokens) - 1) / 2) * width for m in range(len(models))]
+            shade = 0.25 + 0.7 * i / (len(tokens) - 1)
+            bars = axis.bar(
+                places, heights, width, color=pyplot.get_cmap("Blues")(shade), label=count
+            )
+            axis.bar_label(bars, fmt=form, fontsize=8, padding=1)
+        axis.axhline(1, color="gray", linewidth=1, linestyle="--", zorder=0)
+        axis.set_xticks(range(len(models)), models)
+        axis.set_title(what, fontweight="bold")
+        axis.set_ylabel("speed-up; dashed: equal")
+        axis.legend(title="tokens per GPU", fontsize="small", ncols=len(tokens))
+        axis.margins(y=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    save(figure, title, path, found)
+    return True
 
 
 def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
@@ -121,9 +161,9 @@ def draw_panel(axis: Any, here: list[Measurement], main: str) -> None:
 
 
 def shorter(title: str, columns: int) -> str:
-    """Return the title in lines of at most `columns`, without where the output went."""
-    lines = (re.sub(r" --(out|name) \S+", "", line.lstrip("# ")) for line in title.splitlines())
-    return "\n".join(textwrap.fill(line, columns) for line in lines)
+    """Return the title in lines of at most `columns`, without the commands, which the CSV has."""
+    lines = (line.lstrip("# ").partition(": python ")[0] for line in title.splitlines())
+    return "\n".join(textwrap.fill(line, columns) for line in dict.fromkeys(lines))
 
 
 def plot(found: list[Measurement], title: str, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Tables of measurements: the line above them, and the CSV."""
+"""Tables: of measurements, as a CSV below a line of what was run; of documents, in Markdown."""
 
 import csv
 import datetime
@@ -17,6 +17,14 @@ from bench.tree import ROOT, tree_hash
 from megamoe.core.table import PRECISIONS
 
 WIDTH = max(map(len, PRECISIONS)) + 2  # of a column of precisions
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(c.strip() for c in cells) + " |" for cells in lines).replace(
+        "| --- ", "|---"
+    )
 
 
 def header() -> str:

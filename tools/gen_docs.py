@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write the generated parts of README.md (environment variables, options of the backends) and of docs/api.md.
+"""Write the generated parts of README.md and docs/, and draw README's picture.
 
-    python tools/gen_docs.py            rewrites what lies between the markers
-    python tools/gen_docs.py --check    exit code 1 when a part is stale, and says which
+    python tools/gen_docs.py            rewrites what is between the markers
+    python tools/gen_docs.py --check    exit code 1 if a part is stale; prints its name
 
-A part stands between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: megamoe/core/env.py, the
-constructors of the backends in megamoe/backends/select.py, docstrings of what is public.
+A part is between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: measured figures from the CSVs of
+docs/measurements/ (bench/figures.py); environment variables from megamoe/core/env.py; options from the constructors of
+the backends; docs/api.md from the public docstrings.
 """
 
 import sys

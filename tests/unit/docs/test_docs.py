@@ -20,7 +20,7 @@ from megamoe.jit.grouped import PRODUCTS, grouped_variants
 
 CSRC = ROOT / "csrc" / "megamoe"
 MAX_COLUMNS = 120
-MAX_WORDS = 24_200
+MAX_WORDS = 22_600  # without what is generated
 PLACES = ("bench", "csrc", "docs", "examples", "jit", "megamoe", "tests", "tools")
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
 SOURCES = sorted(p for f in PLACES for p in (ROOT / f).rglob("*") if p.suffix in SUFFIXES)
@@ -155,6 +155,7 @@ def test_generated_tables_are_fresh():
     [
         ("README.md", "environment", "`MEGAMOE_LOG` | `warning`", "`MEGAMOE_LOG` | `error`"),
         ("docs/api.md", "api", "    max_tokens: int = 8192,", "    max_tokens: int = 4096,"),
+        ("docs/measurements.md", "mxfp4", "| 368 | 500 |", "| 367 | 500 |"),
     ],
 )
 def test_a_stale_part_is_seen(document, part, fresh, changed, tmp_path):
@@ -198,8 +199,9 @@ def test_the_reference_has_what_python_sees():
 
 
 def words(text):
-    """Return the number of words outside of code blocks; rules, bars and arrows of tables are none."""
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    """Return the number of words outside of code blocks and generated parts; rules and bars of tables are none."""
+    apart = r"^```.*?^```$|<!-- ([\w-]+): begin.*?<!-- \1: end -->"
+    prose = re.sub(apart, "", text, flags=re.MULTILINE | re.DOTALL)
     return sum(1 for word in prose.split() if re.search(r"\w", word))
 
 

@@ -4,6 +4,7 @@ The word behind a fence's language says what runs the block: nothing, this file,
 word, the test that ELSEWHERE names. A block, or a page with programs, that no table here has fails.
 """
 
+import ast
 import re
 import shlex
 import socket
@@ -18,6 +19,7 @@ PAGES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "README.md", *ROOT.glob
 SIGNATURES = "docs/api.md"  # its blocks are no programs: tools/gen_docs.py writes them, test_docs.py compares them
 ELSEWHERE = {  # page, word -> the test that asks pages.programs() for these
     ("README.md", "gpu"): "tests/unit/docs/test_pages.py",  # with gloo and small sizes
+    ("README.md", "adapters"): "tests/unit/docs/test_pages.py",  # statements of docs/adapters.md
     ("docs/training.md", "gpu"): "tests/gpu/test_training_gpu.py",
     ("docs/adapters.md", "hf"): "tests/unit/hf_models.py",
     ("docs/adapters.md", "megatron"): "tests/libraries/test_megatron.py",
@@ -152,6 +154,24 @@ def test_programs_of_the_readme_for_gpus(tmp_path):
     assert "hiden" in under_torchrun(code.replace("hidden=", "hiden="), tmp_path, 1)
 
 
+def test_the_readme_calls_adapters_as_their_page_does():
+    """So that what runs that page's programs runs README's lines, too. Commands likewise."""
+
+    def statements(texts):
+        return {ast.dump(s) for text in texts for s in ast.parse(text).body}
+
+    def of_libraries(page):
+        return [c for kind, text in blocks(page) if kind == "sh" for c in calls(text)]
+
+    shown = statements(t for kind, t in blocks("docs/adapters.md") if kind.startswith("python"))
+    called = statements(programs("README.md", "adapters"))
+    assert len(called) == 5
+    assert called <= shown
+    commands = [c for c in of_libraries("README.md") if re.search("torchtitan|vllm|sglang", c)]
+    assert len(commands) == 3
+    assert {*commands} <= {*of_libraries("docs/adapters.md")}
+
+
 PARSE = """
 import argparse, runpy, sys
 parse = argparse.ArgumentParser.parse_args
@@ -171,11 +191,17 @@ for kind, name, arguments in COMMANDS:
 """
 
 
+def calls(text):
+    """Return the commands of a block, without comments and line breaks."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
+
+
 def commands(text):
     """Return what a block of commands asks Python for, as PARSE takes it. Raises for what is no command of ours."""
     found = []
-    for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+    for line in calls(text):
+        words = shlex.split(line)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if not words or " ".join(words).startswith(OF_LIBRARIES):

@@ -1,0 +1,666 @@
+"""Tables of measured figures in README.md and docs/, made from the CSVs of docs/measurements/ by tools/gen_docs.py.
+
+A row and a column of a table are conditions on the lines of CSVs; a cell is the mean of the times that meet both.
+"""
+
+import csv
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from bench.hosts.model import Fabric, predict
+from bench.memory_model.predict import Machine, rows_of_experts
+from bench.memory_model.predict import predict as predict_bytes
+from bench.tables import markdown
+from bench.tree import ROOT
+from megamoe.launch.meetings import Meet
+from megamoe.testing.shapes import SHAPES
+
+MEASUREMENTS = ROOT / "docs" / "measurements"
+EP4, FEW = "2026-11-26-938254c-ep4.csv", "2026-11-26-6b15deb-ep4.csv"
+PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
+H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
+SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
+FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-24-9f14869-ops.csv"
+FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
+
+MODELS = {
+    "dsv3": "DeepSeek-V3",
+    "flash": "DeepSeek-V4-Flash",
+    "qwen3-235b": "Qwen3-235B",
+    "qwen3-30b": "Qwen3-30B",
+}
+TOKENS = (8, 64, 512, 1024, 8192)
+# Of a line: what its columns should be, or a predicate of them. Also: file; column, of which a cell is the mean.
+Where = Mapping[str, Any]
+Column = Where | tuple[Where, Where]  # of two, the first over the second
+
+
+# --- the files ---
+
+
+@cache
+def lines(name: str) -> list[dict[str, str]]:
+    """Return the lines of a CSV. run: the --name of the command above a line; name: its shape, without "/ep4"."""
+    header, run, found = None, "", []
+    for line in (MEASUREMENTS / name).read_text().splitlines():
+        if line.startswith("#"):
+            named = re.search(r" --name (\S+)", line)
+            run = named[1] if named else ""
+            continue
+        (cells,) = csv.reader([line])
+        if header is None or cells == header:
+            header = cells
+            continue
+        row = dict(zip(header, cells, strict=True))
+        found.append({**row, "run": run, "name": row.get("shape", "").partition("/")[0]})
+    return found
+
+
+def values(file: str, column: str = "us", **where: Any) -> list[float]:
+    """Return a column of the lines that meet the conditions, in the file's order."""
+    met = [
+        r
+        for r in lines(file)
+        if all(v(r[k]) if callable(v) else r.get(k) == str(v) for k, v in where.items())
+    ]
+    found = [float(r[column]) for r in met if r[column]]
+    if not found:
+        raise LookupError(f"{file} has no {column} where {where}")
+    return found
+
+
+def mean(file: str, column: str = "us", **where: Any) -> float:
+    return statistics.mean(values(file, column, **where))
+
+
+def origin(*names: str, run: str = "") -> str:
+    """Return hardware, date, commit and link of each file. run: another date and commit than in its name."""
+    said = []
+    for name in names:
+        if name == PRINTED:
+            said.append(f"[CSV](measurements/{name})")
+            continue
+        date, tree, _ = re.findall(r"(\d+-\d+-\d+)-(\w+)-?(.*)", run or name)[0]
+        first = (MEASUREMENTS / name).read_text().partition("\n")[0]
+        gpus = "x ".join(re.findall(r"(\d+)x NVIDIA (H\d+)", first)[0])
+        said.append(f"{gpus}, {date}, commit {tree} ([CSV](measurements/{name}))")
+    return "; ".join(said) + "."
+
+
+# --- tables ---
+
+
+def wrapped(text: str) -> str:
+    words = " ".join(text.split())
+    return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def captioned(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a caption in lines of 120 columns, and a table below it."""
+    return f"{wrapped(caption)}\n\n{markdown(list(head), [list(row) for row in rows])}"
+
+
+def pivot(
+    caption: str,
+    first: str,
+    rows: Mapping[str, Where],
+    columns: Mapping[str, Column],
+    runs: Mapping[str, str] = {},
+    **base: Any,
+) -> str:
+    """Return a table of means, or of ratios where a column is a pair. form: how a column's cells are written.
+
+    The caption ends with where the files come from. runs: dates and commits of files, where their names have others.
+    """
+    used: dict[str, None] = {}
+
+    def value(row: Where, column: Where) -> float:
+        where = {**base, **row, **column}
+        where.pop("form", "")
+        used[where["file"]] = None
+        return mean(**where)
+
+    def cell(row: Where, column: Column) -> str:
+        if isinstance(column, tuple):
+            over, under = (value(row, part) for part in column)
+            return f"{over / under:{column[0].get('form', '.2f')}}x"
+        return f"{value(row, column):{column.get('form', ',.0f')}}"
+
+    made = [[label, *(cell(row, c) for c in columns.values())] for label, row in rows.items()]
+    origins = " ".join(origin(name, run=runs.get(name, "")) for name in used)
+    return captioned(f"{caption} {origins}", [first, *columns], made)
+
+
+def model_rows(*names: str, **more: Any) -> dict[str, Where]:
+    return {MODELS[name]: {"name": name, **more} for name in names or MODELS}
+
+
+def token_rows(cases: Iterable[tuple[str, int]]) -> dict[str, dict[str, Any]]:
+    return {f"{MODELS[m]}, {t:,} tokens": {"name": m, "tokens": t} for m, t in cases}
+
+
+def token_columns(*tokens: int, label: str = "", **more: Any) -> dict[str, Where]:
+    return {f"{label}{t:,} tokens": {"tokens": t, **more} for t in tokens}
+
+
+def span(found: Iterable[float], form: str = ".2f") -> str:
+    """Return the least and the largest of ratios."""
+    least, *_, most = sorted(found)
+    return f"{least:{form}}-{most:{form}}x"
+
+
+MEGA, STAGED, GEMMS = ({"backend": name} for name in ("mega", "staged", "gemms"))
+BF16, FP8 = ({**MEGA, "precision": p} for p in ("bf16", "fp8"))
+NCCL = "NCCL + grouped_mm BF16"
+
+
+def forward_of(tokens: int) -> dict[str, Any]:
+    """Return where forward passes of four GPUs stand that had staged and the GEMMs in turns."""
+    if tokens == 8192:
+        return {"file": EP4, "run": "forward-8192", "tokens": tokens}
+    return {"file": FEW, "run": "forward", "tokens": tokens}
+
+
+def over_nccl(model: str, tokens: int, kind: Where = BF16) -> float:
+    """Return staged's time over the kernel's."""
+    of = {"name": model, **forward_of(tokens)}
+    return mean(**of, **STAGED) / mean(**of, **kind)
+
+
+def over_deepgemm(model: str, tokens: int) -> float:
+    of: dict[str, Any] = {"file": PEER, "name": model, "tokens": tokens}
+    return mean(**of, column="dg_us") / mean(**of, column="ours_us")
+
+
+OURS, DEEPGEMM = ({"file": PEER, "run": "", "column": c} for c in ("ours_us", "dg_us"))
+ALL = [(model, tokens) for model in MODELS for tokens in TOKENS]
+
+
+def forward() -> str:
+    differs = span(values(PEER, "relative"), ".3f").rstrip("x")
+    return pivot(
+        f"""**Forward pass on four GPUs,** in microseconds by tokens per rank; lower is better, and a speed-up above 1
+        says that megamoe is faster. DeepGEMM's y differs from ours by {differs} (relative Frobenius norm). FP8 is of
+        the first CSV, BF16 with 8,192 tokens of the last.""",
+        "model, tokens per rank",
+        {label: {**row, **forward_of(row["tokens"])} for label, row in token_rows(ALL).items()},
+        {
+            "FP8": OURS,
+            "DeepGEMM FP8": DEEPGEMM,
+            "speed-up": (DEEPGEMM, OURS),
+            "BF16": BF16,
+            NCCL: STAGED,
+            "speed-up ": (STAGED, BF16),
+            "GEMMs alone BF16": {**GEMMS, "precision": "bf16"},
+        },
+    )
+
+
+FOUR_GPUS: dict[str, Callable[[], str]] = {
+    "forward": forward,
+    "mxfp4": partial(
+        pivot,
+        "**FP8 rows and MXFP4 weights,** forward pass on four GPUs in microseconds; lower is better.",
+        "model",
+        model_rows("dsv3", "flash", file=EP4, run="mxfp4"),
+        token_columns(8, 64, 8192),
+    ),
+    "backward": partial(
+        pivot,
+        "**Backward pass with all gradients,** on four GPUs in microseconds; lower is better.",
+        "model, tokens per rank",
+        {
+            label: {**row, "run": f"backward-{row['tokens']}", "file": EP4}
+            for label, row in token_rows([("dsv3", 4096), *ALL[9::5]]).items()
+        },
+        {"BF16": BF16, "FP8": FP8, "GEMMs alone BF16": GEMMS},
+    ),
+    "step": partial(
+        pivot,
+        """**Training step of one layer,** forward and backward, on four GPUs in microseconds; lower is better. Weights
+        are quantized once per optimizer step.""",
+        "model, tokens per rank",
+        {
+            "DeepSeek-V3, 4,096 tokens": {"run": "step-dsv3", "file": EP4},
+            "Qwen3-30B, 8,192 tokens": {"run": "step", "file": EP4},
+        },
+        {
+            "BF16": BF16,
+            "FP8": {**FP8, "direction": "step"},
+            "quantizing weights": {"direction": "quantize"},
+            NCCL: STAGED,
+            "speed-up in BF16": (STAGED, BF16),
+            "in FP8": (STAGED, {**FP8, "direction": "step"}),
+        },
+    ),
+    "routing": partial(
+        pivot,
+        """**Uneven routing,** Qwen3-235B, forward pass on four GPUs with 4,096 tokens per rank, in microseconds; lower
+        is better.""",
+        "routing",
+        {"megamoe BF16": BF16, "megamoe FP8": FP8, NCCL: STAGED},
+        {n.replace("_", " "): {"routing": n} for n in ("uniform", "skewed", "hot", "one_rank")},
+        file=FEW,
+        name="qwen3-235b",
+        run="routing",
+    ),
+    "nvshmem": partial(
+        pivot,
+        """**Window from NVSHMEM,** forward pass on four GPUs: speed relative to a window from torch's symmetric memory;
+        above 1, NVSHMEM is faster.""",
+        "model",
+        {
+            f"{MODELS[m]} {kind['precision'].upper()}": {"name": m, "file": EP4, **kind}
+            for m in ("dsv3", "qwen3-30b")
+            for kind in (BF16, FP8)
+        },
+        {
+            f"{t:,} tokens": ({"tokens": t, "run": run}, {"tokens": t, "run": "nvshmem"})
+            for t, run in ((8, "forward"), (1024, "forward"), (8192, "forward-8192"))
+        },
+    ),
+}
+
+LOCAL = {"file": H200, **MEGA, "direction": "forward", "dram_read_gb": ""}
+FLOOR = {"column": "hbm_floor_us", "precision": "fp8"}
+CASES = [("dsv3", 8192), ("dsv3", 4096), *ALL[9::5]]
+PASSES = {"forward": "forward", "train": "forward, saving", "backward": "backward"}
+DRAM = {"dram_read_gb": bool}
+GB = {"column": "dram_read_gb", "form": ".1f"}
+
+
+def gemms(file: str, runs: Mapping[str, str] = {}) -> str:
+    rows = {
+        f"{label}, {name}": {"file": file, "direction": direction, **row, **DRAM}
+        for label, row in token_rows(CASES).items()
+        for direction, name in PASSES.items()
+    }
+    return pivot(
+        """**The layer and its GEMMs alone,** BF16, local experts of EP4: microseconds, and GB read from DRAM by ncu;
+        lower is better. The GEMMs are torch's `grouped_mm`, in turns with the layer; a speed above 1 says that the
+        whole layer is faster.""",
+        "model, tokens, pass",
+        rows,
+        {
+            "layer us": MEGA,
+            "GEMMs us": GEMMS,
+            "speed": (GEMMS, MEGA),
+            "layer GB": {**MEGA, **GB},
+            "GEMMs GB": {**GEMMS, **GB},
+        },
+        runs,
+    )
+
+
+@cache
+def modelled(name: str, tokens: int) -> float:
+    """Return GB that a model of the L2 cache says of a forward pass."""
+    local = replace(SHAPES[name], num_experts=SHAPES[name].num_experts // 4)
+    return predict_bytes(
+        local, "bf16", rows_of_experts(local, tokens, 1), Meet(), Machine()
+    ).read_gb
+
+
+def dram() -> str:
+    rows = []
+    for label, row in token_rows(CASES).items():
+        ncu = mean(H100, "dram_read_gb", direction="forward", **MEGA, **row, **DRAM)
+        rows.append([label, f"{modelled(**row):.1f}", f"{ncu:.1f}"])
+    caption = f"""**GB that a forward pass reads from DRAM,** BF16: by the model of `tools/predict_bytes.py`, and by
+        ncu. {origin(H100)}"""
+    return captioned(caption, ["model, tokens", "model GB", "ncu GB"], rows)
+
+
+ONE_GPU: dict[str, Callable[[], str]] = {
+    "one-gpu": partial(
+        pivot,
+        """**Forward pass on one GPU** with the local experts of EP4, in microseconds by tokens; lower is better. The
+        last two columns are the memory floor (the time that reading the weights needs) over the FP8 time; higher is
+        better.""",
+        "model",
+        model_rows(**LOCAL),
+        {
+            **{f"FP8 {t:,}": {"precision": "fp8", "tokens": t} for t in TOKENS},
+            **{f"BF16 {t:,}": {"precision": "bf16", "tokens": t} for t in (8, 512, 8192)},
+            **{
+                f"floor {t}": ({**FLOOR, "tokens": t}, {"precision": "fp8", "tokens": t})
+                for t in (8, 64)
+            },
+        },
+    ),
+    "fp8-gemms": partial(
+        pivot,
+        """**FP8 layer and FP8 GEMMs alone,** in microseconds with 8,192 tokens per rank; lower is better. The GEMMs are
+        torch's row-wise `_scaled_grouped_mm`. One GPU has the local experts of EP4.""",
+        "model",
+        model_rows(tokens=8192),
+        {
+            "one GPU: `fp8`": {**LOCAL, "precision": "fp8"},
+            "`fp8_channel`": {**LOCAL, "precision": "fp8_channel"},
+            "GEMMs": {**LOCAL, **GEMMS, "precision": "fp8_channel"},
+            "four GPUs: `fp8`": {**FP8, **forward_of(8192)},
+            "GEMMs ": {**GEMMS, "precision": "fp8_channel", **forward_of(8192)},
+        },
+    ),
+    "gemms-h100": partial(gemms, H100),
+    "gemms-h200": partial(gemms, H200, {H200: "2026-11-26-a5f9f33"}),
+    "dram": dram,
+    "passes": partial(
+        pivot,
+        """**Backward pass with `delay_wgrad="keep"`,** 4,096 tokens, local experts of EP4, in microseconds per call;
+        lower is better. First column of each type of gradient: weight gradients in the same launch; then: one launch
+        for the weight gradients of 1, 2 or 4 calls.""",
+        "model",
+        {
+            f"{MODELS[m]} {kind['precision'].upper()}, {gpu}": {"name": m, "file": file, **kind}
+            for file, gpu in ((H200, "H200"), (H100, "H100"))
+            for m in ("dsv3", "qwen3-30b")
+            for kind in (BF16, FP8)
+        },
+        {
+            label + of: {"gradients": gradients + of}
+            for gradients, label in (("bf16", "bf16"), ("main_grad", "fp32"))
+            for of in ("", " of 1", " of 2", " of 4")
+        },
+        {H100: "2026-11-26-0198aff"},
+        tokens=4096,
+        direction="backward",
+        dram_read_gb="",
+    ),
+}
+
+
+# --- training and host ---
+
+
+def final_loss(backend: str) -> float:
+    return statistics.mean(values(HF, "loss", backend=backend)[-20:])
+
+
+def tokens_per_s(backend: str) -> float:
+    """Return those of the median step behind the first three."""
+    seconds, tokens = (values(HF, c, backend=backend)[3:] for c in ("seconds", "tokens"))
+    return statistics.median(t / s for t, s in zip(tokens, seconds, strict=True))
+
+
+def gain() -> float:
+    return tokens_per_s("megamoe") / tokens_per_s("grouped_mm")
+
+
+def loss_gap() -> float:
+    return 100 * (final_loss("megamoe") / final_loss("grouped_mm") - 1)
+
+
+def transformers() -> str:
+    rows = [
+        [label, f"{tokens_per_s(b):,.0f}", f"{final_loss(b):.4f}"]
+        for b, label in (("megamoe", "megamoe"), ("grouped_mm", "transformers' grouped_mm"))
+    ]
+    caption = f"""**Training a Qwen3-MoE of 107 M parameters with transformers,** BF16, 300 steps, one seed: tokens per
+        second of the median step, higher is better, and the mean loss of the last 20 steps. megamoe is {gain():.2f}x
+        faster; its loss is {loss_gap():.1f} % higher, by chance (next table). {origin(HF)}"""
+    return captioned(caption, ["experts", "tokens/s", "final loss"], rows)
+
+
+def apart() -> tuple[float, float]:
+    """Return how far losses of four seeds are apart in %, in the mean, and the standard error of that."""
+    ours, theirs = (values(PRINTED, "value", of=of) for of in ("megamoe", "transformers"))
+    each = [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+    return statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
+
+
+def seeds() -> str:
+    average, error = apart()
+    caption = f"""**Final loss of the same training with four seeds,** one H200, commit dac9b21 (another batch and
+        number of GPUs than above, hence other losses). megamoe differs by {average:.2f} % in the mean, with a standard
+        error of {error:.2f} %."""
+    return printed("seeds", "seed", caption)
+
+
+def printed(table: str, first: str, caption: str) -> str:
+    """Return a table of figures that a tool prints and writes to no file."""
+    found = [r for r in lines(PRINTED) if r["table"] == table]
+    cases, columns = (list(dict.fromkeys(r[k] for r in found)) for k in ("case", "of"))
+    cells = {(r["case"], r["of"]): r["value"] for r in found}
+    rows = [[case, *(cells.get((case, column), "") for column in columns)] for case in cases]
+    return captioned(f"{caption} {origin(PRINTED)}", [first, *columns], rows)
+
+
+TRAINING: dict[str, Callable[[], str]] = {
+    "transformers": transformers,
+    "seeds": seeds,
+    "curves": partial(
+        printed,
+        "curves",
+        "run",
+        """**Final loss of the demo next to megamoe in BF16,** mean of eight seeds, 300 steps, one H200,
+        2026-11-22, commit 2548f4a.""",
+    ),
+    "trial": partial(
+        printed,
+        "trial",
+        "run",
+        "**Final loss of the demo,** four seeds, batch 64, four H100, 2026-11-26, a trial on commit 6b15deb.",
+    ),
+    "host": partial(
+        printed,
+        "host",
+        "call",
+        """**Host time of a call,** Qwen3-30B, 16 tokens, in microseconds; lower is better. One of two H100, 2026-11-25,
+        commit f324fec; one H200 of another host, 2026-11-26, commit 0d453ae, which exceeds all three limits in FP8.""",
+    ),
+}
+
+
+# --- several hosts ---
+
+
+def traffic() -> str:
+    s, hosts = SHAPES["dsv3"], 2
+    share = (hosts - 1) / hosts
+    experts = s.num_experts / 8 * 3 * s.hidden * s.intermediate * 2 / 1e9
+    gathered = 6 * s.top_k * share * 2 * s.hidden * 8192 / 1e9
+    by_rail = [predict(s, p, 8192, hosts, Fabric()) for p in ("bf16", "fp8")]
+    bf16, fp8 = (2 * (p.out_mb + p.back_mb) / 1e3 for p in by_rail)  # backward as much as forward
+    ddp, fsdp = (
+        f"{2 * share * experts:.1f} GB per step",
+        f"{3 * share * experts:.1f} GB per micro-step",
+    )
+    rows = [
+        ["EP inside, DDP across", "`2 (N-1)/N` x gradients, once per step", ddp, "all"],
+        ["EP inside, FSDP across", "`3 (N-1)/N` x weights, per micro-step", fsdp, "1/N"],
+        [
+            "EP across, `staged`",
+            "`6 K (N-1)/N` rows of 2H bytes per token",
+            f"{gathered:.1f} GB per micro-step",
+            "1/N",
+        ],
+        [
+            "EP across, `mega`",
+            "`4 d` rows per token",
+            f"{bf16:.2f} GB, in FP8 {fp8:.2f}, per micro-step",
+            "1/N",
+        ],
+    ]
+    caption = """**Bytes that cross hosts per rank and layer,** computed, not measured; BF16, lower is better. N: hosts;
+        K: top-k; H: hidden size; d: other hosts that a token needs. Example: DeepSeek-V3, two hosts of eight GPUs,
+        8,192 tokens per rank."""
+    return captioned(caption, ["experts", "crosses hosts", "example", "memory"], rows)
+
+
+def plan() -> str:
+    rows = []
+    for name, precision, hosts in (
+        *(("dsv3", "fp8", 2), ("dsv3", "fp8", 4), ("dsv3", "bf16", 2)),
+        *(("qwen3-235b", "fp8", 2), ("qwen3-235b", "fp8", 4)),
+    ):
+        p = predict(SHAPES[name], precision, 8192, hosts, Fabric())
+        times = [f"{t:,.0f}" for t in (p.launch, p.wire, p.two_level, p.staged_wire)]
+        sizes = [f"{p.out_mb:.1f}", f"{p.back_mb:.1f}", f"{p.state_gib:.2f}"]
+        rows.append([f"{MODELS[name]} {precision.upper()}", str(hosts), *sizes, *times])
+    head = ["layer", "hosts", "MB out", "MB back", "state GiB"]
+    head += ["launch us", "wire us", "layer us", "`staged` us"]
+    caption = """**A model, not a measurement:** forward pass with 8,192 tokens per rank over hosts of eight GPUs, with
+        the defaults of `tools/hosts_plan.py`; lower is better. Of `staged` only the wire, in BF16."""
+    return captioned(caption, head, rows)
+
+
+HOSTS: dict[str, Callable[[], str]] = {
+    "traffic": traffic,
+    "plan": plan,
+    "spin": partial(
+        pivot,
+        """**One GPU with one rank's experts and a simulated wire** (`--spin`), FP8, two hosts, in microseconds; lower
+        is better.""",
+        "layer",
+        token_rows((m, t) for m in ("dsv3", "qwen3-235b") for t in (8192, 1024, 128)),
+        {
+            "wire": {"column": "wire", "exchange": "static"},
+            "launches": {"column": "launches", "exchange": "static"},
+            "`exact`": {"column": "layer", "exchange": "exact"},
+            "`exact`, model": {"column": "model", "exchange": "exact"},
+            "`static`, a graph": {"column": "replay", "exchange": "static"},
+            "`static`, model": {"column": "model", "exchange": "static"},
+        },
+        file=SPUN,
+    ),
+    "fake-hosts": partial(
+        pivot,
+        """**Four GPUs of one machine as two hosts of two,** forward pass with 8,192 tokens per rank, in microseconds;
+        lower is better. Sockets: `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1`.""",
+        "layer",
+        model_rows("dsv3", "qwen3-235b", file=EP4, tokens=8192),
+        {
+            f"{way}: {label}": {"run": run, **kind}
+            for run, way in (("hosts", "NVLink"), ("hosts-sockets", "sockets"))
+            for label, kind in (("FP8", FP8), ("BF16", BF16), ("`staged` BF16", STAGED))
+        },
+    ),
+}
+
+
+# --- FP4, operators, rounding ---
+
+OPERATORS = {n: n for n in ("swiglu", "dswiglu", "geglu", "dgeglu", "srelu", "dsrelu", "wgrad")}
+OPERATORS |= {f"GPT-OSS-120B {n}": f"gpt-oss {n}" for n in ("forward", "step")}
+TORCH, MEGAMOE = {"contender": "torch"}, {"contender": "megamoe"}
+GRADIENTS = {"dx": "dx", "topk_weights": "d_topk_weights", "dW13": "dw13", "dW2": "dw2"}
+
+
+def rounding(file: str, first: str, results: Mapping[str, str]) -> str:
+    """Return the least and the largest relative error of results, by precision and ranks."""
+    rows = []
+    for label, column in results.items():
+        row = [label]
+        for precision in ("bf16", "fp8"):
+            for ranks in (1, 2):
+                found = values(file, f"{column}_fp32", precision=precision, ranks=ranks)
+                row.append(f"{min(found):.2e} to {max(found):.2e}".replace("e-0", "e-"))
+        rows.append(row)
+    caption = """**Relative error against fp32 without rounding,** least and largest of six models' shapes, 1,024 tokens
+        per rank; lower is better."""
+    head = [first, "BF16, one rank", "two ranks", "FP8, one rank", "two ranks"]
+    return captioned(f"{caption} {origin(file)}", head, rows)
+
+
+def models() -> str:
+    rows = []
+    for name, label in MODELS.items():
+        s = SHAPES[name]
+        sizes = s.hidden, s.intermediate, s.num_experts, s.top_k
+        rows.append([label, *(f"{size:,}" for size in sizes)])
+    caption = "**Sizes of the MoE layers** (`megamoe/testing/shapes.py`)."
+    return captioned(caption, ["model", "hidden", "intermediate", "experts", "top-k"], rows)
+
+
+# --- README ---
+
+
+def speed() -> str:
+    """Return about six figures: speed-ups over what one would use otherwise."""
+    many, few = (
+        span(over_deepgemm(m, t) for m, t in ALL if large == (t >= 1024)) for large in (True, False)
+    )
+    whole = [span((over_nccl(m, 8192, kind) for m in MODELS), ".1f") for kind in (BF16, FP8)]
+    ours = [mean(file=EP4, run="step", direction="step", **kind) for kind in (BF16, FP8)]
+    steps = [mean(file=EP4, run="step", **STAGED) / us for us in ours]
+    nccl, deepgemm = "NCCL all-to-all + `torch._grouped_mm`, BF16", "DeepGEMM's inference kernel"
+    rows = [
+        ["forward, 8,192 tokens per GPU", nccl, *whole],
+        ["forward, 1,024 and 8,192 tokens per GPU", deepgemm, "", many],
+        ["forward, 8 to 512 tokens per GPU", deepgemm, "", few],
+        ["training step of Qwen3-30B's layer", nccl, *(f"{x:.1f}x" for x in steps)],
+        ["training a Qwen3-MoE, tokens/s", "transformers' own experts", f"{gain():.2f}x", ""],
+    ]
+    caption = """**Speed-up of megamoe** on four H200 GPUs (EP4); higher is better, and below 1x the other is faster. A
+        range covers the MoE layers of DeepSeek-V3, DeepSeek-V4-Flash, Qwen3-235B and Qwen3-30B. 2026-11-26, commit
+        938254c; last row commit 0198aff."""
+    average, error = apart()
+    note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
+        transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
+        losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
+    table = captioned(caption, ["what", "compared with", "BF16", "FP8"], rows)
+    return f"{table}\n\n{wrapped(note)}"
+
+
+DRAWN = (8, 512, 1024, 8192)
+TITLE = "How much faster megamoe is: forward pass on four H200, by model and tokens per GPU (higher is better)"
+
+
+def speedups() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the bars of README's picture: by what it is compared with, by model, by tokens."""
+    of = {
+        "over NCCL all-to-all + grouped_mm, BF16": over_nccl,
+        "over DeepGEMM's inference kernel, FP8": over_deepgemm,
+    }
+    return {
+        title: {label: {f"{t:,}": round(x(m, t), 2) for t in DRAWN} for m, label in MODELS.items()}
+        for title, x in of.items()
+    }
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"speed": speed},
+    "measurements.md": {"models": models, **FOUR_GPUS, **ONE_GPU, **TRAINING},
+    "hosts.md": HOSTS,
+    "fp4.md": {
+        "fp4": partial(
+            pivot,
+            "**Forward pass on one GPU,** local experts of EP4, in microseconds; lower is better.",
+            "model, tokens",
+            token_rows((m, t) for m in ("dsv3", "flash") for t in (8, 64, 8192)),
+            {
+                f"`{p}`": {"precision": p}
+                for p in ("fp8", "fp8xmxfp4", "bf16", "bf16xmxfp4", "bf16xnvfp4")
+            },
+            file=FP4,
+        )
+    },
+    "ops.md": {
+        "operators": partial(
+            pivot,
+            """**Operators,** in microseconds, median of 20; lower is better, and a speed-up above 1 says that megamoe
+            is faster.""",
+            "operator",
+            {
+                label: {"case": case, "file": OPS, "mode": "cool"}
+                for label, case in OPERATORS.items()
+            },
+            {
+                "megamoe": MEGAMOE,
+                "torch": TORCH,
+                "speed-up": (TORCH, MEGAMOE),
+                "speed-up, hot": ({**TORCH, "mode": "hot"}, {**MEGAMOE, "mode": "hot"}),
+            },
+        )
+    },
+    "numerics.md": {
+        "rounding": partial(rounding, FORWARD, "result", {"y": "y"}),
+        "gradients": partial(rounding, BACKWARD, "gradient", GRADIENTS),
+    },
+}
