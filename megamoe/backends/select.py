@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,24 +90,16 @@ def backend_class(name: str) -> Any:
         raise ConfigError("backend", repr(name), f"one that can be imported ({error})") from error
 
 
-class Question(NamedTuple):
-    """What a layer asks all ranks before memory is taken."""
-
-    state: Callable[[], Any]  # returns what this rank says, or raises
-    check: Callable[[dict[int, Any]], None]  # of what each rank said: raises on all ranks alike
-
-
 @dataclass(frozen=True)
 class Opening:
     """Which part of which call makes a backend.
 
     call: of order.CALLS. layer: its number on the group, since a rank may open layers that are alike in another order.
-    questions: asked together with the choice of the backend. equal: what has to be so on all ranks, by name.
+    equal: what has to be so on all ranks, by name.
     """
 
     call: str = "set-up"
     layer: int = 0
-    questions: Sequence[Question] = ()
     equal: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -160,9 +152,8 @@ def _choose(
             backend_class(asked)
         if wanted and reason is None:
             launches = _mega().Stated.here(group, options.get("reserve_sms"))
-        answers = [question.state() for question in opening.questions]
         return Facts(
-            (host_name(), reason, launches, answers),
+            (host_name(), reason, launches),
             {
                 "backend": repr(asked),
                 "window is given": options.get("window") is not None,
@@ -174,8 +165,6 @@ def _choose(
         )
 
     said = group.agree(opening.call, state)
-    for i, question in enumerate(opening.questions):
-        question.check({rank: answers[i] for rank, (*_, answers) in said.items()})
     asked, names = resolve(name), [host for host, *_ in said.values()]
     hosts = hosts_of(name, group, names)
     if asked != "mega":
@@ -188,11 +177,11 @@ def _choose(
     if why is None:
         here = problem if hosts is None else inside(problem, hosts, options.get("chunks"))
         why = here.why_no_window()
-    for rank, (_, own, *_) in said.items():
+    for rank, (_, own, _) in said.items():
         if why is None and own is not None:
             why = f"rank {rank}: {own}" if len(said) > 1 else own
     if why is None:
-        stated = {rank: launches for rank, (*_, launches, _) in said.items()}
+        stated = {rank: launches for rank, (*_, launches) in said.items()}
         _mega().check_stated(stated)
         return _Chosen("mega", hosts, stated)
     if asked == "mega":

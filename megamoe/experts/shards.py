@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from hashlib import blake2b
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megamoe.backends.select import Question
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
-from megamoe.core.planes import check_memory, is_dtensor
+from megamoe.core.planes import is_dtensor
 from megamoe.experts.tensors import Experts, noted
-from megamoe.formats.weights import ExpertWeights
-from megamoe.group.group import Facts, Group
+from megamoe.group.group import Group
 
 if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
     from torch.distributed.tensor import DTensor
@@ -86,15 +82,17 @@ class Place:
         expected = "whole: call unshard() of the module that fully_shard() was given before"
         raise ArgumentError(name, "FSDP2's shard of it", expected)
 
+    def mixed(self, ranks: Iterable[int]) -> list[int]:
+        """Return which of these ranks hold different experts of the layer, of which there are none or several."""
+        own = dist.get_process_group_ranks(self.group) if self.problem.ep_size > 1 else []
+        shared = sorted(set(ranks) & set(own))
+        return shared if len(shared) > 1 else []
+
     def _check_mesh(self, value: Tensor) -> None:
         """Raise RankMismatch where FSDP2 shards or copies over ranks that hold other experts."""
-        if self.problem.ep_size == 1 or not is_dtensor(value):
-            return
-        shared = set(value.device_mesh.mesh.flatten().tolist())
-        shared &= set(dist.get_process_group_ranks(self.group))
-        if len(shared) > 1:
+        if is_dtensor(value) and (mixed := self.mixed(value.device_mesh.mesh.flatten().tolist())):
             raise RankMismatch(
-                f"fully_shard() was given the experts over ranks {sorted(shared)}, which hold different ones of the "
+                f"fully_shard() was given the experts over ranks {mixed}, which hold different ones of the "
                 "same layer: it would mix them. Give it ignored_params, or the layer a mesh of the ranks that hold "
                 "the same experts (docs/training.md)"
             )
@@ -179,84 +177,6 @@ class Place:
             raise ArgumentError(f"state_dict[{name!r}]", given, expected)
         rows, first = local_part(value)
         return Experts.of(rows, first, total)
-
-
-class Distinct:
-    """Asks all ranks whether two of them hold the same experts: at the opening, and where others came around the layer.
-
-    Nothing that overwrites experts (DDP, FSDP2 over the ranks of the group, another rank's file) tells the layer. Equal
-    experts within a rank, constant ones, and a `loaded` single one may be meant (upcycling) and pass.
-    """
-
-    def __init__(self, problem: Problem, group: Group) -> None:
-        self._problem, self._group = problem, group
-        self.passed: set[Any] = set()  # surroundings in which no two ranks held the same experts
-        self.around: Any = None  # the surroundings of this call; None: of none that follows
-        self.loaded = False  # whether every tensor that was loaded said which experts it holds
-
-    def ask(self, weights: ExpertWeights, call: str) -> None:
-        """Ask as part of `call`, one of order.CALLS. Collective. Raises RankMismatch, on all ranks."""
-        if _traced(weights.w13):
-            return
-        asked = self.question(weights)
-        asked.check(self._group.agree(call, lambda: Facts(asked.state())))
-
-    def question(self, weights: ExpertWeights) -> Question:
-        """Return it."""
-        around = self.around
-
-        def state() -> Any:
-            w13 = weights.w13
-            if not _readable(w13):
-                return None
-            check_memory("weights.w13", w13)
-            first = w13.detach().flatten(1)[:, :64].contiguous().view(torch.uint8).cpu()
-            return [_key(bytes(row.tolist())) for row in first], self.loaded
-
-        def check(by_rank: dict[int, Any]) -> None:
-            if None in by_rank.values():
-                return
-            check_different(self._problem, by_rank)
-            if around:
-                self.passed.add(around)
-
-        return Question(state, check)
-
-
-def _traced(tensor: Tensor) -> bool:
-    """Whether a call computes nothing, so that the other ranks make none, or is captured, where no host may ask."""
-    modes = torch._C._TorchDispatchModeKey
-    tracing = (modes.FAKE, modes.PROXY, modes.FUNCTIONAL)
-    if tensor.is_meta or any(torch._C._get_dispatch_mode(mode) is not None for mode in tracing):
-        return True
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _readable(tensor: Tensor) -> bool:
-    """Whether the host may look at what a tensor holds: not past modes that see every operation, as profilers do."""
-    return not _traced(tensor) and not torch._C._len_torch_dispatch_stack()
-
-
-def _key(row: bytes) -> bytes | None:
-    """Return what stands for an expert's first values; None: they are constant."""
-    return blake2b(row, digest_size=8).digest() if len(set(row)) > 2 else None
-
-
-def check_different(problem: Problem, found: dict[int, tuple[list[bytes | None], bool]]) -> None:
-    """Raise RankMismatch where two ranks hold the same experts. found: by rank, _key() of each, and `loaded`."""
-    for b, (theirs, b_loaded) in found.items():
-        for a in range(b):
-            ours, a_loaded = found.get(a, ([], False))
-            num = min(len(ours), len(theirs))
-            meant = num == 1 and (a_loaded or b_loaded)
-            distinct = len(set(ours[:num])) == num and None not in ours[:num]
-            if num and ours[:num] == theirs[:num] and distinct and not meant:
-                raise RankMismatch(
-                    f"ranks {a} and {b} of the group hold the same experts, not those from "
-                    f"{problem.expert_begin(a)} and from {problem.expert_begin(b)}. DDP copies them from rank 0 unless "
-                    "megamoe.ignore_experts_in_ddp(model) is called before, fully_shard() over the ranks of the group "
-                    "mixes them, another rank's state dict replaces them (docs/training.md)"
-                )
 
 
 def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:

@@ -28,7 +28,6 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, messag
 from megamoe.core.transforms import faked, outside
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
-from megamoe.experts.shards import Distinct
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import ALONE, Facts, Group
@@ -140,7 +139,6 @@ class Layer(Opened):
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._options = options
-        self.distinct: Distinct | None = None  # what the module that owns the weights asks
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._masters = replace(self.problem, precision="bf16")
@@ -448,9 +446,8 @@ class Layer(Opened):
                 self.refuse(error, call)
             raise
         if self._runtime is None:
-            questions = [] if self.distinct is None else [self.distinct.question(weights)]
             over = {"num_ranks of average_expert_gradients()": self._mean_over}
-            opening = Opening(call, self._number, questions, over)
+            opening = Opening(call, self._number, over)
             where = self.problem, self.ranks, weights.w13.device
             backend = open_backend(self.backend, *where, self._options, opening)
             self._runtime = Runtime(self.problem, self.ranks, backend)

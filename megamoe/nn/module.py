@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NoReturn
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from megamoe.backends.select import check_device
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Activation, Problem, activation_by_name
-from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
+from megamoe.core.planes import is_dtensor
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
-from megamoe.experts.shards import Distinct, Place, distributed, read, write
+from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
@@ -29,7 +31,6 @@ from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.layer.runtime import is_open
 from megamoe.nn.initial import draw
-from megamoe.nn.optimizers import watch
 from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
@@ -138,10 +139,7 @@ class MegaMoE(nn.Module):
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
-        self._distinct: Distinct | None = None
-        if self.problem.ep_size > 1 and placement is None:
-            self._distinct = self._layer.distinct = Distinct(self.problem, self._layer.ranks)
-        self.averaged: type | None = None  # what average_expert_gradients() took
+        self.averaged = False  # whether average_expert_gradients() took it
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
         self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
@@ -151,8 +149,6 @@ class MegaMoE(nn.Module):
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
             self.register_buffer(name, None)
-        if self.problem.ep_size > 1:
-            watch(self)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -182,10 +178,10 @@ class MegaMoE(nn.Module):
             weights = self._experts()
         except Exception as error:
             self._raise_on_all(error, "a first call")
-        if self._distinct is not None and not torch.compiler.is_compiling():
-            self._distinct.around = around = self._surroundings()
-            if around not in self._distinct.passed:
-                self._ask(self._distinct, "a first call", weights)
+        if not torch.compiler.is_compiling():
+            ddp = DistributedDataParallel._active_ddp_module
+            if ddp is not None and ddp not in _ignoring:
+                check_ignored(ddp)
         if self._delays and is_fsdp(self):
             expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
             raise ConfigError("delay_wgrad", self._delays, expected)
@@ -211,8 +207,7 @@ class MegaMoE(nn.Module):
             if lacks and not hasattr(type(self), name):  # there, it is computed: parametrized
                 found = ArgumentError(name, type(given).__name__, "a parameter of the layer")
                 break
-        asks = self._distinct is not None and self._surroundings() not in self._distinct.passed
-        if asks or call == "prepare()":
+        if call == "prepare()":
             self._tell(call, found)
         else:
             self._layer.refuse(found)
@@ -247,48 +242,31 @@ class MegaMoE(nn.Module):
 
         Call it before torch.compile or graph capture.
         """
-        asks = self._distinct is not None and not self._distinct.passed
         try:
             weights = self.expert_weights()
         except Exception as error:
-            if asks or not is_open(self._layer):
+            if not is_open(self._layer):
                 self._raise_on_all(error, "prepare()")
             raise
-        if asks and self._distinct is not None:
-            self._distinct.around = self._surroundings()
-            self._ask(self._distinct, "prepare()", weights)
         self._layer.prepare(weights)
 
-    def _ask(self, distinct: Distinct, call: str, weights: ExpertWeights) -> None:
-        """Raise RankMismatch if another rank holds the same experts; where the layer opens now, that asks."""
-        if self.averaged not in (None, self._kind):
-            called = "called before fully_shard(), which divides by other ranks"
-            raise ArgumentError("average_expert_gradients", called, "called after it")
-        if is_open(self._layer):
-            distinct.ask(weights, call)
-
     @property
-    def _kind(self) -> type:
-        """The class, without that of parametrizations: torch makes another one whenever they come, as PEFT's do."""
-        kind = type(self)
-        if "parametrizations" not in self._modules:
-            return kind
-        base = kind.__bases__[0]
-        return base if kind.__name__ == f"Parametrized{base.__name__}" else kind
+    def _is_fsdp_managed_module(self) -> bool:
+        """True after fully_shard() of this layer or of a module around it, which sets it behind its shards."""
+        return bool(self.__dict__.get("_sharded", False))
 
-    def _surroundings(self) -> tuple[Any, ...]:
-        """Return what changes where somebody has wrapped this layer since who may have overwritten experts.
-
-        fully_shard() of the layer makes it another class, that of a module around it leaves a mark; within DDP's
-        forward pass torch says so. All of it is the same on all ranks, since a check is collective, and comes back:
-        evaluation and the repeat of a checkpoint are outside of DDP's forward pass.
-        """
-        around = DistributedDataParallel._active_ddp_module
-        return self._kind, "_is_fsdp_managed_module" in self.__dict__, around and id(around)
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        self.__dict__["_sharded"] = value
+        for p in self.parameters():
+            self.place.rows(p)
+            if self.averaged and is_dtensor(p):
+                called = "called before fully_shard(), which divides by other ranks"
+                raise ArgumentError("average_expert_gradients", called, "called after it")
 
     def divide_gradients(self, num_ranks: int) -> None:
         """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
-        self.averaged = self._kind
+        self.averaged = True
         if not is_fsdp(self):
             self._layer.divide_weight_gradients(num_ranks)
             return
@@ -375,9 +353,7 @@ class MegaMoE(nn.Module):
         if isinstance(self._layer, PlacedLayer):
             self._layer.take_slots(state_dict, prefix, _NAMES)
         else:
-            said = read(self.place, state_dict, prefix, metadata, parameters)
-            if self._distinct is not None:
-                self._distinct.loaded = said
+            read(self.place, state_dict, prefix, metadata, parameters)
         given: dict[str, Any] = {name: state_dict.get(prefix + name) for name in QUANTIZED}
         stored, device = self.problem.formats.w, self.w13.device
         complete = stored.scaled and all(g is not None for g in given.values())
@@ -471,3 +447,21 @@ class MegaMoE(nn.Module):
         names = ["hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "precision"]
         sizes = ", ".join(f"{name}={getattr(self.problem, name)}" for name in names)
         return f"{sizes}, activation={self.problem.activation.kind}, backend={self.backend}"
+
+
+_ignoring: WeakSet[DistributedDataParallel] = WeakSet()  # those that leave experts alone
+
+
+def check_ignored(ddp: DistributedDataParallel) -> None:
+    """Raise RankMismatch if DDP synchronizes experts, which differ between ranks; once it does not, remember that."""
+    synchronized = set(map(id, ddp._module_parameters))
+    for name, layer in ddp.module.named_modules():
+        if isinstance(layer, MegaMoE) and any(id(p) in synchronized for p in layer.parameters()):
+            ranks = layer.place.mixed(dist.get_process_group_ranks(ddp.process_group))
+            if ranks:
+                raise RankMismatch(
+                    f"DistributedDataParallel has overwritten the experts of {name or 'the model'} on ranks {ranks} "
+                    "with those of the first one: call megamoe.ignore_experts_in_ddp(model) before DDP(model), and "
+                    "load the experts again"
+                )
+    _ignoring.add(ddp)

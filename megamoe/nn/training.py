@@ -20,7 +20,6 @@ from megamoe.experts.shards import span
 from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group, begins
 from megamoe.nn.module import MegaMoE
-from megamoe.nn.optimizers import check_not_sharded
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
@@ -164,6 +163,14 @@ def ignore_experts_in_ddp(model: nn.Module) -> list[str]:
     return names
 
 
+def _check_not_sharded(layer: MegaMoE) -> None:
+    """Raise ArgumentError where FSDP2 shards experts with a module around the layer, and divides by other ranks."""
+    for name, p in layer.named_parameters():
+        if is_dtensor(p) and (p.device_mesh.ndim > 1 or not layer.place.distributed):
+            expected = "whole, or sharded by a fully_shard() of the layer's own"
+            raise ArgumentError(name, "sharded by a module around the layer", expected)
+
+
 def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     """Divide experts' gradients by num_ranks as they arrive, so that they are means over ranks as DDP's and FSDP's are.
 
@@ -177,10 +184,10 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ArgumentError("num_ranks", repr(num_ranks), "a number of ranks")
     for name, layer in _layers(model):
-        if layer.averaged is not None:
+        if layer.averaged:
             raise ArgumentError(name or "model", "averaged already", "one call")
         if not is_fsdp(layer):
-            check_not_sharded(layer)
+            _check_not_sharded(layer)
     for _, layer in _layers(model):
         layer.divide_gradients(num_ranks)
 
