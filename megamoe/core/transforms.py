@@ -31,6 +31,14 @@ def outside() -> Iterator[None]:
         tracing._set_tracing_state(traced)
 
 
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Make tensors that calls in every mode may use: outside of inference_mode() and of what traces."""
+    gradients = torch.is_grad_enabled()
+    with outside(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        yield
+
+
 def faked() -> bool:
     """Whether a mode makes tensors without memory, as torch.export's does."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError, RankMismatch
+from megamoe.core.transforms import lasting
 from megamoe.group.order import MARK_INTS, WIDTH, Mark, check_marks, mark_of
 
 T = TypeVar("T")
@@ -344,8 +345,9 @@ def _of_hosts(mesh: DeviceMesh) -> Group:
 @lru_cache(maxsize=256)  # a copy from the host's memory would wait for the stream at every call
 def _marked(mark: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Return [size, WIDTH] int32, which nobody writes: the mark and zeros."""
-    row = torch.tensor([*mark, *[0] * (WIDTH - MARK_INTS)], dtype=torch.int32, device="cpu")
-    return row.repeat(size, 1).to(device)
+    with lasting():
+        row = torch.tensor([*mark, *[0] * (WIDTH - MARK_INTS)], dtype=torch.int32, device="cpu")
+        return row.repeat(size, 1).to(device)
 
 
 def _padded(data: bytes, size: int) -> Tensor:

@@ -244,7 +244,7 @@ class QuantizedCache:
         versions, last = [version_of(t, invalidations) for t in sources], self._turned
         if last is None or last[1] != versions:
             _refuse_capture(given.w13)
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 made = TurnedWeights.of(problem, given)
                 if last is not None and _alike(last[2].w13, made.w13):  # graphs read that storage
                     for name, kept in last[2].named().items():

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megamoe.backends.call import KeptRows, Needs, Wanted
 from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.transforms import lasting
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
@@ -113,7 +114,8 @@ class Delayed:
         self._adding, self.keeps = adding, keeps
         self._queue: deque[_Pending] = deque()
         # An input of every call, so that autograd comes by even where only weights need a gradient.
-        self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
+        with lasting():
+            self.anchor = torch.zeros(0, device="cpu", requires_grad=True)
         _watch_optimizers()
 
     def __len__(self) -> int:

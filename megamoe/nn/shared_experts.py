@@ -18,6 +18,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import MAX_TOP_K, Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import SCALE_GROUP
+from megamoe.core.transforms import lasting
 from megamoe.experts.placement import SlotsOfShared
 from megamoe.formats.versions import made_of
 from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
@@ -65,9 +66,10 @@ class SharedExperts:
         experts = problem.num_experts + self.count * problem.ep_size
         self.problem = SlotsOfShared(**vars(problem) | {"num_experts": experts, "top_k": top_k})
         slots = [e + self.count * problem.rank_of_expert(e) for e in range(problem.num_experts)]
-        self._slots = torch.tensor(slots, device=device)  # [E]
         end = self.problem.expert_begin(problem.rank + 1)
-        self._own = torch.arange(end - self.count, end, device=device)  # [n]
+        with lasting():
+            self._slots = torch.tensor(slots, device=device)  # [E]
+            self._own = torch.arange(end - self.count, end, device=device)  # [n]
 
     def routes(
         self, topk_ids: Tensor, topk_weights: Tensor, shared_weights: Tensor | None = None
