@@ -100,22 +100,21 @@ def wrapped(text: str) -> str:
     return textwrap.fill(words, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def captioned(caption: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a caption in lines of 120 columns, and a table below it."""
-    return f"{wrapped(caption)}\n\n{markdown(list(head), [list(row) for row in rows])}"
+def table(above: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table below where its figures come from."""
+    return f"{wrapped(above)}\n\n{markdown(list(head), [list(row) for row in rows])}"
 
 
 def pivot(
-    caption: str,
     first: str,
     rows: Mapping[str, Where],
     columns: Mapping[str, Column],
     runs: Mapping[str, str] = {},
     **base: Any,
 ) -> str:
-    """Return a table of means, or of ratios where a column is a pair. form: how a column's cells are written.
+    """Return a table of means, or of ratios where a column is a pair, below where its files come from.
 
-    The caption ends with where the files come from. runs: dates and commits of files, where their names have others.
+    form: how a column's cells are written. runs: dates and commits of files, where their names have others.
     """
     used: dict[str, None] = {}
 
@@ -133,7 +132,7 @@ def pivot(
 
     made = [[label, *(cell(row, c) for c in columns.values())] for label, row in rows.items()]
     origins = " ".join(origin(name, run=runs.get(name, "")) for name in used)
-    return captioned(f"{caption} {origins}", [first, *columns], made)
+    return table(origins, [first, *columns], made)
 
 
 def model_rows(*names: str, **more: Any) -> dict[str, Where]:
@@ -142,10 +141,6 @@ def model_rows(*names: str, **more: Any) -> dict[str, Where]:
 
 def token_rows(cases: Iterable[tuple[str, int]]) -> dict[str, dict[str, Any]]:
     return {f"{MODELS[m]}, {t:,} tokens": {"name": m, "tokens": t} for m, t in cases}
-
-
-def token_columns(*tokens: int, label: str = "", **more: Any) -> dict[str, Where]:
-    return {f"{label}{t:,} tokens": {"tokens": t, **more} for t in tokens}
 
 
 def span(found: Iterable[float], form: str = ".2f") -> str:
@@ -179,14 +174,12 @@ def over_deepgemm(model: str, tokens: int) -> float:
 
 OURS, DEEPGEMM = ({"file": PEER, "run": "", "column": c} for c in ("ours_us", "dg_us"))
 ALL = [(model, tokens) for model in MODELS for tokens in TOKENS]
+LARGE = [("dsv3", 4096), *((model, 8192) for model in MODELS if model != "dsv3")]
 
 
 def forward() -> str:
     differs = span(values(PEER, "relative"), ".3f").rstrip("x")
-    return pivot(
-        f"""**Forward pass on four GPUs,** in microseconds by tokens per rank; lower is better, and a speed-up above 1
-        says that megamoe is faster. DeepGEMM's y differs from ours by {differs} (relative Frobenius norm). FP8 is of
-        the first CSV, BF16 with 8,192 tokens of the last.""",
+    made = pivot(
         "model, tokens per rank",
         {label: {**row, **forward_of(row["tokens"])} for label, row in token_rows(ALL).items()},
         {
@@ -199,31 +192,28 @@ def forward() -> str:
             "GEMMs alone BF16": {**GEMMS, "precision": "bf16"},
         },
     )
+    return f"{made}\n\nDeepGEMM's y differs from ours by {differs} (relative Frobenius norm)."
 
 
 FOUR_GPUS: dict[str, Callable[[], str]] = {
     "forward": forward,
     "mxfp4": partial(
         pivot,
-        "**FP8 rows and MXFP4 weights,** forward pass on four GPUs in microseconds; lower is better.",
         "model",
         model_rows("dsv3", "flash", file=EP4, run="mxfp4"),
-        token_columns(8, 64, 8192),
+        {f"{t:,} tokens": {"tokens": t} for t in (8, 64, 8192)},
     ),
     "backward": partial(
         pivot,
-        "**Backward pass with all gradients,** on four GPUs in microseconds; lower is better.",
         "model, tokens per rank",
         {
             label: {**row, "run": f"backward-{row['tokens']}", "file": EP4}
-            for label, row in token_rows([("dsv3", 4096), *ALL[9::5]]).items()
+            for label, row in token_rows(LARGE).items()
         },
         {"BF16": BF16, "FP8": FP8, "GEMMs alone BF16": GEMMS},
     ),
     "step": partial(
         pivot,
-        """**Training step of one layer,** forward and backward, on four GPUs in microseconds; lower is better. Weights
-        are quantized once per optimizer step.""",
         "model, tokens per rank",
         {
             "DeepSeek-V3, 4,096 tokens": {"run": "step-dsv3", "file": EP4},
@@ -240,8 +230,6 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
     ),
     "routing": partial(
         pivot,
-        """**Uneven routing,** Qwen3-235B, forward pass on four GPUs with 4,096 tokens per rank, in microseconds; lower
-        is better.""",
         "routing",
         {"megamoe BF16": BF16, "megamoe FP8": FP8, NCCL: STAGED},
         {n.replace("_", " "): {"routing": n} for n in ("uniform", "skewed", "hot", "one_rank")},
@@ -251,8 +239,6 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
     ),
     "nvshmem": partial(
         pivot,
-        """**Window from NVSHMEM,** forward pass on four GPUs: speed relative to a window from torch's symmetric memory;
-        above 1, NVSHMEM is faster.""",
         "model",
         {
             f"{MODELS[m]} {kind['precision'].upper()}": {"name": m, "file": EP4, **kind}
@@ -268,7 +254,7 @@ FOUR_GPUS: dict[str, Callable[[], str]] = {
 
 LOCAL = {"file": H200, **MEGA, "direction": "forward", "dram_read_gb": ""}
 FLOOR = {"column": "hbm_floor_us", "precision": "fp8"}
-CASES = [("dsv3", 8192), ("dsv3", 4096), *ALL[9::5]]
+CASES = [("dsv3", 8192), *LARGE]
 PASSES = {"forward": "forward", "train": "forward, saving", "backward": "backward"}
 DRAM = {"dram_read_gb": bool}
 GB = {"column": "dram_read_gb", "form": ".1f"}
@@ -281,9 +267,6 @@ def gemms(file: str, runs: Mapping[str, str] = {}) -> str:
         for direction, name in PASSES.items()
     }
     return pivot(
-        """**The layer and its GEMMs alone,** BF16, local experts of EP4: microseconds, and GB read from DRAM by ncu;
-        lower is better. The GEMMs are torch's `grouped_mm`, in turns with the layer; a speed above 1 says that the
-        whole layer is faster.""",
         "model, tokens, pass",
         rows,
         {
@@ -311,17 +294,12 @@ def dram() -> str:
     for label, row in token_rows(CASES).items():
         ncu = mean(H100, "dram_read_gb", direction="forward", **MEGA, **row, **DRAM)
         rows.append([label, f"{modelled(**row):.1f}", f"{ncu:.1f}"])
-    caption = f"""**GB that a forward pass reads from DRAM,** BF16: by the model of `tools/predict_bytes.py`, and by
-        ncu. {origin(H100)}"""
-    return captioned(caption, ["model, tokens", "model GB", "ncu GB"], rows)
+    return table(origin(H100), ["model, tokens", "model GB", "ncu GB"], rows)
 
 
 ONE_GPU: dict[str, Callable[[], str]] = {
     "one-gpu": partial(
         pivot,
-        """**Forward pass on one GPU** with the local experts of EP4, in microseconds by tokens; lower is better. The
-        last two columns are the memory floor (the time that reading the weights needs) over the FP8 time; higher is
-        better.""",
         "model",
         model_rows(**LOCAL),
         {
@@ -335,8 +313,6 @@ ONE_GPU: dict[str, Callable[[], str]] = {
     ),
     "fp8-gemms": partial(
         pivot,
-        """**FP8 layer and FP8 GEMMs alone,** in microseconds with 8,192 tokens per rank; lower is better. The GEMMs are
-        torch's row-wise `_scaled_grouped_mm`. One GPU has the local experts of EP4.""",
         "model",
         model_rows(tokens=8192),
         {
@@ -352,9 +328,6 @@ ONE_GPU: dict[str, Callable[[], str]] = {
     "dram": dram,
     "passes": partial(
         pivot,
-        """**Backward pass with `delay_wgrad="keep"`,** 4,096 tokens, local experts of EP4, in microseconds per call;
-        lower is better. First column of each type of gradient: weight gradients in the same launch; then: one launch
-        for the weight gradients of 1, 2 or 4 calls.""",
         "model",
         {
             f"{MODELS[m]} {kind['precision'].upper()}, {gpu}": {"name": m, "file": file, **kind}
@@ -401,10 +374,9 @@ def transformers() -> str:
         [label, f"{tokens_per_s(b):,.0f}", f"{final_loss(b):.4f}"]
         for b, label in (("megamoe", "megamoe"), ("grouped_mm", "transformers' grouped_mm"))
     ]
-    caption = f"""**Training a Qwen3-MoE of 107 M parameters with transformers,** BF16, 300 steps, one seed: tokens per
-        second of the median step, higher is better, and the mean loss of the last 20 steps. megamoe is {gain():.2f}x
-        faster; its loss is {loss_gap():.1f} % higher, by chance (next table). {origin(HF)}"""
-    return captioned(caption, ["experts", "tokens/s", "final loss"], rows)
+    made = table(origin(HF), ["experts", "tokens/s", "final loss"], rows)
+    said = f"megamoe is {gain():.2f}x faster. Its loss is {loss_gap():.1f} % higher, by chance (next table)."
+    return f"{made}\n\n{said}"
 
 
 def apart() -> tuple[float, float]:
@@ -416,44 +388,25 @@ def apart() -> tuple[float, float]:
 
 def seeds() -> str:
     average, error = apart()
-    caption = f"""**Final loss of the same training with four seeds,** one H200, commit dac9b21 (another batch and
-        number of GPUs than above, hence other losses). megamoe differs by {average:.2f} % in the mean, with a standard
-        error of {error:.2f} %."""
-    return printed("seeds", "seed", caption)
+    said = f"megamoe's loss differs by {average:.2f} % in the mean, with a standard error of {error:.2f} %."
+    return f"{printed('seeds', 'seed')}\n\n{said}"
 
 
-def printed(table: str, first: str, caption: str) -> str:
+def printed(of: str, first: str) -> str:
     """Return a table of figures that a tool prints and writes to no file."""
-    found = [r for r in lines(PRINTED) if r["table"] == table]
+    found = [r for r in lines(PRINTED) if r["table"] == of]
     cases, columns = (list(dict.fromkeys(r[k] for r in found)) for k in ("case", "of"))
     cells = {(r["case"], r["of"]): r["value"] for r in found}
     rows = [[case, *(cells.get((case, column), "") for column in columns)] for case in cases]
-    return captioned(f"{caption} {origin(PRINTED)}", [first, *columns], rows)
+    return table(origin(PRINTED), [first, *columns], rows)
 
 
 TRAINING: dict[str, Callable[[], str]] = {
     "transformers": transformers,
     "seeds": seeds,
-    "curves": partial(
-        printed,
-        "curves",
-        "run",
-        """**Final loss of the demo next to megamoe in BF16,** mean of eight seeds, 300 steps, one H200,
-        2026-11-22, commit 2548f4a.""",
-    ),
-    "trial": partial(
-        printed,
-        "trial",
-        "run",
-        "**Final loss of the demo,** four seeds, batch 64, four H100, 2026-11-26, a trial on commit 6b15deb.",
-    ),
-    "host": partial(
-        printed,
-        "host",
-        "call",
-        """**Host time of a call,** Qwen3-30B, 16 tokens, in microseconds; lower is better. One of two H100, 2026-11-25,
-        commit f324fec; one H200 of another host, 2026-11-26, commit 0d453ae, which exceeds all three limits in FP8.""",
-    ),
+    "curves": partial(printed, "curves", "run"),
+    "trial": partial(printed, "trial", "run"),
+    "host": partial(printed, "host", "call"),
 }
 
 
@@ -487,10 +440,11 @@ def traffic() -> str:
             "1/N",
         ],
     ]
-    caption = """**Bytes that cross hosts per rank and layer,** computed, not measured; BF16, lower is better. N: hosts;
-        K: top-k; H: hidden size; d: other hosts that a token needs. Example: DeepSeek-V3, two hosts of eight GPUs,
-        8,192 tokens per rank."""
-    return captioned(caption, ["experts", "crosses hosts", "example", "memory"], rows)
+    return table(
+        "Computed by `bench/hosts/model.py`:",
+        ["experts", "crosses hosts", "example", "memory"],
+        rows,
+    )
 
 
 def plan() -> str:
@@ -505,9 +459,7 @@ def plan() -> str:
         rows.append([f"{MODELS[name]} {precision.upper()}", str(hosts), *sizes, *times])
     head = ["layer", "hosts", "MB out", "MB back", "state GiB"]
     head += ["launch us", "wire us", "layer us", "`staged` us"]
-    caption = """**A model, not a measurement:** forward pass with 8,192 tokens per rank over hosts of eight GPUs, with
-        the defaults of `tools/hosts_plan.py`; lower is better. Of `staged` only the wire, in BF16."""
-    return captioned(caption, head, rows)
+    return table("Computed by `bench/hosts/model.py`:", head, rows)
 
 
 HOSTS: dict[str, Callable[[], str]] = {
@@ -515,8 +467,6 @@ HOSTS: dict[str, Callable[[], str]] = {
     "plan": plan,
     "spin": partial(
         pivot,
-        """**One GPU with one rank's experts and a simulated wire** (`--spin`), FP8, two hosts, in microseconds; lower
-        is better.""",
         "layer",
         token_rows((m, t) for m in ("dsv3", "qwen3-235b") for t in (8192, 1024, 128)),
         {
@@ -531,8 +481,6 @@ HOSTS: dict[str, Callable[[], str]] = {
     ),
     "fake-hosts": partial(
         pivot,
-        """**Four GPUs of one machine as two hosts of two,** forward pass with 8,192 tokens per rank, in microseconds;
-        lower is better. Sockets: `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1`.""",
         "layer",
         model_rows("dsv3", "qwen3-235b", file=EP4, tokens=8192),
         {
@@ -562,10 +510,8 @@ def rounding(file: str, first: str, results: Mapping[str, str]) -> str:
                 found = values(file, f"{column}_fp32", precision=precision, ranks=ranks)
                 row.append(f"{min(found):.2e} to {max(found):.2e}".replace("e-0", "e-"))
         rows.append(row)
-    caption = """**Relative error against fp32 without rounding,** least and largest of six models' shapes, 1,024 tokens
-        per rank; lower is better."""
     head = [first, "BF16, one rank", "two ranks", "FP8, one rank", "two ranks"]
-    return captioned(f"{caption} {origin(file)}", head, rows)
+    return table(origin(file), head, rows)
 
 
 def models() -> str:
@@ -574,8 +520,11 @@ def models() -> str:
         s = SHAPES[name]
         sizes = s.hidden, s.intermediate, s.num_experts, s.top_k
         rows.append([label, *(f"{size:,}" for size in sizes)])
-    caption = "**Sizes of the MoE layers** (`megamoe/testing/shapes.py`)."
-    return captioned(caption, ["model", "hidden", "intermediate", "experts", "top-k"], rows)
+    return table(
+        "From `megamoe/testing/shapes.py`:",
+        ["model", "hidden", "intermediate", "experts", "top-k"],
+        rows,
+    )
 
 
 # --- README ---
@@ -597,15 +546,13 @@ def speed() -> str:
         ["training step of Qwen3-30B's layer", nccl, *(f"{x:.1f}x" for x in steps)],
         ["training a Qwen3-MoE, tokens/s", "transformers' own experts", f"{gain():.2f}x", ""],
     ]
-    caption = """**Speed-up of megamoe** on four H200 GPUs (EP4); higher is better, and below 1x the other is faster. A
-        range covers the MoE layers of DeepSeek-V3, DeepSeek-V4-Flash, Qwen3-235B and Qwen3-30B. 2026-11-26, commit
-        938254c; last row commit 0198aff."""
     average, error = apart()
     note = f"""The Qwen3-MoE (107 M parameters, 300 steps, one seed) ended with a loss {loss_gap():.1f} % above that of
         transformers' own experts. Four more seeds on one H200 at commit dac9b21 showed that this was chance: there the
         losses differ by {average:.2f} %, with a standard error of {error:.2f} %."""
-    table = captioned(caption, ["what", "compared with", "BF16", "FP8"], rows)
-    return f"{table}\n\n{wrapped(note)}"
+    above = "2026-11-26, commit 938254c; last row commit 0198aff."
+    made = table(above, ["what", "compared with", "BF16", "FP8"], rows)
+    return f"{made}\n\n{wrapped(note)}"
 
 
 DRAWN = (8, 512, 1024, 8192)
@@ -631,7 +578,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "fp4.md": {
         "fp4": partial(
             pivot,
-            "**Forward pass on one GPU,** local experts of EP4, in microseconds; lower is better.",
             "model, tokens",
             token_rows((m, t) for m in ("dsv3", "flash") for t in (8, 64, 8192)),
             {
@@ -644,8 +590,6 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "ops.md": {
         "operators": partial(
             pivot,
-            """**Operators,** in microseconds, median of 20; lower is better, and a speed-up above 1 says that megamoe
-            is faster.""",
             "operator",
             {
                 label: {"case": case, "file": OPS, "mode": "cool"}
