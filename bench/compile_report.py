@@ -8,9 +8,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from bench.code_size import MOST_EPILOGUE_BYTES, ROLES, CodeSize, code_size
 from megamoe import jit
 from megamoe.jit import paths
 
+FLAGS = ("-lineinfo",)  # changes no instruction
 OPCODES = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "SYNCS", "LDL", "STL")
 REQUIRED = {
     "bf16": ("HGMMA", "UTMALDG", "UTMASTG", "SYNCS"),
@@ -28,7 +30,7 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(nvdisasm), "-c", file.name]
+        command = [str(nvdisasm), "-c", "-gi", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -38,15 +40,19 @@ def count_opcodes(sass: str) -> Counter[str]:
     return Counter(opcodes)
 
 
-def figures(result: jit.CompileResult, counts: Counter[str] | None) -> dict[str, int]:
+def figures(
+    result: jit.CompileResult, counts: Counter[str] | None, size: CodeSize | None = None
+) -> dict[str, int]:
     """Return the columns of the table by their names; without a disassembler, those that the log has."""
     found = {
         "regs": result.registers,
         "spill": result.spill_bytes,
         "stack": result.stack_bytes,
         "smem": result.shared_bytes,
-        "cubin": len(result.cubin),
     }
+    if size is not None:
+        found |= {"bytes": size.kernel, "epilogue": size.epilogue, "loop": size.loop}
+        found |= {name: size.roles.get(name, 0) for name in ROLES}
     if counts is not None:
         found["instr"] = counts.total() - counts["NOP"]  # which fill up the end
         found.update((name, counts[name]) for name in OPCODES)
@@ -69,6 +75,7 @@ def check(
     variant: jit.Variant | jit.GroupedVariant,
     result: jit.CompileResult,
     counts: Counter[str] | None,
+    size: CodeSize | None = None,
 ) -> list[str]:
     """Return what is wrong with a compiled variant."""
     faults = []
@@ -84,6 +91,11 @@ def check(
     if counts is not None:
         faults += [f"no {name}" for name in REQUIRED[variant.precision] if not counts[name]]
         faults += [f"{counts[name]} {name}" for name in FORBIDDEN if counts[name]]
+    if size is not None and not 0 < size.epilogue <= MOST_EPILOGUE_BYTES:
+        most = MOST_EPILOGUE_BYTES
+        faults.append(
+            f"an epilogue of {size.epilogue} bytes, expected at most {most}: make it a loop"
+        )
     return faults
 
 
@@ -103,36 +115,37 @@ def report(args: argparse.Namespace, before: dict[str, dict[str, int]]) -> int:
     nvdisasm = paths.find_tool("nvdisasm")
     if nvdisasm is None:
         print("no nvdisasm, so no instruction counts: pip install nvidia-cuda-nvdisasm")
-    columns = ("instr", *OPCODES) if nvdisasm else ()
-    names = "".join(f"{name:>8}" for name in columns)
-    print(
-        f"{'variant':<32}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'cubin':>8}{'s':>6}{names}"
-    )
+    columns: tuple[str, ...] = ("instr", *OPCODES, "bytes", "epilogue", "loop") if nvdisasm else ()
+    if args.roles and nvdisasm:
+        columns += ROLES
+    widths = {name: max(7, len(name)) for name in columns}
+    names = "".join(f" {name:>{width}}" for name, width in widths.items())
+    print(f"{'variant':<32}{'regs':>5}{'spill':>6}{'stack':>6}{'smem':>8}{'s':>6}{names}")
     after = {}
     failed = 0
     for variant in variants:
         try:
-            result = jit.compile_variant(variant)
+            result = jit.compile_variant(variant, FLAGS)
         except Exception as error:
             failed += 1
             print(f"{variant!s:<32} {error}")
             continue
-        counts = None
+        counts = size = None
         if nvdisasm:
             sass = disassemble(nvdisasm, result.cubin)
-            counts = count_opcodes(sass)
+            counts, size = count_opcodes(sass), code_size(sass)
             if args.sass:
                 args.sass.mkdir(parents=True, exist_ok=True)
                 (args.sass / f"{variant}.cubin").write_bytes(result.cubin)
                 (args.sass / f"{variant}.sass").write_text(sass)
-        after[str(variant)] = found = figures(result, counts)
-        numbers = "".join(f"{found[name]:>8}" for name in columns)
+        after[str(variant)] = found = figures(result, counts, size)
+        numbers = "".join(f" {found[name]:>{width}}" for name, width in widths.items())
         print(
             f"{variant!s:<32}{result.registers:>5}{result.spill_bytes:>6}{result.stack_bytes:>6}"
-            f"{result.shared_bytes:>8}{len(result.cubin):>8}{result.seconds:>6.1f}{numbers}",
+            f"{result.shared_bytes:>8}{result.seconds:>6.1f}{numbers}",
             flush=True,
         )
-        faults = check(variant, result, counts)
+        faults = check(variant, result, counts, size)
         failed += bool(faults)
         for fault in faults:
             print(f"    FAIL {fault}")

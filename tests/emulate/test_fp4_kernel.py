@@ -273,12 +273,12 @@ FLAWS = {
         "arch::warp_sync();",
     ),
     "rows are scaled by one warp's largest": (
-        "fp4/wide_epilogue.cuh",
+        "epilogue/wide.cuh",
         "math_sync();  // the largest of all columns",
         "",
     ),
     "rows are scaled before a factor is known": (
-        "fp4/wide_epilogue.cuh",
+        "epilogue/wide.cuh",
         "math_sync();  // the factors of all rows",
         "",
     ),
@@ -299,7 +299,7 @@ FLAWS = {
         "f.column(g)",
     ),
     "a word of a short tile's h lies elsewhere": (
-        "fp4/wide_epilogue.cuh",
+        "epilogue/wide.cuh",
         "Words::place(column + 8)",
         "Words::place(column) + 8",
     ),
@@ -349,8 +349,8 @@ NVFP4_FLAWS = {
     "three of four scales": ("fp4/format.cuh", "0x1111 * static_cast<uint32_t>(i)", "0x1111 * (i < 3 ? i : 2)"),
     "1.5 is 3": ("fp4/format.cuh", "0x7b7b7b00", "0x7c7b7b00"),
     "up has gate's scale": ("fp4/format.cuh", "half0_ + half * to_half1_ + k", "half0_ + k"),
-    "sums are not scaled": ("fp4/wide_epilogue.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
-    "rows lie 64 too early": ("fp4/wide_epilogue.cuh", "8 * g < warpgroup_rows ? mine.slot", "true ? mine.slot"),
+    "sums are not scaled": ("epilogue/wide.cuh", "scale_sums<T>(ctx, tile, sum);", ""),
+    "rows lie 64 too early": ("epilogue/wide.cuh", "8 * g < warpgroup_rows ? mine.slot", "true ? mine.slot"),
 }  # fmt: skip
 
 

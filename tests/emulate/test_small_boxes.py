@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,10 @@ from megamoe.testing.inputs import calls_of
 ROWS = (1, 15, 16, 17, 32, 33, 64, 65, 80, 97, 112, 113, 128, 129, 144, 200, 0, 241)
 
 
-def layer(precision: str) -> list[torch.Tensor]:
+def layer(precision: str, **changed: Any) -> list[torch.Tensor]:
     """Return y of a launch with ROWS."""
     tokens = sum(ROWS)
-    problem = Problem(144, 272, len(ROWS), 1, max_tokens=tokens, precision=precision)
+    problem = Problem(144, 272, len(ROWS), 1, max_tokens=tokens, precision=precision, **changed)
     inputs = make_inputs(problem, tokens)
     call = ([inputs.x], [spread_ids(ROWS)], [inputs.topk_weights], [make_weights(problem)])
     return Emulation(problem, num_ctas=4).forward_all(calls_of(*call))
@@ -42,6 +43,40 @@ def test_bits_are_those_of_whole_boxes(
         expected = layer(precision)
     assert bool(found[0].any(1).all())
     assert all(map(same_bits, found, expected))
+
+
+TALL = ("epilogue/wide.cuh", "tile.rows() > most_rows", "tile.rows() > 0")
+
+
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("relu2", True)])
+def test_bits_of_the_wide_form_are_those_of_the_tall_one(
+    activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = layer("fp8", activation=activation, bias=bias)
+    with monkeypatch.context() as patch:
+        plant(TALL, patch, tmp_path / "tall")
+        expected = layer("fp8", activation=activation, bias=bias)
+    assert all(map(same_bits, found, expected))
+
+
+WIDE_FLAWS = {
+    "the second half's weights are the first's": (
+        "gemm/wide.cuh",
+        "desc_advance(a1, k)",
+        "desc_advance(a0, k)",
+    ),
+    "rows past the sixteenth": ("epilogue/wide.cuh", "tile.rows() <= 16", "tile.rows() <= 17"),
+}
+
+
+@pytest.mark.flaws
+@pytest.mark.parametrize("flaw", names(WIDE_FLAWS))
+def test_a_flaw_of_the_wide_form_is_seen(
+    flaw: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(WIDE_FLAWS[flaw], monkeypatch, tmp_path / "flaw")
+    with pytest.raises(SEEN):
+        test_bits_of_the_wide_form_are_those_of_the_tall_one("swiglu", False, monkeypatch, tmp_path)
 
 
 FLAWS = {

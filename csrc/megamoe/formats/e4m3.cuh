@@ -119,7 +119,7 @@ struct ScaleRows {
 struct E4m3Weights {
     using Element = e4m3_t;
     static constexpr int element_bytes = 1, packed = 1;
-    static constexpr bool scaled = true, column_scales = false, k_major = true;
+    static constexpr bool scaled = true, column_scales = false, k_major = true, scales_sums = false;
     static constexpr int slot_scale_bytes = 0;
 
     // One float a pipeline slot and half.

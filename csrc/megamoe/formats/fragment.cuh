@@ -13,6 +13,15 @@ struct Fragment {  // this thread's rows and columns in its warpgroup's half
     MEGAMOE_DEVICE int column(int g) const { return 8 * g + 2 * quad; }
 };
 
+// A Fragment where columns are the M of the MMAs, in the wide form of a tile: v[4*g + 2*i + j] is column 64 *
+// warpgroup + 16*(warp%4) + lane/4 + 8*i of the half, row 8*g + 2*(lane%4) + j.
+struct WideFragment {
+    int warpgroup, column, quad;  // `column`: of the warpgroup's 64
+    MEGAMOE_DEVICE WideFragment()
+        : warpgroup(math_warpgroup()), column(Fragment().row), quad(Fragment().quad) {}
+    MEGAMOE_DEVICE int row(int g) const { return 8 * g + 2 * quad; }
+};
+
 // Where `byte` of `row` (0..63) lies in a box of 64 rows x 128 bytes with the 128-byte swizzle.
 MEGAMOE_DEVICE int swizzled(int row, int byte) { return row * slot_k_bytes + (byte ^ ((row & 7) << 4)); }
 

@@ -1,10 +1,10 @@
 // The door of the wing: what roles and plan ask of a layer with packed weights. OneForm in gemm/forms.cuh
 // says what each answer is for.
 #pragma once
+#include "megamoe/epilogue/wide.cuh"
 #include "megamoe/fp4/expand.cuh"
 #include "megamoe/fp4/load.cuh"
 #include "megamoe/fp4/wide.cuh"
-#include "megamoe/fp4/wide_epilogue.cuh"
 
 namespace megamoe {
 
@@ -109,13 +109,7 @@ struct PackedForms {
 
 // A tile shape with packed weights: their scales take the place of an output slot.
 template <class S, int scale_bytes, bool panels>
-struct WithPackedWeights {
-    using Tiling = TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots - 1,
-                             PackedForms<scale_bytes, panels>>;
-};
-template <class S, bool panels>
-struct WithPackedWeights<S, 0, panels> {
-    using Tiling = S;
-};
+using WithPackedWeights = TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots - 1,
+                                    PackedForms<scale_bytes, panels>>;
 
 }  // namespace megamoe

@@ -7,15 +7,6 @@
 
 namespace megamoe {
 
-// A Fragment where columns are the M of the MMAs, in the wide form of a tile: v[4*g + 2*i + j] is column 64 *
-// warpgroup + 16*(warp%4) + lane/4 + 8*i of the half, row 8*g + 2*(lane%4) + j.
-struct WideFragment {
-    int warpgroup, column, quad;  // `column`: of the warpgroup's 64
-    MEGAMOE_DEVICE WideFragment()
-        : warpgroup(math_warpgroup()), column(Fragment().row), quad(Fragment().quad) {}
-    MEGAMOE_DEVICE int row(int g) const { return 8 * g + 2 * quad; }
-};
-
 constexpr int slot_mmas = slot_k_bytes / mma_k_bytes;  // of a pipeline slot's K
 using WideOperand = uint32_t[slot_mmas][4];            // 64 rows of M, a pipeline slot's K
 

@@ -1,9 +1,9 @@
-// The wide form of a tile's main loop, where weights have to be expanded and, in FP8, the block has at most
-// 64 rows: weights are the M of the MMAs and come from registers, rows are their N, as they lie. Either
-// warpgroup has 64 columns of each half, so gate and up of the same columns. Bits are those of the tall form.
+// The wide form (gemm/wide.cuh) of weights that have to be expanded, for blocks of at most 64 rows in FP8:
+// they are the M of the MMAs and come from registers.
 #pragma once
 #include "megamoe/fp4/expand_slots.cuh"
 #include "megamoe/fp4/operand.cuh"
+#include "megamoe/gemm/wide.cuh"
 
 namespace megamoe {
 
@@ -14,18 +14,6 @@ struct Multiply<Bf16Rows, Mxfp4Weights> {
 };
 template <>
 struct Multiply<Bf16Rows, Nvfp4Weights> : Multiply<Bf16Rows, Mxfp4Weights> {};
-
-// A thread's sums of a tile, by half, for `n` rows.
-template <int n>
-using WideSums = float[2][n / 2];
-
-// Sums and products are zeros before the loop: if they were undefined, they would be alive in the other forms
-// of the tile, and ptxas would spill.
-template <int n>
-MEGAMOE_DEVICE void clear(WideSums<n>& sum) {
-    MEGAMOE_UNROLL
-    for (int i = 0; i < n / 2; ++i) sum[0][i] = sum[1][i] = 0.0f;
-}
 
 // Begins both halves of a slot. `accumulates`: adds to what is there.
 template <class Element, int n>
@@ -55,29 +43,6 @@ MEGAMOE_DEVICE void await_wide(WideSums<n>& acc, WideOperand (&a)[2]) {
         for (int k = 0; k < slot_mmas; ++k) arch::fence_operand(a[half][k]);  // read until here
     }
 }
-
-// A slot's products, times the scales of its rows and halves. The scales are read before the slot is
-// released.
-template <int n>
-struct WideScales {
-    float of_row[n / 4];
-    MEGAMOE_DEVICE WideScales(const float* scales, int quad) {
-        MEGAMOE_UNROLL
-        for (int i = 0; i < n / 4; ++i) of_row[i] = scales[i / 2 * 8 + 2 * quad + i % 2];
-    }
-    MEGAMOE_DEVICE void promote(WideSums<n>& sum, const WideSums<n>& acc, const float (&weight_scale)[2]) {
-        MEGAMOE_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            MEGAMOE_UNROLL
-            for (int i = 0; i < n / 4; ++i) {
-                float s = of_row[i] * weight_scale[half];
-                int at = i / 2 * 4 + i % 2;
-                sum[half][at] += s * acc[half][at];
-                sum[half][at + 2] += s * acc[half][at + 2];
-            }
-        }
-    }
-};
 
 // A step of K in flight: its operand, until its MMAs are done.
 template <class T, int n>

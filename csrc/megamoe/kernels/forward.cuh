@@ -7,6 +7,18 @@
 
 namespace megamoe {
 
+// The tile shape of a layer: S with the forms that its formats have.
+template <class P, class S, bool panels, class Kind>
+constexpr auto forward_tiling() {
+    if constexpr (P::W::slot_scale_bytes != 0) {
+        return WithPackedWeights<S, P::W::slot_scale_bytes, panels>{};
+    } else if constexpr (same<Kind, ForwardKind> && same<typename P::W, E4m3Weights>) {
+        return TileShape<S::rows, S::half_columns, S::num_slots, S::num_output_slots, TallOrWide>{};
+    } else {
+        return S{};
+    }
+}
+
 template <bool may_have_panels, class Kind>
 struct ArgsOfWeights {
     using Type = typename Kind::LaunchArgs;
@@ -21,7 +33,7 @@ template <class P, class Activation, class S, bool panels = false, class Kind = 
 struct ForwardLayer : Kind {
     // Packed weights beside e4m3 rows may be expanded in memory, by one kernel of two for the same launch.
     using LaunchArgs = typename ArgsOfWeights<P::X::scaled && P::W::slot_scale_bytes != 0, Kind>::Type;
-    using Tiling = typename WithPackedWeights<S, P::W::slot_scale_bytes, panels>::Tiling;
+    using Tiling = decltype(forward_tiling<P, S, panels, Kind>());
     using Gemm1 = GemmOf<typename P::X, typename P::W, ActivationEpilogue<S, Activation, typename P::H>>;
     using Gemm2 = GemmOf<typename P::H, typename P::W, PlainEpilogue<S, Bf16Rows>>;
 };

@@ -3,10 +3,13 @@
 import collections
 import ctypes
 import re
+import shutil
 import subprocess
 
 import pytest
 
+from bench import compile_report
+from bench.code_size import code_size
 from megamoe.core.errors import AbiMismatch, CompileError
 from megamoe.core.table import PRECISIONS, TRAINED
 from megamoe.jit import abi, paths
@@ -110,6 +113,29 @@ def test_descriptors_stay_in_uniform_registers(built, tmp_path):
     assert moved_between_mmas(opcodes(result.cubin, tmp_path)) == 0
     assert moved_between_mmas(["HGMMA.64x256", "R2UR", "IADD3", "HGMMA.64x256"]) == 1
     assert moved_between_mmas(["HGMMA.64x256", "R2UR", *["IADD3"] * 60, "HGMMA.64x256"]) == 0
+
+
+UNROLLED = ("MEGAMOE_UNROLL_BY(1)\n        for (int half", "MEGAMOE_UNROLL\n        for (int half")
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_an_epilogue_fits_where_its_instructions_are_kept(unrolled, monkeypatch, tmp_path):
+    """The longest of all variants, and what a tile would run if the loop over its halves were two copies."""
+    if unrolled:
+        shutil.copytree(paths.CSRC, tmp_path / "csrc")
+        header = tmp_path / "csrc" / "megamoe" / "epilogue" / "activation_gradient.cuh"
+        text = header.read_text()
+        assert text.count(UNROLLED[0]) == 1
+        header.write_text(text.replace(*UNROLLED))
+        monkeypatch.setattr(paths, "CSRC", tmp_path / "csrc")
+    variant = Variant("fp8", "swiglu", kernel="backward")
+    result = compile_variant(variant, compile_report.FLAGS)
+    size = code_size(compile_report.disassemble(paths.find_tool("nvdisasm"), result.cubin))
+    assert len(size.epilogues) == 4  # of gemm1, gemm2, recompute and weight gradients
+    assert sum(size.roles.values()) == size.kernel
+    faults = compile_report.check(variant, result, None, size)
+    assert [fault for fault in faults if "epilogue" in fault] == faults
+    assert len(faults) == unrolled
 
 
 def fences_of(variant):

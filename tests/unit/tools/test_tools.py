@@ -14,7 +14,7 @@ import pytest
 import torch
 from programs import ROOT, passes, run, run_code, tool
 
-from bench import compile_report
+from bench import code_size, compile_report
 from bench.demo.checks import FREE_STEPS, Replay, checks_of_curves, largest
 from bench.demo.model import ModelConfig
 from bench.demo.training import Curves, Recipe, Setup, train
@@ -415,6 +415,40 @@ def test_compile_report_refuses_a_log_without_figures():
     assert compile_report.check(variant, compiled(used + "\n 8 bytes spill stores"), None) == [
         "8 bytes spilled"
     ]
+
+
+def test_code_is_counted_by_the_calls_around_it(tmp_path):
+    """Two calls of one epilogue are two copies; lines stand innermost first, and fillings do not count."""
+    source = tmp_path / "megamoe" / "roles" / "math.cuh"
+    source.parent.mkdir(parents=True)
+    source.write_text(
+        "MEGAMOE_DEVICE void math() {\n a;\n b;\n}\nMEGAMOE_DEVICE void load_a(int) {\n}\n"
+    )
+    epilogue = tmp_path / "megamoe" / "epilogue" / "plain.cuh"
+    epilogue.parent.mkdir()
+    epilogue.write_text(
+        "template <class T>\n// MEGAMOE_DEVICE void gone()\nMEGAMOE_DEVICE void run() {\n c;\n}\n"
+    )
+
+    def code(*calls, of=2):
+        lines = [f'//## File "{file}", line {line} inlined at "x", line 1' for file, line in calls]
+        return "\n".join([*lines, *["        /*0a10*/  @!P0 IADD3 R1, R1 ;"] * of])
+
+    size = code_size.code_size(
+        "\n".join(
+            [
+                code((epilogue, 4), (source, 2)),
+                code((epilogue, 4), (source, 3), of=3),
+                code((source, 2)),
+                code((source, 6), of=1),
+                "        /*0b10*/  NOP ;",
+                code((tmp_path / "none.cu", 1), of=1),
+            ]
+        )
+    )
+    assert size.kernel == 9 * 16
+    assert size.roles == {"math": 7 * 16, "load_a": 16, "other": 16}
+    assert (size.epilogues, size.loops) == ([2 * 16, 3 * 16], [])
 
 
 def test_compile_report_shows_what_moved(tmp_path, capsys, monkeypatch):

@@ -1,8 +1,8 @@
-// The epilogue of a tile in the wide form (fp4/wide.cuh): scale, bias and transform() as they are, then both
+// The epilogue of a tile in the wide form (gemm/wide.cuh): scale, bias and transform() as they are, then both
 // warpgroups write the tile's rows into the first one's output slots.
 #pragma once
 #include "megamoe/epilogue/elementwise.cuh"
-#include "megamoe/fp4/operand.cuh"
+#include "megamoe/gemm/wide.cuh"
 
 namespace megamoe {
 
@@ -120,7 +120,7 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
     of_gemm<T>(tile.gemm, [&](auto gemm) {
         using E = typename decltype(gemm)::Epilogue;
         using Out = typename E::Out;
-        static_assert(!E::saves, "formats that are expanded are for inference");
+        static_assert(!E::saves, "tiles in the wide form are for inference");
         E::transform(ctx.args, sum);
         MEGAMOE_UNROLL
         for (int half = 0; half < E::halves; ++half) {
@@ -130,5 +130,36 @@ MEGAMOE_DEVICE void finish_wide(const Context& ctx, const Tile& tile, Output& ou
         }
     });
 }
+
+// Forms of e4m3 weights: a tile that shares no weights with another, and has few rows, has the wide one.
+// A thread of the tall form would compute with 64 rows, and half of the math warps not at all. With more rows
+// than these the wide form is slower (docs/tuning.md).
+struct TallOrWide : OneForm {
+    static constexpr int most_rows = 32;
+
+    template <class T>
+    struct Of : OneForm::Of<T> {
+        template <class Output>
+        static MEGAMOE_DEVICE bool run_wide(Context& ctx, PipelineRing<T>& ring, Output& output,
+                                            const Tile& tile) {
+            if (tile.shared != Shared::a || tile.rows() > most_rows) return false;
+            if (tile.rows() <= 16) {
+                run_rows<16>(ctx, ring, output, tile);
+            } else {
+                run_rows<most_rows>(ctx, ring, output, tile);
+            }
+            return true;
+        }
+
+      private:
+        template <int n, class Output>
+        static MEGAMOE_DEVICE void run_rows(Context& ctx, PipelineRing<T>& ring, Output& output,
+                                            const Tile& tile) {
+            WideSums<n> sum;
+            multiply_wide<T, n>(sum, ctx, ring, tile.slots);
+            finish_wide<T>(ctx, current_tile<T>(), output, sum);
+        }
+    };
+};
 
 }  // namespace megamoe
