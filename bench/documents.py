@@ -17,12 +17,12 @@ from megamoe.backends.select import BACKENDS, OPTIONS
 from megamoe.core import env
 
 MEANINGS = {
-    "window": "a window to share with other layers; their own otherwise",
-    "reserve_sms": "SMs left to other kernels; unset: a launch that trains takes those that are free",
-    "pool_rows": "rows held at a time; fewer cost passes, never results",
-    "timeout_s": "longest wait for a flag, or over hosts for a rank, in seconds",
-    "chunks": "parts of a call that travel in turns; unset: by the layer's sizes",
-    "exchange": "`exact`: rows as needed; `static`: fixed slots, which graphs capture",
+    "window": "a window to share with other layers; default: its own",
+    "reserve_sms": "SMs left to other kernels; default: a training launch takes the SMs that are free",
+    "pool_rows": "rows held at a time; fewer rows cost passes and never change results",
+    "timeout_s": "longest wait for a flag or, over hosts, for a rank, in seconds",
+    "chunks": "parts into which a call between hosts is split; default: by the layer's sizes",
+    "exchange": "`exact`: rows as needed; `static`: fixed slots, which CUDA graphs can capture",
 }
 
 
