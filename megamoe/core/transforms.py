@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +19,9 @@ def functional() -> bool:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Be outside of transforms, modes and torch.jit.trace(): what ranks say to each other is for none of them."""
-    tracing: Any = torch._C
-    traced = tracing._get_tracing_state()
-    tracing._set_tracing_state(None)
-    try:
-        with temporarily_clear_interpreter_stack(), _disable_current_modes():
-            yield
-    finally:
-        tracing._set_tracing_state(traced)
+    """Be outside of transforms and modes: what ranks say to each other is for none of them."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
 
 
 @contextmanager
