@@ -13,7 +13,7 @@ CU13 = [
     "nvidia-cuda-crt>=13.0,<14",
     "nvidia-cuda-cccl>=13.0,<13.2",  # 13.2 and later refuse -default-device, which NVRTC needs
 ]
-PLOT = ["matplotlib>=3.8", "tqdm>=4.60"]
+PLOT = ["matplotlib>=3.8"]
 HF = [
     'transformers>=5.20; python_version >= "3.11"',
     'accelerate>=1.10; python_version >= "3.11"',  # which transformers asks for where it places a model
@@ -21,7 +21,7 @@ HF = [
 MEGATRON = ["megatron-core>=0.16,<0.17"]
 TORCHTITAN = ["torchtitan>=0.3,<0.4"]
 FLASHINFER = ["flashinfer-python>=0.7.2,<0.8"]
-CHECKPOINTS = ["safetensors>=0.6"]
+CHECKPOINTS = ["safetensors>=0.6", "tqdm>=4.60"]
 TEST = [
     *CU13,
     *PLOT,

@@ -12,6 +12,7 @@ transformers_weights.py says how they are read. Gradients reach x, routing weigh
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -228,6 +229,32 @@ def register(name: str = NAME, **options: Any) -> Experts:
     if EPImplementationInterface is not None:
         EPImplementationInterface.register(name, partial(Experts.over_ranks, made))
     return made
+
+
+def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Return which modules of experts a model hands to `experts_implementation`, and warn about the others.
+
+    Args:
+        model: A model of transformers, on any device.
+
+    Returns:
+        Names of modules whose experts can run in megamoe, and names of modules with experts that run in their own code
+        whatever `experts_implementation` says, such as those of Llama 4.
+    """
+    taken, left = [], []
+    for name, module in model.named_modules():
+        if hasattr(
+            module, "_is_expert_parallel"
+        ):  # set by transformers' use_experts_implementation()
+            taken.append(name)
+        elif sum(p.dim() == 3 for p in module.parameters(recurse=False)) > 1:
+            left.append(name)
+    if left:
+        message = (
+            "%d modules of experts ignore experts_implementation and run in their own code: %s"
+        )
+        logging.getLogger("megamoe").warning(message, len(left), ", ".join(left[:4]))
+    return taken, left
 
 
 @torch.no_grad()

@@ -139,9 +139,9 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
     _check_fits(experts, layout)
     for entry, parts in experts.entries(layout):
         shape = experts.shape(layout, entry, parts)
-        dtype = experts.dtypes[entry.kind, parts[0]]
+        dtype = layout.types.get(entry.kind, experts.dtypes[entry.kind, parts[0]])
         for n in range(experts.num) if entry.of_each else (None,):
-            name = f"{experts.prefix}experts.{entry.name.format(n=n)}"
+            name = f"{layout.stem(experts.prefix)}{entry.name.format(n=n)}"
             numbers = range(experts.num) if n is None else (n,)
             read = partial(_of_experts, experts, layout, entry, parts, numbers)
             yield Output(name, dtype, shape, read)
@@ -152,6 +152,8 @@ def _check_fits(experts: Experts, layout: Layout) -> None:
     if layout.alike:
         expected = f"one with a scale of each row, or each block: {layout.name} is only read"
         raise ArgumentError("to", layout.name, expected)
+    if not experts.prefix.endswith(layout.behind):
+        raise ArgumentError("to", layout.name, f"one with a place for {experts}")
     for kind in sorted(experts.kinds - layout.kinds - {"rows"}):
         places = ", ".join(name for name, other in LAYOUTS.items() if kind in other.kinds)
         expected = f"one with a place for {_WORDS[kind]} of {experts}: {places}"

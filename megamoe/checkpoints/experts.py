@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 from megamoe.checkpoints.files import Source
-from megamoe.checkpoints.layouts import FLOATS, LAYOUTS, PACKED, SCALED, Entry, Layout
+from megamoe.checkpoints.layouts import CODES, FLOATS, LAYOUTS, POWERS, SCALED, Entry, Layout
 from megamoe.core.errors import ArgumentError
 
 _NUMBER = r"(?P<n>0|[1-9]\d{0,5})"
@@ -21,7 +22,7 @@ _FORMATS: dict[frozenset[str], dict[str, tuple[str, ...]]] = {
     frozenset({"weight"}): {"weight": FLOATS},
     frozenset({"weight", "scale"}): {"weight": SCALED, "scale": ("F32", "BF16")},
     frozenset({"weight", "channels"}): {"weight": SCALED, "channels": ("F32", "BF16")},
-    frozenset({"codes", "powers"}): {"codes": PACKED, "powers": PACKED},
+    frozenset({"codes", "powers"}): {"codes": CODES, "powers": POWERS},
 }
 _SHOWN = 12  # lines of what was seen
 
@@ -41,7 +42,7 @@ class Experts:
     dtypes: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.prefix}experts ({self.layout.name})"
+        return f"{self.layout.stem(self.prefix).rstrip('.')} ({self.layout.name})"
 
     @cached_property
     def kinds(self) -> set[str]:
@@ -72,9 +73,9 @@ class Experts:
         raise KeyError((kind, part))
 
     def _read(self, entry: Entry, expert: int) -> Tensor:
-        if entry.of_each:
-            return self.source.tensor(self.names[entry, expert])
-        return self.source.tensor(self.names[entry, None], expert)
+        name = self.names[entry, expert if entry.of_each else None]
+        found = self.source.tensor(name, None if entry.of_each else expert)
+        return found.view(torch.uint8) if entry.kind in ("codes", "powers") else found
 
     def measure(self) -> None:
         """Find out the sizes. Raises ArgumentError unless every tensor is there and fits the others."""
@@ -121,7 +122,7 @@ class Experts:
         return 0 if entry.of_each else shape[0], *found
 
     def _refuse_missing(self, entry: Entry, n: int | None) -> None:
-        name = f"{self.prefix}experts.{entry.name.format(n=n)}"
+        name = f"{self.layout.stem(self.prefix)}{entry.name.format(n=n)}"
         of = "" if n is None else f" of expert {n} of {self.num}"
         raise ArgumentError(f"tensor {name!r}", "missing", f"the {entry.kind}{of} in {self}")
 
@@ -147,9 +148,9 @@ def _patterns() -> list[tuple[Layout, Entry, str, re.Pattern[str]]]:
     for layout in LAYOUTS.values():
         for entry in layout.entries:
             name = re.escape(entry.name).replace(r"\{n\}", _NUMBER)
-            optional = "?" if layout.bare else ""
+            stem = "" if layout.behind else r"(?:experts\.)" + "?" * layout.bare
             # lazy, so that a bare name's prefix ends before "experts."
-            pattern = rf"(?P<prefix>(?:.+?\.)??)(?:experts\.){optional}{name}"
+            pattern = rf"(?P<prefix>(?:.+?\.)??{re.escape(layout.behind)}){stem}{name}"
             certain = max(entry.name.split("{n}"), key=len)
             found.append((layout, entry, certain, re.compile(pattern)))
     return found
@@ -163,10 +164,13 @@ def _claims(source: Source) -> dict[str, _Claims]:
     found: dict[str, _Claims] = {}
     known = set(source.names)
     for name in source.names:
-        packed, scales = source.dtype(name) in PACKED, _scales_of(source, known, name)
+        dtype, scales = source.dtype(name), _scales_of(source, known, name)
         for layout, entry, certain, pattern in _patterns():
             match = pattern.fullmatch(name) if certain in name else None
-            if match is None or packed != (entry.kind in ("codes", "powers")):
+            packed = layout.types.get(entry.kind)
+            if match is None or (dtype == "U8" if packed is None else dtype != packed):
+                continue
+            if layout.behind and len(source.shape(name)) != 3:  # a dense module's
                 continue
             if scales != (("channels", layout.alike) if entry.kind == "channels" else None):
                 continue
@@ -192,7 +196,8 @@ def _scales_of(source: Source, known: set[str], name: str) -> tuple[str, bool] |
 def _is_module(prefix: str, claims: _Claims) -> bool:
     """Whether these are experts: a lone `w2` behind no `experts.` is somebody else's tensor."""
     names = {name for places in claims.values() for name in places.values()}
-    return f"{prefix}w13" in names or any(name.startswith(f"{prefix}experts.") for name in names)
+    known = any(name.startswith(f"{prefix}experts.") for name in names)
+    return known or f"{prefix}w13" in names or any(LAYOUTS[layout].behind for layout in claims)
 
 
 def find(source: Source, stated: str | None, model_type: str | None) -> list[Experts]:

@@ -18,7 +18,7 @@ from megamoe.formats.mxfp4 import arrange_scales, plain_scales
 
 FLOATS = ("BF16", "F16", "F32")  # as safetensors names them
 SCALED = ("F8_E4M3",)
-PACKED = ("U8",)
+CODES, POWERS = ("U8", "I8"), ("U8", "F8_E8M0")
 BLOCK = MXFP4_GROUP // 2  # bytes of a power's numbers
 _UP = ("gate", "up")
 HF = "gate_proj up_proj down_proj"  # of an expert: gate, up, down
@@ -54,11 +54,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names stand behind `experts.`; `bare`: also behind any module's own name.
+    """Names stand behind `experts.`; `bare`: also behind any module's own name; `behind`: behind that instead.
 
     needs: kinds that are always there. interleaved: rows of gate and up alternate. transposed: weights are [K, N].
     blocked: codes are [N, K/32, 16]. arranged: powers are in the kernel's order (megamoe/formats/mxfp4.py).
-    alike: a matrix has one scale, [1] or [], and to other layouts each of its rows has it; so it is only read.
+    packed: types of codes and powers. alike: a matrix has one scale, [1] or [], and to other layouts each of its rows
+    has it; so it is only read.
     methods: whose names of quantized weights these are, as config.json's quant_method has it.
     ambiguous: others arrange the same names and shapes in another way, so that config.json or the user has to say that
     this is it; each `model_type` that says so.
@@ -73,8 +74,19 @@ class Layout:
     arranged: bool = False
     alike: bool = False
     bare: bool = False
+    behind: str = ""
+    packed: tuple[str, str] = ("U8", "U8")
     methods: tuple[str, ...] = (_FP8, _COMPRESSED, _MXFP4)
     ambiguous: tuple[str, ...] = ()
+
+    def stem(self, prefix: str) -> str:
+        """Return what stands before the names of a module: `prefix` ends before "experts."."""
+        return prefix if self.behind else f"{prefix}experts."
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Return the types of packed numbers, by kind."""
+        return dict(zip(("codes", "powers"), self.packed, strict=True))
 
     @property
     def kinds(self) -> set[str]:
@@ -181,6 +193,30 @@ _LAYOUTS = (
     ),
     Layout("hf-per-expert", _per_expert(HF, {"weight": "weight"})),
     Layout("mixtral", _per_expert(MIXTRAL, {"weight": "weight"}, gated=True)),
+    Layout(
+        "granite",
+        (
+            Entry("input_linear.weight", _UP, gated=True),
+            Entry("output_linear.weight", ("down",), gated=True),
+        ),
+        behind="block_sparse_moe.",
+    ),
+    Layout(
+        "step3",
+        (
+            Entry("gate_proj.weight", ("gate",), gated=True),
+            Entry("up_proj.weight", ("up",), gated=True),
+            Entry("down_proj.weight", ("down",), gated=True),
+        ),
+        behind="moe.",
+    ),
+    Layout(
+        "deepseek-mxfp4",
+        _per_expert(MIXTRAL, {"codes": "weight", "powers": "scale"}, gated=True),
+        needs=("codes", "powers"),
+        packed=("I8", "F8_E8M0"),
+        methods=(_FP8,),
+    ),
     Layout(
         "hf-transposed",
         _TRANSPOSED,

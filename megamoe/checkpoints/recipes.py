@@ -50,6 +50,7 @@ _SAID: dict[str, dict[str, _Said]] = {
     "fp8": {
         "scale": _OWN | {"weight_block_size": ([SCALE_GROUP] * 2,)},
         "alike": _OWN | {"weight_block_size": (None,)},
+        "codes": {},  # DeepSeek-V4's, whose other modules are FP8
     },
     "compressed-tensors": {
         "scale": _scheme(_BLOCKS, _GROUP),

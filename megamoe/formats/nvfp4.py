@@ -115,7 +115,7 @@ def from_checkpoint(
     """Return (packed, arranged scales) of one matrix as checkpoints have it; `packed` is a view, nothing is copied.
 
     As fp4.read_checkpoint, scales e4m3 or their bytes. outer: [L] or [L, P], fp32; inverse: divided by, not multiplied.
-    Raises ArgumentError for other shapes and dtypes, NaN scales, and an outer scale that is not positive and finite.
+    Raises ArgumentError for other shapes and dtypes, NaN scales, and an outer scale that is negative or not finite.
     """
     packed, scales = fp4.read_checkpoint(
         name, packed, scales, group=NVFP4_GROUP, dtypes=(E4M3, torch.uint8), planes=planes,
@@ -141,12 +141,12 @@ def _outer(name: str, outer: Tensor, num: int, planes: int, inverse: bool) -> Te
         expected = " or ".join(str(list(s)) for s in dict.fromkeys(shapes))
         raise ArgumentError(f"{name}.shape", list(outer.shape), expected)
     made = 1.0 / outer if inverse else outer
-    wrong = ~((outer > 0) & outer.isfinite() & (made > 0) & made.isfinite())
+    wrong = ~((outer >= 0) & outer.isfinite() & made.isfinite())
     if bool(wrong.any()):
         where = wrong.nonzero()[0].tolist()
         found = f"{float(outer[tuple(where)])} at {where}"
         raise ArgumentError(
-            name, found, "positive and finite" + ", and its inverse finite" * inverse
+            name, found, "0 or more, and finite" + ", and its inverse finite" * inverse
         )
     made = made.reshape(num, *outer.shape[1:] or (1,)).expand(num, planes)
     return made.clone(memory_format=torch.contiguous_format)  # of a rank without experts, too

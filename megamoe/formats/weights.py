@@ -114,8 +114,8 @@ class ExpertWeights:
         outer: of w13 [L], or [L, P] for gate and up apart, of w2 [L]; fp32. ModelOpt's weight_scale_2.
         inverse: numbers are divided by them, as by compressed-tensors' weight_global_scale.
         interleaved, biases: as from_mxfp4().
-        Waits for the device. Raises ArgumentError for other shapes or dtypes, NaN scales, and outer ones that are not
-        positive and finite.
+        Waits for the device. Products with an outer scale of 0 are 0. Raises ArgumentError for other shapes or dtypes,
+        NaN scales, and outer scales that are negative or not finite.
         """
         for name, pair in (("scales", scales), ("outer", outer)):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:

@@ -389,3 +389,29 @@ def test_layers_of_one_size_share_a_window(monkeypatch):
         assert len({id(w["window"]) for w in own._windows}) == num_windows
     own.close()
     assert backends[0].window.closed
+
+
+def test_experts_that_run_in_their_own_code_are_named(caplog):
+    from transformers import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "intermediate_size_mlp": 48,
+        "vocab_size": 32,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    config = Llama4TextConfig(
+        **sizes, **heads, num_hidden_layers=1, num_local_experts=4, moe_layers=[0]
+    )
+    left = "model.layers.0.feed_forward.experts"
+    assert adapter.find_experts(Llama4ForCausalLM(config)) == ([], [left])
+    assert (
+        f"1 modules of experts ignore experts_implementation and run in their own code: {left}"
+        in caplog.text
+    )
+    caplog.clear()
+    taken, others = adapter.find_experts(model_of("Qwen3Moe", "eager"))
+    assert taken
+    assert (others, caplog.text) == ([], "")

@@ -540,7 +540,7 @@ REFUSED = [  # content, source, target
     ("plain", "hf-fused", "gpt-oss", "to is gpt-oss, expected one without biases"),
     ("plain", "hf-fused", "deepseek-fp8", "to is deepseek-fp8, expected one without scales"),
     ("no gate", "hf-fused", "mixtral", "experts without gates"),
-    ("mxfp4, biases", "gpt-oss-mxfp4", "gpt-oss", "MXFP4 numbers of .*: gpt-oss-mxfp4, megamoe"),
+    ("mxfp4, biases", "gpt-oss-mxfp4", "gpt-oss", "MXFP4 numbers of .*: deepseek-mxfp4, gpt-oss-mxfp4, megamoe"),
     ("mxfp4, biases", "megamoe", "megatron", "MXFP4 numbers"),
     ("biases", "gpt-oss", "gpt-oss-mxfp4", "weights of model.layers.0.mlp.experts"),
     ("plain", "hf-fused", "fused", "to is 'fused', expected one of hf-fused, "),
@@ -881,3 +881,62 @@ def test_the_page(tmp_path, monkeypatch):
             else:
                 up = experts[f"{LAYERS[0]}experts.{n}.up_proj.weight"]
             assert_same({"up": layer.w13[n, INNER:].detach()}, {"up": up})
+
+
+def granite(experts):
+    made = {
+        "input_linear.weight": torch.stack([joined(e["weight"], "gate", "up") for e in experts]),
+        "output_linear.weight": torch.stack([e["weight"]["down"] for e in experts]),
+    }
+    return {f"model.layers.1.block_sparse_moe.{name}": t for name, t in made.items()}
+
+
+def step3(experts):
+    return {
+        f"model.layers.1.moe.{part}_proj.weight": torch.stack([e["weight"][part] for e in experts])
+        for part in ("gate", "up", "down")
+    }
+
+
+def deepseek_mxfp4(experts):
+    found = {}
+    for n, expert in enumerate(experts):
+        for part, name in zip(("gate", "up", "down"), MIXTRAL.split(), strict=True):
+            place = f"layers.1.ffn.experts.{n}.{name}"
+            found[f"{place}.weight"] = expert["codes"][part].view(torch.int8)
+            found[f"{place}.scale"] = expert["powers"][part].view(torch.float8_e8m0fnu)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "make", "content", "others", "config"),
+    [
+        ("granite", granite, "plain", {"model.layers.0.mlp.input_linear.weight": (6, 4)}, {}),
+        ("step3", step3, "plain", {"model.layers.0.moe.gate_proj.weight": (6, 4)}, {}),
+        ("deepseek-mxfp4", deepseek_mxfp4, "mxfp4", {}, {"quantization_config": {"quant_method": "fp8"}}),
+    ],
+)  # fmt: skip
+def test_names_of_their_own(tmp_path, layout, make, content, others, config):
+    """To ours and back: the same names, types and bits. A dense module of such a name is not experts."""
+    experts = [parts_of(content) for _ in range(E)]
+    tensors = make(experts) | {name: noise(*shape) for name, shape in others.items()}
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    assert f"({layout}): {E} experts" in convert(tmp_path / "a", tmp_path / "b", "megamoe")[0]
+    ours = load(tmp_path / "b")
+    kind = "codes" if content == "mxfp4" else "weight"
+    w13 = next(t for name, t in ours.items() if name.endswith("experts.w13"))
+    expected = torch.stack([joined(e[kind], "gate", "up") for e in experts])
+    assert torch.equal(w13.view(torch.uint8), expected.view(torch.uint8))
+    convert(tmp_path / "b", tmp_path / "c", layout)
+    back = load(tmp_path / "c")
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert back[name].dtype == tensor.dtype, name
+        assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_a_layout_behind_a_name_is_not_written_elsewhere(tmp_path):
+    checkpoint(tmp_path / "a", "hf-fused")
+    refuse(tmp_path / "a", "granite", "to is granite, expected one with a place for", tmp_path)

@@ -120,6 +120,13 @@ def test_checkpoints_are_read_in_place() -> None:
     assert torch.equal(dense.w13[:, :96], numbers[:, :96] * o13[:, None, None])
     assert torch.equal(dense.w13[:, 96:], numbers[:, 96:] * (o13 * 3)[:, None, None])
     assert torch.equal(dense.w2, plainly(w2, s2).float() * o2[:, None, None])
+    dead = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (o13 * torch.tensor([1, 0, 1, 1]), o2))
+    assert dead.dense(PROBLEM, torch.float32).w13.flatten(1).any(1).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
     powers = torch.tensor([0.5, 2.0**-12, 1.0, 2.0**9])
     there = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (1 / powers, powers))
     back = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (powers, 1 / powers), inverse=True)
@@ -157,9 +164,8 @@ def hostile() -> list[tuple[str, dict[str, object], str]]:
         ("three", made(outer=(o13, o2, o2)), "outer is tuple, expected a pair"),
         ("NaN", made(scales=(s13, nan)), r"w2_scale is NaN at \[1, 2, 3\], expected e4m3 numbers"),
         ("-NaN", made(scales=(negative_nan, s2)), r"w13_scale is NaN at \[0, 5, 1\]"),
-        ("zero", made(outer=(o13, zero)), r"outer of w2 is 0.0 at \[3\], expected positive and finite"),
         ("zero divisor", made(outer=(o13, zero), inverse=True), r"outer of w2 is 0.0 at \[3\]"),
-        ("negative", made(outer=(-o13, o2)), r"outer of w13 is -.* at \[0\], expected positive"),
+        ("negative", made(outer=(-o13, o2)), r"outer of w13 is -.* at \[0\], expected 0 or more"),
         ("inf", made(outer=(inf, o2)), r"outer of w13 is inf at \[1\]"),
         ("nan", made(outer=(inf - inf + o13, o2)), r"outer of w13 is nan at \[1\]"),
         ("too small to invert", made(outer=(o13 * 1e-39, o2), inverse=True), "outer of w13 is .*e-4"),
