@@ -17,12 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megamoe.backends import emulation as emulator
 from megamoe.backends.call import Call
 from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.layer import forward
 from megamoe.core.config import ACTIVATIONS, Problem
-from megamoe.core.errors import ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import ThreadGroup
 from megamoe.launch import arguments, layout, table
@@ -439,6 +440,20 @@ def test_absent_rank_is_a_timeout_and_poisons_y(monkeypatch: pytest.MonkeyPatch,
     assert "edge routes_ready" in emulation.report
     emulation.reset()
     check(emulation, [8, 8])
+
+
+def test_y_of_a_poisoned_launch_alone_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one rank sums go into y, and no flag says which: what was there before must not stay as if it were made."""
+    monkeypatch.setattr(emulator, "nan_like", lambda x, dtype: torch.ones_like(x, dtype=dtype))
+    problem = Problem(64, 48, 4, 2, max_tokens=70)
+    emulation = Emulation(problem)
+    inputs, weights = inputs_of(problem, [70])
+    emulation.region(0, "window_abort").fill_(1)
+    with pytest.raises(MegaMoEError):
+        emulation.forward_all(calls_of(*columns(inputs), weights))
+    assert bool(emulation.written[0][0].isnan().all())
+    emulation.reset()
+    check(emulation, [70])
 
 
 # --- the backend ---

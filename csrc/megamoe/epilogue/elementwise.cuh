@@ -150,7 +150,7 @@ MEGAMOE_DEVICE void run_elementwise(const Context& ctx, const Tile& tile, Output
     write_halves<Out2, T>(ctx, tile, first ? E1::halves : E2::halves, output, sum, f);
 }
 
-// The epilogue of a tile of rows.
+// The epilogue of the tile's GEMM.
 template <class T, class Output>
 MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring, Output& output,
                            Sums<T>& sum) {
@@ -160,9 +160,7 @@ MEGAMOE_DEVICE void finish(Context& ctx, const Tile& tile, PipelineRing<T>& ring
         run_elementwise<E1, E2, T>(ctx, tile, output, sum);
     } else {
         of_gemm<T>(tile.gemm, [&](auto gemm) {
-            using E = typename decltype(gemm)::Epilogue;
-            if constexpr (!same<E, typename T::WeightGemm::Epilogue>)
-                E::template run<T>(ctx, tile, ring, output, sum);
+            decltype(gemm)::Epilogue::template run<T>(ctx, tile, ring, output, sum);
         });
     }
 }

@@ -105,6 +105,15 @@ MEGAMOE_DEVICE void lose_gradients(Context& ctx) {
     ctx.mem.async_complete();
 }
 
+// The same for y where reduce writes it, token by token: which sums are missing is not known.
+template <class T>
+MEGAMOE_DEVICE void lose_y(const Context& ctx) {
+    auto* y = static_cast<uint4_t*>(ctx.args.rows_out);
+    int64_t vectors = int64_t{own_tokens<T>(ctx.args)} * (ctx.args.hidden / sum_vector);
+    MEGAMOE_UNROLL_BY(1)
+    for (int64_t v = 0; v < vectors; ++v) arch::store_vec(y + v, {~0u, ~0u, ~0u, ~0u});
+}
+
 // The launch ends when its last CTA leaves, whether it took part or not; only then does the epoch advance. A
 // CTA stays until its partner has sent it the last arrival on its barriers.
 template <class T>
@@ -118,6 +127,7 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
             ctx.mem.fault(Wait{Edge::peer_abort, max_ranks, 0}, 0, 0);
             for (int peer = 0; peer < ctx.args.num_ranks; ++peer) ctx.mem.raise_abort(peer);
             if constexpr (T::WeightTiles::any) lose_gradients<T>(ctx);
+            if (sums_into_y<T>(ctx.args)) lose_y<T>(ctx);
         } else {
             T::State::template complete<T>(ctx);
         }

@@ -8,6 +8,15 @@
 
 namespace megamoe {
 
+// How long a mover pauses at most. Hundreds of warps asking for one line keep an L2 slice busy that the tiles
+// need too: about 1 us. But where few tokens go to small experts, that is felt behind the last tile, and
+// tiles do not feel so few us of asking (30b, 8 tokens, H200: 82.9 -> 81.8 us; V4-Flash, 64: 451 -> 469).
+template <class T>
+MEGAMOE_DEVICE uint32_t longest_pause(const Context& ctx) {
+    bool small = int64_t{ctx.args.hidden} * ctx.args.intermediate <= 1 << 21;
+    return sums_into_y<T>(ctx.args) && small && ctx.smem.num_tokens <= 64 ? 64 : 1024;
+}
+
 // Work on weights comes first, because tiles wait for it; then comes reduce, for which peers wait. Returns
 // when the pass is reduced and, in the last pass, all own tokens are combined.
 template <class T>
@@ -31,9 +40,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
             polls = 0;
             continue;
         }
-        // 528 warps asking for one line keep an L2 slice busy that the tiles need too, so the pauses grow to
-        // about 1 us.
-        arch::sleep_ns(min_of(32u << min_of(polls, 5u), 1024u));
+        arch::sleep_ns(min_of(32u << min_of(polls, 5u), longest_pause<T>(ctx)));
         if (++polls % 16 != 0) continue;
         uint32_t now = arch::shfl(ctx.mem.coarse_time(), 0);  // one verdict of the warp
         if (polls == 16) idle_since = now;

@@ -25,6 +25,7 @@ class Combiner {
         if (!has_tokens(ctx)) {
             take(ctx);
             s.owed = owes(ctx.args, s.token) ? owed_bit | waits_bit : 0;
+            if (sums_into_y<T>(ctx.args) && owed_by_any(s.owed)) s.token = -1;  // reduce writes y
         }
         if (waiting(ctx) &&
             PartialsReady::ready(ctx.mem, ready_cell(ctx, ctx.args.rank, expert_rank(), s.token, s.slice),
@@ -83,6 +84,9 @@ class Combiner {
     static MEGAMOE_DEVICE int expert_rank() { return arch::lane_idx() % max_ranks; }
     static MEGAMOE_DEVICE uint32_t lanes_of_token(uint32_t lanes, int lane) {  // bit i is expert rank i
         return lanes >> (lane / max_ranks * max_ranks) & ((1u << max_ranks) - 1);
+    }
+    static MEGAMOE_DEVICE bool owed_by_any(uint32_t owed) {  // of the ranks, to this lane's token
+        return lanes_of_token(arch::ballot(owed != 0), arch::lane_idx()) != 0;
     }
     // The gradients of a token's routing weights, which their expert ranks have left in this rank's window.
     static MEGAMOE_DEVICE void take_d_weights(const Args& args, int token, bool poisoned) {

@@ -51,7 +51,7 @@ class Reducer {
         if (left != 0) return;
         const Args& args = ctx.args;
         arch::warp_sync();  // all lanes' stores happen before each lane's release
-        if ((s.route & route_closer) != 0) {
+        if ((s.route & route_closer) != 0 && !sums_into_y<T>(args)) {
             int ordered = route_token(s.route);
             int ranks = args.num_ranks, home = home_of(ordered, ranks);
             PartialsReady::publish(
@@ -129,8 +129,10 @@ class Reducer {
         } else {
             if (row >= 0) weight = args.route_weights[route];
         }
-        set_job(ctx, args.window[home] + args.window_partials + slot * row_bytes,
-                reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0),
+        uint64_t out = sums_into_y<T>(args)
+                           ? reinterpret_cast<uint64_t>(args.rows_out) + token_of(ordered, 1) * row_bytes
+                           : args.window[home] + args.window_partials + slot * row_bytes;
+        set_job(ctx, out, reinterpret_cast<uint64_t>(args.y_rows), row, weight, arch::ballot(row >= 0),
                 mine(ctx).slice);
     }
 

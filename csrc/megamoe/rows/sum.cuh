@@ -82,4 +82,11 @@ struct GradientSums {
 };
 struct NoSums : WeightedSums {};
 
+// At one rank a token's only partial is its y: reduce writes it there, and combine only zeros, for tokens
+// without routes.
+template <class T>
+MEGAMOE_DEVICE bool sums_into_y(const Args& args) {
+    return !T::Sums::of_gradients && args.num_ranks == 1;
+}
+
 }  // namespace megamoe

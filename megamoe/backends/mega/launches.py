@@ -489,7 +489,9 @@ def home_rows(plan: Plan, window: Window, kernel: str) -> dict[str, Tensor]:
     regions = {name: region.view(window.memory) for name, region in plan.window.items()}
     parity, rank = window.epoch() & 1, plan.problem.rank
     tokens = int(regions["window_routes"][parity, rank, 0])
-    found = {"partials": regions["window_partials"][:, :tokens]}
+    found = {}
+    if kernel == "backward" or plan.problem.ep_size > 1:  # else sums go into y
+        found["partials"] = regions["window_partials"][:, :tokens]
     if "window_x_scale" in regions and kernel != "backward":  # which stages dy there
         problem = plan.problem
         found["x_q"] = problem.formats.x.in_order(regions["window_x"][:tokens], problem.hidden)
