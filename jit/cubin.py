@@ -24,7 +24,5 @@ def read_u32(cubin: bytes, name: str) -> int | None:
             end = cubin.index(b"\0", strings + label)
             if cubin[strings + label : end] != name.encode() or size != 4 or not 0 < index < count:
                 continue
-            if sections[index][1] == 8:  # SHT_NOBITS: zero
-                return 0
             return int(struct.unpack_from("<I", cubin, sections[index][4] + value)[0])
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from functools import lru_cache
@@ -28,6 +29,8 @@ FLAGS = (
     "-DMEGAMOE_EMULATE",
 )
 
+STANDARD = "".join(f"#include <{h}>\n" for h in ("algorithm", "cmath", "mutex", "string", "vector"))
+
 
 @lru_cache(maxsize=1)
 def _compiler() -> tuple[str, str]:
@@ -39,6 +42,28 @@ def _compiler() -> tuple[str, str]:
     return path, version.splitlines()[0]
 
 
+def _run(command: list[str], source: str | None = None) -> None:
+    run = subprocess.run(command, input=source, capture_output=True, text=True)
+    if run.returncode:
+        raise CompileError(f"g++ failed:\n{' '.join(command)}\n{run.stderr[-4000:]}")
+
+
+def _precompiled(compiler: str, version: str, directory: Path | None) -> str:
+    """Return the path of a header with what csrc/fibers includes of the standard library: 0.5 of 2.1 s each time."""
+
+    def build(result: Path) -> dict[str, Any]:
+        text = result.with_suffix("")
+        text.write_text(STANDARD)
+        _run([compiler, *FLAGS, "-x", "c++-header", str(text), "-o", str(result)])
+        return {"compiler": version}
+
+    key = hashlib.sha256("\0".join((STANDARD, version, *FLAGS)).encode()).hexdigest()[:32]
+    header = cache.fetch(key, ".h.gch", build, directory)[0].with_suffix("")
+    if not header.exists():  # what g++ reads where it rejects the other
+        header.write_text(STANDARD)
+    return str(header)
+
+
 def build_source(source: str, flags: tuple[str, ...] = (), directory: Path | None = None) -> Path:
     """Compile a translation unit for the emulated machine; return the shared object, from the cache if it is there.
 
@@ -48,18 +73,25 @@ def build_source(source: str, flags: tuple[str, ...] = (), directory: Path | Non
     all_flags = (*FLAGS, *flags)
 
     def build(result: Path) -> dict[str, Any]:
-        command = [compiler, *all_flags, "-x", "c++", "-", "-I", str(paths.CSRC), "-o", str(result)]
-        run = subprocess.run(command, input=source, capture_output=True, text=True)
-        if run.returncode:
-            raise CompileError(f"g++ failed:\n{' '.join(command)}\n{run.stderr[-4000:]}")
+        header = _precompiled(compiler, version, directory)
+        command = [
+            compiler,
+            *all_flags,
+            "-include",
+            header,
+            "-x",
+            "c++",
+            "-",
+            "-I",
+            str(paths.CSRC),
+        ]
+        _run([*command, "-o", str(result)], source)
         return {"compiler": version}
 
     key = cache.content_key(source, flags=all_flags, compiler=version)
     return cache.fetch(key, ".so", build, directory)[0]
 
 
-def build_host(
-    variant: Variant | GroupedVariant, flags: tuple[str, ...] = (), directory: Path | None = None
-) -> Path:
+def build_host(variant: Variant | GroupedVariant, directory: Path | None = None) -> Path:
     """Compile a kernel variant for the emulated machine; return the shared object."""
-    return build_source(variant.source(), flags, directory)
+    return build_source(variant.source(), directory=directory)

@@ -1,5 +1,6 @@
 """Additions exist at gpu scope only: asking for another does not compile, on any machine and in the model checker."""
 
+import re
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -55,3 +56,22 @@ def test_additions_at_system_scope_do_not_compile(template, build):
     for expression in REFUSED:
         with pytest.raises(CompileError, match="add"):
             build(template % expression)
+
+
+DISPATCH = (paths.CSRC / "megamoe" / "rows" / "dispatch.cuh").read_text()
+PUBLISH = re.compile(r"RowsReady::publish\([^;]*;")
+
+
+def behind_publish(text: str) -> list[str]:
+    """Return what functions still do behind their publish: the release does not cover it."""
+    return [body for more in PUBLISH.split(text)[1:] if (body := more.partition("\n}\n")[0])]
+
+
+def test_a_row_is_published_behind_all_that_is_written_of_it():
+    """No test of values sees the other order: two GEMMs lie between the release and the first read."""
+    assert len(PUBLISH.findall(DISPATCH)) == 2
+    assert behind_publish(DISPATCH) == []
+    (dots,) = re.findall(r"    if constexpr.*\n.* multiply_by_bias<T>\(ctx.*\n    }\n", DISPATCH)
+    before, _, rest = DISPATCH.partition(dots)
+    publish, _, rest = rest.partition("\n}\n")
+    assert behind_publish(f"{before}{publish}\n{dots}}}\n{rest}") == [f"\n{dots[:-1]}"]

@@ -41,9 +41,8 @@ class Emulation:
     """All ranks of a group in this process. Windows, workspaces and epochs live as long as the object.
 
     problem: of any rank. num_ctas: of each rank, even. pool_rows: of every rank (None: the default of each).
-    flags: further ones for g++, such as "-fsanitize=undefined". join_ns, peers_ns: see
-    arguments.Place; emulated time. profile: the variants with timestamps; `profiles` has the marks of the last
-    launch, [num_ctas, 16] int64 by rank, in emulated ns.
+    join_ns, peers_ns: see arguments.Place; emulated time. profile: the variants with timestamps; `profiles` has the
+    marks of the last launch, [num_ctas, 16] int64 by rank, in emulated ns.
 
     All calls take sequences with one entry a rank. seed: of the order in which fibers run and copies land; 0 is round
     robin. layer: which of the window's, see arguments.Place.
@@ -57,7 +56,6 @@ class Emulation:
         pool_rows: int | None = None,
         step_blocks: int = arguments.DEFAULT_STEP_BLOCKS,
         timeout_s: float | None = None,
-        flags: tuple[str, ...] = (),
         join_ns: int = 0,
         peers_ns: int = 10**6,
         profile: bool = False,
@@ -66,7 +64,7 @@ class Emulation:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
         self.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
-        self._flags, self.join_ns, self.peers_ns = flags, join_ns, peers_ns
+        self.join_ns, self.peers_ns = join_ns, peers_ns
         self.ranks = [
             Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
         ]
@@ -91,7 +89,7 @@ class Emulation:
 
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
-        return load_kernel(self.variant(kind), self._flags)
+        return load_kernel(self.variant(kind))
 
     def forward_all(
         self,
@@ -324,9 +322,9 @@ def run_alone(variant: GroupedVariant, args: Any, num_ctas: int, seed: int) -> N
 _libraries: dict[str, Any] = {}
 
 
-def load_kernel(variant: Any, flags: tuple[str, ...] = ()) -> Any:
+def load_kernel(variant: Any) -> Any:
     """Return the emulated kernel of a variant: (Args of all ranks, ranks, CTAs, seed, report, its bytes) -> status."""
-    path = str(host.build_host(variant, flags))
+    path = str(host.build_host(variant))
     if path not in _libraries:
         library = ctypes.CDLL(path)
         getattr(library, variant.entry).argtypes = [

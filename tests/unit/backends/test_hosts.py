@@ -51,6 +51,9 @@ CASES = {
     "checkpoint": Case(mode="checkpoint"),
     "no bias": Case(layer={"bias": False, "activation": "relu2"}),
     "emulate": Case(layer={"backend": "emulate"}, over={"chunks": 2}),
+    "emulate, max_tokens": Case(
+        (MAX_TOKENS,), routing="one host", layer={"backend": "emulate"}, over={"chunks": 3}
+    ),
     "emulate fp8": Case(layer=FP8 | {"backend": "emulate"}, over={"exchange": "static"}),
 }
 ELSEWHERE = ("chunks", "static", "dropped", "fp8", "some have no tokens")

@@ -453,6 +453,19 @@ def test_the_recipe_of_channels(tmp_path, case):
             refuse(tmp_path / "a", "megamoe", rf"{re.escape(str(path))}: .*{said}", tmp_path)
 
 
+def test_a_recipe_of_experts_without_gates_names_no_gate(tmp_path):
+    found = checkpoint(tmp_path / "a", "compressed-tensors-fp8", "scales of channels")
+    save(tmp_path / "a", {n: t for n, t in found.items() if "gate_proj" not in n})
+    path = tmp_path / "a" / "config.json"
+    for targets, accepted in ((["re:.*(up|down)_proj$"], True), (["re:.*up_proj$"], False)):
+        recipe = FP8_DYNAMIC | of_group(targets=targets)
+        path.write_text(json.dumps({"quantization_config": recipe}))
+        if accepted:
+            convert(tmp_path / "a", tmp_path / "b", "megamoe")
+        else:
+            refuse(tmp_path / "a", "megamoe", "expected one of .*down_proj", tmp_path)
+
+
 def test_targets_that_are_many_names(tmp_path):
     """Recipes of several schemes may name every module; a refusal does not repeat them all."""
     checkpoint(tmp_path / "a", "compressed-tensors-fp8", "scales of channels")

@@ -10,7 +10,7 @@ import pytest
 from programs import start
 
 from megamoe.core.errors import ConfigError
-from megamoe.jit import cache, compiler, paths
+from megamoe.jit import cache, compiler, host, paths
 from megamoe.jit.compiler import compile_source, parse_log
 from megamoe.jit.source import ACTIVATIONS, Variant, variants
 
@@ -324,3 +324,11 @@ def test_the_warmer_refuses_an_open_folder(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"{tmp_path} can be written by others" in done.stderr
+
+
+def test_a_precompiled_header_that_the_compiler_rejects_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "STANDARD", "#include <cstddef>\nusing Size = std::size_t;\n")
+    assert host.build_source("Size one;", directory=tmp_path).exists()
+    (made,) = tmp_path.glob("*.h.gch")
+    made.write_bytes(bytes(made.stat().st_size))
+    assert host.build_source("Size two;", directory=tmp_path).exists()

@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from driver_stub import argument, launched, tensors
+from driver_stub import argument, copies, launched, tensors
 
 from megamoe import MegaMoE, memory_report
 from megamoe.adapters import library_layer
@@ -34,6 +35,12 @@ def one_of_two(rank, options):
     inner, chunks, state = backend.inner, backend.chunks, backend.state_bytes
     _, backward = launches(lambda: y.sum().backward())
     layer.statistics()
+    with mock.patch.object(
+        inner, "prepare"
+    ) as prepare:  # of other weights, before a graph is captured
+        other = copies(layer.expert_weights())
+        backend.prepare(other)
+    prepare.assert_called_once_with(other)
     assert [without, forward, backward] == [chunks] * 3
     assert type(inner).__name__ == "MegaBackend"
     part = -(-70 // chunks)

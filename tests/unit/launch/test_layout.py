@@ -421,6 +421,16 @@ def test_a_shared_window_sets_the_strides():
     place = arguments.Place([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0)
     arguments.fill_static(args, plan, place, Recorder())
     assert (args.max_tokens, args.max_chunks) == (100, 8)
+    args = abi.aligned(abi.LAUNCHES["kept_weights"])
+    given = (
+        args,
+        plan,
+        Recorder(),
+        [1 << 22],
+        {"w13": torch.zeros(2, 128, 64, dtype=torch.bfloat16)},
+    )
+    training.fill_kept_weights(*given, accumulate=False)
+    assert args.max_chunks == 8
 
 
 def moved(t, by):
@@ -614,9 +624,9 @@ def test_tensors_of_a_backward_call():
     assert (args.topk_weights, args.num_tokens, args.ids_are_int64) == (None, 8, 1)
     assert args.own.x == x.data_ptr()
     assert args.own.d_topk_weights == d_weights.data_ptr()
-    shifted = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
-    with pytest.raises(ArgumentError, match="x is.*16-byte"):
-        training.fill_backward_call(args, **{**tensors, "x": shifted})
+    for by in (2, 4, 8):
+        with pytest.raises(ArgumentError, match="x is.*16-byte"):
+            training.fill_backward_call(args, **{**tensors, "x": moved(x, by)})
 
 
 def test_gradients_that_no_launch_can_write_are_refused():
