@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.backends.call import Gradients, Needs, Wanted
 from megamoe.core import transforms
-from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
 from megamoe.layer.backward import gradients
@@ -71,15 +71,17 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if type(ctx.how.handle) is not Tensor:  # traced
+            return _Call._backward(ctx, dy)
+        with runtime_of(ctx.how.handle).together:
+            return _Call._backward(ctx, dy)
+
+    @staticmethod
+    def _backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         how: How = ctx.how
-        try:
-            *tensors, handle, state = ctx.saved_tensors
-        except MegaMoEError:  # a checkpoint's call, made again: the other ranks have been told
-            raise
-        except Exception:  # changed in place, freed, or a hook's own; the other ranks would wait
-            if type(how.handle) is Tensor:  # not traced
-                runtime_of(how.handle).refuse()
-            raise
+        *tensors, handle, state = ctx.saved_tensors  # changed in place, freed, or made by hooks
+        if type(handle) is Tensor:
+            runtime_of(handle).group.met = False  # a checkpoint has made the call again
         inputs, found = Inputs(*tensors), Inputs(*ctx.needs_input_grad[2:])
         needs = Needs._make(getattr(found, name) for name in Needs._fields)
         grads: Gradients
@@ -117,14 +119,10 @@ def _added(
     """Return the gradients; those of w13 and w2 are added to the main_grad of how.weights."""
     runtime, weights = runtime_of(handle), how.weights
     assert weights is not None
-    try:
-        if torch.is_grad_enabled():
-            raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
-        # grad(loss, inputs=[x]) adds nothing
-        into = main_grad.targets(weights, (needs.w13, needs.w2), set())
-    except ArgumentError:
-        runtime.refuse()
-        raise
+    if torch.is_grad_enabled():
+        raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
+    # grad(loss, inputs=[x]) adds nothing
+    into = main_grad.targets(weights, (needs.w13, needs.w2), set())
     grads = gradients(runtime, inputs, dy, state, Wanted(needs, into))
     return grads._replace(**{name: main_grad.added(getattr(weights, name)) for name in into})
 
@@ -144,7 +142,6 @@ def _delayed(
     """
     runtime = runtime_of(handle)
     if torch.is_grad_enabled():
-        runtime.refuse()
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
     assert how.delayed is not None
     assert how.weights is not None
@@ -171,24 +168,8 @@ def _autograd(*args: Any) -> Any:
 library.impl("moe_forward", _autograd, "Autograd")
 
 
-def refuse_tracing() -> None:
-    """Raise ArgumentError inside torch.jit.trace(), which would keep what Python found of one call's routes."""
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
-        raise ArgumentError("torch.jit.trace()", "called", "torch.export or torch.compile")
-
-
 def refuse_tangents(tensors: Any) -> None:
-    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros.
-
-    So for torch.func's reverse mode, which torch refuses in other words. vmap is right, one call after the other.
-    """
-    if not torch.compiler.is_compiling():
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
-            raise ArgumentError(
-                "the layer was called inside torch.func.grad, vjp or jacrev, expected torch.autograd: "
-                "its operators have no functional transform"
-            )
+    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros."""
     if transforms.has_tangent(tensors):
         raise ArgumentError(
             "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "

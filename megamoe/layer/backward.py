@@ -28,18 +28,14 @@ def gradients(
 
     dy: like x; None is zero. state: that the call's forward kept, never changed.
     wanted: without `turned`, which is made here.
-    Raises ArgumentError, on all ranks, for a dy that is unlike y.
+    Raises ArgumentError for a dy that is unlike y.
     """
     x = inputs.x
-    try:
-        dy = _checked(dy, x)
-        _check_there(runtime.problem, inputs)
-        for name, t in inputs.named():
-            check_memory(name, t)
-        check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
-    except ArgumentError:
-        runtime.refuse()
-        raise
+    dy = _checked(dy, x)
+    _check_there(runtime.problem, inputs)
+    for name, t in inputs.named():
+        check_memory(name, t)
+    check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
 
     with runtime.lock:
         found = _made(runtime, inputs, dy, state, wanted)
@@ -85,8 +81,6 @@ def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     """Return dy as the kernel reads it."""
     if dy is None:
         return torch.zeros_like(x)
-    if isinstance(dy, Tensor) and torch._C._functorch.is_legacy_batchedtensor(dy):
-        raise ArgumentError("is_grads_batched", True, "False: one gradient of y in each pass")
     if isinstance(dy, Tensor) and dy.layout != torch.strided:
         raise ArgumentError("dy.layout", dy.layout, "torch.strided: a dense gradient of y")
     if isinstance(dy, Tensor) and not dy.is_contiguous():

@@ -17,7 +17,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.group.group import Group
+from megamoe.group.group import Group, Together
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.signature import Signatures
 
@@ -37,12 +37,14 @@ class Runtime:
     state_bytes: int = field(init=False)  # that a forward keeps
     quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
     mean_over: int = 1  # ranks that gradients of weights are divided by
+    together: Together = field(init=False)  # for errors in a call, before the ranks meet
 
     def __post_init__(self) -> None:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.state_bytes = self.backend.state_bytes
         self.quantizes = self.problem.formats.w.scaled
+        self.together = self.group.together("a first call", self.abort)
         _runtimes[number] = self
 
     def weights(
@@ -62,9 +64,10 @@ class Runtime:
             return self.cache.turned(self.problem, given)
         return None
 
-    def refuse(self) -> None:
-        """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
-        self.backend.refuse()
+    def abort(self, error: Exception) -> bool:
+        """End the call that the other ranks wait in, see Group.together()."""
+        self.backend.abort(error)
+        return True
 
 
 class Opened:

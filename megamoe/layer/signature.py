@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megamoe.backends.call import meets, overlap
+from megamoe.backends.call import overwrites
 from megamoe.core import transforms
 from megamoe.core.planes import SUSPECT_BELOW, is_freed
 from megamoe.formats.weights import ExpertWeights
@@ -93,8 +93,8 @@ class Signature:
                 return False
             if any(is_freed(t) for t in there):
                 return False
-            if out is not None and (
-                overlap(out, x) or meets(out, (topk_ids, topk_weights, w13, w2, *further[:4]))
+            if out is not None and overwrites(
+                out, x, (topk_ids, topk_weights, w13, w2, *further[:-1])
             ):
                 return False
         if not (

@@ -8,6 +8,7 @@ the layers of a window in the same order; a different order is a named error.
 from __future__ import annotations
 
 import ctypes
+import struct
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any
@@ -190,7 +191,8 @@ class Window:
         if self.fault.edge and self.broken is None:
             record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
             record.update(abi.fault_fields(self.fault))
-            self.broken = fault_to_error(record, self.group.rank)
+            found = fault_to_error(record, self.group.rank)
+            self.broken = self._peers_fault(found) if isinstance(found, PeerFault) else found
             raise self.broken
         if self.broken is not None:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
@@ -201,12 +203,48 @@ class Window:
         """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
         self._synchronize()
         self.poll()
-        if int(self.regions["window_abort"].view(self.memory)[0]):
-            self.broken = PeerFault(
-                f"another rank gave up on a launch of this window, so rank "
-                f"{self.group.rank} left it too: see that rank's error"
+        if int(self._abort_cells[0]):
+            self.broken = self._peers_fault(
+                PeerFault(
+                    f"another rank gave up on a launch of this window, so rank "
+                    f"{self.group.rank} left it too: see that rank's error"
+                )
             )
             raise self.broken
+
+    @property
+    def _abort_cells(self) -> Tensor:
+        return self.regions["window_abort"].view(self.memory)
+
+    def _peers_fault(self, found: PeerFault) -> PeerFault:
+        """Return an error that names the rank whose host called abort(), if one did."""
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or not (rank := int(self._abort_cells[1])):  # waits for the launch that failed
+            return found
+        return PeerFault(
+            f"rank {rank - 1} raised an error before its launch, so rank {self.group.rank} left the launch: see that "
+            "rank's error"
+        )
+
+    def abort(self, error: Exception) -> None:
+        """End the launch that the other ranks are in, or make next: this rank raises an error and makes none.
+
+        Their launch stops waiting and they raise PeerFault. Like after every fault, the window is broken until reset().
+        This rank's earlier launches are waited for, so that they do not lose their results.
+        """
+        if self.closed or self.broken is not None:  # then the other ranks know
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing runs
+        from megamoe.jit.driver import write_memory
+
+        self._synchronize()
+        self.broken = MegaMoEError(f"rank {self.group.rank} raised {type(error).__name__}: {error}")
+        cells = struct.pack("ii", 1, 1 + self.group.rank)
+        with on_device(self.device):
+            for rank, base in enumerate(self.bases):
+                if rank != self.group.rank:
+                    write_memory(base + self.regions["window_abort"].offset, cells)
 
     def reset(self) -> None:
         """Make a broken window usable again. Collective; results of launches in flight are lost.

@@ -20,6 +20,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.group.group import Group
 from megamoe.jit import abi, compiler
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
@@ -73,6 +74,7 @@ class LayerKernels:
 
     plan: Plan
     window: Window
+    group: Group  # of the layer
     layer: int  # of the window
     grid: int  # CTAs
     patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.Place
@@ -149,6 +151,7 @@ class Launch:
         from megamoe.jit.tensormap import encode
 
         self._plan, self._window, self.problem = kernels.plan, kernels.window, kernels.plan.problem
+        self._group = kernels.group
         self.launcher, self.argument, self._encode = launcher, launcher.argument, encode
         self.device = self._window.device
         ordinal = self.device.index or 0
@@ -211,7 +214,7 @@ class Launch:
         """Launch; `tensors` are what the launch uses. The caller holds launch_lock."""
         handle = self.order.before_launch()
         self.launcher.launch(handle)
-        self._window.last_launch = self._launched
+        self._window.last_launch, self._group.met = self._launched, True
         if handle:  # not the default stream
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:

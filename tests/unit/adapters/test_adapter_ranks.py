@@ -161,7 +161,7 @@ def test_what_one_rank_refuses_raises_on_all(tmp_path):
     model_of("Qwen3Moe", "eager").save_pretrained(tmp_path)
     there, here = launch(refuse, 2, str(tmp_path), timeout_s=60)
     assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
-    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 3, there
+    assert [kind for kind, _ in there[::2]] == ["PeerFault"] * 3, there
     for (_, error), text in zip(
         here[::2], ("no norm",) * 2 + ("activation is that of",), strict=True
     ):
