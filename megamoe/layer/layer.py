@@ -230,7 +230,7 @@ class Layer(Opened):
             topk_ids, topk_weights = flat(topk_ids), flat(topk_weights)
             y = None if out is None else flat(out)
         with runtime.lock:
-            mine = runtime.weights(weights, known=known)
+            mine = runtime.weights(weights)
             call = Call(x, topk_ids, topk_weights, mine, num_tokens_device, y, known)
             y, _ = runtime.backend.forward(call)
         if out is not None:

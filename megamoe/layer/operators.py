@@ -33,7 +33,7 @@ def forward(
     """Return y like x, and the state where it is kept, else None. weights: of inputs. known: as Call.known."""
     with runtime.lock:
         trains = keep and not runtime.backend.recomputes
-        call = inputs.call(runtime.weights(weights, trains, known), known)
+        call = inputs.call(runtime.weights(weights, trains), known)
         y, state = runtime.backend.forward(call, keep)
     return like(y, inputs.x), state
 

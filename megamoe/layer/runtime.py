@@ -47,15 +47,13 @@ class Runtime:
         self.together = self.group.together("a first call", self.abort)
         _runtimes[number] = self
 
-    def weights(
-        self, given: ExpertWeights, trains: bool = False, known: Any = None
-    ) -> ExpertWeights:
+    def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
         """Return what the forward pass takes: fp8 masters quantized once per version.
 
-        trains: the backend's backward pass follows, which takes turned(). known: as Call.known.
+        trains: the backend's backward pass follows, which takes turned().
         """
         if self.quantizes and given.w13_scale is None:
-            return self.cache.weights(self.problem, given, trains, known)
+            return self.cache.weights(self.problem, given, trains)
         return given
 
     def turned(self, given: ExpertWeights) -> TurnedWeights | None:

@@ -180,7 +180,7 @@ class MegaMoE(nn.Module):
                 if ddp is not None and ddp not in _ignoring:
                     check_ignored(ddp)
             if self._delays and is_fsdp(self):
-                expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
+                expected = "False under fully_shard(): FSDP2 frees weights behind the backward pass"
                 raise ConfigError("delay_wgrad", self._delays, expected)
         except Exception as error:
             self._raise_on_all(error, "a first call")
