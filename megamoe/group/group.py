@@ -25,7 +25,6 @@ from megamoe.core.uncompiled import uncompiled
 from megamoe.group.order import FAILED, MARK_INTS, WIDTH, Mark, check_marks, mark_of
 
 T = TypeVar("T")
-Abort = Callable[[Exception], bool]
 log = logging.getLogger("megamoe")
 
 ALONE = "alone"
@@ -187,25 +186,14 @@ class Group:
 
     # --- errors ---
 
-    def together(self, call: str, abort: Abort | None = None) -> Together:
+    def together(self, call: str, backend: Callable[[], Any] = lambda: None) -> Together:
         """Return a context that raises an error of its block on all ranks, if it comes before the ranks have met.
 
         Args:
             call: What the other ranks wait in, one of CALLS.
-            abort: Ends the wait of the others if that is a call of a layer, and returns whether it is one.
+            backend: Returns the backend that ends their wait if it is a call of a layer, else None.
         """
-        return Together(self, call, abort)
-
-    @uncompiled("an error of one rank has to reach the others")
-    def tell(self, error: Exception, call: str, abort: Abort | None = None) -> None:
-        """Raise an error of this rank on the others, unless they met it, or know the error. See together()."""
-        if self.met or not self._exchanges:
-            return
-        log.error("rank %d failed before it met the other ranks: %s", self.rank, error)
-        with outside():
-            if abort is None or not abort(error):
-                self.fail(mark_of(call), error)
-        self.met = True
+        return Together(self, call, backend)
 
     def fail(self, mark: Sequence[int], error: Exception, device: Any = None) -> None:
         """Take part in the exchange that the others begin with this mark: they raise PeerFault. Collective.
@@ -286,20 +274,33 @@ class Group:
 
 
 class Together:
-    """What Group.together() returns. It may be entered again."""
+    """What Group.together() returns. It may be entered again. Where torch compiles it does nothing: if a call fails
+    there, torch makes it again without compiling, and an operator does not fail before its graph runs."""
 
-    def __init__(self, ranks: Group, call: str, abort: Abort | None) -> None:
-        self._ranks, self._call, self._abort = ranks, call, abort
+    def __init__(self, ranks: Group, call: str, backend: Callable[[], Any]) -> None:
+        self._ranks, self._call, self._backend = ranks, call, backend
 
     def __enter__(self) -> None:
-        if (
-            not torch.compiler.is_compiling()
-        ):  # if an error is met there, torch makes the call again without compiling
+        if not torch.compiler.is_compiling():
             self._ranks.met = False
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not torch.compiler.is_compiling():
-            self._ranks.tell(error, self._call, self._abort)
+            self.tell(error)
+
+    @uncompiled("an error of one rank has to reach the others")
+    def tell(self, error: Exception) -> None:
+        """Raise an error of this rank on the others, unless this rank has met them: then they know."""
+        ranks = self._ranks
+        if ranks.met or not ranks._exchanges:
+            return
+        log.error("rank %d failed before it met the other ranks: %s", ranks.rank, error)
+        with outside():
+            if (backend := self._backend()) is not None:
+                backend.abort(error)
+            else:
+                ranks.fail(mark_of(self._call), error)
+        ranks.met = True
 
 
 class ThreadGroup(Group):
@@ -369,14 +370,8 @@ def _padded(data: bytes, size: int) -> Tensor:
 
 
 def _unpacked(numbers: Tensor) -> str:
-    return (
-        numbers.contiguous()
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-        .rstrip(b"\0")
-        .decode(errors="replace")
-    )
+    data = bytes(numbers.contiguous().view(torch.uint8).numpy())
+    return data.rstrip(b"\0").decode(errors="replace")
 
 
 def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -56,17 +56,10 @@ def check_marks(
     label: Callable[[int], str] = "rank {}".format,
     error_of: Callable[[int], str] = lambda _: "an error",
 ) -> None:
-    """Raise an error unless all ranks make the same call, on all ranks.
+    """Raise RankMismatch unless all ranks make the same call, PeerFault if another one has failed: on all ranks.
 
-    Args:
-        marks: Mark.ints() by rank.
-        rank: This rank. If it has an error of its own (`FAILED`), that is raised in place of one from here.
-        label: Returns the name of a rank, for the message.
-        error_of: Returns the error of a rank whose mark is `FAILED`.
-
-    Raises:
-        PeerFault: Another rank has an error.
-        RankMismatch: The ranks make different calls.
+    marks: Mark.ints() by rank; rank: this one, which raises its own error if it has failed. label: how to call a rank.
+    error_of: returns the error of a rank that has failed.
     """
     if marks[rank][0] & FAILED:
         return

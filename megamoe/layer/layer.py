@@ -173,37 +173,29 @@ class Layer(Opened):
         x_scale: Tensor | None,
     ) -> Tensor:
         """Do as __call__() does, by position."""
+        call = x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
         if torch.compiler.is_compiling():
-            return self._traced(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+            return self._traced(*call)
         self.ranks.met, count = False, num_tokens_device
-        try:  # a steady call does not pay for the context of together()
-            known = None
-            if self._runtime is not None:
-                known = self._signatures.find(
-                    x, topk_ids, topk_weights, weights, count, out, x_scale
-                )
+        try:  # a steady call does not pay for together()
+            known = None if self._runtime is None else self._signatures.find(*call)
             if known is not None:
                 if not (known.requires_grad and torch.is_grad_enabled()):
                     rows = x if x_scale is None else QuantizedRows(x, x_scale)
                     return self._launch(rows, topk_ids, topk_weights, weights, count, out, known)
                 if known.trains and out is None:
                     return self._record(x, topk_ids, topk_weights, weights, count, known)
-            return self._checked(x, topk_ids, topk_weights, weights, count, out, x_scale)
+            return self._checked(*call)
         except Exception as error:
-            self.ranks.tell(error, "a first call", self._abort)
+            self.together().tell(error)
             raise
 
-    def together(self) -> Together:
-        """Return a context that raises an error of its block on all ranks, which wait in a call of this layer."""
-        return self.ranks.together("a first call", self._abort)
+    def together(self, call: str = "a first call") -> Together:
+        """Return a context that raises an error of its block on all ranks, if they wait in a call of this layer.
 
-    def tell(self, error: Exception, call: str) -> None:
-        """Raise an error of this rank on the others, which wait in `call`, of order.CALLS, or in a call."""
-        self.ranks.met = False
-        self.ranks.tell(error, call, self._abort)
-
-    def _abort(self, error: Exception) -> bool:
-        return self._runtime is not None and self._runtime.abort(error)
+        call: Where the layer is not open, what they wait in, one of order.CALLS.
+        """
+        return self.ranks.together(call, lambda: self._runtime and self._runtime.backend)
 
     def _launch(
         self,
@@ -289,18 +281,9 @@ class Layer(Opened):
         return QuantizedRows(x.q, scale), topk_ids, topk_weights
 
     @uncompiled("a call that torch does not compile is checked as a whole")
-    def _checked(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> Tensor:
-        """Check a call, and make it."""
-        count = num_tokens_device
+    def _checked(self, *call: Any) -> Tensor:
+        """Check a call, and make it. call: as _call() takes it."""
+        x, topk_ids, topk_weights, weights, count, out, x_scale = call
         inputs = checked(self.problem, x, topk_ids, topk_weights, weights, count, x_scale)
         x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
         if out is not None:
@@ -322,21 +305,13 @@ class Layer(Opened):
         given = x if x_scale is None else QuantizedRows(x, x_scale)
         return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
 
-    def _traced(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> Tensor:
-        """Make a call that torch compiles: its operator checks it when the graph runs, so that all ranks are told."""
+    def _traced(self, *call: Any) -> Tensor:
+        """Make a call that torch compiles. Its operator checks it when the graph runs, so that all ranks are told."""
+        x, topk_ids, topk_weights, weights, count, out, x_scale = call
         if self._runtime is None:
             self._open(weights, "a first call")
         rows = taken(x, topk_ids, topk_weights, x_scale)
-        inputs = Inputs.of(*rows[:3], weights, num_tokens_device, rows[3])
+        inputs = Inputs.of(*rows[:3], weights, count, rows[3])
         for name, t in inputs.named():
             if t.device != weights.w13.device:  # the operator would not run at all
                 raise ArgumentError(f"{name}.device", t.device, f"{weights.w13.device}")

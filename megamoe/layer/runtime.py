@@ -44,7 +44,7 @@ class Runtime:
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.state_bytes = self.backend.state_bytes
         self.quantizes = self.problem.formats.w.scaled
-        self.together = self.group.together("a first call", self.abort)
+        self.together = self.group.together("a first call", lambda: self.backend)
         _runtimes[number] = self
 
     def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
@@ -61,11 +61,6 @@ class Runtime:
         if self.quantizes:
             return self.cache.turned(self.problem, given)
         return None
-
-    def abort(self, error: Exception) -> bool:
-        """End the call that the other ranks wait in, see Group.together()."""
-        self.backend.abort(error)
-        return True
 
 
 class Opened:

@@ -206,10 +206,10 @@ class MegaMoE(nn.Module):
             if lacks and not hasattr(type(self), name):  # there, it is computed: parametrized
                 found = ArgumentError(name, type(given).__name__, "a parameter of the layer")
                 break
-        self._layer.tell(found, call)
-        if found is error:
-            raise error
-        raise found from error
+        with self._layer.together(call):
+            if found is error:
+                raise error
+            raise found from error
 
     def _experts(self) -> ExpertWeights:
         """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""

@@ -86,7 +86,7 @@ class Window:
     ) -> None:
         self.group = Group.of(group)
         self.device = _device(device)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise MegaMoEError(
                 "a window cannot be made during CUDA graph capture: call the layer's prepare() before"
             )
@@ -191,8 +191,9 @@ class Window:
         if self.fault.edge and self.broken is None:
             record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
             record.update(abi.fault_fields(self.fault))
-            found = fault_to_error(record, self.group.rank)
-            self.broken = self._peers_fault(found) if isinstance(found, PeerFault) else found
+            self.broken = fault_to_error(record, self.group.rank)
+            if isinstance(self.broken, PeerFault):
+                self.broken = self._peers_fault()
             raise self.broken
         if self.broken is not None:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
@@ -204,27 +205,24 @@ class Window:
         self._synchronize()
         self.poll()
         if int(self._abort_cells[0]):
-            self.broken = self._peers_fault(
-                PeerFault(
-                    f"another rank gave up on a launch of this window, so rank "
-                    f"{self.group.rank} left it too: see that rank's error"
-                )
-            )
+            self.broken = self._peers_fault()
             raise self.broken
 
     @property
     def _abort_cells(self) -> Tensor:
         return self.regions["window_abort"].view(self.memory)
 
-    def _peers_fault(self, found: PeerFault) -> PeerFault:
-        """Return an error that names the rank whose host called abort(), if one did."""
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing or not (rank := int(self._abort_cells[1])):  # waits for the launch that failed
-            return found
-        return PeerFault(
-            f"rank {rank - 1} raised an error before its launch, so rank {self.group.rank} left the launch: see that "
-            "rank's error"
-        )
+    def _peers_fault(self) -> MegaMoEError:
+        """Return the error of a launch that another rank has ended. It names the rank that called abort(), if one did.
+
+        Waits for the launch.
+        """
+        own, capturing = self.group.rank, self._capturing()
+        if not capturing and (rank := int(self._abort_cells[1]) - 1) >= 0:
+            return PeerFault(
+                f"rank {rank} raised an error before its launch, so rank {own} left the launch: see that rank's error"
+            )
+        return fault_to_error({"edge": "peer_abort", "rank": own, "peer": own, "role": ""})
 
     def abort(self, error: Exception) -> None:
         """End the launch that the other ranks are in, or make next: this rank raises an error and makes none.
@@ -234,8 +232,8 @@ class Window:
         """
         if self.closed or self.broken is not None:  # then the other ranks know
             return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # nothing runs
+        if self._capturing():  # nothing runs
+            return
         from megamoe.jit.driver import write_memory
 
         self._synchronize()
@@ -302,6 +300,9 @@ class Window:
     def _check_open(self) -> None:
         if self.closed:
             raise WindowBroken("this window is closed")
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -102,7 +102,7 @@ def test_models_over_two_ranks(name, tmp_path):
         assert refused in found["not ours"]
         assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
     assert results[0]["left"] > results[1]["left"] == 0
-    assert "rank 1 of the group failed" in results[0]["too many"]
+    assert "rank 1 raised ArgumentError" in results[0]["too many"]
 
 
 def train_sharded(rank, name, reshard):

@@ -149,10 +149,13 @@ def errors(rank):
         inputs = Inputs.of(x, i.topk_ids, i.topk_weights, w)
         state = y.grad_fn.saved_tensors[-1]
         inputs = Inputs(*[t if t is None else t.detach() for t in inputs])
-        call_of_rank = inputs, dy[:-1] if rank else dy
-        found[backend, "wrong dy"] = outcome(
-            lambda a=call_of_rank, r=runtime, s=state: gradients(r, *a, s, Wanted())
-        )
+        call_of_rank = runtime, inputs, dy[:-1] if rank else dy, state, Wanted()
+
+        def backward(call=call_of_rank, runtime=runtime):
+            with runtime.together:
+                gradients(*call)
+
+        found[backend, "wrong dy"] = outcome(backward)
         y, _ = call()
         found[backend, "undefined dy"] = outcome(lambda y=y: Cut.apply(y).float().sum().backward())
         found[backend, "dx"] = x.grad.abs().max().item()
