@@ -47,6 +47,11 @@ def device_attribute(device: int, name: str) -> int:
     return int(check(driver.cuDeviceGetAttribute(attribute, check(driver.cuDeviceGet(device)))))
 
 
+def write_memory(address: int, content: bytes) -> None:
+    """Write into memory of any device that is mapped here, and wait until it is there."""
+    check(driver.cuMemcpyHtoD(address, content, len(content)))
+
+
 def enable_peer_access(device: int, peer: int) -> None:
     """Let kernels on `device` read and write the memory of `peer`; harmless when they may already."""
     previous = check(driver.cuCtxGetCurrent())

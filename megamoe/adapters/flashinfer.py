@@ -19,7 +19,7 @@ from flashinfer.moe_ep.core.kernel.registry import register_mega_kernel
 from flashinfer.moe_ep.core.validation.common import validate_mega_forward_inputs
 from torch import Tensor
 
-from megamoe.adapters.library_layer import LibraryLayer, check, refusals
+from megamoe.adapters.library_layer import LibraryLayer, check, together
 from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.table import E4M3_BLOCKS, MXFP4
@@ -127,7 +127,7 @@ class MegaMoEKernel(MegaKernelBackend):
         """Raise the library's errors for tensors that do not fit, on all ranks; the layer's own come with the call."""
         rows = t.hidden_states, t.topk_ids, t.topk_weights, fleet_params
         options = {"quantize_input": quantize_input, "scales": t.scales}
-        with refusals(self._layers.get(fleet_params.max_tokens_per_rank), self._group()):
+        with together(self._layers.get(fleet_params.max_tokens_per_rank), self._group()):
             validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
 
     def stage_inputs(self, t: Any, workspace: Workspace, *, quantize_input: bool) -> None:
@@ -135,7 +135,7 @@ class MegaMoEKernel(MegaKernelBackend):
 
         Raises ArgumentError for factors of the products, on all ranks.
         """
-        with refusals(workspace.layer):
+        with together(workspace.layer):
             for name in _FACTORS:
                 if getattr(t, name) is not None:
                     raise ArgumentError(name, "given", "None: weights have all their scales")
@@ -146,7 +146,7 @@ class MegaMoEKernel(MegaKernelBackend):
         self, workspace: Workspace, transformed_weights: ExpertWeights, *, output: Tensor | None
     ) -> Tensor:
         """Call the layer. output: [T or more, H] bf16 to write y into, or None. Returns y [T, H]. Collective."""
-        with refusals(workspace.layer):
+        with together(workspace.layer):
             if workspace.staged is None:
                 raise ArgumentError("compute()", "called", "stage_inputs() before each")
         (x, ids, scores, x_scale), workspace.staged = workspace.staged, None
@@ -156,7 +156,7 @@ class MegaMoEKernel(MegaKernelBackend):
 
     def _allocate_workspace(self, fleet_params: Any) -> Workspace:
         group, stated = self._group(), (self._stated.backend, self._stated.options)
-        with refusals(None, group):
+        with together(None, group):
             problem, weights = self._here(fleet_params), self._transformed_weights
             if weights is None:
                 expected = "a pack, or transformed_weights, before a workspace"

@@ -6,9 +6,7 @@ it hooks in.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -18,11 +16,9 @@ from megamoe.backends.select import check_options, resolve, window_of
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.uncompiled import uncompiled
-from megamoe.group.group import ALONE, Group
+from megamoe.group.group import ALONE, Group, Together
 from megamoe.layer.layer import Layer
 from megamoe.window.window import Window, WindowSpec
-
-log = logging.getLogger("megamoe")
 
 MAX_TOKENS = 8192  # of a call, where neither the library nor its user says
 
@@ -115,27 +111,14 @@ class LibraryLayers(dict[Any, LibraryLayer]):
         self.clear()
 
 
-@contextmanager
-def refusals(layer: Layer | None, group: Any = None) -> Iterator[None]:
-    """Let what one rank refuses in this block raise on all, which wait in a call of `layer`. Collective where it does.
+def together(layer: Layer | None, group: Any = None) -> Together:
+    """Return a context that raises an error of its block on all ranks, which wait in a call of `layer`.
 
     group: where there is no layer yet, the process group that the others make one on; None: alone.
     """
-    try:
-        yield
-    except Exception as error:
-        if layer is not None:
-            layer.refuse(error)
-        else:
-            _refuse_to_make(group, error)
-        raise
-
-
-@uncompiled("what one rank refuses has to reach the others")
-def _refuse_to_make(group: Any, error: Exception) -> None:
-    ranks = Group.of(ALONE if group is None else group)
-    log.error("rank %d refuses to make a layer: %s", ranks.rank, error)
-    ranks.tell("a new layer", error)
+    if layer is not None:
+        return layer.together()
+    return Group.of(ALONE if group is None else group).together("a new layer")
 
 
 class LibraryModule:

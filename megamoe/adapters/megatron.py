@@ -30,7 +30,7 @@ from megamoe.adapters.library_layer import (
     check,
     close_in,
     ranks_of,
-    refusals,
+    together,
 )
 from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.megatron_experts import (
@@ -143,7 +143,7 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [T, H] bf16, probs: [T, E], of token_dispatcher.routing_map -> [T, H] and no bias."""
         layer = self._opened(hidden_states.device)
-        with refusals(layer):
+        with together(layer):
             routed = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
             x, topk_ids, topk_weights = routed
             await_parameters(self.experts)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, check, ranks_of, refusals
+from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, check, ranks_of, together
 from megamoe.adapters.library_patches import Patches, found
 from megamoe.core.config import Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
@@ -210,7 +210,7 @@ class Installed:
             raise ArgumentError("sym_buffer", type(sym_buffer).__name__, expected)
         w2, w2_scale = l2_weights
         layer = sym_buffer.layer(w2, w2_scale, activation_clamp)
-        with refusals(layer):
+        with together(layer):
             _check("recipe", tuple(recipe), _BLOCKS)
             _check("activation", activation, "swiglu")
             if not isinstance(l1_weights, Rows):

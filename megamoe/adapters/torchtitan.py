@@ -27,7 +27,7 @@ from megamoe.adapters.library_layer import (
     check,
     close_in,
     ranks_of,
-    refusals,
+    together,
 )
 from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.torchtitan_experts import (
@@ -93,7 +93,7 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
         layer = self._opened(x_BLD.device)
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
-        with refusals(layer):
+        with together(layer):
             weights = weights_of(self.inner_experts)
             held = layer.problem.num_local_experts()
             found = weights.w13.shape[0], weights.w2.shape[-1]

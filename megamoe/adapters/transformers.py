@@ -32,8 +32,8 @@ from megamoe.adapters.library_layer import (
     at_first_call,
     check,
     ranks_of,
-    refusals,
     return_window,
+    together,
 )
 from megamoe.adapters.library_parameters import expect_writes
 from megamoe.adapters.transformers_weights import (
@@ -114,7 +114,7 @@ class Experts:
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             top_k, group = top_k_index.shape[-1], ep_mesh.get_group()
             known = self._made(module, top_k_index.device, top_k)
-            with refusals(known, group):
+            with together(known, group):
                 weights = weights_of(module)
             layer = known or self._layer(module, weights, top_k, group)
             x, ids, scores = hidden_states.to(torch.bfloat16), top_k_index, top_k_weights

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, refusals
+from megamoe.adapters.library_layer import LibraryLayer, LibraryLayers, together
 from megamoe.backends.select import resolve
 from megamoe.core.config import ACTIVATIONS, Activation, Problem
 from megamoe.core.errors import ArgumentError, ConfigError
@@ -177,7 +177,7 @@ class Experts(mk.FusedMoEExpertsModular):
         """
         problem = self._problem
         layer = self.layers.of(problem, hidden_states.device)
-        with refusals(layer):
+        with together(layer):
             if activation is not self.moe_config.activation:
                 raise ArgumentError("activation", activation, f"{self.moe_config.activation}")
             if global_num_experts != problem.num_experts:

@@ -12,7 +12,6 @@ from torch import Tensor
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
-from megamoe.core.planes import spanned_bytes
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 
@@ -172,8 +171,8 @@ class Backend(Protocol):
         found = self.statistics()
         return lambda: found
 
-    def refuse(self) -> None:
-        """Tell the ranks that wait in a call that this one does not make it, where they wait at all."""
+    def abort(self, error: Exception) -> None:
+        """End the call that the other ranks wait in, where this rank raises `error` before it has met them."""
         return
 
     def check(self) -> None:
@@ -225,20 +224,16 @@ def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
         )
 
 
-def overlap(out: Tensor, x: Tensor) -> bool:
-    """Whether `out` shares some memory with x but is not x: a row could be overwritten before it was read."""
-    apart = out.data_ptr() != x.data_ptr()
-    shifted = apart or out.element_size() != x.element_size()  # rows of e4m3 are shorter
-    return shifted and meets(out, (x,))
+def shares(out: Tensor, read: Iterable[Tensor | None]) -> bool:
+    """Return whether `out` has the storage of something that is read."""
+    of = out.untyped_storage()._cdata
+    return any(t is not None and t.untyped_storage()._cdata == of for t in read)
 
 
-def meets(out: Tensor, others: Iterable[Tensor | None]) -> bool:
-    """Whether `out` shares memory with one of the others, what lies between rows counted as theirs."""
-    begin, end = out.data_ptr(), out.data_ptr() + spanned_bytes(out)
-    return any(
-        t is not None and begin < t.data_ptr() + spanned_bytes(t) and t.data_ptr() < end
-        for t in others
-    )
+def overwrites(out: Tensor, x: Tensor, others: Sequence[Tensor | None]) -> bool:
+    """Return whether `out` has a storage that the call reads. It may be x itself."""
+    same = out.data_ptr() == x.data_ptr() and out.element_size() == x.element_size()
+    return shares(out, others if same else (x, *others))
 
 
 def check_out(out: Tensor, x: Tensor, routes: tuple[Tensor, Tensor], w: ExpertWeights) -> None:
@@ -252,7 +247,5 @@ def check_out(out: Tensor, x: Tensor, routes: tuple[Tensor, Tensor], w: ExpertWe
         return
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ArgumentError("out", "an inference tensor", "one that was made outside")
-    if overlap(out, x):
-        raise ArgumentError("out", "a part of x, shifted", "x itself, or memory of its own")
-    if meets(out, (*routes, *vars(w).values())):
-        raise ArgumentError("out", "memory that the call reads", "x, or memory of its own")
+    if overwrites(out, x, (*routes, *vars(w).values())):
+        raise ArgumentError("out", "in a storage that the call reads", "x, or a storage of its own")

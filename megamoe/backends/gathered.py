@@ -12,7 +12,6 @@ from megamoe.backends.call import Backend
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.group.group import Group
-from megamoe.group.order import REFUSED
 
 
 class Gathered(Backend):
@@ -34,9 +33,9 @@ class Gathered(Backend):
         """Return those of the last forward."""
         return Statistics.of_last(self._statistics)
 
-    def refuse(self) -> None:
-        """Tell the ranks that meet for a call that this one makes none. Collective."""
-        self.group.meet(self.mark.ints(REFUSED))
+    def abort(self, error: Exception) -> None:
+        """Take part in the exchange of the others' call, with an error. Collective."""
+        self.group.fail(self.mark.ints(), error)
 
 
 class _Packed(NamedTuple):

@@ -327,6 +327,7 @@ def _made_over_hosts(
         return _made(chosen.name, here, links.host, device, {"pool_rows": rows, **given}, None)
 
     def make_all() -> Backend:
-        return HostsBackend(problem, links, make, chunks=chunks, exchange=exchange)
+        options = {"chunks": chunks, "exchange": exchange, "group": group}
+        return HostsBackend(problem, links, make, **options)
 
     return group.all_or_none("set-up", make_all)

@@ -23,7 +23,7 @@ from megamoe.formats.quantization import Codec, codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
-from megamoe.group.order import BACKWARD, GRAD_OF_ROWS, GRAD_OF_X, RECORDED, REFUSED
+from megamoe.group.order import BACKWARD, GRAD_OF_ROWS, GRAD_OF_X, RECORDED
 
 
 class _RowsOfTokens(torch.autograd.Function):
@@ -78,13 +78,12 @@ class StagedBackend(Backend):
         self._num_recorded = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Nothing to prepare but for refuse()."""
+        """Prepare only abort()."""
         self._device = weights.w13.device
 
-    def refuse(self) -> None:
-        """Take part in the exchange of the others' call and tell them that this rank makes none. Collective."""
-        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
-        self.group.meet(self.mark.ints(REFUSED), [nothing] * self.problem.ep_size)
+    def abort(self, error: Exception) -> None:
+        """Take part in the exchange of the others' call, with an error. Collective."""
+        self.group.fail(self.mark.ints(), error, self._device)
 
     def statistics(self) -> Statistics:
         """Return those of the last forward."""

@@ -19,7 +19,9 @@ class _NamedValueError(MegaMoEError, ValueError):
     """
 
     def __str__(self) -> str:
-        return message(*self.args)
+        if self.expected is None:
+            return str(self.args[0])
+        return f"{self.argument} is {self.value!s}, expected {self.expected}"
 
     argument = property(lambda self: self.args[0])
     value = property(lambda self: self.args[1] if len(self.args) > 1 else None)
@@ -27,14 +29,6 @@ class _NamedValueError(MegaMoEError, ValueError):
 
     def __reduce__(self) -> Any:
         return type(self), (str(self),)  # a value may be of any type
-
-
-def message(argument: str, value: Any = None, expected: Any = None) -> str:
-    """Return the text of an error about a named value. torch.compile calls it, and keeps the result."""
-    return argument if expected is None else f"{argument} is {value!s}, expected {expected}"
-
-
-message._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class ConfigError(_NamedValueError):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
-from megamoe.group.group import Group, begins
+from megamoe.group.group import Group
 
 
 class SlotsOfShared(Problem):
@@ -105,13 +105,14 @@ class ExpertPlacement:
         Raises ArgumentError for statistics of another number of slots.
         """
         ranks = Group.of(group)
-        with begins("ExpertPlacement.counters()", ranks):
+        with ranks.together("ExpertPlacement.counters()"):
             if not isinstance(statistics, Statistics):
                 raise ArgumentError("statistics", type(statistics).__name__, "layer.statistics()")
             counts = statistics.tokens_per_expert.long()
             if len(counts) * ranks.size != self.num_physical:
                 what = f"of {len(counts) * ranks.size} slots"
                 raise ArgumentError("statistics", what, f"{self.num_physical}")
+            ranks.begin("ExpertPlacement.counters()")
         if ranks.size > 1:
             every = [torch.empty_like(counts) for _ in range(ranks.size)]
             dist.all_gather(every, counts, group=ranks.process_group)

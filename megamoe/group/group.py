@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError, RankMismatch
-from megamoe.core.transforms import lasting
-from megamoe.group.order import MARK_INTS, WIDTH, Mark, check_marks, mark_of
+from megamoe.core.transforms import lasting, outside
+from megamoe.core.uncompiled import uncompiled
+from megamoe.group.order import FAILED, MARK_INTS, WIDTH, Mark, check_marks, mark_of
 
 T = TypeVar("T")
+log = logging.getLogger("megamoe")
 
 ALONE = "alone"
 EXPECTED = (
@@ -31,6 +33,7 @@ EXPECTED = (
 )
 _HEAD = 2  # numbers beside a mark that say how long a value is
 _ROOM = 4 * (WIDTH - MARK_INTS - _HEAD)  # bytes of a value that go with the mark
+_ROOM_OF_ERROR = 4 * (WIDTH - MARK_INTS)
 
 _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # what was made on each group
 
@@ -65,6 +68,8 @@ class Group:
         self.in_process = self.size == 1
         # torch's "fake" backend exchanges nothing
         self._exchanges = self.size > 1 and dist.get_backend(process_group) != "fake"
+        # Whether the others know of the collective call that this rank is in: by an exchange, or a launch.
+        self.met = False
 
     @staticmethod
     def of(given: Any) -> Group:
@@ -136,6 +141,7 @@ class Group:
         mark: Mark.ints(), or mark_of(). Raises RankMismatch unless all meet for the same. Returns what came
         [R, WIDTH] int32, and its copy in CPU memory.
         """
+        self.met = True
         device = parts[0].device if len(parts) else self._device()
         sent = _marked(tuple(mark), self.size, device)
         if isinstance(parts, Tensor):
@@ -150,7 +156,8 @@ class Group:
             return sent, sent.cpu()
         table = self._swap(sent)
         found = table.cpu()
-        check_marks(found[:, :MARK_INTS].tolist(), self.rank, self.label)
+        marks = found[:, :MARK_INTS].tolist()
+        check_marks(marks, self.rank, self.label, lambda rank: _unpacked(found[rank, MARK_INTS:]))
         return table, found
 
     def gather(self, mark: Sequence[int], value: Any) -> dict[int, Any]:
@@ -172,13 +179,30 @@ class Group:
             rank: pickle.loads(row[:n].numpy().tobytes()) for rank, (row, n) in enumerate(pairs)
         }
 
-    def begin(self, call: str, refused: bool = False) -> None:
-        """Begin a collective call of CALLS: raise RankMismatch, on all ranks, unless all come for it. Collective.
-
-        refused: this rank only tells the others that it refuses its arguments.
-        """
+    def begin(self, call: str) -> None:
+        """Begin a collective call of CALLS: raise RankMismatch, on all ranks, unless all come for it. Collective."""
         if self._exchanges:
-            self.meet(mark_of(call, refused))
+            self.meet(mark_of(call))
+
+    # --- errors ---
+
+    def together(self, call: str, backend: Callable[[], Any] = lambda: None) -> Together:
+        """Return a context that raises an error of its block on all ranks, if it comes before the ranks have met.
+
+        Args:
+            call: What the other ranks wait in, one of CALLS.
+            backend: Returns the backend that ends their wait if it is a call of a layer, else None.
+        """
+        return Together(self, call, backend)
+
+    def fail(self, mark: Sequence[int], error: Exception, device: Any = None) -> None:
+        """Take part in the exchange that the others begin with this mark: they raise PeerFault. Collective.
+
+        device: Where the others' numbers are. Default: as in meet().
+        """
+        data = f"{type(error).__name__}: {error}".encode()[:_ROOM_OF_ERROR]
+        text = _padded(data, _ROOM_OF_ERROR).view(torch.int32).to(device or self._device())
+        self.meet([mark[0] | FAILED, mark[1]], [text] * self.size)
 
     def barrier(self) -> None:
         """Wait until all ranks are here: the host waits, on every backend, unlike in NCCL's barrier."""
@@ -207,23 +231,14 @@ class Group:
         """Return rank -> Facts.own of what state() returned there. Collective.
 
         call: what this begins, of CALLS.
-        Raises this rank's error, or else RankMismatch with the first error of another rank, or where what has to be
+        Raises this rank's error, or else PeerFault with that of another rank, or RankMismatch where what has to be
         equal is not: on all ranks or on none.
         """
-        facts, error = _attempt(state)
-        try:
-            found = self.gather(mark_of(call), (facts, _text(error)))
-        except RankMismatch:
-            if error is None:
-                raise
-            raise error from None
-        if error is not None:
-            raise error
-        for rank, (_, text) in found.items():
-            if text is not None:
-                raise RankMismatch(f"rank {rank} of the group failed: {text}")
-        by_rank: dict[int, Facts] = {rank: stated for rank, (stated, _) in found.items()}
+        with self.together(call):
+            facts = state()
+            by_rank: dict[int, Facts] = self.gather(mark_of(call), facts)
         self._check_equal(by_rank)
+        self.met = False  # what follows is another step of the same call
         return {rank: stated.own for rank, stated in by_rank.items()}
 
     def _check_equal(self, by_rank: Mapping[int, Facts]) -> None:
@@ -254,39 +269,38 @@ class Group:
         for rank, text in texts.items():
             if text is not None:
                 raise MegaMoEError(f"rank {rank} could not {what}: {text}")
+        self.met = False
         return made  # type: ignore[return-value]
 
-    def tell(self, call: str, error: Exception) -> None:
-        """Take part in the others' agree() with an error that this rank raises afterwards."""
 
-        def fail() -> Facts:
-            raise error
+class Together:
+    """What Group.together() returns. It may be entered again. Where torch compiles it does nothing: if a call fails
+    there, torch makes it again without compiling, and an operator does not fail before its graph runs."""
 
-        try:
-            self.agree(call, fail)
-        except Exception as raised:
-            if raised is not error:
-                raise
+    def __init__(self, ranks: Group, call: str, backend: Callable[[], Any]) -> None:
+        self._ranks, self._call, self._backend = ranks, call, backend
 
+    def __enter__(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._ranks.met = False
 
-@contextmanager
-def begins(call: str, *groups: Group) -> Iterator[None]:
-    """Check a call's arguments in this block, then begin it on each of these groups, or raise on all ranks. Collective.
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not torch.compiler.is_compiling():
+            self.tell(error)
 
-    call: of CALLS.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    for group in groups:
-        try:
-            group.begin(call, refused=error is not None)
-        except RankMismatch as caught:  # the ranks of the groups that follow wait, too
-            error = caught
-    if error is not None:
-        raise error
+    @uncompiled("an error of one rank has to reach the others")
+    def tell(self, error: Exception) -> None:
+        """Raise an error of this rank on the others, unless this rank has met them: then they know."""
+        ranks = self._ranks
+        if ranks.met or not ranks._exchanges:
+            return
+        log.error("rank %d failed before it met the other ranks: %s", ranks.rank, error)
+        with outside():
+            if (backend := self._backend()) is not None:
+                backend.abort(error)
+            else:
+                ranks.fail(mark_of(self._call), error)
+        ranks.met = True
 
 
 class ThreadGroup(Group):
@@ -353,6 +367,11 @@ def _marked(mark: tuple[int, ...], size: int, device: torch.device) -> Tensor:
 def _padded(data: bytes, size: int) -> Tensor:
     """Return [size] uint8: the data, then zeros."""
     return torch.frombuffer(bytearray(data).ljust(size, b"\0"), dtype=torch.uint8)
+
+
+def _unpacked(numbers: Tensor) -> str:
+    data = bytes(numbers.contiguous().view(torch.uint8).numpy())
+    return data.rstrip(b"\0").decode(errors="replace")
 
 
 def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:

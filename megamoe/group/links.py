@@ -30,7 +30,7 @@ from megamoe.core.errors import (
 )
 from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
-from megamoe.group.order import is_refusal, mark_of
+from megamoe.group.order import mark_of
 
 RAIL_CTAS = 8  # SMs that NCCL takes at most for a rail; a launch of the kernel leaves as many
 # By which torch.distributed's own time-out is longer than ours, which can say who is missing.
@@ -149,10 +149,6 @@ class Links:
         except RuntimeError:
             return False
 
-    def refuse(self) -> None:
-        """Report that this rank refuses its arguments."""
-        self._report(_REFUSED, "")
-
     def end_incident(self, cause: str | None) -> None:
         """Go on to another incident. cause: what broke the links, if that is so."""
         self._incident += 1
@@ -166,8 +162,9 @@ class Links:
     def report(self, error: Exception) -> bool:
         """Report what this rank has met. Return whether it is this rank's own, as which it raises it."""
         kind = _kind(error)
-        self._report(kind, str(error))
-        return kind in (_REFUSED, _FAILED)
+        own = kind in (_REFUSED, _FAILED)
+        self._report(kind, f"{type(error).__name__}: {error}" if own else str(error))
+        return own
 
     def verdict(self, error: Exception) -> MegaMoEError:
         """Return what broke the call that ended in this error, by what ranks report within a bound."""
@@ -185,12 +182,10 @@ class Links:
             return ProtocolTimeout(said)
         strongest = min(((kind, rank) for rank, (kind, _) in found.items()), default=(_TOLD, -1))
         (kind, rank), silent = strongest, [r for r in range(self.group.size) if r not in found]
-        if kind == _REFUSED:
-            return RankMismatch(f"{self.names[rank]} refused its arguments: see that rank's error")
         if kind == _DIFFERS:
             return RankMismatch(found[rank][1])
-        if kind == _FAILED:
-            return MegaMoEError(f"{self.names[rank]} failed: {found[rank][1]}")
+        if kind in (_REFUSED, _FAILED):
+            return PeerFault(f"{self.names[rank]} raised {found[rank][1]}")
         if not found:
             return ProtocolTimeout(
                 f"{self.names[self.group.rank]} was left by another, or lost it; the store of torch.distributed, which "
@@ -246,7 +241,7 @@ class Links:
 
 def _kind(error: Exception) -> int:
     if isinstance(error, RankMismatch):
-        return _TOLD if is_refusal(error) else _DIFFERS
+        return _DIFFERS
     if isinstance(error, (ProtocolTimeout, PeerFault, WindowBroken)):
         return _WAITED
     return _REFUSED if isinstance(error, (ArgumentError, ConfigError)) else _FAILED

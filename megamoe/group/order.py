@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megamoe.core.config import MAX_LOCAL_EXPERTS
-from megamoe.core.errors import RankMismatch
+from megamoe.core.errors import PeerFault, RankMismatch
 
 # What a call does, as bits: the exchanges that its backward pass will make belong to it.
-BACKWARD, RECORDED, GRAD_OF_X, GRAD_OF_ROWS, REFUSED = (1 << bit for bit in range(5))
+BACKWARD, RECORDED, GRAD_OF_X, GRAD_OF_ROWS, FAILED = (1 << bit for bit in range(5))
 # Bits -> words, for errors.
 _WORDS = {
     RECORDED: "gradients recorded",
@@ -29,7 +29,6 @@ CALLS = (
     *("make its window", "prepare the kernel", "prepare the kernels of training"),
 )
 _FLAG_BITS = 8
-_REFUSES = "refused its arguments"
 MARK_INTS = 2
 WIDTH = MARK_INTS + MAX_LOCAL_EXPERTS + 1  # the mark, rows of each expert, the number of a call
 
@@ -46,23 +45,27 @@ class Mark:
         return [self.number << _FLAG_BITS | flags, self.fingerprint]
 
 
-def mark_of(call: str, refused: bool = False) -> list[int]:
-    """Return the mark of one of CALLS. refused: this rank refuses its arguments, and tells the others."""
-    return [REFUSED if refused else 0, CALLS.index(call)]
+def mark_of(call: str) -> list[int]:
+    """Return the mark of one of CALLS."""
+    return [0, CALLS.index(call)]
 
 
 def check_marks(
-    marks: Sequence[Sequence[int]], rank: int, label: Callable[[int], str] = "rank {}".format
+    marks: Sequence[Sequence[int]],
+    rank: int,
+    label: Callable[[int], str] = "rank {}".format,
+    error_of: Callable[[int], str] = lambda _: "an error",
 ) -> None:
-    """Raise RankMismatch unless all ranks make the same call. marks: Mark.ints() by rank; rank: this one.
+    """Raise RankMismatch unless all ranks make the same call, PeerFault if another one has failed: on all ranks.
 
-    A rank that refuses its arguments only tells the others, and raises its own error. label: how to call a rank.
+    marks: Mark.ints() by rank; rank: this one, which raises its own error if it has failed. label: how to call a rank.
+    error_of: returns the error of a rank that has failed.
     """
-    if marks[rank][0] & REFUSED:
+    if marks[rank][0] & FAILED:
         return
     for other, mark in enumerate(marks):
-        if other != rank and mark[0] & REFUSED:
-            raise RankMismatch(f"{label(other)} {_REFUSES}: see that rank's error")
+        if mark[0] & FAILED:
+            raise PeerFault(f"{label(other)} raised {error_of(other)}")
     for other, mark in enumerate(marks):
         if list(mark) != list(marks[rank]):
             raise RankMismatch(
@@ -82,11 +85,6 @@ def check_numbers(
                 f"{label(other)} comes for backward of call {number}, {label(rank)} of call {own}, in the order in "
                 "which they were recorded. Make the same backward passes in the same order on all ranks"
             )
-
-
-def is_refusal(error: RankMismatch) -> bool:
-    """Whether it says that another rank refuses its arguments, not that ranks differ."""
-    return _REFUSES in str(error)
 
 
 def _call(mark: Sequence[int]) -> str:

@@ -93,41 +93,35 @@ class _Seen(NamedTuple):
     """Copies of masters that are parameters, or tensors of the caller, and to which torch counts all writes.
 
     A Signature says that a call passes the checks, whatever values its tensors have. This says that the values are
-    those that were quantized, so it stays beside it, and takes from it (`known`) only where the masters lie.
+    those that were quantized.
     """
 
-    known: Any
     w13: Tensor
     w2: Tensor
-    counts: tuple[int, ...]  # their storages, writes to them, optimizers' steps
+    counts: tuple[Any, ...]  # where they are, writes to them, optimizers' steps
     asks: bool  # a graph that is captured quantizes them itself
-    turns: bool  # their transposes were made
     weights: ExpertWeights
+    turned: TurnedWeights | None  # if their transposes were made
 
-    @classmethod
-    def of(cls, known: Any, w13: Tensor, w2: Tensor, made: ExpertWeights, turns: bool) -> _Seen:
-        counts = _counts(w13, w2)
-        return cls(known, w13, w2, counts, trained(w13) or trained(w2), turns, made)
-
-    def holds(self, known: Any, masters: ExpertWeights, trains: bool) -> bool:
+    def holds(self, masters: ExpertWeights, trains: bool) -> bool:
         """Whether the copies are still those of these masters."""
         w13, w2 = masters.w13, masters.w2
         return (
-            known == self.known
-            and w13 is self.w13
+            w13 is self.w13
             and w2 is self.w2
             and masters.b13 is self.weights.b13
             and masters.b2 is self.weights.b2
             and _counts(w13, w2) == self.counts
-            and (self.turns or not trains)
+            and (self.turned is not None or not trains)
             and not (self.asks and _capturing(w13))
         )
 
 
-def _counts(w13: Tensor, w2: Tensor) -> tuple[int, ...]:
+def _counts(w13: Tensor, w2: Tensor) -> tuple[Any, ...]:
     # By `p.data = ...` a parameter may come to lie where it lay, in other memory: not even its _version changes.
     storages = w13.untyped_storage()._cdata, w2.untyped_storage()._cdata
-    return *storages, w13._version, w2._version, steps[0]
+    places = w13.data_ptr(), w2.data_ptr(), w13.stride(), w2.stride()
+    return storages, places, w13._version, w2._version, steps[0]
 
 
 class QuantizedCache:
@@ -182,21 +176,14 @@ class QuantizedCache:
         return q, scale
 
     def weights(
-        self,
-        problem: Problem,
-        masters: ExpertWeights,
-        trains: bool = False,
-        known: Any = None,
+        self, problem: Problem, masters: ExpertWeights, trains: bool = False
     ) -> ExpertWeights:
         """Return quantized weights of bf16 masters; biases handed through.
 
-        trains: turned() will be asked for their transposes. known: stands for where the masters lie, see Call.known;
-            None: the masters are asked where they lie.
+        trains: turned() will be asked for their transposes.
         """
-        if known is None:
-            known = tuple([(t.data_ptr(), t.shape, t.stride()) for t in (masters.w13, masters.w2)])
         seen = self._seen
-        if seen is not None and seen.holds(known, masters, trains):
+        if seen is not None and seen.holds(masters, trains):
             return seen.weights
         self._seen = None  # an error may come between the two
         w13, w2, stored = masters.w13, masters.w2, problem.formats.w
@@ -206,8 +193,9 @@ class QuantizedCache:
         counted = not self._volatile() and all(
             not t.is_inference() and origin_of(t) is None for t in (w13, w2)
         )
-        turns = all(entry.turned is not None for entry in self._entries.values())
-        self._seen = _Seen.of(known, w13, w2, made, turns) if counted else None
+        if counted:
+            asks, turned = trained(w13) or trained(w2), self._copies(masters)
+            self._seen = _Seen(w13, w2, _counts(w13, w2), asks, made, turned)
         return made
 
     def turned(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
@@ -220,19 +208,26 @@ class QuantizedCache:
         """
         if given.w13_scale is not None:
             return self._turned_of(problem, given)
+        seen = self._seen
+        if seen is not None and seen.turned is not None and seen.holds(given, True):
+            return seen.turned
         masters = {"w13": given.w13, "w2": given.w2}
         for name, w in masters.items():
             entry = self._entries.get(name)
             if entry is None or entry.turned is None or entry.version != version_of(w):
                 self.weights(problem, given, trains=True)
-        (q13, s13, t13, u13), (q2, s2, t2, u2) = (self._made(name) for name in masters)
-        forward = ExpertWeights(q13, q2, given.b13, given.b2, s13, s2)
-        return TurnedWeights(forward, t13, t2, u13, u2)
+        made = self._copies(given)
+        assert made is not None
+        return made
 
-    def _made(self, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        entry = self._entries[name]
-        assert entry.turned is not None
-        return entry.q, entry.scale, *entry.turned
+    def _copies(self, given: ExpertWeights) -> TurnedWeights | None:
+        """Return what was made of these masters, if their transposes were."""
+        w13, w2 = self._entries["w13"], self._entries["w2"]
+        if w13.turned is None or w2.turned is None:
+            return None
+        forward = ExpertWeights(w13.q, w2.q, given.b13, given.b2, w13.scale, w2.scale)
+        (t13, u13), (t2, u2) = w13.turned, w2.turned
+        return TurnedWeights(forward, t13, t2, u13, u2)
 
     def _volatile(self) -> bool:
         return any(entry.volatile for entry in self._entries.values())

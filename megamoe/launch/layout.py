@@ -100,7 +100,8 @@ def window_regions(problem: Problem) -> dict[str, Region]:
 
 def _window(p: Problem) -> Iterator[_Spec]:
     ranks, tokens, top_k, hidden = p.ep_size, p.max_tokens, p.top_k, p.hidden
-    yield "window_abort", (1,), torch.int32
+    # Whether a rank has given up; 1 + the rank whose host did, if it was one: Window.abort()
+    yield "window_abort", (2,), torch.int32
     yield "window_routes", (2, ranks, 4), torch.int32  # RouteCell is four words
     yield "window_staged", (ranks,), torch.int32
     yield "window_ready", (ranks, max(tokens, LEAST_READY_CELLS)), torch.int32

@@ -8,6 +8,7 @@ directions share lies elsewhere. Weight gradients of passes that were kept: fill
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.table import BF16
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.jit import abi
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_call
 from megamoe.launch.table import (
     Encoder,
+    Row,
     address_of,
     backward_rows,
     gradient_rows,
@@ -103,16 +106,34 @@ def fill_gradients(
     accumulate: bool = False,
     only_weights: bool = False,
     keeps: bool = False,
-) -> None:
+) -> list[Row]:
     """Fill which gradients a backward launch makes, and where it puts the experts'.
 
     targets: by name of the weights, those that are wanted. w13: [L, P*I, H] or [L, P, I, H], w2: [L, H, I], any strides
         that TMA takes, both bf16 or both fp32. b13: [L, P*I], b2: [L, H] fp32, contiguous.
     accumulate: add to what they hold. only_weights: dx and d_topk_weights are not written, unless the launch is given
         up. The same on all ranks. keeps: no experts' gradients, but the rows for all of them.
+    Returns the rows of the table that it has filled.
     """
-    _fill_targets(args, plan, encoder, targets, (accumulate, keeps, args.y_rows))
     args.own.only_weights = only_weights
+    return _fill_targets(args, plan, encoder, targets, (accumulate, keeps, args.y_rows))
+
+
+def move_gradients(
+    args: Any, rows: Sequence[Row], encoder: Encoder, targets: Mapping[str, Tensor]
+) -> None:
+    """Point a launch at other tensors for its gradients, which are like those that fill_gradients() was given.
+
+    rows: that it returned.
+    """
+    for row, of_w, of_b in zip(rows, ("w13", "w2"), ("b13", "b2"), strict=True):
+        if of_w in targets:
+            assert row.out is not None
+            gemm = args.gemm[abi.GEMMS.index(row.gemm)]
+            data = encoder(targets[of_w].data_ptr(), *row.out[0][1:])
+            for field in gemm.out:
+                ctypes.memmove(ctypes.addressof(field), data, len(data))
+            gemm.bias = targets[of_b].data_ptr() if of_b in targets else 0
 
 
 def _fill_targets(
@@ -121,7 +142,7 @@ def _fill_targets(
     encoder: Encoder,
     targets: Mapping[str, Tensor],
     how: tuple[bool, bool, int],
-) -> None:
+) -> list[Row]:
     """how: whether it adds, whether it keeps, any legal address."""
     accumulate, keeps, other = how
     sizes = {targets[name].element_size() for name in ("w13", "w2") if name in targets}
@@ -132,8 +153,10 @@ def _fill_targets(
         if db.dtype != torch.float32 or not db.is_contiguous():
             raise ArgumentError(f"d{name}", f"{db.dtype}, strides {db.stride()}", "contiguous fp32")
     size = sizes.pop() if sizes else BF16.bytes
-    write(args, gradient_rows(plan.problem, targets, other, size, keeps), encoder)
+    rows = gradient_rows(plan.problem, targets, other, size, keeps)
+    write(args, rows, encoder)
     args.own.dw_bytes, args.own.accumulate = size, accumulate
+    return rows
 
 
 def fill_kept_weights(

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megamoe.backends.call import Gradients, Needs, Wanted
 from megamoe.core import transforms
-from megamoe.core.errors import ArgumentError, MegaMoEError
+from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import gradients
+from megamoe.layer.backward import gradients, known_of
 from megamoe.layer.delayed import Delayed, asked_of
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.operators import forward, library
@@ -72,35 +72,45 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         how: How = ctx.how
-        try:
+        if type(how.handle) is not Tensor:  # traced
             *tensors, handle, state = ctx.saved_tensors
-        except MegaMoEError:  # a checkpoint's call, made again: the other ranks have been told
-            raise
-        except Exception:  # changed in place, freed, or a hook's own; the other ranks would wait
-            if type(how.handle) is Tensor:  # not traced
-                runtime_of(how.handle).refuse()
-            raise
-        inputs, found = Inputs(*tensors), Inputs(*ctx.needs_input_grad[2:])
-        needs = Needs._make(getattr(found, name) for name in Needs._fields)
-        grads: Gradients
-        if how.delayed is not None:
-            anchor, *_ = ctx.next_functions
-            waits = torch._C._will_engine_execute_node(anchor[0])  # not by grad(loss, inputs=[x])
-            grads = _delayed(how, handle, inputs, dy, state, needs, ctx.asked if waits else None)
-        elif how.adding:
-            nodes = dict(zip(Inputs._fields, ctx.next_functions, strict=False))  # no bias before w2
-            asked = {n: getattr(needs, n) and _asked(nodes[n][0]) for n in main_grad.NAMES}
-            grads = _added(how, handle, inputs, dy, state, needs._replace(**asked))
-        elif not how.direct or watched() or torch.is_grad_enabled():
-            dy = torch.zeros_like(inputs.x) if dy is None else dy.contiguous()
-            made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
-            grads = Gradients(*[g if need else None for g, need in zip(made, needs, strict=True)])
-        else:
-            grads = gradients(runtime_of(handle), inputs, dy, state, Wanted(needs))
-        return None, None, *_NO_GRADIENTS._replace(**grads._asdict())
+            return _operator(Inputs(*tensors), dy, handle, _needs(ctx), state)
+        runtime = runtime_of(how.handle)
+        with runtime.together:
+            *tensors, _, state = ctx.saved_tensors  # changed in place, freed, or made by hooks
+            runtime.group.met = False  # a checkpoint has made the call again
+            inputs, needs = Inputs(*tensors), _needs(ctx)
+            if how.delayed is not None:
+                anchor, *_ = ctx.next_functions
+                # Not by grad(loss, inputs=[x]).
+                waits = torch._C._will_engine_execute_node(anchor[0])
+                asked = ctx.asked if waits else None
+                grads = _delayed(how, runtime, inputs, dy, state, needs, asked)
+            elif how.adding:
+                nodes = dict(zip(Inputs._fields, ctx.next_functions, strict=False))
+                of = {n: getattr(needs, n) and _asked(nodes[n][0]) for n in main_grad.NAMES}
+                grads = _added(how, runtime, inputs, dy, state, needs._replace(**of))
+            elif not how.direct or torch.is_grad_enabled() or watched():
+                return _operator(inputs, dy, how.handle, needs, state)
+            else:
+                wanted = Wanted(needs)
+                grads = gradients(runtime, inputs, dy, state, wanted, known_of(how.known, inputs))
+            return None, None, grads.x, None, *grads[1:], *[None] * 4
 
 
-_NO_GRADIENTS: Any = Inputs(*[None] * len(Inputs._fields))  # type: ignore[arg-type]
+def _needs(ctx: Any) -> Needs:
+    of_x, _, *others = ctx.needs_input_grad[2:]
+    return Needs(of_x, *others[: len(Needs._fields) - 1])
+
+
+def _operator(
+    inputs: Inputs, dy: Tensor | None, handle: Tensor, needs: Needs, state: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients by the operator, for who compiles, watches or records."""
+    dy = torch.zeros_like(inputs.x) if dy is None else dy.contiguous()
+    made = torch.ops.megamoe.moe_backward(dy, *inputs, handle, needs, state)
+    of_x, *others = [g if need else None for g, need in zip(made, needs, strict=True)]
+    return None, None, of_x, None, *others, *[None] * 4
 
 
 def _asked(node: Any) -> bool:
@@ -112,26 +122,23 @@ def _asked(node: Any) -> bool:
 
 
 def _added(
-    how: How, handle: Tensor, inputs: Inputs, dy: Tensor | None, state: Tensor, needs: Needs
+    how: How, runtime: Runtime, inputs: Inputs, dy: Tensor | None, state: Tensor, needs: Needs
 ) -> Gradients:
     """Return the gradients; those of w13 and w2 are added to the main_grad of how.weights."""
-    runtime, weights = runtime_of(handle), how.weights
+    weights = how.weights
     assert weights is not None
-    try:
-        if torch.is_grad_enabled():
-            raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
-        # grad(loss, inputs=[x]) adds nothing
-        into = main_grad.targets(weights, (needs.w13, needs.w2), set())
-    except ArgumentError:
-        runtime.refuse()
-        raise
-    grads = gradients(runtime, inputs, dy, state, Wanted(needs, into))
+    if torch.is_grad_enabled():
+        raise ArgumentError("create_graph", True, "False with accumulate_into_main_grad")
+    # grad(loss, inputs=[x]) adds nothing
+    into = main_grad.targets(weights, (needs.w13, needs.w2), set())
+    known = known_of(how.known, inputs)
+    grads = gradients(runtime, inputs, dy, state, Wanted(needs, into), known)
     return grads._replace(**{name: main_grad.added(getattr(weights, name)) for name in into})
 
 
 def _delayed(
     how: How,
-    handle: Tensor,
+    runtime: Runtime,
     inputs: Inputs,
     dy: Tensor | None,
     state: Tensor,
@@ -142,9 +149,7 @@ def _delayed(
 
     asked: as of Delayed.add(); None: they are not asked for.
     """
-    runtime = runtime_of(handle)
     if torch.is_grad_enabled():
-        runtime.refuse()
         raise ArgumentError("create_graph", True, "False with delay_wgrad")
     assert how.delayed is not None
     assert how.weights is not None
@@ -171,24 +176,8 @@ def _autograd(*args: Any) -> Any:
 library.impl("moe_forward", _autograd, "Autograd")
 
 
-def refuse_tracing() -> None:
-    """Raise ArgumentError inside torch.jit.trace(), which would keep what Python found of one call's routes."""
-    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
-        raise ArgumentError("torch.jit.trace()", "called", "torch.export or torch.compile")
-
-
 def refuse_tangents(tensors: Any) -> None:
-    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros.
-
-    So for torch.func's reverse mode, which torch refuses in other words. vmap is right, one call after the other.
-    """
-    if not torch.compiler.is_compiling():
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
-            raise ArgumentError(
-                "the layer was called inside torch.func.grad, vjp or jacrev, expected torch.autograd: "
-                "its operators have no functional transform"
-            )
+    """Raise ArgumentError for forward-mode derivatives: the operators would drop them, that is, return zeros."""
     if transforms.has_tangent(tensors):
         raise ArgumentError(
             "a tensor with a forward-mode tangent (torch.func.jvp, jacfwd, torch.autograd.forward_ad) was "

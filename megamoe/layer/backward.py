@@ -6,6 +6,7 @@ That is collective, so every rank must need the same gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from megamoe.backends.call import Gradients, KeptRows, Wanted
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.core.planes import check_memory
+from megamoe.core.planes import check_memory, is_freed
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.runtime import Runtime
@@ -21,29 +22,58 @@ from megamoe.layer.runtime import Runtime
 ALIGNMENT = 16  # bytes, of what the kernel reads
 
 
+def known_of(known: Any, inputs: Inputs) -> Any:
+    """Return a call's Signature, where the tensors that its backward pass is given still fit it; else None.
+
+    FSDP2 may have freed weights, and hooks of saved tensors may have made others.
+    """
+    if known is None or inputs.w13 is None:
+        return None
+    rows, further = inputs[:3], (inputs.num_tokens_device, None, inputs.x_scale)
+    return known if known.fits(*rows, inputs.weights, *further) else None
+
+
 def gradients(
-    runtime: Runtime, inputs: Inputs, dy: Tensor | None, state: Tensor, wanted: Wanted
+    runtime: Runtime,
+    inputs: Inputs,
+    dy: Tensor | None,
+    state: Tensor,
+    wanted: Wanted,
+    known: Any = None,
 ) -> Gradients:
     """Return the gradients of a call in the dtypes, shapes and strides of its inputs. Collective.
 
     dy: like x; None is zero. state: that the call's forward kept, never changed.
-    wanted: without `turned`, which is made here.
-    Raises ArgumentError, on all ranks, for a dy that is unlike y.
+    wanted: without `turned`, which is made here. known: known_of(), None: all inputs are checked.
+    Raises ArgumentError for a dy that is unlike y.
     """
     x = inputs.x
-    try:
-        dy = _checked(dy, x)
+    if known is None:
         _check_there(runtime.problem, inputs)
         for name, t in inputs.named():
             check_memory(name, t)
+    if dy is None or known is None or not _are_plain(dy, x, state, runtime.state_bytes):
+        dy = _checked(dy, x)
         check_tensor("state", state, (runtime.state_bytes,), torch.uint8, x.device)
-    except ArgumentError:
-        runtime.refuse()
-        raise
-
     with runtime.lock:
-        found = _made(runtime, inputs, dy, state, wanted)
+        found = _made(runtime, inputs, dy, state, wanted, known)
     return _finished(runtime, found, wanted, inputs)
+
+
+def _are_plain(dy: Tensor, x: Tensor, state: Tensor, state_bytes: int) -> bool:
+    """Return whether nothing has to be checked or copied of the two."""
+    return (
+        type(dy) is type(state) is Tensor
+        and dy.shape == x.shape
+        and dy.dtype == torch.bfloat16
+        and dy.device == state.device == x.device
+        and dy.is_contiguous()
+        and not dy.is_neg()
+        and state.shape == (state_bytes,)
+        and state.is_contiguous()
+        and not (dy.data_ptr() | state.data_ptr()) % ALIGNMENT
+        and not is_freed(dy)
+    )
 
 
 def kept_gradients(
@@ -64,29 +94,30 @@ def _finished(
         grad, leaf = getattr(found, name), getattr(of, name, None)
         if not need or grad is None or leaf is None:
             continue
-        grad = _laid_out(grad, leaf)
+        if grad.shape != leaf.shape or grad.dtype != leaf.dtype or grad.stride() != leaf.stride():
+            grad = _laid_out(grad, leaf)
         of_weights = name not in ("x", "topk_weights")
         mean = of_weights and runtime.mean_over != 1
         laid_out[name] = grad / runtime.mean_over if mean else grad
     return Gradients(**laid_out)
 
 
-def _made(runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+def _made(
+    runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: Wanted, known: Any
+) -> Gradients:
     """Make the gradients, see gradients()."""
     given = inputs.weights
     if runtime.backend.recomputes:
         given = runtime.weights(given)
     else:
         wanted = wanted._replace(turned=runtime.turned(given))
-    return runtime.backend.backward(inputs.call(given), flat(dy), state, wanted)
+    return runtime.backend.backward(inputs.call(given, known), flat(dy), state, wanted)
 
 
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:
     """Return dy as the kernel reads it."""
     if dy is None:
         return torch.zeros_like(x)
-    if isinstance(dy, Tensor) and torch._C._functorch.is_legacy_batchedtensor(dy):
-        raise ArgumentError("is_grads_batched", True, "False: one gradient of y in each pass")
     if isinstance(dy, Tensor) and dy.layout != torch.strided:
         raise ArgumentError("dy.layout", dy.layout, "torch.strided: a dense gradient of y")
     if isinstance(dy, Tensor) and not dy.is_contiguous():

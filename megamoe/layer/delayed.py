@@ -136,16 +136,16 @@ class Delayed:
 
     def make(self, runtime: Runtime, passes: int) -> None:
         """Make the weight gradients of so many passes, from the oldest on. Collective unless they were kept."""
-        most = runtime.backend.max_kept if self.keeps else 0
-        try:
-            self._check_passes(passes, most)
-        except ArgumentError:
-            if not most:
-                runtime.refuse()
-            raise
         written: set[int] = set()
-        for _ in range(1 if most else passes):
-            self._make(runtime, passes if most else 1, written)
+        if self.keeps and (most := runtime.backend.max_kept):  # no other rank waits
+            self._check_passes(passes, most)
+            self._make(runtime, passes, written)
+            return
+        with runtime.together:
+            self._check_passes(passes, 0)
+        for _ in range(passes):
+            with runtime.together:
+                self._make(runtime, 1, written)
 
     def _check_passes(self, passes: int, most: int) -> None:
         """Raise ArgumentError unless so many passes wait, and a launch can make those of several. most: 0: none can."""
@@ -170,17 +170,12 @@ class Delayed:
         """Make the weight gradients of the oldest pass, or of several that were kept, at once. written: as targets'."""
         into: dict[str, Tensor] = {}
         pending = self._queue[0]
-        try:
-            pending.check()
-            given = {name: getattr(pending.weights, name) for name in NAMES}
-            needs = pending.needs()
-            asked = {name: name in needs for name in NAMES}
-            if self._adding:
-                into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
-        except ArgumentError:
-            if not isinstance(pending.rows, KeptRows):
-                runtime.refuse()
-            raise
+        pending.check()
+        given = {name: getattr(pending.weights, name) for name in NAMES}
+        needs = pending.needs()
+        asked = {name: name in needs for name in NAMES}
+        if self._adding:
+            into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
         kept = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, KeptRows)]
         self.forget(passes)
         if not any(asked.values()):

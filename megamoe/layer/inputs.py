@@ -55,11 +55,12 @@ class Inputs(NamedTuple):
 
     def call(self, weights: ExpertWeights, known: Any = None) -> Call:
         """Return what a backend is given, with the weights that it takes. known: as Call.known."""
-        x: Tensor | QuantizedRows = flat(self.x)
-        if self.x_scale is not None:
-            x = QuantizedRows(flat(self.x), flat(self.x_scale))
-        rows = x, flat(self.topk_ids), flat(self.topk_weights)
-        return Call(*rows, weights, self.num_tokens_device, None, known)
+        x, topk_ids, topk_weights, x_scale = *self[:3], self.x_scale
+        if x.dim() != 2:
+            x, topk_ids, topk_weights = flat(x), flat(topk_ids), flat(topk_weights)
+            x_scale = None if x_scale is None else flat(x_scale)
+        rows = x if x_scale is None else QuantizedRows(x, x_scale)
+        return Call(rows, topk_ids, topk_weights, weights, self.num_tokens_device, None, known)
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return the tensors that are there, as errors call them."""

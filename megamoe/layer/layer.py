@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megamoe.backends.call import Call, check_call, check_out
+from megamoe.backends.call import Call, check_out
 from megamoe.backends.select import (
     Opening,
     check_inside,
@@ -24,35 +23,24 @@ from megamoe.backends.select import (
     resolve,
 )
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, message
-from megamoe.core.transforms import faked, outside
+from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.transforms import faked
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.group.group import ALONE, Facts, Group
+from megamoe.group.group import ALONE, Facts, Group, Together
 from megamoe.group.hosts import host_name
 from megamoe.layer import main_grad
-from megamoe.layer.autograd import How, apply, record, refuse_tangents, refuse_tracing
+from megamoe.layer.autograd import How, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
-from megamoe.layer.rows import Weighting, rows_of, scales_of
+from megamoe.layer.rows import Weighting, check_weights, checked, taken
 from megamoe.layer.runtime import Opened, Runtime
 from megamoe.layer.signature import Signature, Signatures, records, watched
 
-log = logging.getLogger("megamoe")
-
 _AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _constant(value: Any) -> Any:
-    """Return what an error is about as what torch.compile traces now, where it keeps sizes open."""
-    if isinstance(value, (list, tuple)):
-        return [_constant(part) for part in value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        return len(range(value)) if value > 0 else value
-    return value
 
 
 def _outliving(make: Callable[..., None]) -> Callable[..., None]:
@@ -141,7 +129,6 @@ class Layer(Opened):
         self._options = options
         self._runtime: Runtime | None = None
         self._mean_over = 1
-        self._masters = replace(self.problem, precision="bf16")
         self._signatures = Signatures()
         self._adjusts = self._weighting != Weighting()  # whether _adjusted() changes a call
         trains = self.problem.formats.trains
@@ -186,18 +173,29 @@ class Layer(Opened):
         x_scale: Tensor | None,
     ) -> Tensor:
         """Do as __call__() does, by position."""
-        if self._runtime is not None and not torch.compiler.is_dynamo_compiling():
-            known = self._signatures.find(
-                x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
-            )
+        call = x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
+        if torch.compiler.is_compiling():
+            return self._traced(*call)
+        self.ranks.met, count = False, num_tokens_device
+        try:  # a steady call does not pay for together()
+            known = None if self._runtime is None else self._signatures.find(*call)
             if known is not None:
-                count = num_tokens_device
                 if not (known.requires_grad and torch.is_grad_enabled()):
                     rows = x if x_scale is None else QuantizedRows(x, x_scale)
                     return self._launch(rows, topk_ids, topk_weights, weights, count, out, known)
                 if known.trains and out is None:
                     return self._record(x, topk_ids, topk_weights, weights, count, known)
-        return self._checked(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
+            return self._checked(*call)
+        except Exception as error:
+            self.together().tell(error)
+            raise
+
+    def together(self, call: str = "a first call") -> Together:
+        """Return a context that raises an error of its block on all ranks, if they wait in a call of this layer.
+
+        call: Where the layer is not open, what they wait in, one of order.CALLS.
+        """
+        return self.ranks.together(call, lambda: self._runtime and self._runtime.backend)
 
     def _launch(
         self,
@@ -224,7 +222,7 @@ class Layer(Opened):
             topk_ids, topk_weights = flat(topk_ids), flat(topk_weights)
             y = None if out is None else flat(out)
         with runtime.lock:
-            mine = runtime.weights(weights, known=known)
+            mine = runtime.weights(weights)
             call = Call(x, topk_ids, topk_weights, mine, num_tokens_device, y, known)
             y, _ = runtime.backend.forward(call)
         if out is not None:
@@ -261,14 +259,10 @@ class Layer(Opened):
     def _uncompiled(self, inputs: Inputs, how: How) -> Tensor:
         """Make the call; its gradients of weights are added to their main_grad, or wait."""
         assert how.weights is not None
-        try:
-            if how.adding:
-                main_grad.check(how.weights)
-            if how.delayed is not None:
-                how.delayed.check()
-        except ArgumentError as error:
-            self.refuse(error)
-            raise
+        if how.adding:
+            main_grad.check(how.weights)
+        if how.delayed is not None:
+            how.delayed.check()
         return record(inputs, how)
 
     def _adjusted(
@@ -286,75 +280,66 @@ class Layer(Opened):
         scale, topk_weights = self._weighting.apply(self.problem, x.scale, *call)
         return QuantizedRows(x.q, scale), topk_ids, topk_weights
 
-    def _checked(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> Tensor:
-        """Check a call, and make it."""
-        x_given = x
-        traced = torch.compiler.is_compiling() and self._runtime is not None
-        try:
-            refuse_tracing()
-            rows = rows_of(self.problem, x, topk_ids, topk_weights)
-            x_scale = scales_of(rows[0], x_scale)
-            x, topk_ids, topk_weights = rows
-            whole = flat(x) if x_scale is None else QuantizedRows(flat(x), flat(x_scale))
-            routes = flat(topk_ids), flat(topk_weights)
-            check_call(self.problem, Call(whole, *routes, weights, num_tokens_device))
-            self._check_weights(weights, x.device)
-            if out is not None:
-                check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-                check_out(out, x, (topk_ids, topk_weights), weights)
-            inputs = Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
-            tensors = [t for _, t in inputs.named()]
-            recording = records(tensors)
-            here, traced = traced, False  # an error from a graph would leave a transform open
-            refuse_tangents(tensors)
-            traced = here
-            if recording:
-                self._check_recorded(inputs, out)
-        except ArgumentError as error:
-            if traced:
-                assert self._runtime is not None
-                # Traced, the error is not raised here but by what the graph runs, which the other ranks meet.
-                there = isinstance(x_given, Tensor) and not x_given.is_meta
-                like = x_given if there else self._runtime.handle
-                return torch.ops.megamoe.refuse(
-                    like, message(*[_constant(part) for part in error.args]), self._runtime.handle
-                )
-            if self.group is not None:
-                self.refuse(error)
-            raise
+    @uncompiled("a call that torch does not compile is checked as a whole")
+    def _checked(self, *call: Any) -> Tensor:
+        """Check a call, and make it. call: as _call() takes it."""
+        x, topk_ids, topk_weights, weights, count, out, x_scale = call
+        inputs = checked(self.problem, x, topk_ids, topk_weights, weights, count, x_scale)
+        x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
+        if out is not None:
+            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+            check_out(out, x, (topk_ids, topk_weights), weights)
+        tensors = [t for _, t in inputs.named()]
+        recording = self._recording(inputs, out)
         if self._runtime is None:
             self._open(weights, "a first call")
-        known, count = None, num_tokens_device
-        plain = all(type(t) in _PLAIN for t in tensors)
-        if plain and not torch.compiler.is_compiling() and not watched():
-            known = self._signatures.find(
-                x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
-            )
-            if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
-                saved = not any(t.is_inference() for t in tensors)
-                trains = self._no_gradients is None and x_scale is None and saved
-                known = self._signatures.add(Signature(inputs, out, trains))
+        if not all(type(t) in _PLAIN for t in tensors) or watched():
+            return self._apply(inputs, weights, out, recording)
+        known = self._signatures.find(x, topk_ids, topk_weights, weights, count, out, x_scale)
+        if known is None:  # made of what the checks returned for x, topk_ids and topk_weights
+            saved = not any(t.is_inference() for t in tensors)
+            trains = self._no_gradients is None and x_scale is None and saved
+            known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
             return self._record(x, topk_ids, topk_weights, weights, count, known)
         given = x if x_scale is None else QuantizedRows(x, x_scale)
-        if known is not None:
-            return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
+        return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
+
+    def _traced(self, *call: Any) -> Tensor:
+        """Make a call that torch compiles. Its operator checks it when the graph runs, so that all ranks are told."""
+        x, topk_ids, topk_weights, weights, count, out, x_scale = call
+        if self._runtime is None:
+            self._open(weights, "a first call")
+        rows = taken(x, topk_ids, topk_weights, x_scale)
+        inputs = Inputs.of(*rows[:3], weights, count, rows[3])
+        for name, t in inputs.named():
+            if t.device != weights.w13.device:  # the operator would not run at all
+                raise ArgumentError(f"{name}.device", t.device, f"{weights.w13.device}")
+        return self._apply(inputs, weights, out, self._recording(inputs, out))
+
+    def _apply(
+        self, inputs: Inputs, weights: ExpertWeights, out: Tensor | None, recording: bool
+    ) -> Tensor:
+        """Call the layer by its operator, for who compiles or watches."""
+        x, topk_ids, topk_weights, *_, count, x_scale = inputs
+        if recording:
+            return self._record(x, topk_ids, topk_weights, weights, count, None)
         runtime = self._runtime
         assert runtime is not None
+        given = x if x_scale is None else QuantizedRows(x, x_scale)
         given, topk_ids, topk_weights = self._adjusted(given, topk_ids, topk_weights, count)
         x, x_scale = given if type(given) is QuantizedRows else (given, None)
-        inputs = Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale)
-        y = apply(inputs, runtime.handle)
+        y = apply(Inputs.of(x, topk_ids, topk_weights, weights, count, x_scale), runtime.handle)
         return y if out is None else out.copy_(y)
+
+    def _recording(self, inputs: Inputs, out: Tensor | None) -> bool:
+        """Return whether a call's gradients are recorded. Raises ArgumentError where they cannot be."""
+        tensors = [t for _, t in inputs.named()]
+        refuse_tangents(tensors)
+        recording = records(tensors)
+        if recording:
+            self._check_recorded(inputs, out)
+        return recording
 
     def _check_recorded(self, inputs: Inputs, out: Tensor | None) -> None:
         """Raise ArgumentError where the gradients of a call cannot be recorded."""
@@ -399,29 +384,6 @@ class Layer(Opened):
             raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
         self._delayed.make(self._runtime, passes)
 
-    @uncompiled("what one rank refuses has to reach the others")
-    def refuse(self, error: Exception, call: str = "a first call") -> None:
-        """Tell the ranks that wait in this call that this one does not make it: they raise too. Collective."""
-        if self.group is None:
-            return
-        log.error("rank %d refuses a call of a layer: %s", self.problem.rank, error)
-        with outside():
-            if self._runtime is None:
-                self.ranks.tell(call, error)  # the others are about to prepare
-            else:
-                self._runtime.refuse()
-
-    def _check_weights(self, weights: ExpertWeights, device: torch.device | None) -> None:
-        if not isinstance(weights, ExpertWeights):
-            raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
-        if not isinstance(weights.w13, Tensor):
-            raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
-        if weights.w13.is_meta:
-            raise ArgumentError("weights.w13.device", "meta", "a device with memory")
-        # Wider than what is stored: meant to be masters.
-        masters = self.problem.formats.w.scaled and weights.w13.dtype.itemsize > 1
-        weights.validate(self._masters if masters else self.problem, device)
-
     def prepare(self, weights: ExpertWeights) -> None:
         """Make the backend, compile, quantize: all that the first call would do. Collective.
 
@@ -436,15 +398,12 @@ class Layer(Opened):
     @_outliving
     def _open(self, weights: ExpertWeights, call: str) -> None:
         """Do what prepare() does, as part of `call`, one of order.CALLS."""
-        try:
-            self._check_weights(weights, None)
+        waits = self.ranks.together(call) if self._runtime is None else nullcontext()
+        with waits:
+            check_weights(self.problem, weights, None)
             if faked() or isinstance(weights.w13, FakeTensor):
                 expected = "memory: prepare() the layer before torch.export or FakeTensorMode"
                 raise ArgumentError("weights.w13", "a fake tensor, or beside them", expected)
-        except ArgumentError as error:
-            if self._runtime is None:
-                self.refuse(error, call)
-            raise
         if self._runtime is None:
             over = {"num_ranks of average_expert_gradients()": self._mean_over}
             opening = Opening(call, self._number, over)
@@ -453,6 +412,7 @@ class Layer(Opened):
             self._runtime = Runtime(self.problem, self.ranks, backend)
             self._runtime.mean_over = self._mean_over
         self._keep(weights)
+        self.ranks.met = False  # a call follows
 
     def _keep(self, weights: ExpertWeights) -> None:
         """Make all that calls keep on the weights' device: they may be traced, captured or in inference_mode()."""

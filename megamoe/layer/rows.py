@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megamoe.backends.call import Call, check_call
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.planes import check_kind, check_memory
+from megamoe.formats.quantized import QuantizedRows
+from megamoe.formats.weights import ExpertWeights
+from megamoe.layer.inputs import Inputs, flat
 
 
 def finite_factor(factor: Any) -> float:
@@ -74,40 +79,62 @@ def _computed(problem: Problem, topk_ids: Tensor, num_tokens_device: Tensor | No
     return used & (tokens < num_tokens_device)
 
 
-def scales_of(x: Tensor, x_scale: Tensor | None) -> Tensor | None:
-    """Return x_scale contiguous. Raises ArgumentError unless its leading sizes are those of x."""
-    if x_scale is None:
-        return None
-    if not isinstance(x_scale, Tensor):
-        raise ArgumentError("x_scale", type(x_scale).__name__, "a tensor")
-    check_kind("x_scale", x_scale)
-    check_memory("x_scale", x_scale)
-    if x_scale.shape[:-1] != x.shape[:-1] or not x_scale.dim():
-        expected = f"{list(x.shape[:-1])} + [S], the leading sizes of x"
-        raise ArgumentError("x_scale.shape", list(x_scale.shape), expected)
-    return x_scale.contiguous()
+def taken(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the tensors cast and contiguous, as the operators take them. Checks nothing."""
+    if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.bfloat16)
+    if topk_weights.is_floating_point():
+        topk_weights = topk_weights.float()
+    if not torch.compiler.is_compiling():
+        x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
+    scales = None if x_scale is None else x_scale.contiguous()
+    return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), scales
 
 
-def rows_of(
-    problem: Problem, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three as the operators take them. Raises ArgumentError where their leading sizes differ."""
-    for name, tensor in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+def checked(
+    problem: Problem,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    num_tokens_device: Tensor | None = None,
+    x_scale: Tensor | None = None,
+) -> Inputs:
+    """Return a call as the operators take it. Raises ArgumentError unless it fits the problem."""
+    given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    for name, tensor in (
+        given.items() if x_scale is None else [*given.items(), ("x_scale", x_scale)]
+    ):
         if not isinstance(tensor, Tensor):
             raise ArgumentError(name, type(tensor).__name__, "a tensor")
         check_kind(name, tensor)
         check_memory(name, tensor)  # before it is cast
         if tensor.dim() < 2:
             raise ArgumentError(f"{name}.shape", list(tensor.shape), "at least two dimensions")
-    if x.dtype in (torch.float32, torch.float16) and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.bfloat16)
-    for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if tensor.shape[:-1] != x.shape[:-1]:
-            expected = f"{list(x.shape[:-1])} + [{problem.top_k}], the leading sizes of x"
+            width = {"x_scale": "S"}.get(name, problem.top_k)
+            expected = f"{list(x.shape[:-1])} + [{width}], the leading sizes of x"
             raise ArgumentError(f"{name}.shape", list(tensor.shape), expected)
     if not topk_weights.is_floating_point():
         raise ArgumentError("topk_weights.dtype", topk_weights.dtype, "a float type")
-    topk_weights = topk_weights.float()
-    if not torch.compiler.is_compiling():
-        x, topk_weights = x.resolve_neg(), topk_weights.resolve_neg()
-    return x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    x, topk_ids, topk_weights, x_scale = taken(x, topk_ids, topk_weights, x_scale)
+    whole = flat(x) if x_scale is None else QuantizedRows(flat(x), flat(x_scale))
+    routes = flat(topk_ids), flat(topk_weights)
+    check_call(problem, Call(whole, *routes, weights, num_tokens_device))
+    check_weights(problem, weights, x.device)
+    return Inputs.of(x, topk_ids, topk_weights, weights, num_tokens_device, x_scale)
+
+
+def check_weights(problem: Problem, weights: Any, device: torch.device | None) -> None:
+    """Raise ArgumentError unless weights fit the problem: bf16 masters, or as its precision stores them."""
+    if not isinstance(weights, ExpertWeights):
+        raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
+    if not isinstance(weights.w13, Tensor):
+        raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
+    if weights.w13.is_meta:
+        raise ArgumentError("weights.w13.device", "meta", "a device with memory")
+    # Masters are wider than what is stored.
+    masters = problem.formats.w.scaled and weights.w13.dtype.itemsize > 1
+    weights.validate(replace(problem, precision="bf16") if masters else problem, device)

@@ -17,7 +17,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.group.group import Group
+from megamoe.group.group import Group, Together
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.signature import Signatures
 
@@ -37,23 +37,23 @@ class Runtime:
     state_bytes: int = field(init=False)  # that a forward keeps
     quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
     mean_over: int = 1  # ranks that gradients of weights are divided by
+    together: Together = field(init=False)  # for errors in a call, before the ranks meet
 
     def __post_init__(self) -> None:
         number = next(_numbers)
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.state_bytes = self.backend.state_bytes
         self.quantizes = self.problem.formats.w.scaled
+        self.together = self.group.together("a first call", lambda: self.backend)
         _runtimes[number] = self
 
-    def weights(
-        self, given: ExpertWeights, trains: bool = False, known: Any = None
-    ) -> ExpertWeights:
+    def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
         """Return what the forward pass takes: fp8 masters quantized once per version.
 
-        trains: the backend's backward pass follows, which takes turned(). known: as Call.known.
+        trains: the backend's backward pass follows, which takes turned().
         """
         if self.quantizes and given.w13_scale is None:
-            return self.cache.weights(self.problem, given, trains, known)
+            return self.cache.weights(self.problem, given, trains)
         return given
 
     def turned(self, given: ExpertWeights) -> TurnedWeights | None:
@@ -61,10 +61,6 @@ class Runtime:
         if self.quantizes:
             return self.cache.turned(self.problem, given)
         return None
-
-    def refuse(self) -> None:
-        """Tell the ranks that wait in this call that this one does not make it. Collective where it waits at all."""
-        self.backend.refuse()
 
 
 class Opened:

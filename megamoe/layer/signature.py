@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megamoe.backends.call import meets, overlap
+from megamoe.backends.call import overwrites
 from megamoe.core import transforms
 from megamoe.core.planes import SUSPECT_BELOW, is_freed
 from megamoe.formats.weights import ExpertWeights
@@ -93,8 +93,8 @@ class Signature:
                 return False
             if any(is_freed(t) for t in there):
                 return False
-            if out is not None and (
-                overlap(out, x) or meets(out, (topk_ids, topk_weights, w13, w2, *further[:4]))
+            if out is not None and overwrites(
+                out, x, (topk_ids, topk_weights, w13, w2, *further[:-1])
             ):
                 return False
         if not (
@@ -113,21 +113,14 @@ class Signatures:
     def __init__(self) -> None:
         self._of: dict[Any, list[Signature]] = {}
 
-    def find(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> Signature | None:
-        """Return the signature that a call fits: operators need not be called then, nor anything be checked."""
+    def find(self, x: Tensor, *further: Any) -> Signature | None:
+        """Return the signature that a call fits: operators need not be called then, nor anything be checked.
+
+        further: what Signature.fits() takes besides x.
+        """
         try:
-            further = weights, num_tokens_device, out, x_scale
             for found in self._of.get(x.shape, ()):
-                if found.fits(x, topk_ids, topk_weights, *further):
+                if found.fits(x, *further):
                     return found
         except (AttributeError, RuntimeError, TypeError):
             pass  # something is no tensor, or lies nowhere: the checks will name it

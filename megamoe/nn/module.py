@@ -21,7 +21,6 @@ from megamoe.core.config import Activation, Problem, activation_by_name
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
 from megamoe.core.planes import is_dtensor
 from megamoe.core.table import E4M3_BLOCKS, E4M3_CHANNELS, MXFP4, NVFP4, Format
-from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
@@ -176,15 +175,15 @@ class MegaMoE(nn.Module):
         """
         try:
             weights = self._experts()
+            if not torch.compiler.is_compiling():
+                ddp = DistributedDataParallel._active_ddp_module
+                if ddp is not None and ddp not in _ignoring:
+                    check_ignored(ddp)
+            if self._delays and is_fsdp(self):
+                expected = "False under fully_shard(): FSDP2 frees weights behind the backward pass"
+                raise ConfigError("delay_wgrad", self._delays, expected)
         except Exception as error:
             self._raise_on_all(error, "a first call")
-        if not torch.compiler.is_compiling():
-            ddp = DistributedDataParallel._active_ddp_module
-            if ddp is not None and ddp not in _ignoring:
-                check_ignored(ddp)
-        if self._delays and is_fsdp(self):
-            expected = "False under fully_shard(): FSDP2 reduces gradients, and frees weights, behind the backward pass"
-            raise ConfigError("delay_wgrad", self._delays, expected)
         # By position and by the method's name: half a microsecond less than Layer.__call__.
         return self._layer._call(
             x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
@@ -207,17 +206,10 @@ class MegaMoE(nn.Module):
             if lacks and not hasattr(type(self), name):  # there, it is computed: parametrized
                 found = ArgumentError(name, type(given).__name__, "a parameter of the layer")
                 break
-        if call == "prepare()":
-            self._tell(call, found)
-        else:
-            self._layer.refuse(found)
-        if found is error:
-            raise error
-        raise found from error
-
-    @uncompiled("what one rank lacks has to reach the others")
-    def _tell(self, call: str, error: Exception) -> None:
-        self._layer.ranks.tell(call, error)
+        with self._layer.together(call):
+            if found is error:
+                raise error
+            raise found from error
 
     def _experts(self) -> ExpertWeights:
         """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""

@@ -7,6 +7,7 @@ optimizer states that assume equal ranks are wrong for them. docs/training.md ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
 from megamoe.experts.shards import span
 from megamoe.experts.tensors import is_fsdp
-from megamoe.group.group import Group, begins
+from megamoe.group.group import Group
 from megamoe.nn.module import MegaMoE
 
+_NORM = "grad_norm() or clip_grad_norm_()"
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
@@ -90,7 +92,9 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.0) -> Tensor:
     groups = dict.fromkeys(Group.of(layer.group) for _, layer in _layers(_model(model)))
-    with begins("grad_norm() or clip_grad_norm_()", *groups):
+    with ExitStack() as stack:
+        for ranks in reversed(groups):
+            stack.enter_context(ranks.together(_NORM))
         if (
             isinstance(max_norm, str)
             or not isinstance(max_norm, (int, float, Tensor))
@@ -106,6 +110,8 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
         for name, p in model.named_parameters():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
+        for ranks in groups:
+            ranks.begin(_NORM)
     own: dict[int, Any] = {}  # of parameters that are spread without DTensor saying so -> group
     for _, layer in _layers(model):
         for p in layer.parameters():

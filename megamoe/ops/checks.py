@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import meets
+from megamoe.backends.call import shares
 from megamoe.core import transforms
 from megamoe.core.config import MAX_LOCAL_EXPERTS
 from megamoe.core.errors import ArgumentError
@@ -249,5 +249,5 @@ def check_sums(
         return
     if out.is_neg():
         refuse(name, "a negative view", "a tensor as it lies in memory")
-    if meets(out, (like, *others)):
-        refuse(name, "memory that the call reads", "memory of its own")
+    if shares(out, (like, *others)):
+        refuse(name, "in a storage that the call reads", "a storage of its own")

@@ -8,6 +8,7 @@ the layers of a window in the same order; a different order is a named error.
 from __future__ import annotations
 
 import ctypes
+import struct
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any
@@ -85,7 +86,7 @@ class Window:
     ) -> None:
         self.group = Group.of(group)
         self.device = _device(device)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._capturing():
             raise MegaMoEError(
                 "a window cannot be made during CUDA graph capture: call the layer's prepare() before"
             )
@@ -191,6 +192,8 @@ class Window:
             record = {"rank": self.group.rank, "waited_ns": self.timeout_ns}
             record.update(abi.fault_fields(self.fault))
             self.broken = fault_to_error(record, self.group.rank)
+            if isinstance(self.broken, PeerFault):
+                self.broken = self._peers_fault()
             raise self.broken
         if self.broken is not None:
             raise WindowBroken(f"call reset() on all ranks first. The fault was: {self.broken}")
@@ -201,12 +204,45 @@ class Window:
         """Wait for the device, then raise the fault of any launch; also when a peer's fault ended ours."""
         self._synchronize()
         self.poll()
-        if int(self.regions["window_abort"].view(self.memory)[0]):
-            self.broken = PeerFault(
-                f"another rank gave up on a launch of this window, so rank "
-                f"{self.group.rank} left it too: see that rank's error"
-            )
+        if int(self._abort_cells[0]):
+            self.broken = self._peers_fault()
             raise self.broken
+
+    @property
+    def _abort_cells(self) -> Tensor:
+        return self.regions["window_abort"].view(self.memory)
+
+    def _peers_fault(self) -> MegaMoEError:
+        """Return the error of a launch that another rank has ended. It names the rank that called abort(), if one did.
+
+        Waits for the launch.
+        """
+        own, capturing = self.group.rank, self._capturing()
+        if not capturing and (rank := int(self._abort_cells[1]) - 1) >= 0:
+            return PeerFault(
+                f"rank {rank} raised an error before its launch, so rank {own} left the launch: see that rank's error"
+            )
+        return fault_to_error({"edge": "peer_abort", "rank": own, "peer": own, "role": ""})
+
+    def abort(self, error: Exception) -> None:
+        """End the launch that the other ranks are in, or make next: this rank raises an error and makes none.
+
+        Their launch stops waiting and they raise PeerFault. Like after every fault, the window is broken until reset().
+        This rank's earlier launches are waited for, so that they do not lose their results.
+        """
+        if self.closed or self.broken is not None:  # then the other ranks know
+            return
+        if self._capturing():  # nothing runs
+            return
+        from megamoe.jit.driver import write_memory
+
+        self._synchronize()
+        self.broken = MegaMoEError(f"rank {self.group.rank} raised {type(error).__name__}: {error}")
+        cells = struct.pack("ii", 1, 1 + self.group.rank)
+        with on_device(self.device):
+            for rank, base in enumerate(self.bases):
+                if rank != self.group.rank:
+                    write_memory(base + self.regions["window_abort"].offset, cells)
 
     def reset(self) -> None:
         """Make a broken window usable again. Collective; results of launches in flight are lost.
@@ -264,6 +300,9 @@ class Window:
     def _check_open(self) -> None:
         if self.closed:
             raise WindowBroken("this window is closed")
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -39,6 +39,12 @@ int cuOccupancyMaxActiveClusters(int* clusters, void* function, const Config* co
 }
 int cuGetErrorString(int error, const char** text) { *text = "the stub refuses"; return ok; }
 
+int cuMemcpyHtoD(uint64_t to, const void* from, size_t bytes) {
+    if (stub_no_context) return invalid_context;
+    memcpy((void*)to, from, bytes);
+    return ok;
+}
+
 int cuLaunchKernelEx(const Config* config, void* function, void** arguments, void** extra) {
     if (stub_no_context) return invalid_context;
     if (config->smem > (unsigned)stub_max_smem) return invalid_value;

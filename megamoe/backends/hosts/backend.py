@@ -39,6 +39,7 @@ from megamoe.core.errors import (
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
+from megamoe.group.group import Group
 from megamoe.group.hosts import Hosts
 from megamoe.group.links import Links, Part
 from megamoe.group.order import BACKWARD, MARK_INTS, RECORDED, WIDTH
@@ -85,6 +86,7 @@ class HostsBackend(Backend):
 
     problem: of the whole group. make: makes the inner backend of the problem inside(). chunks: parts of a call, None:
     by chunks_of(). exchange: of EXCHANGES. engine: what carries rows along the rail; None: torch.distributed.
+    group: of the layer, all ranks; None: that of the links.
     """
 
     def __init__(
@@ -96,9 +98,10 @@ class HostsBackend(Backend):
         chunks: int | None = None,
         exchange: str = "exact",
         engine: Exchange | None = None,
+        group: Group | None = None,
     ) -> None:
         hosts = links.hosts
-        self.problem, self.links = problem, links
+        self.problem, self.links, self.group = problem, links, group or links.group
         self.inside, self.chunks = inside(problem, hosts, chunks), chunks_of(problem, hosts, chunks)
         ranks = range(0, problem.ep_size + 1, hosts.per_host)
         bounds = [problem.expert_begin(rank) for rank in ranks]
@@ -173,16 +176,15 @@ class HostsBackend(Backend):
             torch.stack(counts).sum(0, dtype=torch.int32), torch.stack(passes).amax(0)
         )
 
-    def refuse(self) -> None:
-        """Tell rail and host that this rank makes no call. static: the others find out while they wait."""
+    def abort(self, error: Exception) -> None:
+        """Tell rail and host of an error. static: the others find out while they wait."""
         if self.links.broken is not None:
             return
-        self.links.refuse()
-        with suppress(MegaMoEError):
-            self.trips.refuse()
-        with suppress(MegaMoEError):
-            self.inner.refuse()
-        self.links.end_incident(None if self._stops_clean else "this rank refused its arguments")
+        self.links.report(error)
+        for ends in (self.trips.abort, self.inner.abort):
+            with suppress(MegaMoEError):
+                ends(error)
+        self.links.end_incident(None if self._stops_clean else f"this rank raised {error}")
 
     def check(self) -> None:
         """Wait for what is pending; raise the fault of a launch, if there is one; static: of hosts that differed."""
@@ -216,7 +218,7 @@ class HostsBackend(Backend):
         """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
         self.links.check()
         self.trips.check_capture()
-        self._at_rail = True
+        self._at_rail = self.group.met = True  # an error from here on is told here
         try:
             self.trips.check()
             with torch.no_grad():
@@ -226,9 +228,9 @@ class HostsBackend(Backend):
             own = self.links.report(error)
             if self._at_rail:  # the ranks of this host wait inside
                 with suppress(MegaMoEError):
-                    self.inner.refuse()
+                    self.inner.abort(error)
             said = error if own else self.links.verdict(error)
-            clean = self._stops_clean and isinstance(said, RankMismatch)
+            clean = self._stops_clean and isinstance(said, (RankMismatch, PeerFault))
             self.links.end_incident(None if clean else str(said))
             if said is caught:
                 raise

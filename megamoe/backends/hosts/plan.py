@@ -20,7 +20,6 @@ from megamoe.group.order import (
     BACKWARD,
     MARK_INTS,
     RECORDED,
-    REFUSED,
     Mark,
     check_marks,
     check_numbers,
@@ -143,8 +142,8 @@ class Trips:
     def check_all(self) -> None:
         """Do so for all calls: wait."""
 
-    def refuse(self) -> None:
-        """Tell the other hosts, where they wait in the call that this rank refuses."""
+    def abort(self, error: Exception) -> None:
+        """Tell the other hosts, where they wait in the call that this rank does not make."""
 
     def reset(self) -> None:
         """Forget how hosts differed, and make anew what graphs read."""
@@ -194,9 +193,8 @@ class Exact(Trips):
         if self.device.type == "cuda":  # before ranks meet: all capture
             refuse_capture('a graph cannot capture exchange="exact": make the layer with "static"')
 
-    def refuse(self) -> None:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.rail.meet(self.mark.ints(REFUSED), [nothing] * self.num_hosts)
+    def abort(self, error: Exception) -> None:
+        self.rail.fail(self.mark.ints(), error, self.device)
 
 
 class Static(Trips):

@@ -108,7 +108,7 @@ class MegaBackend(Backend):
             raise ConfigError("step_blocks", step_blocks, f"0 (automatic) or at least {MAX_RUN}")
         self.problem = problem
         self._owns_window = window is None
-        group = Group.of(group)
+        self.group = group = Group.of(group)
         self.window = window or Window(problem, group, device=device, agreed=agreed is not None)
         if not self._owns_window:
             self.window.admit(problem)
@@ -138,6 +138,7 @@ class MegaBackend(Backend):
         self._kernels = LayerKernels(
             plan=self.plan,
             window=self.window,
+            group=group,
             layer=self.window.add_layer(),
             grid=self.grid,
             patience_ns=patience_ns,
@@ -238,6 +239,10 @@ class MegaBackend(Backend):
             raise ArgumentError("weight_gradients()", "called first", "prepare_kept() before")
         with on_device(self.device):
             return self._kept_weights(weights, kept, wanted)
+
+    def abort(self, error: Exception) -> None:
+        """End the launch of the other ranks, see Window.abort()."""
+        self.window.abort(error)
 
     # --- looking inside ---
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_call, check_kept
-from megamoe.backends.mega.gradients import Targets
+from megamoe.backends.mega.gradients import Fresh, Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.group.group import Group
 from megamoe.jit import abi, compiler
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
@@ -73,6 +74,7 @@ class LayerKernels:
 
     plan: Plan
     window: Window
+    group: Group  # of the layer
     layer: int  # of the window
     grid: int  # CTAs
     patience_ns: Sequence[int]  # join_ns and peers_ns of arguments.Place
@@ -149,6 +151,7 @@ class Launch:
         from megamoe.jit.tensormap import encode
 
         self._plan, self._window, self.problem = kernels.plan, kernels.window, kernels.plan.problem
+        self._group = kernels.group
         self.launcher, self.argument, self._encode = launcher, launcher.argument, encode
         self.device = self._window.device
         ordinal = self.device.index or 0
@@ -211,7 +214,7 @@ class Launch:
         """Launch; `tensors` are what the launch uses. The caller holds launch_lock."""
         handle = self.order.before_launch()
         self.launcher.launch(handle)
-        self._window.last_launch = self._launched
+        self._window.last_launch, self._group.met = self._launched, True
         if handle:  # not the default stream
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:
@@ -259,6 +262,8 @@ class Training:
         fill_backward(backward.argument, self._plan, self.workspace.data_ptr(), encode)
         behind = self._window.workspace(self._plan)[self._plan.state_offset :]
         self._routes = behind[place.offset : place.end]  # bytes
+        place = self._plan.train_state["chunk_prefix"]
+        self._routes_of_state = slice(place.offset, place.end)
         # Memory of the state of the last train launch. Weak: autograd frees it.
         self._state: StorageWeakRef | None = None
         self._begin = 0  # of it, in that memory
@@ -312,8 +317,7 @@ class Training:
                     self._plan.kept[name].view(wanted.kept.memory).copy_(of_state)
             # statistics() reads the routes in the workspace, since the state of the call is freed after its backward.
             # They are copied behind the launch, which has waited for launches on other streams that use that memory.
-            place = self._plan.train_state["chunk_prefix"]
-            self._routes.copy_(state[place.offset : place.end])
+            self._routes.copy_(state[self._routes_of_state])
         return found
 
 
@@ -321,6 +325,8 @@ class Backward(Launch):
     """The gradients of a call that `train` made."""
 
     _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
+    _turned: TurnedWeights | None = None  # that the argument block points to, beside _known
+    _fresh: Fresh | None = None  # what it was filled with, if gradients go to new tensors
 
     def keep_in(self, plan: Plan, workspace: Tensor, kept: KeptRows | None) -> None:
         """Say where rows for weight gradients go: to the workspace, or to what is kept."""
@@ -333,27 +339,23 @@ class Backward(Launch):
 
     def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
-        x = self._check(call, dy, state, wanted)
+        known, (x, _) = call.known, call.rows
+        if known is None:
+            self._check(call, dy, state, wanted)
         self._use_device()
         topk_ids, count, needs = call.topk_ids, call.num_tokens_device, wanted.needs
         make = torch.empty if count is None else torch.zeros  # rows behind have none
         dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
         with launch_lock:
-            self.point_at(call.weights, wanted.turned)
-            for name in ("w13", "w2"):
-                dtype = getattr(call.weights, name).dtype
-                if getattr(needs, name) and dtype != torch.bfloat16:
-                    expected = "bf16, of what has gradients"
-                    raise ArgumentError(f"weights.{name}.dtype", dtype, expected)
-            targets = Targets.make(call.weights, needs.of_weights, wanted.into)
+            if known is None or known is not self._known or wanted.turned is not self._turned:
+                self._known = None
+                self.point_at(call.weights, wanted.turned)
+                b13 = call.weights.b13  # a copy of which is made of its values
+                self._known = known if b13 is None or b13.is_contiguous() else None
+                self._turned = wanted.turned
             self._keep_in(state)
-            fill_gradients(
-                *(self.argument, self._plan, self._encode, targets.tensors),
-                accumulate=targets.accumulate,
-                only_weights=wanted.only_weights,
-                keeps=wanted.kept is not None,
-            )
+            targets = self._fill_targets(call, wanted)
             fill_backward_call(
                 self.argument,
                 dy=dy,
@@ -368,6 +370,28 @@ class Backward(Launch):
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
         return Gradients(*of_rows, *targets.results())
 
+    def _fill_targets(self, call: Call, wanted: Wanted) -> Targets:
+        """Fill where gradients of weights go. A call like the last one has tensors like its."""
+        fresh, self._fresh = self._fresh, None  # until all is filled
+        plain = not (wanted.into or wanted.only_weights or wanted.kept is not None)
+        if fresh is not None and plain and fresh.fits(call.known, wanted.needs):
+            self._fresh = fresh
+            return fresh.fill(self.argument, call.weights, self._encode)
+        for name in ("w13", "w2"):
+            dtype = getattr(call.weights, name).dtype
+            if getattr(wanted.needs, name) and dtype != torch.bfloat16:
+                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
+        targets = Targets.make(call.weights, wanted.needs.of_weights, wanted.into)
+        rows = fill_gradients(
+            *(self.argument, self._plan, self._encode, targets.tensors),
+            accumulate=targets.accumulate,
+            only_weights=wanted.only_weights,
+            keeps=wanted.kept is not None,
+        )
+        if plain and call.known is not None:
+            self._fresh = Fresh(call.known, wanted.needs, targets, rows)
+        return targets
+
     def _fill_weights(
         self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None
     ) -> None:
@@ -381,8 +405,8 @@ class Backward(Launch):
         given = w if turned is None else turned
         fill_backward_weights(self.argument, self._plan, given, self._encode)
 
-    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Tensor:
-        """Return x; raise ArgumentError for what a backward launch cannot take."""
+    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> None:
+        """Raise ArgumentError for what a backward launch cannot take."""
         check_call(self.problem, call, self.device)
         x, _ = call.rows
         check_tensor("dy", dy, tuple(call.x.shape), torch.bfloat16, self.device)
@@ -400,7 +424,6 @@ class Backward(Launch):
             value = None if wanted.turned is None else "given"
             expected = "TurnedWeights of these weights with precision 'fp8', else None"
             raise ArgumentError("turned", value, expected)
-        return x
 
 
 class KeptWeights:

@@ -16,7 +16,6 @@ from megamoe.backends.reference.quant import quantize_experts
 from megamoe.backends.reference.state import State
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
-from megamoe.core.errors import ArgumentError
 from megamoe.group.order import BACKWARD, RECORDED, check_numbers
 
 # what has a gradient -> its name in backward's results
@@ -67,14 +66,10 @@ class ReferenceBackend(Gathered):
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients; routes and the number of tokens are the state's own. Collective.
 
-        Without `turned`, in FP8, that is made from the masters. Raises ArgumentError, on the other ranks RankMismatch,
-        for a state that is not of this layer and call; RankMismatch where ranks come with states of different calls.
+        Without `turned`, in FP8, that is made from the masters. Raises ArgumentError for a state that is
+        not of this layer and call; RankMismatch where ranks come with states of different calls.
         """
-        try:
-            *routes, number = State.unpack(self.problem, self.number, state, call.topk_ids)
-        except ArgumentError:
-            self.refuse()
-            raise
+        *routes, number = State.unpack(self.problem, self.number, state, call.topk_ids)
         (x, _), weights, turned = call.rows, call.weights, wanted.turned
         given = weights if turned is None else turned.forward
         everyone = self._gather(BACKWARD, (number, dy, x, *routes, given), x.device)

@@ -102,7 +102,7 @@ def test_models_over_two_ranks(name, tmp_path):
         assert refused in found["not ours"]
         assert "x.shape[0] is 70, expected at most max_tokens = 64" in found["too many"]
     assert results[0]["left"] > results[1]["left"] == 0
-    assert "rank 1 of the group failed" in results[0]["too many"]
+    assert "rank 1 raised ArgumentError" in results[0]["too many"]
 
 
 def train_sharded(rank, name, reshard):
@@ -161,7 +161,7 @@ def test_what_one_rank_refuses_raises_on_all(tmp_path):
     model_of("Qwen3Moe", "eager").save_pretrained(tmp_path)
     there, here = launch(refuse, 2, str(tmp_path), timeout_s=60)
     assert there[1::2] == here[1::2] == [(None, "")] * 3  # a later call is as good as ever
-    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 3, there
+    assert [kind for kind, _ in there[::2]] == ["PeerFault"] * 3, there
     for (_, error), text in zip(
         here[::2], ("no norm",) * 2 + ("activation is that of",), strict=True
     ):

@@ -15,7 +15,7 @@ from megamoe.backends.reference import ReferenceBackend
 from megamoe.backends.reference.quant import quantize_experts
 from megamoe.backends.staged import StagedBackend
 from megamoe.core.config import ACTIVATIONS, Problem
-from megamoe.core.errors import ArgumentError, RankMismatch
+from megamoe.core.errors import ArgumentError, PeerFault
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group
 from megamoe.layer.autograd import Runtime, apply
@@ -303,10 +303,12 @@ def refuse_on_rank_0(rank):
     _, state = backend.forward(given, keep=True)
     arguments = given, call.dy[rank]
     of_rank = torch.zeros_like(state) if rank == 0 else state
+    abort = lambda error: backend.abort(error) is None  # noqa: E731
     try:
-        backend.backward(*arguments, of_rank, Wanted())
+        with backend.group.together("a first call", abort):
+            backend.backward(*arguments, of_rank, Wanted())
         first = None
-    except (ArgumentError, RankMismatch) as error:
+    except (ArgumentError, PeerFault) as error:
         first = f"{type(error).__name__}: {error}"
     wanted = Wanted(Needs(b13=False, b2=False))
     return first, backend.backward(*arguments, state, wanted)[0]
@@ -315,7 +317,7 @@ def refuse_on_rank_0(rank):
 def test_a_foreign_state_on_one_rank_ends_the_call_on_all():
     (first, dx), (second, _) = launch(refuse_on_rank_0, 2, timeout_s=60)
     assert first.startswith("ArgumentError: state is one that no forward completed")
-    assert second == "RankMismatch: rank 0 refused its arguments: see that rank's error"
+    assert second == f"PeerFault: rank 0 raised {first}"
     assert dx.any()
 
 

@@ -46,7 +46,7 @@ MUTANTS = {
     "d_topk_weights of one host only": (
         "exact", "= self._summed(trip, padded)",
         "= self._summed(trip, padded) * (self.trips.host == 0)"),
-    "a refusal is not reported": ("refusal", "        self.links.refuse()\n", ""),
+    "a refusal is not reported": ("refusal", "        self.links.report(error)\n        for", "        for"),
     "hosts in reverse order": (
         "order", "places.transpose(1, 2).reshape(-1)", "places.flip(1).transpose(1, 2).reshape(-1)"),
     "a chunk left out": (
@@ -94,7 +94,7 @@ def seen_by_refusal(rank):
     try:
         layer(x.float() if rank == 1 else x, ids, weights)
     except Exception as error:
-        text = "x.dtype" if rank == 1 else "rank 1 on host-0 refused its arguments"
+        text = "x.dtype" if rank == 1 else "rank 1 on host-0 raised "
         return [] if str(error).startswith(text) else [str(error)]
     return ["no error"]
 

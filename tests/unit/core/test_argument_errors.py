@@ -299,23 +299,21 @@ def test_options_of_other_types_are_named(options, message):
         make(**options)
 
 
-def test_out_may_be_x_but_not_a_part_of_it():
+def test_out_is_x_or_has_a_storage_of_its_own():
     """A row of y that lies on another row of x may be written before that row is read, on another SM."""
-    layer = make()
-    i = make_inputs(PROBLEM, 12)
+    layer, i = make(), make_inputs(PROBLEM, 12)
     with torch.no_grad():
         y = layer(i.x, i.topk_ids, i.topk_weights)
         for _ in range(2):  # a checked call, then one that is known
             x = i.x.clone()
-            assert torch.equal(layer(x, i.topk_ids, i.topk_weights, out=x), y)
-            memory = torch.cat([i.x, i.x[:1]])
-            for x, out in ((memory[:12], memory[1:]), (memory[1:], memory[:12])):
-                with pytest.raises(ArgumentError, match="out is a part of x"):
+            for out in (x[:], x):
+                assert torch.equal(layer(x.copy_(i.x), i.topk_ids, i.topk_weights, out=out), y)
+            room = torch.empty(20, 48, dtype=torch.bfloat16)  # a part of a larger output
+            assert torch.equal(layer(i.x, i.topk_ids, i.topk_weights, out=room[3:15]), y)
+            memory = torch.cat([i.x, i.x])
+            for x, out in ((memory[:12], memory[1:13]), (memory[:12], memory[12:])):
+                with pytest.raises(ArgumentError, match="out is in a storage that the call reads"):
                     layer(x, i.topk_ids, i.topk_weights, out=out)
-            first, second = torch.cat([i.x, i.x]).chunk(2)  # beside each other is no part
-            for x, out in ((first, second), (second, first)):
-                x.copy_(i.x)
-                assert torch.equal(layer(x, i.topk_ids, i.topk_weights, out=out), y)
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
@@ -330,13 +328,6 @@ def test_negative_views_are_read_with_their_sign(backend):
         for _ in range(2):
             assert torch.equal(layer(i.x, i.topk_ids, negative.contiguous()), expected)
             assert torch.equal(layer(i.x, i.topk_ids, torch._neg_view(i.topk_weights)), expected)
-
-
-def test_functional_reverse_mode_is_refused_by_name():
-    layer = make()
-    i = make_inputs(PROBLEM, 6)
-    with pytest.raises(ArgumentError, match="inside torch.func.grad, vjp or jacrev"):
-        torch.func.grad(lambda x: layer(x, i.topk_ids, i.topk_weights).float().sum())(i.x)
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference", "emulate"])
@@ -535,20 +526,6 @@ def test_a_layer_is_made_of_memory(backend):
     for other in (make(backend=backend), layer):
         with pytest.raises(ArgumentError, match="w13.device is meta, expected a device with mem"):
             other.to("meta")(*(t.to("meta") for t in rows))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_torch_jit_trace_is_refused(known):
-    """The graph had this call's numbers of routes as constants, and a kernel's name had "tensor(48)" for 48."""
-    layer, i = make().requires_grad_(False), make_inputs(PROBLEM, 9)
-    rows = i.x, i.topk_ids, i.topk_weights
-    if known:
-        layer(*rows)
-    with pytest.raises(
-        ArgumentError, match=r"torch.jit.trace\(\) is called, expected torch.export"
-    ):
-        torch.jit.trace(layer, rows, check_trace=False)
-    assert layer(*rows).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -173,22 +173,22 @@ def differing_options(rank, how):
 # what differs -> exception and text on rank 0, exception and text on rank 1
 DIFFERING = {
     "backend": ("RankMismatch", "backend is 'reference' on rank 1, 'staged' on rank 0") * 2,
-    "bad backend": ("RankMismatch", "rank 1 of the group failed: ConfigError: backend is 'fast'")
+    "bad backend": ("PeerFault", "rank 1 raised ConfigError: backend is 'fast'")
     + ("ConfigError", "backend is 'fast', expected auto"),
     "hidden": ("RankMismatch", "hidden=64") * 2,
-    "bad hidden": ("RankMismatch", "rank 1 of the group failed: ConfigError: hidden is 50")
+    "bad hidden": ("PeerFault", "rank 1 raised ConfigError: hidden is 50")
     + ("ConfigError", "hidden is 50"),
-    "dtype": ("RankMismatch", "rank 1 of the group failed: ConfigError: dtype is torch.float32")
+    "dtype": ("PeerFault", "rank 1 raised ConfigError: dtype is torch.float32")
     + ("ConfigError", "dtype is torch.float32"),
-    "no such device": ("RankMismatch", "rank 1 of the group failed: ConfigError: device is cuda")
+    "no such device": ("PeerFault", "rank 1 raised ConfigError: device is cuda")
     + ("ConfigError", "device is cuda"),
-    "bad variable": ("RankMismatch", "failed: ConfigError: MEGAMOE_BACKEND is 'nonsense'")
+    "bad variable": ("PeerFault", "raised ConfigError: MEGAMOE_BACKEND is 'nonsense'")
     + ("ConfigError", "MEGAMOE_BACKEND is 'nonsense'"),
     "variable": ("RankMismatch", "backend is 'reference' on rank 1, 'auto' on rank 0") * 2,
     "function": ("RankMismatch", "backend is 'reference' on rank 1, 'staged' on rank 0") * 2,
-    "function, bad": ("RankMismatch", "rank 1 of the group failed: ConfigError: backend is 'fast'")
+    "function, bad": ("PeerFault", "rank 1 raised ConfigError: backend is 'fast'")
     + ("ConfigError", "backend is 'fast', expected auto"),
-    "option": ("RankMismatch", "rank 1 of the group failed: ConfigError: option is 'reserve'")
+    "option": ("PeerFault", "rank 1 raised ConfigError: option is 'reserve'")
     + ("ConfigError", "option is 'reserve'"),
     "rank": ("RankMismatch", "rank 1 of the group was given Problem.rank = 0") * 2,
     "mega": ("RankMismatch", "backend is 'mega' on rank 1, 'staged' on rank 0") * 2,
@@ -242,7 +242,10 @@ def one_refuses(rank, name, by, late):
     good = i.x, i.topk_ids, i.topk_weights
     options = {"group": group, "backend": name}
     layer = Layer(problem, **options) if by == "layer" else MegaMoE(**SHAPE, **options)
-    run = torch.compile(layer, backend="eager") if by == "compiled" else layer
+    run = layer
+    if by == "compiled":
+        layer.prepare()
+        run = torch.compile(layer, backend="eager")
 
     def call(x, ids, scores, weights=weights):
         return run(x, ids, scores, *([weights] if by == "layer" else []))
@@ -293,9 +296,8 @@ def test_arguments_that_one_rank_refuses_hang_nobody(refusals, name, by, late):
     for rank, results in enumerate(refusals):
         found, both, alike = results[name, by, late]
         for what, (kind, text) in found.items():
-            assert kind == ("ArgumentError" if rank == 1 else "RankMismatch"), (what, text)
-            told = "rank 1 refused its arguments", "rank 1 of the group failed: ArgumentError: "
-            assert rank == 1 or text.startswith(told), (what, text)
+            assert kind == ("ArgumentError" if rank == 1 else "PeerFault"), (what, text)
+            assert rank == 1 or text.startswith("rank 1 raised ArgumentError: "), (what, text)
         assert both[0] == "ArgumentError"
         assert alike[0] is None, alike
 
@@ -309,8 +311,6 @@ def faked(call, x):
 WAYS = {
     "a fake tensor": faked,
     "forward-mode tangent": lambda call, x: torch.func.jvp(call, (x,), (x,)),
-    "torch.func.grad": lambda call, x: torch.func.grad(lambda x: call(x).float().sum())(x),
-    "torch.jit.trace": lambda call, x: torch.jit.trace(call, (x,), check_trace=False),
 }
 
 
@@ -336,7 +336,7 @@ def one_calls_otherwise(rank):
 def test_a_refusal_inside_of_transforms_and_modes_reaches_the_others():
     for rank, results in enumerate(launch(one_calls_otherwise, 2, timeout_s=60)):
         for (name, late), ((kind, text), after) in results.items():
-            assert kind == ("ArgumentError" if rank == 1 else "RankMismatch"), (name, late, text)
+            assert kind == ("ArgumentError" if rank == 1 else "PeerFault"), (name, late, text)
             assert rank == 0 or name in text
             assert after[0] is None, (name, late, after)
 
@@ -406,22 +406,22 @@ def crossing(rank, name):
         "making wrongly": (
             call,
             lambda: MegaMoE(**{**SHAPE, "hidden": 50}, group=group, backend=name),
-            *("rank 1 comes for a new layer", "ConfigError"),
+            *("rank 1 raised ConfigError: hidden is 50", "ConfigError"),
         ),
         "clip wrongly": (
             norm,
             lambda: clip_grad_norm_(module, -1.0),
-            *("rank 1 refused its arguments", "ArgumentError"),
+            *("rank 1 raised ", "ArgumentError"),
         ),
         "counters wrongly": (
             count,
             lambda: here.counters(None, group),
-            *("rank 1 refused its arguments", "ArgumentError"),
+            *("rank 1 raised ", "ArgumentError"),
         ),
         "move wrongly": (
             lambda: move(there),
             lambda: move(None),
-            *("rank 1 of the group failed: ConfigError", "ConfigError"),
+            *("rank 1 raised ConfigError", "ConfigError"),
         ),
         "move differently": (
             lambda: move(there),
@@ -451,7 +451,7 @@ def test_ranks_that_do_something_else_are_named():
             for what, (kind, text, words, *alike) in found.items():
                 other, case = 1 - rank, (name, what, kind, text)
                 if what.endswith("wrongly"):
-                    assert kind == ("RankMismatch", words[1])[rank], case
+                    assert kind == ("PeerFault", words[1])[rank], case
                     assert rank or words[0] in text, case
                 else:
                     assert kind == "RankMismatch", case

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ambient import default_dtype
 
-from megamoe import ArgumentError, ExpertWeights, Layer, MegaMoE, Problem, SharedExperts, ops
+from megamoe import ExpertWeights, Layer, MegaMoE, Problem, SharedExperts, ops
 from megamoe.adapters.library_activations import candidates, matching
 from megamoe.formats import fp4
 from megamoe.layer.main_grad import Joint
@@ -42,15 +42,6 @@ def test_backward_within_autocast(backend, precision):
     for dtype in HALVES:
         with torch.autocast("cpu", dtype):
             same(of_layer(backend, precision)[1], expected)
-
-
-@pytest.mark.parametrize("backend", ["staged", "emulate"])
-def test_batched_gradients_are_refused_by_name(backend):
-    layer = MegaMoE(48, 32, 5, 2, backend=backend, max_tokens=16)
-    i = make_inputs(PROBLEM, 10)
-    y = layer(i.x.requires_grad_(), i.topk_ids, i.topk_weights)
-    with pytest.raises(ArgumentError, match="is_grads_batched is True, expected False"):
-        torch.autograd.grad(y, [i.x], y.detach().expand(3, -1, -1), is_grads_batched=True)
 
 
 def operands():

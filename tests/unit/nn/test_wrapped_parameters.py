@@ -307,7 +307,7 @@ def fail_on_one(rank, backend):
 def test_parameters_that_one_rank_cannot_compute_raise_on_all(backend):
     there, here = launch(fail_on_one, 2, backend, timeout_s=60)
     assert there[1::2] == here[1::2] == [(None, "")] * 4
-    assert [kind for kind, _ in there[::2]] == ["RankMismatch"] * 4, there
+    assert [kind for kind, _ in there[::2]] == ["PeerFault"] * 4, there
     assert here[::2] == [("ValueError", "no memory left, say")] * 4
 
 
@@ -341,5 +341,5 @@ def lose_saved_tensors(rank):
 def test_a_backward_pass_whose_tensors_one_rank_has_lost_raises_on_all():
     """Written to, or offloaded and gone."""
     there, here = launch(lose_saved_tensors, 2, timeout_s=60)
-    assert [kind for kind, _ in there] == ["RankMismatch", "RankMismatch", None] * 2, there
+    assert [kind for kind, _ in there] == ["PeerFault", "PeerFault", None] * 2, there
     assert [kind for kind, _ in here] == ["RuntimeError", "OSError", None] * 2, here
