@@ -19,7 +19,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from command import parser_of
+from command import at_least, parser_of
 
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric
@@ -33,30 +33,35 @@ def main() -> int:
     add = parser.add_argument
     add_shape_arguments(parser, "dsv3")
     add("--precision", nargs="+", default=["fp8"], choices=PRECISIONS)
-    add("--hosts", nargs="+", type=int, default=[2, 4, 8])
-    add("--tokens", nargs="+", type=int, default=[128, 1024, 8192], help="per rank")
-    add("--per-host", type=int, default=Fabric.per_host, help="GPUs, each with a link")
-    add("--gb-s", type=float, default=Fabric.gb_s, help="of a rank's link, in each direction")
-    add("--latency-us", type=float, default=Fabric.latency_us, help="of one exchange")
-    add("--hbm-gb-s", type=float, default=Fabric.hbm_gb_s, help="of the GPUs' memory")
+    add("--hosts", nargs="+", type=at_least(2), default=[2, 4, 8])
+    add("--tokens", nargs="+", type=at_least(1), default=[128, 1024, 8192], help="per rank")
+    add("--per-host", type=at_least(1), default=Fabric.per_host, help="GPUs, each with a link")
     add(
-        "--host-us",
-        type=float,
-        default=Fabric.host_us,
-        help="by which exact takes longer than static",
+        "--gb-s",
+        type=at_least(1e-3, float),
+        default=Fabric.gb_s,
+        help="of a rank's link, in each direction",
     )
-    add("--groups", nargs=2, type=int, metavar=("OF", "TAKEN"), help="that routing is limited to")
+    add("--latency-us", type=at_least(0, float), default=Fabric.latency_us, help="of one exchange")
+    add(
+        "--hbm-gb-s",
+        type=at_least(1e-3, float),
+        default=Fabric.hbm_gb_s,
+        help="of the GPUs' memory",
+    )
+    add("--host-us", type=float, default=Fabric.host_us, help="by which exact takes longer")
+    add(
+        "--groups",
+        nargs=2,
+        type=at_least(1),
+        metavar=("OF", "TAKEN"),
+        help="that routing is limited to",
+    )
     add("--sweep", type=Path, help="a CSV with launches that were measured")
     add("--plot", type=Path, help="a picture to write")
     add("--spin", action="store_true", help="measure on this machine with a wire that spins")
     add("--chunks", type=int, help="--spin: parts of a call; default: by the layer's sizes")
-    add(
-        "--exchange",
-        nargs="+",
-        default=["exact"],
-        choices=EXCHANGES,
-        help="--spin: how rows travel",
-    )
+    add("--exchange", nargs="+", default=["exact"], choices=EXCHANGES, help="--spin: rows' way")
     add("--reserve-sms", type=int, help="--spin: SMs left to the wire; default: 8")
     add("--out", type=Path, help="--spin: a CSV to write")
     add("--cpu", action="store_true", help=argparse.SUPPRESS)

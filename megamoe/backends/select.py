@@ -220,7 +220,7 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         of = "max_tokens = " if most < MAX_CHUNKS else ""
         expected = f"None or a number from 1 to {of}{most}"
         raise ConfigError("chunks", repr(chunks), expected)
-    if exchange not in EXCHANGES:
+    if exchange not in tuple(EXCHANGES):
         raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
@@ -233,9 +233,10 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
 
 def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a layer over several hosts, which ranks have to agree on."""
+    exchange = options.get("exchange")
     return {
         "chunks": options.get("chunks"),
-        "exchange": options.get("exchange") or next(iter(EXCHANGES)),
+        "exchange": next(iter(EXCHANGES)) if exchange is None else exchange,
     }
 
 

@@ -36,7 +36,7 @@ from megamoe.layer.autograd import How, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.rows import Weighting, check_weights, checked, taken
-from megamoe.layer.runtime import Opened, Runtime
+from megamoe.layer.runtime import Opened, Runtime, Turns
 from megamoe.layer.signature import Signature, Signatures, records, watched
 
 _AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
@@ -78,8 +78,8 @@ class Layer(Opened):
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
     set of weights: a layer that is called with several in turn quantizes at each change.
-    Calls from several threads take turns, once one has opened the layer; over R > 1 ranks only one thread calls, since
-    their order would differ between ranks.
+    Calls from several threads take turns; over R > 1 ranks only one thread calls, since their order would differ
+    between ranks.
     """
 
     placement: ExpertPlacement | None = None  # of a PlacedLayer
@@ -130,6 +130,7 @@ class Layer(Opened):
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._signatures = Signatures()
+        self._lock = Turns()  # of threads that call
         self._adjusts = self._weighting != Weighting()  # whether _adjusted() changes a call
         trains = self.problem.formats.trains
         precision = f"precision {self.problem.precision!r} has no backward pass"
@@ -404,12 +405,16 @@ class Layer(Opened):
             if faked() or isinstance(weights.w13, FakeTensor):
                 expected = "memory: prepare() the layer before torch.export or FakeTensorMode"
                 raise ArgumentError("weights.w13", "a fake tensor, or beside them", expected)
+        with self._lock:
+            self._open_now(weights, call)
+
+    def _open_now(self, weights: ExpertWeights, call: str) -> None:
         if self._runtime is None:
             over = {"num_ranks of average_expert_gradients()": self._mean_over}
             opening = Opening(call, self._number, over)
             where = self.problem, self.ranks, weights.w13.device
             backend = open_backend(self.backend, *where, self._options, opening)
-            self._runtime = Runtime(self.problem, self.ranks, backend)
+            self._runtime = Runtime(self.problem, self.ranks, backend, lock=self._lock)
             self._runtime.mean_over = self._mean_over
         self._keep(weights)
         self.ranks.met = False  # a call follows
@@ -449,7 +454,11 @@ class Layer(Opened):
         runtime = self._runtime
         if runtime is None:
             return
-        self.ranks.begin("close()")  # a barrier that says who comes for something else
+        try:
+            self.ranks.begin("close()")  # a barrier that says who comes for something else
+        except ValueError as error:  # of torch.distributed
+            destroyed = "the process group of a layer was destroyed: close() layers before destroy_process_group()"
+            raise MegaMoEError(destroyed) from error
         self._runtime = None
         self._signatures.clear()
         if self._delayed is not None and len(self._delayed):

@@ -94,12 +94,12 @@ class PlacedLayer(Layer):
 
         self.ranks.agree("move_experts()", stage)
         self.ranks.agree("move_experts()", fetch)
-        with torch.inference_mode():  # in which torch writes to tensors of every mode
+        with self._lock, torch.inference_mode():  # in which torch writes to tensors of every mode
             moves[0].write_()
             if self._tables:
                 for table, content in zip(self._tables, _tables(placement), strict=True):
                     table.copy_(content)  # in place: captured graphs read it
-        self.placement = placement
+            self.placement = placement
         self.invalidate()
 
     def take_slots(self, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:

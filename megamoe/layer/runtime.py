@@ -22,6 +22,13 @@ from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.signature import Signatures
 
 
+class Turns(type(threading.RLock())):  # type: ignore[misc]  # the type has no public name
+    """A lock by which threads take turns. Copies and pickles are locks of their own."""
+
+    def __reduce__(self) -> Any:
+        return Turns, ()
+
+
 @dataclass(eq=False)
 class Runtime:
     """What a call needs besides tensors. The table holds it weakly: its layer keeps it alive."""
@@ -32,8 +39,8 @@ class Runtime:
     cache: QuantizedCache = field(default_factory=QuantizedCache)
     signatures: Signatures = field(default_factory=Signatures)  # of calls of its operators
     handle: Tensor = field(init=False)  # [] int64 on the CPU
-    # Calls of threads take turns: copies are made and used, and launches enqueued, by one at a time.
-    lock: Any = field(default_factory=threading.RLock)
+    # Copies are made and used, and launches enqueued, by one thread at a time.
+    lock: Any = field(default_factory=Turns)
     state_bytes: int = field(init=False)  # that a forward keeps
     quantizes: bool = field(init=False)  # whether weights may be masters of what is stored
     mean_over: int = 1  # ranks that gradients of weights are divided by

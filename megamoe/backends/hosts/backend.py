@@ -235,6 +235,9 @@ class HostsBackend(Backend):
             if said is caught:
                 raise
             raise said from caught
+        except BaseException as stopped:  # Ctrl-C
+            self.links.end_incident(f"{type(stopped).__name__} stopped a call of this rank")
+            raise
 
     def _of_the_job(self, error: Exception) -> Exception:
         """Return an error of the kernel, which knows the ranks of its host, with what they are called outside."""

@@ -162,7 +162,7 @@ def shared_experts():
 
 
 def test_shared_experts_made_in_inference_mode():
-    assert len(shared_experts()) == 2
+    assert len(shared_experts()) >= 2
     assert not of_one_mode(shared_experts())
 
 

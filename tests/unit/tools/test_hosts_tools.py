@@ -260,3 +260,13 @@ def test_shapes_of_the_plan_are_named():
     refused = run("hosts_plan.py", "--sweep", "nowhere.csv")
     assert "--sweep nowhere.csv: no such file" in refused.stderr
     assert plan.measured(None, SHAPES["tiny"], "fp8") is None
+
+
+@pytest.mark.parametrize(
+    "words", ["--hosts 1", "--hosts 2 --gb-s 0", "--hosts 2 --groups 0 0", "--tokens nan"]
+)
+def test_numbers_that_mean_nothing_are_refused_by_name(words):
+    refused = run("hosts_plan.py", "--shape", "qwen3-30b", *words.split())
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert f"argument {words.split()[-2 if '--groups' not in words else 2]}" in refused.stderr
