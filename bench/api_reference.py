@@ -132,7 +132,7 @@ def details(node: Definition, indent: str = "") -> list[str]:
     items = [text.partition(": ") for text in found.get("Args", ())]
     listed = [wrapped(f"{indent}- `{name}`: {text}", indent + "  ") for name, _, text in items]
     if "Returns" in found:
-        listed.append(wrapped(f"{indent}- Returns {' '.join(found['Returns'])}", indent + "  "))
+        listed.append(wrapped(f"{indent}- Returns: {' '.join(found['Returns'])}", indent + "  "))
     for text in found.get("Raises", ()):
         name, _, reason = text.partition(": ")
         listed.append(wrapped(f"{indent}- Raises `{name}`: {reason}", indent + "  "))
@@ -172,8 +172,12 @@ def methods(node: ast.ClassDef) -> Iterator[str]:
 
 
 def entry(name: str, node: Definition) -> str:
-    """Return the section of one class or function."""
+    """Return the section of one class or function: signature, text, arguments, methods."""
+    text = SECTION.split(ast.get_docstring(node) or "")[0].strip()
     parts = [f"### {name.rpartition('.')[2]}", signature(name, node), wrapped(summary(node))]
+    for paragraph in text.split("\n\n")[1:]:
+        code = paragraph.startswith(" ")
+        parts.append(f"```\n{paragraph}\n```" if code else wrapped(flat(paragraph)))
     parts += ["\n".join(listed)] if (listed := details(node)) else []
     if isinstance(node, ast.ClassDef) and (listed := list(methods(node))):
         parts += ["Methods and properties:", "\n".join(listed)]
