@@ -1,4 +1,7 @@
-"""The reference of docs/api.md, from the sources alone: nothing is imported, so no library of an adapter is needed."""
+"""Generate the reference of docs/api.md from Google-style docstrings.
+
+It reads source files and imports none of them, so the libraries of the adapters need not be installed.
+"""
 
 import ast
 import re
@@ -8,16 +11,18 @@ from collections.abc import Iterator
 from bench.tree import ROOT
 
 WIDTH = 120
-# Public in Python's sense, but for other modules of ours.
+# Names without an underscore that only other modules of megamoe call.
 INNER = {"extra_repr", "handle", "needs_close", "of_last"}
 INNER |= {"cells", "of_cells", "of_tables", "refuse", "without_pool"}
 
-# Classes whose methods stand with those of a class that is made of them.
+# A class, and the base classes whose methods are listed with its own.
 PARTS = {
     "Layer": (("megamoe.layer.runtime", "Opened"),),
     "MegaMoELayer": (("megamoe.adapters.library_layer", "LibraryModule"),),
     "MegaRoutedExperts": (("megamoe.adapters.library_layer", "LibraryModule"),),
 }
+
+SECTION = re.compile(r"^(Args|Returns|Raises):\n", re.MULTILINE)
 
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -104,16 +109,37 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def first_paragraph(node: Definition) -> str:
+def sections(node: Definition) -> dict[str, list[str]]:
+    """Return a docstring's items by section; section "" holds its first paragraph."""
     text = ast.get_docstring(node)
     if text is None:
         raise SystemExit(f"docs/api.md: {node.name} has no docstring")
-    return flat(text.split("\n\n")[0])
+    head, *rest = SECTION.split(text)
+    found = {"": [flat(head.split("\n\n")[0])]}
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        items = re.split(r"\n(?! )", textwrap.dedent(body).strip())
+        found[title] = [flat(text) for text in items]
+    return found
 
 
-def raises(node: Definition) -> str:
-    """Return the sentences of a docstring that begin with "Raises"."""
-    return " ".join(re.findall(r"\bRaises .*?\.(?= |$)", flat(ast.get_docstring(node) or "")))
+def summary(node: Definition) -> str:
+    return sections(node)[""][0]
+
+
+def details(node: Definition, indent: str = "") -> list[str]:
+    """Return list items: each argument, what is returned, what is raised."""
+    found = sections(node)
+    items = [text.partition(": ") for text in found.get("Args", ())]
+    listed = [wrapped(f"{indent}- `{name}`: {text}", indent + "  ") for name, _, text in items]
+    if "Returns" in found:
+        listed.append(wrapped(f"{indent}- Returns: {' '.join(found['Returns'])}", indent + "  "))
+    for text in found.get("Raises", ()):
+        name, _, reason = text.partition(": ")
+        listed.append(wrapped(f"{indent}- Raises `{name}`: {reason}", indent + "  "))
+    old = " ".join(re.findall(r"\bRaises .*?\.(?= |$)", flat(ast.get_docstring(node) or "")))
+    if old and "Raises" not in found and old not in found[""][0]:
+        listed.append(wrapped(f"{indent}- {old}", indent + "  "))
+    return listed
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -128,7 +154,7 @@ def item(head: str, text: str) -> str:
 
 
 def methods(node: ast.ClassDef) -> Iterator[str]:
-    """Yield an item each: the names of its arguments, its first paragraph, what it raises."""
+    """Yield the items of each method: its summary, and its details one level deeper."""
     listed = definitions(node)
     for module, part in PARTS.get(node.name, ()):
         mixed_in = definitions(parse(module))[part]
@@ -137,29 +163,24 @@ def methods(node: ast.ClassDef) -> Iterator[str]:
     for name, method in listed.items():
         if name in INNER:
             continue
-        taken = [] if "property" in decorators(method) else arguments(method)
-        if taken and "staticmethod" not in decorators(method):
-            taken = taken[1:]
-        names = [re.split(r"[:= ]", a)[0] for a in taken]
-        head = name if "property" in decorators(method) else f"{name}({', '.join(names)})"
-        said = [first_paragraph(method)]
-        if raises(method) not in said[0]:
-            said.append(raises(method))
-        yield item(head, " ".join(said))
+        head = name
+        if "property" not in decorators(method):
+            given = [re.split(r"[:= ]", a)[0] for a in arguments(method)]
+            plain = isinstance(method, ast.ClassDef) or "staticmethod" in decorators(method)
+            head = f"{name}({', '.join(given if plain else given[1:])})"
+        yield "\n".join([item(head, summary(method)), *details(method, "  ")])
 
 
 def entry(name: str, node: Definition) -> str:
-    """Return the section of one class or function."""
-    parts = [
-        f"### {name.rpartition('.')[2]}",
-        signature(name, node),
-        wrapped(first_paragraph(node)),
-    ]
-    if raises(node) and raises(node) not in first_paragraph(node):
-        parts.append(wrapped(raises(node)))
-    if isinstance(node, ast.ClassDef):
-        listed = "\n".join(methods(node))
-        parts += [listed] if listed else []
+    """Return the section of one class or function: signature, text, arguments, methods."""
+    text = SECTION.split(ast.get_docstring(node) or "")[0].strip()
+    parts = [f"### {name.rpartition('.')[2]}", signature(name, node), wrapped(summary(node))]
+    for paragraph in text.split("\n\n")[1:]:
+        code = paragraph.startswith(" ")
+        parts.append(f"```\n{paragraph}\n```" if code else wrapped(flat(paragraph)))
+    parts += ["\n".join(listed)] if (listed := details(node)) else []
+    if isinstance(node, ast.ClassDef) and (listed := list(methods(node))):
+        parts += ["Methods and properties:", "\n".join(listed)]
     return "\n\n".join(parts)
 
 
@@ -168,7 +189,7 @@ def reference() -> str:
     ours = exported()
     parts = ["## megamoe"]
     parts += [entry(f"megamoe.{n}", node) for n, node in ours.items() if not is_error(node)]
-    listed = [item(f"megamoe.{n}", first_paragraph(d)) for n, d in ours.items() if is_error(d)]
+    listed = [item(f"megamoe.{n}", summary(d)) for n, d in ours.items() if is_error(d)]
     parts += ["## Errors", "\n".join(listed)]
     modules = {module: definitions(parse(module)) for module in adapters()}
     modules["megamoe.ops"] = exported("megamoe.ops")

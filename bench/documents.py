@@ -1,4 +1,4 @@
-"""tools/gen_docs.py: what is generated in README.md and docs/, and where it comes from."""
+"""Generate parts of README.md and docs/, for tools/gen_docs.py: what, and from which sources."""
 
 import importlib
 import inspect
@@ -17,17 +17,17 @@ from megamoe.backends.select import BACKENDS, OPTIONS
 from megamoe.core import env
 
 MEANINGS = {
-    "window": "a window to share with other layers; default: its own",
+    "window": "window to share with other layers; default: the layer creates its own",
     "reserve_sms": "SMs left to other kernels; default: a training launch takes the SMs that are free",
-    "pool_rows": "rows held at a time; fewer rows cost passes and never change results",
-    "timeout_s": "longest wait for a flag or, over hosts, for a rank, in seconds",
-    "chunks": "parts into which a call between hosts is split; default: by the layer's sizes",
-    "exchange": "`exact`: rows as needed; `static`: fixed slots, which CUDA graphs can capture",
+    "pool_rows": "rows of the pool; fewer rows cost more passes and never change results",
+    "timeout_s": "longest wait in seconds for a flag or, over several hosts, for a rank",
+    "chunks": "parts into which a call over hosts is split; default: by the layer's sizes",
+    "exchange": "`exact`: only needed rows; `static`: fixed slots, which CUDA graphs can capture",
 }
 
 
 def environment() -> str:
-    """Return one row a variable: name, default, meaning with the choices."""
+    """Return one row per variable: name, default, meaning with the choices."""
     rows: list[tuple[str, ...]] = []
     for v in env.TABLE.values():
         choices = " (" + ", ".join(f"`{c}`" for c in v.choices) + ")" if v.choices else ""
@@ -38,9 +38,9 @@ def environment() -> str:
 
 
 def options() -> str:
-    """Return one row an option: name, default, the backends that take it."""
+    """Return one row per option: name, default, the backends that take it."""
     if differing := set(OPTIONS) ^ set(MEANINGS):
-        raise SystemExit(f"{__file__}: MEANINGS and functional.OPTIONS differ: {differing}")
+        raise SystemExit(f"{__file__}: MEANINGS and select.OPTIONS differ: {differing}")
     taken = {
         name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
         for name, (module, cls) in BACKENDS.items()
@@ -72,7 +72,7 @@ PICTURE = MEASUREMENTS / "speedup.png"
 
 
 def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list[str]]:
-    """Return the document with fresh parts, and the names of those that were stale."""
+    """Return the document with fresh parts, and the names of the parts that were stale."""
     stale = []
     for name, make in parts.items():
         pattern = re.compile(
@@ -90,7 +90,7 @@ def generated(text: str, parts: dict[str, Callable[[], str]]) -> tuple[str, list
 
 
 def write(files: list[Path], check: bool) -> int:
-    """Rewrite what is generated in these documents, and README's picture; with `check` return 1 where it is stale."""
+    """Rewrite the generated parts of these documents and README's picture; with `check` only report stale ones."""
     code = 0
     bars = speedups()
     if figures_in(PICTURE) != bars:

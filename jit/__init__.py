@@ -1,6 +1,6 @@
-"""Variant -> source -> cubin -> loaded kernel. Installed as megamoe.jit; lives in jit/ of the repository.
+"""Compile and load kernels: variant -> source -> cubin -> loaded kernel.
 
-Compiling needs no GPU. `python -m megamoe.jit --all` warms the cache.
+The folder jit/ is installed as megamoe.jit. Compiling needs no GPU; `python -m megamoe.jit --all` fills the cache.
 """
 
 if __name__ == "jit":  # the repository root is on sys.path and somebody wrote `import jit`

@@ -1,8 +1,8 @@
-"""Warm the kernel cache, or write kernels to a folder for machines without a compiler. Needs no GPU.
+"""Compile kernels into the cache, or export them to a folder for machines without a compiler. Needs no GPU.
 
-python -m megamoe.jit --all                      every kernel into the cache
+python -m megamoe.jit --all                      compile every kernel into the cache
 python -m megamoe.jit --precision fp8 --activation swiglu
-python -m megamoe.jit --export FOLDER            every kernel into a folder, which MEGAMOE_PREBUILT then names
+python -m megamoe.jit --export FOLDER            write every kernel to a folder; set MEGAMOE_PREBUILT to it
 python -m megamoe.jit --export FOLDER --only fp8-swiglu quantize-weights
 """
 

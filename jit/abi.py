@@ -1,7 +1,7 @@
-"""csrc/megamoe/layout/args.h as ctypes: LAUNCHES, their parts, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
+"""Read csrc/megamoe/layout/args.h as ctypes: launch arguments, FaultRecord, RouteCell, StateHeader, Edge; tile shapes.
 
-The header is the only definition. It is read line by line, one field a line; tests/unit/jit/test_abi.py compares every
-offset with what a C++ compiler says, and each cubin carries the size of its argument, which module.py checks.
+The header is the only definition. It is read line by line, one field per line. tests/unit/jit/test_abi.py compares
+every offset with a C++ compiler's, and each cubin contains the size of its argument, which module.py checks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A folder of build results, keyed by content: safe for many processes, and for a crash at any moment.
+"""Store build results in a folder, by content key. It is safe for many processes and for a crash at any moment.
 
-The result is published last, by a rename; so a file that exists under its final name is whole. One process builds, the
-others wait for its file lock and then find the result (that is also how the ranks of one machine share a compilation).
-What lies here is executed, so the folder is made for its owner alone, and one that others can write is refused.
+The result is published last, by a rename, so a file with its final name is complete. One process builds; the others
+wait for its file lock and then find the result. The ranks of one machine share a compilation in the same way. The files
+are executed, so the folder is created for its owner alone, and a folder that others can write is rejected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA source -> cubin, by NVRTC, for which pip wheels are enough. Needs no GPU."""
+"""Compile CUDA source to a cubin with NVRTC, for which pip wheels are enough. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads initialised 32-bit globals from a cubin (an ELF file): what the kernel says of itself, without a GPU."""
+"""Read initialized 32-bit globals of a kernel from a cubin (an ELF file), without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA driver, through cuda-python: checked calls, the few that a launch needs."""
+"""Call the CUDA driver through cuda-python, with checked results: the few functions that a launch needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variants of the grouped kernel, csrc/megamoe/kernels/grouped.cuh: of megamoe.ops, and weight gradients alone."""
+"""List the variants of the grouped kernel (csrc/megamoe/kernels/grouped.cuh), for megamoe.ops and weight gradients."""
 
 from __future__ import annotations
 

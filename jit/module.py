@@ -1,4 +1,4 @@
-"""A cubin on a device: load, check, launch. A launch costs the host about a microsecond and never waits."""
+"""Load a cubin on a device, check it and launch it. A launch costs the host about a microsecond and never waits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where headers and tools are. Nothing here imports the packages it looks for.
+"""Find headers and tools, without importing the packages that contain them.
 
-`cuda.pathfinder` does not see folders on PYTHONPATH (`pip install --target`), so import specs are asked first.
+`cuda.pathfinder` does not search folders on PYTHONPATH (`pip install --target`), so import specs are tried first.
 """
 
 from __future__ import annotations

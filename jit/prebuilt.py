@@ -1,8 +1,8 @@
-"""Kernels that were compiled elsewhere: a folder that `python -m megamoe.jit --export` writes, read without a compiler.
+"""Read kernels that were compiled elsewhere and exported by `python -m megamoe.jit --export`. Needs no compiler.
 
-The manifest has an entry for each cubin: the key of what it was made from (its text, all our headers, our flags, all by
-content), and the hash of its bytes. A kernel of another source tree has another key, so it is never found. Which
-compiler made it, and with which foreign headers, was the choice of who exported it.
+The manifest has one entry per cubin: the key of its sources (its text, all our headers and our flags, by content) and
+the hash of its bytes. A kernel of another source tree has another key, so it is never found. The exporter chose the
+compiler and the versions of foreign headers.
 """
 
 from __future__ import annotations

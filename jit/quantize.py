@@ -1,5 +1,7 @@
-"""Kernels of one pass over memory, on CUDA: FP8 quantization of weights and rows (csrc/megamoe/kernels/
-quantize_weights.cuh), and sums of rows (sum_rows.cuh)."""
+"""Run CUDA kernels of one pass over memory: FP8 quantization of weights and rows, and sums of rows.
+
+Sources: csrc/megamoe/kernels/quantize_weights.cuh and sum_rows.cuh.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's variants: what is fixed at compile time. Everything else is a run-time argument."""
+"""List the kernel's variants: what is fixed at compile time. Everything else is a run-time argument."""
 
 from __future__ import annotations
 

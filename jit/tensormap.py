@@ -1,4 +1,4 @@
-"""TMA descriptors. One host call of microseconds; kept by (address, geometry), so weights cost it once."""
+"""Encode TMA descriptors. A host call takes microseconds and is cached by (address, geometry)."""
 
 from __future__ import annotations
 

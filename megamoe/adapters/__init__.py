@@ -1,4 +1,4 @@
-"""Hooks of other libraries, one file each; none is imported by default."""
+"""Connect megamoe to other libraries, one module per library. Importing megamoe imports none of them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""FlashInfer's expert-parallel layer (moe_ep, 0.7) over a megamoe layer: one of the mega kernels of its registry.
+"""Add a megamoe layer to the mega kernels of FlashInfer's expert-parallel layer (moe_ep, 0.7).
 
     import megamoe.adapters.flashinfer as adapter
 
     kernel = adapter.MegaMoEConfig(intermediate_size=2048, top_k=8)
     layer = MoEEpLayer(bootstrap, fleet_params, MoEWeightPack(w13, w2), backend=MegaConfig(megakernel=kernel))
 
-FlashInfer checks sizes, owns workspaces and calls; weights in the precision's own format are read in place.
+FlashInfer validates sizes, owns the workspaces and makes the calls. Weights in the precision's own format are read in
+place.
 """
 
 from __future__ import annotations
@@ -32,11 +33,16 @@ _FACTORS = "fc1_alpha", "fc2_alpha", "fc1_norm_const"  # of calls of kernels for
 
 @dataclass
 class MegaMoEConfig:
-    """What MegaConfig(megakernel=...) takes for a megamoe layer.
+    """Configure a megamoe layer for FlashInfer: pass it as MegaConfig(megakernel=...).
 
-    intermediate_size: I of each expert. top_k: experts a token.
-    precision: of the products, see megamoe.core.config.Problem. activation: a name or an Activation, gated or not.
-    backend, options: of megamoe.Layer.
+    Args:
+        intermediate_size: I of each expert.
+        top_k: K, the experts per token.
+        precision: Format of the products, see megamoe.Problem. Default: "bf16".
+        activation: A name or an Activation. Default: "swiglu".
+        backend: Backend of megamoe.Layer. Default: "auto".
+        options: Options of the backend. Default: none.
+        kernel_name: Name in FlashInfer's registry. Do not change it.
     """
 
     intermediate_size: int
@@ -49,7 +55,7 @@ class MegaMoEConfig:
 
 
 class Workspace:
-    """A layer of one capacity and, between stage_inputs() and compute(), what it is called with."""
+    """Hold a layer of one capacity and, between stage_inputs() and compute(), the arguments of its call."""
 
     def __init__(self, layer: LibraryLayer) -> None:
         self.layer = layer
@@ -62,11 +68,17 @@ class Workspace:
 
 @register_mega_kernel(NAME)
 class MegaMoEKernel(MegaKernelBackend):
-    """What FlashInfer makes of a MegaMoEConfig, and calls.
+    """Run a megamoe layer as FlashInfer's kernel. FlashInfer creates it from a MegaMoEConfig and calls its methods.
 
-    Weights: bf16 or fp32 packs, quantized where the precision is; packs with scales as the precision stores them, e4m3
-    with fp32 for each 128 x 128 or packed e2m1 with E8M0 for each 32, or ExpertWeights as `transformed_weights`. Raises
-    ConfigError and ArgumentError for what no layer computes.
+    It accepts three kinds of weights: packs of bf16 or fp32, which are quantized if the precision requires it; packs
+    with
+    the precision's own scales (e4m3 with fp32 per 128 x 128, or packed e2m1 with E8M0 per 32 numbers); and
+    ExpertWeights as
+    `transformed_weights`.
+
+    Raises:
+        ConfigError: `config` is no MegaMoEConfig, or no layer supports a size or an option.
+        ArgumentError: The weights or the tensors of a call do not fit.
     """
 
     def __init__(self, config: MegaMoEConfig) -> None:
@@ -79,18 +91,18 @@ class MegaMoEKernel(MegaKernelBackend):
 
     @classmethod
     def kernel_name(cls) -> str:
-        """Return its name in FlashInfer's registry."""
+        """Return the name of this kernel in FlashInfer's registry."""
         return NAME
 
     def validate_init(self, bootstrap: Any, fleet_params: Any) -> None:
-        """Raise ConfigError for sizes and options that no layer could have, before memory is taken."""
+        """Raise ConfigError for sizes and options that no layer supports, before memory is allocated."""
         self._problem(fleet_params, bootstrap.world_size, bootstrap.rank)  # raises
         check(self._stated.backend, self._stated.options)
         if bootstrap.stream:
             raise ConfigError("bootstrap.stream", bootstrap.stream, "0: torch's current stream")
 
     def preprocess_weights(self, weights: Any, fleet_params: Any) -> ExpertWeights:
-        """Return the pack as a layer takes it: as it is, where the precision stores it so."""
+        """Convert a pack of weights to ExpertWeights. A pack in the precision's own format is not copied."""
         problem = self._here(fleet_params)
         stored = problem.formats.w
         if weights.w13_scale is None:
@@ -117,23 +129,25 @@ class MegaMoEKernel(MegaKernelBackend):
     def validate_transformed_weights(
         self, transformed_weights: Any, bootstrap: Any, fleet_params: Any
     ) -> None:
-        """Raise ArgumentError for others than ExpertWeights of these sizes."""
+        """Raise ArgumentError unless the weights are ExpertWeights of these sizes."""
         if not isinstance(transformed_weights, ExpertWeights):
             found = type(transformed_weights).__name__
             raise ArgumentError("transformed_weights", found, "megamoe.ExpertWeights")
         self._checked(transformed_weights, self._here(fleet_params))
 
     def validate_forward(self, t: Any, fleet_params: Any, *, quantize_input: bool) -> None:
-        """Raise the library's errors for tensors that do not fit, on all ranks; the layer's own come with the call."""
+        """Run FlashInfer's checks of a call. If one rank raises, all do. The layer's own checks follow in the call."""
         rows = t.hidden_states, t.topk_ids, t.topk_weights, fleet_params
         options = {"quantize_input": quantize_input, "scales": t.scales}
         with together(self._layers.get(fleet_params.max_tokens_per_rank), self._group()):
             validate_mega_forward_inputs(*rows, top_k=self._stated.top_k, **options)
 
     def stage_inputs(self, t: Any, workspace: Workspace, *, quantize_input: bool) -> None:
-        """Keep the call's tensors: the layer reads them in place. quantize_input: False: t.scales are x's.
+        """Store the tensors of the next call, which the layer reads in place.
 
-        Raises ArgumentError for factors of the products, on all ranks.
+        If `quantize_input` is False, hidden_states are already quantized, with t.scales. All ranks raise ArgumentError
+        if one
+        has factors for the products (fc1_alpha, fc2_alpha, fc1_norm_const).
         """
         with together(workspace.layer):
             for name in _FACTORS:
@@ -145,7 +159,7 @@ class MegaMoEKernel(MegaKernelBackend):
     def compute(
         self, workspace: Workspace, transformed_weights: ExpertWeights, *, output: Tensor | None
     ) -> Tensor:
-        """Call the layer. output: [T or more, H] bf16 to write y into, or None. Returns y [T, H]. Collective."""
+        """Call the layer on the staged inputs and return y [T, H] bf16, in `output` if it is given. Collective."""
         with together(workspace.layer):
             if workspace.staged is None:
                 raise ArgumentError("compute()", "called", "stage_inputs() before each")
@@ -195,7 +209,7 @@ class MegaMoEKernel(MegaKernelBackend):
 
 
 def _quantized(problem: Problem, masters: ExpertWeights) -> ExpertWeights:
-    """Return what the precision stores of bf16 weights, which FlashInfer then lets go."""
+    """Quantize bf16 weights to the precision's format. FlashInfer then frees the bf16 weights."""
     planes, stored = problem.activation.planes, problem.formats.w
     (q13, s13), _ = quantize_weights(masters.w13, planes, stored, None, False, None)
     (q2, s2), _ = quantize_weights(masters.w2, 1, stored, None, False, None)

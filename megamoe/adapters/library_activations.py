@@ -1,4 +1,4 @@
-"""Which of megamoe's activations is a library's: found by trying, so that another is refused, not computed wrongly."""
+"""Find the activation of megamoe that equals a library's, by comparing results. An unknown activation is an error."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What all adapters do alike: refuse what no layer could be, open a layer at a first call, share its window, close it.
+"""Share what all adapters do: validate options, open a layer at the first call, share its window, close it.
 
-An adapter says how its library's parameters are read, what of the library's configuration no layer follows, and where
-it hooks in.
+Each adapter adds how to read its library's parameters, which configurations no layer supports, and where to hook in.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ at_first_call = uncompiled(
 def check(
     backend: str, options: dict[str, Any], trains: Problem | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return backend and options, as a library's user stated them for megamoe.Layer.
+    """Validate and return the backend and options that a library's user passed for megamoe.Layer.
 
-    Raises ConfigError for those that no layer could have, and for a problem `trains` whose precision does not.
+    Raises ConfigError for options that no layer supports, and if the precision of the problem `trains` does not train.
     """
     if trains is not None and not trains.formats.trains:
         expected = "'bf16' or 'fp8', of bf16 parameters"
@@ -45,28 +44,32 @@ def check(
 
 
 class Ranks(TypedDict):
-    """The arguments of a Problem that a process group has."""
+    """Hold the arguments of a Problem that depend on the process group."""
 
     ep_size: int
     rank: int
 
 
 def ranks_of(group: Any) -> Ranks:
-    """Return ep_size and rank of a Problem over a process group; None: this rank holds all experts."""
+    """Return ep_size and rank of a process group; None: this rank holds all experts."""
     if group is None:
         return {"ep_size": 1, "rank": 0}
     return {"ep_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
 
 
 class LibraryLayer(Layer):
-    """A layer in the place of a library's experts; those of one size share a window, which takes hundreds of MB.
+    """Replace a library's experts by a layer. Layers of one size share a window of hundreds of MB. Collective.
 
-    problem: as megamoe.Layer takes it; what only this rank may refuse belongs into a function that makes it.
-    group: the process group of problem.ep_size ranks; None: alone. device: of the experts.
-    backend, options: those of check(). more: further arguments of megamoe.Layer.
-    Attributes: borrowed, what return_window() takes of a layer that is dropped without close(); made_for, for adapters
-    that replace a layer when its module changes.
-    Collective.
+    The attribute `borrowed` is what return_window() takes if a layer is dropped without close(). Adapters use
+    `made_for` to
+    replace a layer when its module changes.
+
+    Args:
+        problem: As for megamoe.Layer. Pass a function if only this rank may reject the problem.
+        group: The process group of problem.ep_size ranks; None: one rank.
+        device: Device of the experts.
+        backend, options: As check() returns them.
+        more: Further arguments of megamoe.Layer.
     """
 
     made_for: Any = None
@@ -87,16 +90,16 @@ class LibraryLayer(Layer):
         self._options = options | self.borrowed
 
     def close(self) -> None:
-        """Free what it holds, its window with the last that uses it. Collective."""
+        """Free the layer's memory, and the window if no other layer uses it. Collective."""
         super().close()
         return_window(self.borrowed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:  # type: ignore[override]
-        """Leave nothing to a copy of its module, whose first call makes one."""
+        """Copy to None: the first call of the copied module creates its own layer."""
 
 
 class LibraryLayers(dict[Any, LibraryLayer]):
-    """Layers by what they are for. Copies have none."""
+    """Map keys to layers. A copy is empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LibraryLayers:
         return LibraryLayers()
@@ -105,7 +108,7 @@ class LibraryLayers(dict[Any, LibraryLayer]):
         return LibraryLayers, ()
 
     def close(self) -> None:
-        """Free what they hold; calls make them anew. Collective."""
+        """Free the memory of all layers. The next calls create new ones. Collective."""
         for layer in self.values():
             layer.close()
         self.clear()
@@ -122,13 +125,13 @@ def together(layer: Layer | None, group: Any = None) -> Together:
 
 
 class LibraryModule:
-    """A library's module of experts with a layer of its own: `_open(device)` returns a new one, for a first call."""
+    """Give a library's module of experts its own layer: `_open(device)` returns a new one at the first call."""
 
     _layer: LibraryLayer | None = None
     _open: Callable[[torch.device], LibraryLayer]
 
     def _opened(self, device: torch.device) -> LibraryLayer:
-        """Return the layer. Collective where there is none."""
+        """Return the layer. Collective if there is none yet."""
         return self._layer or self._make(device)
 
     @at_first_call
@@ -137,14 +140,14 @@ class LibraryModule:
         return self._layer
 
     def close(self) -> None:
-        """Free what the layer holds; a call makes it anew. Collective."""
+        """Free the layer's memory. The next call creates a new layer. Collective."""
         if self._layer is not None:
             self._layer.close()
             self._layer = None
 
 
 def close_in(model: torch.nn.Module) -> None:
-    """Close the modules of a model. Collective."""
+    """Close the layers of a model's modules. Collective."""
     for module in model.modules():
         if isinstance(module, LibraryModule):
             module.close()
@@ -153,7 +156,7 @@ def close_in(model: torch.nn.Module) -> None:
 def borrow_window(
     problem: Problem, group: Any, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> dict[str, Window]:
-    """Return the option `window` for a layer where the kernel runs, nothing elsewhere. Collective."""
+    """Return the option `window` for a layer if the kernel runs it, else an empty dict. Collective."""
     found = window_of(backend, problem, Group.of(group), device, options)
     if found is None or options.get("window") is not None:
         return {}
@@ -167,7 +170,7 @@ def borrow_window(
 
 
 def return_window(borrowed: dict[str, Window]) -> None:
-    """Give back what borrow_window returned, once its layer is closed; the last one closes the window. Collective."""
+    """Return a borrowed window after its layer was closed. The last layer closes the window. Collective."""
     for key, (window, users) in list(_windows.items()):
         if window is borrowed.get("window"):
             users[0] -= 1

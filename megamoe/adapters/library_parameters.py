@@ -1,4 +1,4 @@
-"""Experts that are a parameter each, read as one tensor: in place where they lie at equal distances, else copied."""
+"""Read experts that are one parameter each as one tensor: in place if they are at equal distances, else by a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a library's modules that stand for something else for a while."""
+"""Replace names in a library's modules, and restore them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""MoE layers of Megatron-Core (0.16) whose routed experts run in a megamoe layer.
+"""Run the routed experts of Megatron-Core's MoE layers (0.16) in a megamoe layer.
 
     import megamoe.adapters.megatron as adapter
 
     spec = adapter.replace(get_gpt_layer_local_spec(num_experts=128, ...), max_tokens=4096)
     model = GPTModel(config, transformer_layer_spec=spec, ...)
 
-Router, shared experts, recomputation and the experts' parameters stay Megatron's, so that checkpoints, optimizers and
-its DDP know nothing of it. Dispatch, experts and combine are one call, over the expert-parallel group.
-megatron_experts.py says how parameters are read, and what is refused.
+Router, shared experts, recomputation and the experts' parameters stay Megatron's, so checkpoints, optimizers and its
+DDP need no change. Dispatch, experts and combine are one call over the expert-parallel group. megatron_experts.py reads
+the parameters and lists the unsupported configurations.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ from megamoe.group.group import Facts, Group
 
 
 class _Undispatched(MoETokenDispatcher):
-    """A token dispatcher that leaves tokens where they are: the layer dispatches and combines.
-
-    Megatron keeps the routes of a call in it, too, from dispatch_preprocess on.
-    """
+    """Leave tokens where they are: the layer dispatches and combines. Megatron also keeps a call's routes here."""
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -70,7 +67,7 @@ class _Undispatched(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return hidden_states, topk_ids [T, K] and their probabilities [T, K], or raise: routed_experts_compute()."""
+        """Return hidden_states, topk_ids [T, K] and their probabilities [T, K]. routed_experts_compute() calls it."""
         check_padding(self.config)
         routes = routes_of(probs, self.routing_map, self.config.moe_router_topk)
         self.topk_ids, topk_weights = routes
@@ -87,7 +84,7 @@ class _Undispatched(MoETokenDispatcher):
 
 
 class _EqualToItsBase(ABCMeta):
-    """TransformerLayer gives its process groups to a module of its spec that is `in (MoELayer, ...)`, no subclass."""
+    """Compare equal to MoELayer: TransformerLayer passes process groups only to modules `in (MoELayer, ...)`."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is MoELayer
@@ -96,13 +93,26 @@ class _EqualToItsBase(ABCMeta):
 
 
 class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
-    """Megatron's MoELayer with the routed experts in a megamoe layer; the first four arguments are MoELayer's.
+    """Replace Megatron's MoELayer; the routed experts run in a megamoe layer.
 
-    backend, delay_wgrad: of megamoe.Layer. precision: "bf16" or "fp8", of the products; parameters are bf16.
-    max_tokens: of a call on one rank: sequence length x micro-batch, by the ranks that share a sequence. More raise
-        ArgumentError on all ranks. options: of the backends.
-    Raises ConfigError for a configuration or experts that a layer does not compute. Calls, backward passes and close()
-    are collective over the expert-parallel group.
+    Calls, backward passes and close() are collective over the expert-parallel group. If a call has more than
+    `max_tokens`
+    tokens, all ranks raise ArgumentError.
+
+    Args:
+        config: Megatron's TransformerConfig.
+        submodules: As for MoELayer.
+        layer_number: As for MoELayer.
+        pg_collection: Megatron's process groups. Default: Megatron's own.
+        backend: Backend of megamoe.Layer. Default: "auto".
+        precision: "bf16" or "fp8", of the products; the parameters are bf16. Default: "bf16".
+        max_tokens: Largest number of tokens per rank and call: sequence length x micro-batch / ranks that share a
+            sequence. Default: 8192.
+        delay_wgrad: As for megamoe.Layer. Default: False.
+        **options: Options of the backend.
+
+    Raises:
+        ConfigError: A layer does not support the configuration or the experts.
     """
 
     def __init__(
@@ -141,7 +151,7 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
         self._delay_wgrad, self._descending = delay_wgrad, False
 
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """hidden_states: [T, H] bf16, probs: [T, E], of token_dispatcher.routing_map -> [T, H] and no bias."""
+        """Run dispatch, experts and combine: [T, H] bf16 and probs [T, E] -> ([T, H], None). Collective."""
         layer = self._opened(hidden_states.device)
         with together(layer):
             routed = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
@@ -178,9 +188,15 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
     def backward_dw(
         self, routed_experts: bool = True, shared_experts: bool = False, passes: int = 1
     ) -> None:
-        """Make the weight gradients that wait, of the routed experts those of the oldest `passes`. Collective.
+        """Compute the delayed weight gradients, see megamoe.Layer.backward_dw(). Collective.
 
-        See Layer.backward_dw(). Raises ConfigError without delay_wgrad.
+        Args:
+            routed_experts: True: those of the routed experts. Default: True.
+            shared_experts: True: those of the shared experts, by Megatron. Default: False.
+            passes: Number of oldest backward passes of the routed experts. Default: 1.
+
+        Raises:
+            ConfigError: The layer was created without delay_wgrad, or there was no call.
         """
         if routed_experts:
             if self._layer is None or not self._delay_wgrad:
@@ -190,9 +206,17 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
 
 
 def replace(spec: Any, **options: Any) -> Any:
-    """Return a copy of a layer's or block's spec with a MegaMoELayer in place of each MoELayer.
+    """Copy the spec of a layer or block with a MegaMoELayer in place of each MoELayer.
 
-    options: of MegaMoELayer, by name. Raises ConfigError where the spec has none.
+    Args:
+        spec: Megatron's ModuleSpec or block spec. It is not changed.
+        **options: Arguments of MegaMoELayer, by name.
+
+    Returns:
+        The new spec.
+
+    Raises:
+        ConfigError: `spec` has no MoELayer.
     """
     count = 0
 
@@ -213,5 +237,5 @@ def replace(spec: Any, **options: Any) -> Any:
 
 
 def close(model: nn.Module) -> None:
-    """Free what the layers of a model hold. Collective."""
+    """Free the memory of all megamoe layers of a model. Collective."""
     close_in(model)

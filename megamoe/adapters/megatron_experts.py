@@ -1,8 +1,8 @@
-"""What a layer needs to know of Megatron's experts: parameters, activation, routes; what it does not compute.
+"""Read Megatron's experts for a layer: parameters, activation, routes; reject what a layer does not support.
 
-SequentialMLP and TEGroupedMLP have a parameter for each expert, [2I, H] and [H, I], moved into one tensor when the
-layer is built and read in place as long as they lie so (library_parameters.py), or in descending order. GroupedMLP has
-[H, L*2I] and [L*I, H], transposed in every call.
+SequentialMLP and TEGroupedMLP have one parameter per expert, [2I, H] and [H, I]. They are moved into one tensor when
+the layer is built, and read in place while they stay there (library_parameters.py), also in descending order.
+GroupedMLP has [H, L*2I] and [L*I, H], which are transposed in every call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""SGLang (0.5.23) with `--moe-a2a-backend megamoe` on Hopper: a megamoe layer in place of DeepGEMM's kernel.
+"""Run SGLang's FP8 experts (0.5.23, `--moe-a2a-backend megamoe`, Hopper) in a layer instead of DeepGEMM's kernel.
 
     SGLANG_PLUGINS=megamoe python -m sglang.launch_server --moe-a2a-backend megamoe ...
 
-SGLang's FP8 experts (128x128 blocks) call three functions of the module `deep_gemm`; those become the ones here. Those
-by channel and token are made ready for the same calls. Router, shared experts, loading and the experts' parameters stay
-SGLang's. The rest of DeepGEMM stays, too.
+SGLang's FP8 experts in 128x128 blocks call three functions of the module `deep_gemm`, which this module replaces. FP8
+experts by channel and token are prepared for the same calls. Router, shared experts, loading, the experts' parameters
+and the rest of DeepGEMM stay as they are.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _COMPUTED |= {"gemm1_alpha": None, "gemm1_beta": None, "gemm1_clamp_limit": None
 
 
 class Rows(NamedTuple):
-    """w13 and its scales as checkpoints have them, all gate rows, then all up rows: what a layer reads in place.
+    """Hold w13 and its scales in checkpoint order: all gate rows, then all up rows. A layer reads them in place.
 
-    scale: by blocks of 128x128, or by channel [L, 2I, 1].
+    DeepGEMM's pair is a plain tuple with gate and up interleaved.
 
-    DeepGEMM's pair is a plain tuple, with gate and up interleaved.
+    Args:
+        weight: [L, 2I, H] e4m3.
+        scale: fp32 by blocks of 128x128, or by channel [L, 2I, 1].
     """
 
     weight: Tensor
@@ -47,12 +49,13 @@ class Rows(NamedTuple):
 
 
 class Buffer:
-    """What SGLang takes for DeepGEMM's symmetric buffer: one for all MoE layers of these sizes.
+    """Replace DeepGEMM's symmetric buffer, with its arguments: one buffer for all MoE layers of these sizes.
 
-    group: the process group of the experts, None for a rank that holds all. The others as DeepGEMM names them.
-    x, x_sf, topk_idx, topk_weights: what a call is staged into; here the buffer itself, which keeps the arguments.
-    backend, options: of megamoe.Layer.
-    Raises ConfigError for sizes and options that no layer could have.
+    `backend` and `options` are those of megamoe.Layer. The attributes x, x_sf, topk_idx and topk_weights are the buffer
+    itself, which stores the arguments of the next call.
+
+    Raises:
+        ConfigError: A layer does not support a size or an option.
     """
 
     def __init__(
@@ -86,11 +89,11 @@ class Buffer:
         self._call: tuple[Tensor, Tensor, Tensor] | MegaMoEError | None = None
 
     def stage(self, call: tuple[Tensor, Tensor, Tensor] | MegaMoEError) -> None:
-        """Keep the arguments of the next call, or why there are none, which that call raises on all ranks."""
+        """Store the arguments of the next call, or an error, which that call raises on all ranks."""
         self._call = call
 
     def staged(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments, once. Raises why there are none, ArgumentError where nothing was staged."""
+        """Return the stored arguments, once. Raise the stored error, or ArgumentError if nothing was stored."""
         call, self._call = self._call, None
         if call is None:
             raise ArgumentError("buffer", "empty", "one that mega_moe_pre_dispatch_sm90 has filled")
@@ -99,7 +102,9 @@ class Buffer:
         return call
 
     def layer(self, w2: Tensor, w2_scale: Tensor, clamp: float | None) -> LibraryLayer:
-        """Return the layer of these weights, a new one collectively. clamp: of gate and up before the activation."""
+        """Return the layer for these weights. Creating a new one is collective. clamp: limit of gate and up, None: no
+        limit.
+        """
         by_channel = w2_scale.shape[1:] == (w2.shape[1], 1)
         key = "fp8_channel" if by_channel else "fp8", clamp
         if key in self._layers:
@@ -115,13 +120,13 @@ class Buffer:
         return self._layers[key]
 
     def close(self) -> None:
-        """Free what the layers hold; a call makes them anew. Collective."""
+        """Free the memory of the layers. The next calls create new ones. Collective."""
         self._layers.close()
         self._call = None
 
 
 class Installed:
-    """The functions that SGLang finds in `deep_gemm`, and what stood there before. Made by install()."""
+    """Hold the functions that SGLang finds in `deep_gemm`, and those they replaced. install() creates it."""
 
     def __init__(self, backend: str, options: dict[str, Any]) -> None:
         self._backend, self._options = backend, options
@@ -140,10 +145,11 @@ class Installed:
         mma_type: str = "fp8xfp4",
         activation: str = "swiglu",
     ) -> Buffer:
-        """Return a buffer; nothing is allocated before its first call.
+        """Create a buffer, which allocates memory in its first call. SGLang passes mma_type="fp8xfp4" also for FP8
+        experts.
 
-        mma_type: "fp8xfp4" is what SGLang says for FP8 experts, too, on Hopper. Raises ConfigError for sizes, types and
-        activations that a layer does not have.
+        Raises:
+            ConfigError: A layer does not support an argument.
         """
         _check("mma_type", mma_type, "fp8xfp4")
         _check("activation", activation, "swiglu")
@@ -163,11 +169,15 @@ class Installed:
         group_size: int = 128,
         routed_scaling_factor: float = 1.0,
     ) -> None:
-        """x: [>= T, H] bf16, topk_ids: [>= T, K] int32, topk_weights: [>= T, K], of which T = num_tokens rows count.
+        """Store the inputs of the next fp8_mega_moe(); the kernel quantizes x itself, per 128 columns or per token.
 
-        buffers: x, x_sf, topk_idx, topk_weights of one Buffer. The kernel quantizes x itself, in groups of 128, beside
-        weights by channel by token. Raises ArgumentError for buffers of DeepGEMM. What else does not fit, fp8_mega_moe
-        raises on all ranks.
+        x: [at least T, H] bf16, topk_ids: [at least T, K] int32, topk_weights: [at least T, K]; T = num_tokens rows are
+        used.
+        buffers: x, x_sf, topk_idx and topk_weights of one Buffer.
+
+        Raises:
+            ArgumentError: The buffers are not from one Buffer of this module. Other errors are raised by
+                fp8_mega_moe().
         """
         whole = buffers[0] if buffers else None
         if not isinstance(whole, Buffer) or any(b is not whole for b in buffers):
@@ -198,12 +208,15 @@ class Installed:
         activation_clamp: float | None = None,
         fast_math: bool = True,
     ) -> None:
-        """Run the tokens that were staged and write [T, H] bf16 to the first T rows of y. Collective.
+        """Run the stored tokens and write [T, H] bf16 to the first T rows of y. Collective.
 
-        l1_weights: Rows, w13 [L, 2I, H] e4m3 and scales [L, 2I/128, H/128] fp32. l2_weights: w2 [L, H, I] and scales.
-        Or scales by channel, [L, 2I, 1] and [L, H, 1], whatever `recipe` says. fast_math: taken and not needed, results
-        are the same. Raises ArgumentError on all ranks for what does not fit, here or in mega_moe_pre_dispatch_sm90,
-        and for weights whose gate and up are interleaved: they were built before install().
+        l1_weights: Rows. l2_weights: w2 [L, H, I] e4m3 and its scales. Scales are by blocks of 128x128, or by channel
+        [L, 2I, 1]
+        and [L, H, 1] whatever `recipe` is. fast_math has no effect.
+
+        Raises:
+            ArgumentError: An argument here or in mega_moe_pre_dispatch_sm90() is invalid, or gate and up are
+                interleaved because the model was loaded before install(). All ranks raise.
         """
         if not isinstance(sym_buffer, Buffer):
             expected = "one that was made here: call install() before the model is loaded"
@@ -222,12 +235,12 @@ class Installed:
         layer(x, topk_ids, topk_weights, weights, out=y[: x.shape[0]])
 
     def close(self) -> None:
-        """Free what the layers hold; calls make them anew. Collective."""
+        """Free the memory of the layers. The next calls create new ones. Collective."""
         for buffer in self._buffers:
             buffer.close()
 
     def uninstall(self) -> None:
-        """Give SGLang the functions back that it had; models that were loaded since are of no use then."""
+        """Restore SGLang's functions. Models that were loaded in between cannot be used any more."""
         _patches.undo()
 
 
@@ -235,10 +248,17 @@ _patches = Patches()
 
 
 def install(*, backend: str = "auto", **options: Any) -> Installed:
-    """Replace what SGLang's experts call, in this process. Before a model is loaded, and in every worker.
+    """Replace what SGLang's experts call, in this process. Call it in every worker, before a model is loaded.
 
-    backend, options: of megamoe.Layer. Raises ConfigError for options that no layer could have, where it was called
-    before, and where SGLang or DeepGEMM lack what is replaced.
+    Args:
+        backend: Backend of megamoe.Layer. Default: "auto".
+        **options: Options of the backend.
+
+    Returns:
+        Installed, with close() and uninstall().
+
+    Raises:
+        ConfigError: An option is invalid, install() was called before, or SGLang or DeepGEMM lack what is replaced.
     """
     _patches.check_none()
     check(backend, options)
@@ -274,7 +294,7 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
 
 
 def plugin() -> None:
-    """Call install() where SGLANG_PLUGINS names megamoe: the package alone changes nothing. SGLang calls it."""
+    """Call install() if SGLANG_PLUGINS contains megamoe. SGLang calls this function in every process."""
     from sglang.srt.environ import envs
 
     named = [name.strip() for name in (envs.SGLANG_PLUGINS.get() or "").split(",")]
@@ -284,7 +304,7 @@ def plugin() -> None:
 
 
 def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return SGLang's function that checks and interleaves an experts' w13, with the order of rows kept."""
+    """Wrap SGLang's function that validates and interleaves an experts' w13, but keep the order of rows."""
 
     def build_sm90_mega_moe_experts_weights(experts: Any) -> None:
         if getattr(experts, "_mega_moe_weights_built", False):
@@ -304,7 +324,7 @@ def _built_in_order(build: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _turns(core: Any) -> bool:
-    """Whether gate and up of these experts are interleaved, for SGLang's own runner, which has the largest batches."""
+    """Return True if gate and up of these experts are interleaved, for SGLang's own runner of the largest batches."""
     kept = isinstance(getattr(core.config.layer, "mega_l1_weights", None), Rows)
     return bool(vars(core)["use_swizzle"]) and not kept
 
@@ -314,9 +334,10 @@ def _set_turns(core: Any, value: bool) -> None:
 
 
 def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return SGLang's function that ends the loading of FP8 experts, which makes those by channel ready for our call.
+    """Wrap SGLang's function that ends the loading of FP8 experts: prepare experts by channel for our call.
 
-    Others stay as they are: SGLang has an error for them with `--moe-a2a-backend megamoe`, or another kernel.
+    Other experts stay unchanged: with `--moe-a2a-backend megamoe` SGLang raises an error for them, or uses another
+    kernel.
     """
 
     def process_weights_after_loading(method: Any, layer: Any) -> None:
@@ -335,7 +356,7 @@ def _ready(finish: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
 
 
 def _refer(experts: Any, scale: str) -> None:
-    """Have calls read the parameters where they are now. scale: how the names of scales end."""
+    """Point calls to the current memory of the parameters. scale: the suffix of the scales' names."""
     pairs = [
         (getattr(experts, f"{name}_weight").data, getattr(experts, f"{name}_{scale}").data)
         for name in ("w13", "w2")
@@ -344,7 +365,7 @@ def _refer(experts: Any, scale: str) -> None:
 
 
 def _check_formula(experts: Any) -> None:
-    """Raise ConfigError for experts of another formula than a layer's, of which SGLang's call says nothing."""
+    """Raise ConfigError for experts with another formula than a layer's. SGLang's call does not contain it."""
     config = experts.moe_runner_config
     for name, value in _COMPUTED.items():
         _check(f"moe_runner_config.{name}", getattr(config, name), value)

@@ -1,10 +1,10 @@
-"""Routed experts of torchtitan (0.3) in a megamoe layer, as one of its overrides.
+"""Run torchtitan's routed experts (0.3) in a megamoe layer, as a torchtitan override.
 
     --override.imports 'megamoe.adapters.torchtitan.megamoe={"max_tokens": 8192}'
 
-Router, shared experts, load balancing and the experts' parameters stay torchtitan's, so that checkpoints, FSDP and
-optimizers know nothing of it. Dispatch, experts and combine are one call, over the mesh of expert parallelism.
-torchtitan_experts.py says how parameters are read.
+Router, shared experts, load balancing and the experts' parameters stay torchtitan's, so checkpoints, FSDP and
+optimizers need no change. Dispatch, experts and combine are one call over the expert-parallel mesh.
+torchtitan_experts.py reads the parameters.
 """
 
 from __future__ import annotations
@@ -43,18 +43,25 @@ from megamoe.formats.versions import invalidate
 
 
 class MegaRoutedExperts(LibraryModule, RoutedExperts):
-    """torchtitan's RoutedExperts in a megamoe layer: its parameters, no token dispatcher.
+    """Replace torchtitan's RoutedExperts: it has the same parameters and no token dispatcher.
 
-    Config's backend: of megamoe.Layer. precision: "bf16" or "fp8", of the products. max_tokens: of a call on one rank:
-        local batch x sequence length, by the ranks that share a sequence. More raise ArgumentError on all ranks.
-        options: of the backends.
-    Raises ConfigError for experts that a layer does not compute. Calls and backward passes are collective over the
-    mesh of expert parallelism.
+    Calls and backward passes are collective over the expert-parallel mesh.
+
+    Raises:
+        ConfigError: A layer does not support the experts.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """What `build()` takes."""
+        """Extend RoutedExperts.Config.
+
+        Args:
+            backend: Backend of megamoe.Layer. Default: "auto".
+            precision: "bf16" or "fp8", of the products. Default: "bf16".
+            max_tokens: Largest number of tokens per rank and call: local batch x sequence length / ranks that share a
+                sequence. If a call has more, all ranks raise ArgumentError. Default: 8192.
+            options: Options of the backend. Default: none.
+        """
 
         backend: str = "auto"
         precision: str = "bf16"
@@ -70,14 +77,14 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
         self._mesh: Any = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Spread the experts as torchtitan does; remember over which ranks."""
+        """Shard the experts as torchtitan does, and record the expert-parallel mesh."""
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None and mesh.size() > 1:
             self._mesh = mesh
 
     def init_states(self, **options: Any) -> None:
-        """Initialize, then lay w1 and w3 behind each other, where they are read in place."""
+        """Initialize the parameters, then place w1 and w3 in one tensor, where the layer reads them without a copy."""
         super().init_states(**options)
         invalidate()
         tie_experts(self.inner_experts)
@@ -89,7 +96,7 @@ class MegaRoutedExperts(LibraryModule, RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """x_BLD: [B, L, H], the next two: [B, L, K] -> [B, L, H] in x_BLD's type. The last is not used."""
+        """Run dispatch, experts and combine: [B, L, H] -> [B, L, H] of the same dtype. Collective."""
         layer = self._opened(x_BLD.device)
         x = x_BLD.bfloat16().flatten(0, 1)
         ids, scores = (t.flatten(0, 1) for t in (topk_expert_ids_BLK, topk_scores_BLK))
@@ -138,9 +145,20 @@ def megamoe(
     max_tokens: int = MAX_TOKENS,
     **options: Any,
 ) -> MegaRoutedExperts.Config:
-    """Return the config of MegaRoutedExperts for one of RoutedExperts; torchtitan calls it.
+    """Convert a RoutedExperts config to one of MegaRoutedExperts. torchtitan calls it.
 
-    Options are those of MegaRoutedExperts. Raises ConfigError for quantized experts.
+    Args:
+        config: The config of the experts.
+        backend: Backend of megamoe.Layer. Default: "auto".
+        precision: "bf16" or "fp8", of the products. Default: "bf16".
+        max_tokens: Largest number of tokens per rank and call. Default: 8192.
+        **options: Options of the backend.
+
+    Returns:
+        The new config.
+
+    Raises:
+        ConfigError: The experts are quantized.
     """
     check_class(config.inner_experts)
     dispatcher = config.token_dispatcher
@@ -157,5 +175,5 @@ def megamoe(
 
 
 def close(model: nn.Module) -> None:
-    """Free what the layers of a model hold. Collective."""
+    """Free the memory of all megamoe layers of a model. Collective."""
     close_in(model)

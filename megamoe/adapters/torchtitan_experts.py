@@ -1,4 +1,4 @@
-"""What a layer needs to know of torchtitan's experts: their parameters, their activation, what it does not compute."""
+"""Read torchtitan's experts for a layer: parameters and activation; reject what a layer does not support."""
 
 from __future__ import annotations
 

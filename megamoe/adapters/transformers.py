@@ -1,12 +1,12 @@
-"""Experts of Hugging Face transformers (5.20 and newer) through megamoe layers.
+"""Run the experts of Hugging Face transformers models (5.20 and newer) in megamoe layers.
 
     import megamoe.adapters.transformers as adapter
 
     adapter.register()
     model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, experts_implementation="megamoe")
 
-The experts' parameters stay where they are, so that checkpoints, optimizers and `save_pretrained` know nothing of it;
-transformers_weights.py says how they are read. Gradients reach x, routing weights and all float parameters.
+The experts' parameters stay where they are, so checkpoints, optimizers and `save_pretrained` need no change.
+transformers_weights.py reads them. Gradients reach x, routing weights and all float parameters.
 """
 
 from __future__ import annotations
@@ -60,12 +60,16 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Experts:
-    """What register() registers: a function of a module of experts, with a layer for each module.
+    """Call a module's experts through a layer of its own. register() registers an instance.
 
-    backend: of megamoe.Layer. precision: None means what the weights are stored in, bf16 for floats; see
-    megamoe.core.config.Problem. max_tokens: of a call of the layer; longer inputs take several.
-    options: of the backends.
-    Raises ConfigError for any that no layer could have.
+    Args:
+        backend: Backend of megamoe.Layer. Default: "auto".
+        precision: See megamoe.Problem. Default: the format in which the weights are stored, bf16 for float types.
+        max_tokens: Largest number of tokens per call of the layer; longer inputs take several calls. Default: 8192.
+        **options: Options of the backend.
+
+    Raises:
+        ConfigError: An option is invalid.
     """
 
     def __init__(
@@ -89,9 +93,19 @@ class Experts:
     def __call__(
         self, module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """hidden_states: [T, H], top_k_index, top_k_weights: [T, K] -> [T, H] in hidden_states' type.
+        """Run the experts of a module on one rank.
 
-        Raises ConfigError for a module that a layer cannot stand for.
+        Args:
+            module: transformers' module of experts.
+            hidden_states: [T, H].
+            top_k_index: [T, K].
+            top_k_weights: [T, K].
+
+        Returns:
+            [T, H] in the dtype of hidden_states.
+
+        Raises:
+            ConfigError: A layer does not support the module.
         """
         if getattr(module, "_is_expert_parallel", False):
             expected = f'all experts on one rank, or ep_implementation="{NAME}"'
@@ -105,10 +119,17 @@ class Experts:
         return y.to(hidden_states.dtype)
 
     def over_ranks(self, module: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> Call:
-        """Return the experts' call over the ranks of `ep_mesh`, which hold as many each, for `ep_implementation`.
+        """Return a function that runs the experts over several ranks, for `ep_implementation`.
 
-        tp_mesh: ranks that are given the same tokens; each brings its slice of them.
-        A call is collective. More than max_tokens tokens raise ArgumentError on all ranks.
+        The function is collective. If a call has more than max_tokens tokens, all ranks raise ArgumentError.
+
+        Args:
+            module: transformers' module of experts.
+            ep_mesh: The expert-parallel ranks. Each holds the same number of experts.
+            tp_mesh: Ranks that receive the same tokens. Each passes its slice of them to the layer.
+
+        Returns:
+            A function of hidden_states, top_k_index and top_k_weights.
         """
 
         def call(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -133,11 +154,11 @@ class Experts:
 
     @property
     def num_layers(self) -> int:
-        """How many modules have been called."""
+        """Number of modules that have been called."""
         return len(self._modules)
 
     def close(self) -> None:
-        """Close all layers and free what they hold. A call makes them anew. Collective where they are."""
+        """Close all layers and free their memory. The next calls create new ones. Collective if the layers are."""
         for layer in self._spread:
             layer.close()
         for module in self._modules:
@@ -156,7 +177,7 @@ class Experts:
         return self._made(module, device, top_k) or self._make(module, weights, top_k, group)
 
     def _made(self, module: Any, device: torch.device, top_k: int) -> LibraryLayer | None:
-        """Return the layer there is, none where the activation changed since: it is replaced, on all ranks or none."""
+        """Return the existing layer, or None if the activation has changed: then all ranks replace it."""
         layers = getattr(module, "_megamoe_layers", None)
         layer = None if layers is None else layers.get((self._number, device, top_k))
         return None if layer is None or layer.made_for != formula_of(module) else layer
@@ -208,16 +229,23 @@ class Experts:
 
 
 def _slice(tokens: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's rows of what all ranks of the mesh have; the gradient of all reaches all."""
+    """Return this rank's rows of a tensor that all ranks of the mesh have. All rows' gradients reach all ranks."""
     same = DTensor.from_local(tokens, mesh, [Replicate()], run_check=False)
     return same.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def register(name: str = NAME, **options: Any) -> Experts:
-    """Make `experts_implementation=name` known to transformers and, where it has that, `ep_implementation=name`.
+    """Register `experts_implementation=name` with transformers, and `ep_implementation=name` if it has that option.
 
-    options: of Experts. Returns what was registered. Raises ConfigError for options that no layer could have, and for a
-    name that is transformers' own.
+    Args:
+        name: The name. Default: "megamoe".
+        **options: Arguments of Experts.
+
+    Returns:
+        The registered Experts.
+
+    Raises:
+        ConfigError: An option is invalid, or transformers itself uses the name.
     """
     made = Experts(**options)
     found = ExpertsInterface().get(name)
@@ -259,10 +287,20 @@ def find_experts(model: nn.Module) -> tuple[list[str], list[str]]:
 
 @torch.no_grad()
 def relayout(model: nn.Module) -> int:
-    """Store transposed experts (GPT-OSS, Aria) as layers read them, so that calls do not copy them.
+    """Store transposed experts (GPT-OSS, Aria) in the layout that layers read, so that calls do not copy them.
 
-    Values, shapes and names stay, strides change. One matrix at a time is copied. Call it before an optimizer is made,
-    or FSDP wraps the model. Returns how many matrices have been moved; raises ConfigError for DTensors.
+    Values, shapes and names stay the same; strides change. Only one matrix at a time is copied. Call it before an
+    optimizer
+    is created and before FSDP wraps the model.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The number of matrices that were moved.
+
+    Raises:
+        ConfigError: A matrix is a DTensor.
     """
     moved = 0
     for module in model.modules():

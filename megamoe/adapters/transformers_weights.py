@@ -1,12 +1,12 @@
-"""What a layer needs to know of an experts module of transformers: its weights as they are, its activation.
+"""Read the weights and the activation of a transformers experts module.
 
-A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each of all experts in one tensor, and flags
-that say how they lie. They are read by their strides, gate and up rows interleaved or not. What is stored transposed
-(GPT-OSS) is copied in every call unless relayout() has moved it, and so are other float types than bf16. FP8 is read in
-place with its scales; of packed FP4 only the scales are copied, once.
+A module has `gate_up_proj` (`up_proj` without a gate) and `down_proj`, each one tensor for all experts, and flags for
+their layout. They are read by their strides, with gate and up rows interleaved or not. Transposed weights (GPT-OSS) are
+copied in every call unless relayout() has moved them, and so are float types other than bf16. FP8 weights are read in
+place with their scales. Of packed FP4 weights only the scales are copied, once.
 
-The activation is not looked up by name: it is the one of megamoe's that gives what the module's own gate gives, so that
-a module with another one is refused, not computed wrongly.
+The activation is not looked up by its name. It is the one of megamoe that gives the same results as the module's own,
+so a module with another activation raises an error instead of computing something else.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""vLLM (0.33): MoE layers in BF16 and FP8 (128x128 blocks, or by channel and token) through megamoe layers.
+"""Run vLLM's MoE layers (0.33; BF16, FP8 in 128x128 blocks or by channel and token) in megamoe layers.
 
     VLLM_PLUGINS=megamoe vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 8 --enable-expert-parallel
 
-Dispatch, experts and combine are one call over the expert-parallel group, in the place of vLLM's experts and of what it
-prepares and finalizes around them (vllm_experts.py). Routers, shared experts, loading and the experts' parameters stay
-vLLM's.
+Dispatch, experts and combine are one call over the expert-parallel group. It replaces vLLM's experts and their prepare
+and finalize steps (vllm_experts.py). Routers, shared experts, loading and the experts' parameters stay vLLM's.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from megamoe.core.errors import ConfigError
 
 
 class Installed:
-    """What install() has set, and the layers since."""
+    """Hold what install() has replaced, and the layers created since. install() creates it."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
 
     def close(self) -> None:
-        """Free what the layers hold; calls make them anew. Collective."""
+        """Free the memory of the layers. The next calls create new ones. Collective."""
         self.layers.close()
 
     def uninstall(self) -> None:
-        """Give vLLM its experts back, for layers that are made from then on."""
+        """Restore vLLM's experts, for layers that are created from then on."""
         _patches.undo()
 
 
@@ -46,11 +45,19 @@ _patches = Patches()
 
 
 def install(*, backend: str = "auto", **options: Any) -> Installed:
-    """Let vLLM take these experts for unquantized and FP8 MoE layers, in this process, before a model is made.
+    """Use megamoe for vLLM's unquantized and FP8 MoE layers, in this process. Call it before a model is created.
 
-    backend, options: of megamoe.Layer. Where a layer cannot compute a model's experts, making the model raises
-    ConfigError. Raises it here for options that no layer could have, where it was called before, and for a vLLM that
-    lacks what is replaced.
+    If a layer does not support a model's experts, creating the model raises ConfigError.
+
+    Args:
+        backend: Backend of megamoe.Layer. Default: "auto".
+        **options: Options of the backend.
+
+    Returns:
+        Installed, with close() and uninstall().
+
+    Raises:
+        ConfigError: An option is invalid, install() was called before, or this vLLM lacks what is replaced.
     """
     _patches.check_none()
     made = Installed(Layers(*check(backend, options)))
@@ -68,13 +75,13 @@ def install(*, backend: str = "auto", **options: Any) -> Installed:
 
 
 def installed() -> Installed | None:
-    """Return what install() has returned, None before it and after uninstall()."""
+    """Return the result of install(), None if it was not called or after uninstall()."""
     made: Installed | None = _patches.made
     return made
 
 
 def _select(layout: Any) -> Callable[..., Any]:
-    """Return what names these experts, and Triton's layout of weights: that of checkpoints."""
+    """Return a function that selects these experts, with Triton's layout of weights, which is that of checkpoints."""
 
     def select(
         moe_config: Any = None,
@@ -100,7 +107,7 @@ def _select(layout: Any) -> Callable[..., Any]:
 
 
 def _make(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what makes the kernel of these experts, and as before that of others."""
+    """Return a function that creates the kernel of these experts, and vLLM's kernel for other experts."""
 
     def make(*args: Any, experts_cls: Any, moe_config: Any, **options: Any) -> Any:
         quant_config = options.get("quant_config") or options.get("moe_quant_config")

@@ -1,4 +1,4 @@
-"""vLLM's experts as megamoe layers: what vLLM asks of a class of experts, and of what prepares and finalizes."""
+"""Implement the classes that vLLM expects of experts and of their prepare and finalize steps, with megamoe layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM loads in every process where megamoe is installed; by itself, since vllm.py imports much of vLLM."""
+"""Install the vLLM adapter in every process in which vLLM loads plugins. It does not import vllm.py before that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NAME = "megamoe"
 
 
 def plugin() -> None:
-    """Call install() where VLLM_PLUGINS names megamoe: installing the package alone changes nothing."""
+    """Call install() if VLLM_PLUGINS contains megamoe."""
     import vllm.envs as envs
 
     if NAME not in (envs.VLLM_PLUGINS or ()):

@@ -1,1 +1,1 @@
-"""What runs the layer: the kernel, torch.distributed, the emulator, the oracle."""
+"""Run the layer: by the persistent kernel, torch.distributed, the emulator or the oracle."""

@@ -1,4 +1,4 @@
-"""A call of a layer on one rank, as records: what every backend is given, and what it returns."""
+"""Define the records of a layer's call on one rank: what each backend receives, and what it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backends that compute all ranks at once: what each was given is gathered, and each is handed its part."""
+"""Implement backends that compute all ranks at once: gather all inputs, compute, return each rank's part."""
 
 from __future__ import annotations
 

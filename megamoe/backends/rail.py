@@ -1,4 +1,4 @@
-"""Rows on their way between ranks, by counts: all ranks of a group for `staged`, equal ranks of each host for hosts."""
+"""Exchange rows between ranks by counts: all ranks of a group for `staged`, equal ranks of the hosts for `hosts/`."""
 
 from __future__ import annotations
 

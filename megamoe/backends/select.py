@@ -1,4 +1,4 @@
-"""What runs a layer: the table of backends, their options, what "auto" means."""
+"""Select the backend of a layer: the table of backends, their options, and the meaning of "auto"."""
 
 from __future__ import annotations
 

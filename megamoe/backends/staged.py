@@ -1,8 +1,8 @@
-"""The portable backend: all_to_all of rows, grouped matmuls, all_to_all back.
+"""Implement backend="staged", the portable one: all_to_all of rows, grouped matmuls, all_to_all back.
 
-Every operation is differentiable: a backward pass computes the call again and is torch's.
-Numerics: h, y_rows and y are rounded to bf16 as in the kernel; y sums rows instead of partials (no
-rounding of partials), and on CUDA the grouped matmul rounds gate_up to bf16 once more.
+Every operation is differentiable. A backward pass runs the call again and uses torch's autograd. Numerics: h, y_rows
+and y are rounded to bf16 as in the kernel. y is a sum of rows instead of partials, so partials are not rounded, and on
+CUDA the grouped matmul rounds gate_up to bf16 once more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call did, as tensors on the device: nothing here waits for it."""
+"""Report what a call did, as tensors on the device. Nothing in this module waits for the device."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from megamoe.core.errors import MegaMoEError
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one call did on this rank. A route that names an expert twice counts twice, a dropped one not at all."""
+    """Report what one call did on this rank. A token that chose an expert twice counts twice, a dropped route never.
 
-    tokens_per_expert: Tensor  # [L] int32, routes from all ranks to each local expert
-    passes: Tensor  # [1] int32, how often the pool was filled; 1 where there is no pool
+    Args:
+        tokens_per_expert: [L] int32, the routes from all ranks to each local expert.
+        passes: [1] int32, how often the pool was filled; 1 for backends without a pool.
+    """
+
+    tokens_per_expert: Tensor
+    passes: Tensor
 
     @staticmethod
     def of_last(found: Statistics | None) -> Statistics:
-        """Return those of the last call, if there was one."""
+        """Return `found`. Raise MegaMoEError if there was no call yet."""
         if found is None:
             raise MegaMoEError("statistics() are those of the last call, and there was none")
         return found
 
     @classmethod
     def without_pool(cls, counts: Tensor) -> Statistics:
-        """counts: [L], of any integer type."""
+        """Build the statistics of a backend without a pool from counts [L] of any integer type."""
         counts = counts.detach().to(torch.int32)
         return cls(counts, torch.ones(1, dtype=torch.int32, device=counts.device))
 
@@ -35,7 +40,7 @@ class Statistics:
     def of_tables(
         cls, routes: Tensor, chunk_prefix: Tensor, epoch: Tensor, pool_rows: int, block_rows: int
     ) -> Statistics:
-        """Read what a launch of the kernel left in its tables, by operations on the device.
+        """Read the tables that a launch of the kernel left, with operations on the device.
 
         routes: [2, R, 4], chunk_prefix: [L, C + 1], as in megamoe/launch/layout.py. epoch: [1], of the launch.
         """
@@ -44,14 +49,14 @@ class Statistics:
 
     @staticmethod
     def cells(routes: Tensor, epoch: Tensor) -> Tensor:
-        """Return [R, 4], a copy of the routes of the launch."""
+        """Return a copy [R, 4] of the route table of the launch."""
         return routes.index_select(0, (epoch & 1).long())[0]
 
     @classmethod
     def of_cells(
         cls, cells: Tensor, chunk_prefix: Tensor, pool_rows: int, block_rows: int
     ) -> Statistics:
-        """As of_tables(), of the routes of the launch."""
+        """Do what of_tables() does, with the route table of the launch."""
         longest = cells[:, :1].amax(0)  # [1] tokens
         used = (longest + (CHUNK_TOKENS - 1)) // CHUNK_TOKENS * cells.shape[0]
         # Behind the chunks of this launch lies what other launches left. Those chunks are taken as empty.
@@ -62,10 +67,11 @@ class Statistics:
 
 
 def _num_passes(prefix: Tensor, pool_rows: int, block_rows: int) -> Tensor:
-    """prefix: [L, C + 1] routes before each chunk -> [1] int32; pass_end() of csrc/megamoe/rows/plan.cuh.
+    """Count the passes: [L, C + 1] routes before each chunk -> [1] int32, as pass_end() of csrc/megamoe/rows/plan.cuh.
 
-    Where the pass that begins at a chunk ends is found for all chunks at once; then the ends are followed from
-    chunk 0 on, in doubling strides.
+    First find, for all chunks at once, where a pass that begins at this chunk ends. Then follow the ends from chunk 0
+    on,
+    in doubling strides.
     """
     local, chunks = prefix.shape[0], prefix.shape[1] - 1
     begin = torch.arange(chunks, device=prefix.device)

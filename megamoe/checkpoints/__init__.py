@@ -1,4 +1,4 @@
-"""Checkpoints of experts, from one library's layout to another's: `python -m megamoe.checkpoints`. NVFP4's are read."""
+"""Convert checkpoints of experts between libraries' layouts (`python -m megamoe.checkpoints`), and read NVFP4."""
 
 from megamoe.checkpoints.conversion import convert
 from megamoe.checkpoints.nvfp4 import read_nvfp4

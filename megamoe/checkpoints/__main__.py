@@ -1,4 +1,4 @@
-"""Convert a checkpoint's experts: `python -m megamoe.checkpoints SOURCE TARGET --to megamoe`. docs/adapters.md."""
+"""Convert a checkpoint's experts to another layout: `python -m megamoe.checkpoints SOURCE TARGET --to megamoe`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _gigabytes(text: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert; return 1 when it is refused or fails."""
+    """Run the command. Return 1 if the checkpoint is rejected or an error occurs."""
     parser = argparse.ArgumentParser(prog="python -m megamoe.checkpoints", description=__doc__)
     parser.add_argument("source", help="a folder of safetensors, with or without an index")
     parser.add_argument("target", help="the folder to make")

@@ -1,4 +1,4 @@
-"""From one layout of experts to another: what has to be written, and the folder that is there whole or not at all."""
+"""Convert a checkpoint from one layout of experts to another. The target folder appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -40,17 +40,29 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> list[str]:
-    """Write the checkpoint in folder `source` to a new folder `target`, its experts in the layout `to`.
+    """Convert the experts of a checkpoint to another layout, in a new folder.
 
-    to: one of LAYOUTS. source_layout: the source's, where its names and shapes do not say it (transposed ones without
-    config.json). dynamic_activations: take matrices of one scale whose activations had one, too, calibrated for all
-    tokens (input_scale): it is left out, since a layer gives each token its own. shard_bytes: of a file at most, unless
-    a single tensor has more. progress: show a bar, with tqdm.
-    Numbers are moved, never computed: types stay, and one expert of one tensor is in memory at a time. Other tensors
-    and the files of configuration and tokenizer are copied. Until all is written the folder has another name.
-    Returns for each module its name, its layout and its sizes, in words.
-    Raises ArgumentError, before anything is written, for a source that is incomplete, of no known layout, or FP8 by
-    another recipe than a layer's (config.json), for what `to` has no place for, an existing target, too little room.
+    Numbers are moved and never computed: dtypes stay the same, and only one expert of one tensor is in memory at a
+    time.
+    Other tensors, configuration and tokenizer files are copied. The folder has a temporary name until it is complete.
+
+    Args:
+        source: Folder of safetensors files.
+        target: Folder to create.
+        to: Name of the layout, one of megamoe.checkpoints.layouts.LAYOUTS.
+        source_layout: Layout of the source. Default: detected from names and shapes. Transposed experts without
+            config.json need it.
+        dynamic_activations: True: also accept matrices whose activations have one calibrated scale (input_scale), and
+            drop that scale, because a layer computes one per token. Default: False.
+        shard_bytes: Largest size of a file, unless a single tensor is larger. Default: 5 GB.
+        progress: True: show a progress bar if tqdm is installed. Default: False.
+
+    Returns:
+        For each module one line with its name, layout and sizes.
+
+    Raises:
+        ArgumentError: The source is incomplete, has no known layout, or its FP8 recipe (config.json) is not a layer's;
+            `to` cannot hold a tensor; the target exists; or the disk is full. Nothing was written then.
     """
     source, target = folder_of("source", source), folder_of("target", target)
     for name, value in (("to", to), ("source_layout", source_layout)):
@@ -80,7 +92,7 @@ def convert(
 
 
 def _is_beside(path: Path) -> bool:
-    """Whether it is to be copied: not another index, whose files stay behind."""
+    """Return True if the file is copied. Another index is not, because its files are not."""
     return path.suffix in _BESIDE and not path.name.endswith(".index.json") and path.is_file()
 
 
@@ -96,7 +108,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_numbers(modules: list[Experts], config: dict[str, Any]) -> None:
-    """Raise ArgumentError where no part of config.json says that there are as many: names do not show the last."""
+    """Raise ArgumentError if config.json has another number of experts: names do not show a missing last one."""
     said = dict(_numbers(config))
     for experts in modules if said else ():
         if experts.num not in said:
@@ -105,7 +117,7 @@ def _check_numbers(modules: list[Experts], config: dict[str, Any]) -> None:
 
 
 def _numbers(config: dict[str, Any], place: str = "") -> Iterator[tuple[int, str]]:
-    """Return the numbers of experts that a configuration and its parts say, and where."""
+    """Yield the numbers of experts in a configuration and its parts, and where they are."""
     for key, value in config.items():
         if key in _NUM_EXPERTS and isinstance(value, int):
             yield value, place + key
@@ -114,7 +126,7 @@ def _numbers(config: dict[str, Any], place: str = "") -> Iterator[tuple[int, str
 
 
 def _outputs(source: Source, modules: list[Experts], layout: Layout) -> list[Output]:
-    """Return what to write, each module where its first tensor was. Raises ArgumentError where it cannot be."""
+    """Return the tensors to write, each module at the place of its first tensor. Raise ArgumentError on conflicts."""
     module_of = {name: module for module in modules for name in module.names.values()}
     outputs: dict[str, Output] = {}
     done = set()
@@ -148,7 +160,7 @@ def _of_module(experts: Experts, layout: Layout) -> Iterator[Output]:
 
 
 def _check_fits(experts: Experts, layout: Layout) -> None:
-    """Raise ArgumentError where the layout has no place for what there is, or wants more."""
+    """Raise ArgumentError if the layout has no place for a tensor, or needs one that does not exist."""
     if layout.alike:
         expected = f"one with a scale of each row, or each block: {layout.name} is only read"
         raise ArgumentError("to", layout.name, expected)
@@ -186,7 +198,7 @@ def _of_experts(
 
 @contextmanager
 def _finished_at_once(target: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a folder that becomes `target` at the end and vanishes after an error."""
+    """Yield a temporary folder that is renamed to `target` at the end and deleted after an error."""
     if target.exists() or target.is_symlink():
         raise ArgumentError("target", target, "a folder that does not exist yet")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +223,7 @@ def _finished_at_once(target: Path, num_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], Any]]:
-    """Yield what to tell of each piece's bytes."""
+    """Yield a function that receives the number of bytes of each piece written."""
     try:
         from tqdm import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""The modules of experts in a checkpoint: which layout they have, and every part of every expert by its place."""
+"""Find the modules of experts in a checkpoint, their layout, and the place of each part of each expert."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Folders of safetensors: tensors by name out of any number of shards, and shards written a piece at a time.
+"""Read tensors by name from any number of safetensors shards, and write shards piece by piece.
 
-The library reads, and checks what it reads. Its writer wants whole shards in memory, and a tensor of all experts may
-have tens of gigabytes: so the format, a length, a JSON header and the bytes, is written here.
+The safetensors library reads the files and validates them. It can only write whole shards from memory, but a tensor of
+all experts may have tens of gigabytes. So this module writes the format itself: a length, a JSON header, the bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""How checkpoints name and arrange what experts are made of. One table; everything else asks it.
+"""Describe how checkpoints name and arrange experts, in one table that every other module reads.
 
-An expert has parts, "gate" [I, H] if it is gated, "up" [I, H] and "down" [H, I], and of each part tensors of a kind:
-its "weight", and with e4m3 a "scale" [ceil(I/128), ceil(H/128)] or "channels" [I, 1], which multiply it; or MXFP4's
-"codes" [I, H/2] and "powers" [I, H/32]; perhaps a "bias" [I]. Of down with H and I exchanged. "rows" [1] is a scale
-that was calibrated for rows of x or h; no layer of ours takes it.
+An expert has the parts "gate" [I, H] (if it is gated), "up" [I, H] and "down" [H, I]. Each part has tensors of these
+kinds, here for gate and up; for down exchange H and I:
+
+    weight     [I, H]
+    scale      [ceil(I/128), ceil(H/128)], multiplies an e4m3 weight
+    channels   [I, 1], multiplies an e4m3 weight
+    codes      [I, H/2], MXFP4 numbers; with powers [I, H/32]
+    bias       [I], optional
+    rows       [1], a calibrated scale of the rows of x or h, which no layer uses
 """
 
 from __future__ import annotations

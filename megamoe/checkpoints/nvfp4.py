@@ -1,4 +1,4 @@
-"""NVFP4 experts out of a folder of safetensors, as ModelOpt and compressed-tensors write them: a matrix a tensor."""
+"""Read NVFP4 experts that ModelOpt or compressed-tensors wrote, from safetensors files with one tensor per matrix."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ _LEFT = ("input_scale", "input_global_scale")  # of activations, which stay bf16
 
 
 def read_nvfp4(folder: str | Path, module: str, experts: Iterable[int]) -> dict[str, Any]:
-    """Return what ExpertWeights.from_nvfp4() takes, of these experts: `from_nvfp4(**read_nvfp4(...))`.
+    """Read experts of one module: pass the result to `ExpertWeights.from_nvfp4(**read_nvfp4(...))`.
 
-    module: what stands before `experts.0.`, such as "model.layers.3.mlp". experts: a rank's, by their numbers.
-    Scales of activations are not read, since rows stay bf16. Experts without gates have planes = 1.
-    Raises ArgumentError for a tensor that is missing or of another type or shape than those of the first expert, and
-    for one that a layer would have to compute with, too: biases, scales that AWQ multiplies x by.
+    Scales of activations are not read, because rows stay bf16. Experts without gates have planes = 1.
+
+    Args:
+        folder: Folder of safetensors files.
+        module: The name before `.experts.0.`, such as "model.layers.3.mlp".
+        experts: Numbers of the experts to read, usually those of one rank.
+
+    Returns:
+        The arguments of from_nvfp4(), by name.
+
+    Raises:
+        ArgumentError: A tensor is missing, has another dtype or shape than that of the first expert, or is one that a
+            layer does not support: a bias, or a scale by which AWQ multiplies x.
     """
     numbers = list(experts) if isinstance(experts, Iterable) else []
     if not numbers or not all(isinstance(n, int) for n in numbers):

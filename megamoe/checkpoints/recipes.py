@@ -1,12 +1,12 @@
-"""What config.json says of quantized experts: tensors do not say how the rows beside them are rounded.
+"""Validate the quantization recipe in config.json: tensors do not show how the rows they multiply were rounded.
 
-A layer multiplies e4m3 weights with rows that it quantizes as they come, MXFP4 with bf16 (docs/numerics.md). Weights
-that were made for other rows, such as bf16 or those of a scale that was calibrated, would be multiplied in silence with
-other numbers; those of any type, if rows have to be rotated first.
+A layer multiplies e4m3 weights with rows that it quantizes on the fly, and MXFP4 weights with bf16 rows
+(docs/numerics.md). Weights made for other rows, such as bf16 rows or rows with a calibrated scale, would silently give
+other results. So would weights whose rows have to be rotated first.
 
-Experts without a recipe are taken. Which way their scales go is not open: in every format that has a `weight_scale` or
-a `weight_scale_inv` (the inverse of what weights were multiplied with to become e4m3) it multiplies, and types and
-shapes say the rest. How rows are rounded is then what the user chooses with a layer's precision.
+Experts without a recipe are accepted. The direction of their scales is known: every format with a `weight_scale` or
+`weight_scale_inv` multiplies by it, and dtypes and shapes determine the rest. The user then chooses how rows are
+rounded, by the layer's precision.
 """
 
 from __future__ import annotations

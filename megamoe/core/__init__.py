@@ -1,1 +1,1 @@
-"""What every room knows: exceptions, the environment, the problem, the table of formats."""
+"""Define what every other package uses: exceptions, environment variables, `Problem`, the table of formats."""

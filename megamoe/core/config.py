@@ -1,4 +1,4 @@
-"""Problem and Activation: what is computed. Every constraint is stated here, once."""
+"""Define what a layer computes: `Problem` and `Activation`, with every constraint on them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,22 @@ _GELU = {"geglu": "none", "geglu_tanh": "tanh"}  # kind -> torch's name of the f
 
 @dataclass(frozen=True)
 class Activation:
-    """The function between the two GEMMs; `kind` picks the kernel's policy, the rest its numbers.
+    """Define the function between the two GEMMs.
 
-    swiglu          silu(gate) * up
-    clamped_swiglu  g * sigmoid(alpha * g) * (u + up_offset), g = min(gate, limit), u = clamp(up, +-limit)
-    geglu           gelu(gate) * up, the exact (erf) form
-    geglu_tanh      the same by tanh (gelu_pytorch_tanh)
-    relu2           relu(v) ** 2, not gated: w13 has one plane
+        swiglu          silu(gate) * up
+        clamped_swiglu  g * sigmoid(alpha * g) * (u + up_offset), g = min(gate, limit), u = clamp(up, -limit, limit)
+        geglu           gelu(gate) * up, the exact (erf) form
+        geglu_tanh      gelu(gate) * up, the tanh approximation (gelu_pytorch_tanh)
+        relu2           relu(v) ** 2, not gated: w13 has one plane
+
+    Args:
+        kind: One of the names above.
+        alpha: Factor inside the sigmoid of `clamped_swiglu`. Default: 1.0.
+        limit: Bound of gate and up in `clamped_swiglu`, positive. Default: no bound.
+        up_offset: Added to up in `clamped_swiglu`. Default: 0.0.
+
+    Raises:
+        ConfigError: `kind` is unknown, a number is out of its range, or another kind than `clamped_swiglu` has numbers.
     """
 
     kind: str
@@ -58,16 +67,23 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether w13 has two planes (gate rows, then up rows) or one."""
+        """True if w13 has two planes, gate rows and then up rows."""
         return self.kind != "relu2"
 
     @property
     def planes(self) -> int:
-        """Planes of w13: 2 gated, 1 not."""
+        """Number of planes of w13: 2 if gated, else 1."""
         return 2 if self.gated else 1
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up: [..., P*I], any float type -> h [..., I] fp32; differentiable."""
+        """Apply the activation; differentiable.
+
+        Args:
+            gate_up: [..., P*I] pre-activations of any float type: gate columns, then up columns.
+
+        Returns:
+            h, [..., I] fp32.
+        """
         gate_up = gate_up.float()
         if not self.gated:
             return F.relu(gate_up).square()
@@ -91,7 +107,18 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation_by_name(name: str | Activation) -> Activation:
-    """Return the named activation; an Activation is handed through. Raises ConfigError for unknown names."""
+    """Look up an activation by its name.
+
+    Args:
+        name: "swiglu", "swiglu_oai" (GPT-OSS), "geglu", "geglu_tanh", "relu2", or an Activation, which is returned as
+            is.
+
+    Returns:
+        The Activation.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     if isinstance(name, Activation):
         return name
     if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -105,9 +132,22 @@ _SIZES = ("hidden", "intermediate", "num_experts", "top_k", "ep_size", "rank", "
 
 @dataclass(frozen=True)
 class Problem:
-    """One MoE layer, equal on every rank of the group except for `rank`.
+    """Describe one MoE layer: its sizes, ranks and number formats. Every rank passes the same values, except `rank`.
 
-    Raises ConfigError that names every violated constraint.
+    Args:
+        hidden: H, the width of a token, at most 16384. A multiple of 16, with FP4 weights of 32.
+        intermediate: I, the width of an expert's hidden layer. Same limits as `hidden`.
+        num_experts: E, the experts of all ranks together, at most 1024 per rank.
+        top_k: K, the experts per token, 1 to 32.
+        ep_size: R, the number of expert-parallel ranks. Default: 1.
+        rank: This rank, 0 to R - 1. Default: 0.
+        max_tokens: Largest number of tokens per rank and call. It sizes the buffers. Default: 8192.
+        precision: "bf16", "fp8", "fp8_channel", "fp8xmxfp4", "bf16xmxfp4" or "bf16xnvfp4". Default: "bf16".
+        activation: An Activation or its name. Default: "swiglu".
+        bias: True if the experts have biases b13 and b2. Default: False.
+
+    Raises:
+        ConfigError: A constraint is violated. The message lists every violation.
     """
 
     hidden: int
@@ -127,7 +167,11 @@ class Problem:
             raise ConfigError("; ".join(problems))
 
     def problems(self) -> list[str]:
-        """Return every violated constraint as "name is value, expected ..."; empty means valid."""
+        """List every violated constraint.
+
+        Returns:
+            Texts of the form "name is value, expected ..."; an empty list if the problem is valid.
+        """
         return [
             f"{name} is {value!r}, expected {expected}"
             for name, value, ok, expected in self._constraints()
@@ -162,7 +206,11 @@ class Problem:
         yield "bias", self.bias, isinstance(self.bias, bool), "a bool"
 
     def why_no_window(self) -> str | None:
-        """Return why the kernel's window, and so "mega" and "emulate", cannot have this problem, or None."""
+        """Explain why the backends "mega" and "emulate" cannot run this problem in one window.
+
+        Returns:
+            The violated limit, or None if the problem fits.
+        """
         if self.ep_size > MAX_RANKS:
             return f"ep_size is {self.ep_size}, expected 1..{MAX_RANKS} for the kernel's window"
         highest = MAX_GROUP_TOKENS // (CHUNK_TOKENS * self.ep_size) * CHUNK_TOKENS
@@ -172,7 +220,7 @@ class Problem:
 
     @property
     def formats(self) -> Precision:
-        """How x, the weights and h are stored."""
+        """The storage formats of x, the weights and h."""
         return PRECISIONS[self.precision]
 
     def _shares(self) -> tuple[int, int]:
@@ -180,18 +228,42 @@ class Problem:
         return self.num_experts // self.ep_size, self.num_experts % self.ep_size
 
     def expert_begin(self, rank: int | None = None) -> int:
-        """Return the first global expert of a rank (default: this one)."""
+        """Return the first global expert of a rank.
+
+        Args:
+            rank: The rank. Default: this rank.
+
+        Returns:
+            The number of the expert, 0 to E.
+        """
         rank = self.rank if rank is None else rank
         base, extra = self._shares()
         return rank * base + min(rank, extra)
 
     def num_local_experts(self, rank: int | None = None) -> int:
-        """Return L of a rank (default: this one); the first E % R ranks hold one more."""
+        """Return the number of experts of a rank. The first E % R ranks hold one more.
+
+        Args:
+            rank: The rank. Default: this rank.
+
+        Returns:
+            L.
+        """
         rank = self.rank if rank is None else rank
         return self.expert_begin(rank + 1) - self.expert_begin(rank)
 
     def rank_of_expert(self, expert: int) -> int:
-        """Return the rank that holds a global expert."""
+        """Return the rank that holds a global expert.
+
+        Args:
+            expert: Number of the expert, 0 to E - 1.
+
+        Returns:
+            The rank.
+
+        Raises:
+            ConfigError: There is no such expert.
+        """
         if not 0 <= expert < self.num_experts:
             raise ConfigError("expert", expert, f"0..{self.num_experts - 1}")
         base, extra = self._shares()
@@ -201,7 +273,11 @@ class Problem:
         return extra + (expert - with_extra) // base
 
     def fingerprint(self) -> int:
-        """Return a 32-bit hash of everything but `rank`, stable over processes and machines."""
+        """Hash everything except `rank`. The hash is equal in all processes and on all machines.
+
+        Returns:
+            A 32-bit integer.
+        """
         act = self.activation
         skip = ("rank", "activation")
         values = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name not in skip]

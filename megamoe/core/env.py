@@ -1,4 +1,4 @@
-"""Every environment variable in one table. They are read when asked for, not at import."""
+"""Define every environment variable in one table. A variable is read when it is used, not at import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamoe.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable: its name, its default as text, what it means."""
+    """Describe one environment variable: name, default as text, meaning, and allowed values if they are few."""
 
     name: str
     default: str
@@ -19,19 +19,19 @@ class Variable:
     choices: tuple[str, ...] = ()
 
     def get(self) -> str:
-        """Return the value, or the default when unset or empty."""
+        """Return the value, or the default if it is unset or empty. Raise ConfigError if it is not in `choices`."""
         value = os.environ.get(self.name) or self.default
         if self.choices and value not in self.choices:
             raise ConfigError(self.name, repr(value), "one of " + ", ".join(self.choices))
         return value
 
     def number(self, lowest: float, highest: float) -> float:
-        """Return the value as a number from `lowest` to `highest`."""
+        """Return the value as a number. Raise ConfigError unless it is between `lowest` and `highest`."""
         return number(self.name, self.get(), lowest, highest)
 
 
 def number(name: str, given: object, lowest: float, highest: float) -> float:
-    """Return what was given as a number. Raises ConfigError unless it is one from `lowest` to `highest`."""
+    """Convert an option to a number. Raise ConfigError unless it is between `lowest` and `highest`."""
     try:
         value = float(given)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -44,59 +44,65 @@ def number(name: str, given: object, lowest: float, highest: float) -> float:
 TABLE: dict[str, Variable] = {
     v.name: v
     for v in (
-        Variable("MEGAMOE_CACHE_DIR", "~/.cache/megamoe", "where compiled kernels are kept"),
+        Variable("MEGAMOE_CACHE_DIR", "~/.cache/megamoe", "folder of compiled kernels"),
         Variable(
             "MEGAMOE_PREBUILT",
             "",
-            "kernels of `python -m megamoe.jit --export`; empty: package `megamoe_prebuilt`",
+            "folder written by `python -m megamoe.jit --export`; empty: package `megamoe_prebuilt`",
         ),
         Variable(
             "MEGAMOE_BACKEND",
             "auto",
-            'what backend="auto" means',
+            'what `backend="auto"` selects',
             ("auto", "mega", "staged", "emulate", "reference"),
         ),
         Variable(
             "MEGAMOE_TIMEOUT_S",
             "120",
-            "longest wait inside the kernel, and for ranks of other hosts, in seconds",
+            "longest wait in seconds, inside the kernel and for ranks of other hosts",
         ),
-        Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to others; empty: see `reserve_sms`"),
+        Variable("MEGAMOE_RESERVE_SMS", "", "SMs left to other kernels; empty: see `reserve_sms`"),
         Variable(
             "MEGAMOE_LOG", "warning", "log level", ("debug", "info", "warning", "error", "critical")
         ),
         Variable(
             "MEGAMOE_TRANSPORT",
             "auto",
-            "what the window is made of",
+            "allocator of the symmetric window",
             ("auto", "symm_mem", "nvshmem"),
         ),
-        Variable("MEGAMOE_HOST", "", "the host that a rank is on; empty: machine's name and boot"),
-        Variable("MEGAMOE_SHARE_GPUS", "0", "1: ranks of tests may share a GPU", ("0", "1")),
+        Variable(
+            "MEGAMOE_HOST", "", "name of this rank's host; empty: the machine's name and boot id"
+        ),
+        Variable(
+            "MEGAMOE_SHARE_GPUS", "0", "1: several ranks may share one GPU, for tests", ("0", "1")
+        ),
     )
 }
 
 
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels; it may not exist yet."""
+    """Return the folder of compiled kernels. It may not exist yet."""
     return Path(TABLE["MEGAMOE_CACHE_DIR"].get()).expanduser()
 
 
 def prebuilt_dir() -> Path | None:
-    """Return the stated folder of prebuilt kernels; None when unset."""
+    """Return the folder of prebuilt kernels, None if it is not set."""
     stated = TABLE["MEGAMOE_PREBUILT"].get()
     return Path(stated).expanduser() if stated else None
 
 
 def backend() -> str:
-    """Return the backend that stands for "auto"."""
+    """Return the backend that "auto" selects."""
     return TABLE["MEGAMOE_BACKEND"].get()
 
 
 def timeout_s(stated: float | None = None) -> float:
-    """Return the longest wait inside the kernel or for another host, in seconds: of an option, where it is given.
+    """Return the longest wait, in seconds, inside the kernel or for another host.
 
-    The kernel counts nanoseconds in 64 bits; 1e9 seconds are 31 years.
+    The option `stated` wins over the environment variable. The kernel counts nanoseconds in 64 bits, and the upper
+    limit of
+    1e9 seconds is 31 years.
     """
     limits = 0.001, 1e9
     if stated is None:
@@ -105,7 +111,7 @@ def timeout_s(stated: float | None = None) -> float:
 
 
 def reserve_sms() -> int | None:
-    """Return the number of SMs left to others; None when unset."""
+    """Return the number of SMs to leave to other kernels, None if it is not set."""
     if not TABLE["MEGAMOE_RESERVE_SMS"].get():
         return None
     return int(TABLE["MEGAMOE_RESERVE_SMS"].number(0, 10_000))
@@ -122,10 +128,10 @@ def transport() -> str:
 
 
 def host() -> str:
-    """Return the name that this rank's host was given, or nothing."""
+    """Return the name given to this rank's host, empty if there is none."""
     return TABLE["MEGAMOE_HOST"].get()
 
 
 def share_gpus() -> bool:
-    """Return whether several ranks may share a GPU, in its time slices: right, slow, and without NCCL."""
+    """Return True if several ranks may share one GPU. Results are correct, but slow, and NCCL is not available."""
     return TABLE["MEGAMOE_SHARE_GPUS"].get() == "1"

@@ -1,4 +1,4 @@
-"""Exception classes, and the translation of a device fault record into one of them."""
+"""Define the exception classes, and turn a fault record of the device into one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_RANKS = 8  # of a group; FaultRecord.peer holds this when the waited-for par
 
 
 class MegaMoEError(RuntimeError):
-    """Base of every error that this package raises on purpose."""
+    """Base class of every error that this package raises deliberately."""
 
 
 class _NamedValueError(MegaMoEError, ValueError):
@@ -32,47 +32,47 @@ class _NamedValueError(MegaMoEError, ValueError):
 
 
 class ConfigError(_NamedValueError):
-    """A Problem or an option that the layer cannot run."""
+    """A `Problem`, an option or an environment variable has a value that the layer cannot run."""
 
 
 class ArgumentError(_NamedValueError):
-    """A tensor handed to a call that does not fit the problem."""
+    """An argument of a call, usually a tensor, does not fit the problem."""
 
 
 class CompileError(MegaMoEError):
-    """A kernel did not compile; the message holds the end of the compiler's log."""
+    """A kernel did not compile. The message contains the end of the compiler's log."""
 
 
 class AbiMismatch(MegaMoEError):
-    """A compiled kernel and this package disagree about the argument block."""
+    """A compiled kernel and this package use different layouts of the launch arguments."""
 
 
 class NotCoResident(MegaMoEError):
-    """The grid does not fit the device at once, which the kernel's barriers need."""
+    """The grid does not fit on the device at once. The kernel's barriers need all CTAs to run at the same time."""
 
 
 class RankMismatch(MegaMoEError):
-    """Ranks of one group were configured differently."""
+    """Ranks of one group have different configurations, or called different layers."""
 
 
 class PeerFault(MegaMoEError):
-    """Another rank failed first; this one left with it."""
+    """Another rank failed first, and this rank stopped because of it."""
 
 
 class ProtocolTimeout(MegaMoEError):
-    """A wait inside the kernel was given up after the timeout."""
+    """A wait took longer than the timeout (`timeout_s`, `MEGAMOE_TIMEOUT_S`)."""
 
 
 class WindowBroken(MegaMoEError):
-    """The window saw a fault and has to be reset by all ranks before it is used again."""
+    """A launch on this window failed. All ranks have to call reset() before the window is used again."""
 
 
 class UnreachablePeer(MegaMoEError):
-    """A rank of the group cannot be mapped into this rank's address space."""
+    """A rank's memory cannot be mapped into the address space of this rank."""
 
 
 class WorkspaceTooSmall(MegaMoEError):
-    """The given workspace cannot hold even one pass."""
+    """The workspace is too small for one pass, or a kept backward pass needs more rows than the pool has."""
 
 
 # edge name -> (producer, consumer, what `index` counts ("": nothing), crosses ranks)
@@ -91,9 +91,14 @@ _PROLOGUE = ("routes_ready", "config", "state")  # before the roles part
 
 
 def fault_to_error(record: Mapping[str, Any], own_rank: int | None = None) -> MegaMoEError:
-    """Turn a FaultRecord (csrc/megamoe/layout/args.h, edge and role as their names) into an exception.
+    """Turn a FaultRecord (csrc/megamoe/layout/args.h) into an exception.
 
-    own_rank: the rank that asks. A record of another rank becomes a PeerFault.
+    Args:
+        record: The fields of the record, with edge and role as names.
+        own_rank: The rank that reads the record. If another rank wrote it, the result is a PeerFault.
+
+    Returns:
+        The exception, not raised.
     """
     edge, rank, peer = str(record["edge"]), int(record["rank"]), int(record["peer"])
     role = "prologue" if edge in _PROLOGUE else str(record["role"])

@@ -1,4 +1,4 @@
-"""Matrix products of fp32 operands in fp32."""
+"""Compute matrix products of fp32 operands in full fp32 precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def full_fp32(device: torch.device) -> Iterator[None]:
-    """Switch TF32 and autocast off: products with 10 bits of mantissa would make no oracle."""
+    """Disable TF32 and autocast in this block. TF32 has only 10 bits of mantissa, too few for an oracle."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

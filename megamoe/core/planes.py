@@ -1,4 +1,4 @@
-"""Weights by plane: [L, P, I, K] views of any layout that TMA reads in place."""
+"""View weights by plane, [L, P, I, K], in any strides that TMA can read in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def by_plane(w: Tensor, planes: int) -> Tensor:
 
 
 def rows_of(w: Tensor) -> Tensor:
-    """w: [P*I, K] or [P, I, K] of one expert -> [P*I, K]; a copy where the planes are not behind each other."""
+    """Join the planes of one expert: [P*I, K] or [P, I, K] -> [P*I, K]. This copies planes that are not adjacent."""
     return w.flatten(0, -2)
 
 
@@ -52,7 +52,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def check_kind(name: str, t: Tensor) -> None:
-    """Raise ArgumentError for a tensor that does not lie in memory as numbers with strides."""
+    """Raise ArgumentError unless the tensor is dense and strided: no DTensor, no nested or sparse tensor."""
     if not torch.compiler.is_compiling() and is_dtensor(t):
         raise ArgumentError(name, "a DTensor", "a tensor of this rank: its to_local()")
     if t.is_nested or t.layout != torch.strided:
@@ -61,7 +61,7 @@ def check_kind(name: str, t: Tensor) -> None:
 
 
 def spanned_bytes(t: Tensor) -> int:
-    """Return how far it is from t's first number to behind its last, gaps between rows included."""
+    """Return the bytes from t's first element to the end of its last, including gaps between rows."""
     if t.is_contiguous():
         return t.nbytes
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
@@ -69,7 +69,7 @@ def spanned_bytes(t: Tensor) -> int:
 
 
 def overlaps_itself(t: Tensor) -> bool:
-    """Whether elements of t may share memory: whether it lies as no part of a dense tensor does."""
+    """Return True if elements of t may share memory."""
     reach = 0
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -79,7 +79,7 @@ def overlaps_itself(t: Tensor) -> bool:
 
 
 def _held(t: Tensor) -> int | None:
-    """Return bytes of a storage that is too small for t, as FSDP and offloading make it by resize_(0)."""
+    """Return the size of t's storage if t does not fit into it, else None. FSDP frees storage by resize_(0)."""
     if type(t) not in _IN_MEMORY or torch.compiler.is_compiling() or not t.numel():
         return None
     try:
@@ -91,7 +91,7 @@ def _held(t: Tensor) -> int | None:
 
 
 def is_freed(t: Tensor) -> bool:
-    """Whether t's storage was freed. Exact, and asked where the address is suspect: some Pythons' heaps lie as low."""
+    """Return True if t's storage was freed. Only low addresses are examined: freed storage has no other."""
     return t.data_ptr() < SUSPECT_BELOW and _held(t) is not None
 
 
@@ -105,14 +105,14 @@ def check_memory(name: str, t: Tensor) -> None:
 
 
 def map_strides(w: Tensor) -> tuple[int, ...]:
-    """w: [L, P, I, K] that check_strides lets pass -> bytes between rows, planes and experts."""
+    """Return the bytes between rows, planes and experts of w [L, P, I, K], which check_strides() has accepted."""
     row = w.shape[-1] * w.element_size()
     found = [stride * w.element_size() for stride in w.stride()[-2::-1]]
     return tuple(s if _is_legal(s) else row for s in found)  # else one element: any will do
 
 
 def plane_strides(w: Tensor, planes: int) -> tuple[int, ...]:
-    """Return map_strides(by_plane(w, planes)), without making a view, which each call would pay for."""
+    """Return map_strides(by_plane(w, planes)) without creating the view, whose cost each call would pay."""
     if w.dim() == 4:
         return map_strides(w)
     size, (_, rows, width), (expert, row, _) = w.element_size(), w.shape, w.stride()

@@ -1,8 +1,8 @@
-"""Formats: how x, the weights and h are stored in each precision. One table; everything else asks it.
+"""Define how x, the weights and h are stored in each precision. Every other module reads this table.
 
-Below config, which takes the names of the precisions from here. How a format is quantized:
-megamoe/formats/quantization.py, the oracle's own quant.py, and csrc/. Each refuses by name a format that it does not
-know.
+The table is below `config` in the import order, because `config` takes the names of the precisions from it. The code
+that quantizes a format is in megamoe/formats/quantization.py, in the oracle's quant.py, and in csrc/. Each of them
+rejects a format that it does not know.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ WHOLE_ROW = 1 << 31  # columns of a block that is a row, however wide
 
 @dataclass(frozen=True)
 class Format:
-    """How one operand's numbers are stored.
+    """Describe how the numbers of one operand are stored.
 
-    dtype: of an element in memory, which holds `packed` numbers. scale_block: rows x columns whose scales stand
-    together, `block_scales` of them of `scale_dtype`; None: no scales. largest: the magnitude that a scale maps
-    the largest value to. multiple: widths that can be stored are multiples of it.
-    cpp: its types in csrc/megamoe/formats are <cpp>Rows and <cpp>Weights; None: no kernel.
+    Args:
+        name: Name of the format, for messages.
+        dtype: Type of one element in memory, which holds `packed` numbers.
+        scale_block: (rows, columns) of a block whose scales are stored together; None: the format has no scales.
+        largest: The magnitude to which a scale maps the largest value of its group.
+        cpp: Prefix of its types <cpp>Rows and <cpp>Weights in csrc/megamoe/formats; None: no kernel reads it.
+        packed: Numbers per element. Default: 1.
+        scale_dtype: Type of a scale. Default: fp32.
+        block_scales: Scales per block, including the header of FP4 formats. Default: 1.
+        multiple: The width of a row is a multiple of this. Default: 16.
+        by_quads: True if each group of 128 columns is permuted in memory, see in_order().
     """
 
     name: str
@@ -39,22 +46,22 @@ class Format:
 
     @property
     def scaled(self) -> bool:
-        """Whether scales stand beside the elements."""
+        """True if scales are stored next to the elements."""
         return self.scale_block is not None
 
     @property
     def whole_rows(self) -> bool:
-        """Whether a scale stands for all of a row."""
+        """True if one scale covers a whole row."""
         return self.scale_block is not None and self.scale_block[1] == WHOLE_ROW
 
     @property
     def bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     @property
     def bytes_per_number(self) -> float:
-        """Bytes of a number with its share of the scales."""
+        """Bytes per number, including its share of the scales."""
         scales = 0.0
         if self.scale_block is not None:
             height, width = self.scale_block
@@ -62,18 +69,18 @@ class Format:
         return self.bytes / self.packed + scales
 
     def width(self, columns: int) -> int:
-        """Return how many elements a row of so many numbers has in memory."""
+        """Return the number of elements that a row of `columns` numbers occupies in memory."""
         return -(-columns // SCALE_GROUP) * SCALE_GROUP if self.by_quads else columns // self.packed
 
     def in_order(self, rows: torch.Tensor, columns: int) -> torch.Tensor:
-        """rows: [M, width(columns)] as they are in memory -> [M, columns], by column."""
+        """Return rows [M, width(columns)] as they are in memory -> [M, columns] in column order."""
         if not self.by_quads:
             return rows
         words = rows.unflatten(-1, (-1, 8, 4, 4))  # in each group [place, quad, number]
         return words.transpose(-3, -2).flatten(-4)[..., :columns]
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return the shape of the scales of a matrix; ragged last blocks count."""
+        """Return the shape of the scales of a matrix. A partial block at the edge has scales, too."""
         if self.scale_block is None:
             raise ValueError(f"{self.name} has no scales")
         height, width = self.scale_block
@@ -117,7 +124,7 @@ NVFP4 = Format(
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats of one precision."""
+    """Describe the formats of one precision."""
 
     name: str
     x: Format  # staged x, x_pool
@@ -127,17 +134,17 @@ class Precision:
 
     @property
     def multiple(self) -> int:
-        """Return what the widths of the layer are multiples of."""
+        """The widths of a layer are multiples of this."""
         return max(self.x.multiple, self.w.multiple, self.h.multiple)
 
     @property
     def panels(self) -> bool:
-        """Whether there are kernels that expand its weights in memory, to what tensor cores take as scaled rows."""
+        """True if there are kernels that first expand the packed weights in memory, to e4m3 panels."""
         return self.w.packed > 1 and self.x.scaled
 
     @property
     def cpp(self) -> str | None:
-        """Return the kernel's type for it, None where a format has none."""
+        """The kernel's C++ type of this precision; None if one of its formats has no kernel."""
         if None in (self.x.cpp, self.w.cpp, self.h.cpp):
             return None
         return f"Precision<{self.x.cpp}Rows, {self.w.cpp}Weights, {self.h.cpp}Rows>"

@@ -1,4 +1,4 @@
-"""Whether a call is differentiated, or mapped, by other means than torch.autograd's reverse mode."""
+"""Detect whether a call is transformed by torch.func or forward-mode AD, instead of torch.autograd's reverse mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def functional() -> bool:
-    """Whether a transform of torch.func is active."""
+    """Return True if a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -33,17 +33,17 @@ def lasting() -> Iterator[None]:
 
 
 def faked() -> bool:
-    """Whether a mode makes tensors without memory, as torch.export's does."""
+    """Return True if a mode creates tensors without memory, as torch.export does."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def forward_mode() -> bool:
-    """Whether there may be tangents."""
+    """Return True if tensors may have forward-mode tangents."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether one carries a forward-mode derivative, which custom operators drop: the result would be a constant."""
+    """Return True if a tensor has a forward-mode tangent. Custom operators would drop it silently."""
     if not forward_mode():
         return False
     floats = (t for t in tensors if t is not None and t.is_floating_point())

@@ -1,1 +1,1 @@
-"""How experts are stored: tensors, quantization formulas, and versions, by which copies follow."""
+"""Define how experts are stored: their tensors, the quantization formulas, and versions of tensors."""

@@ -1,8 +1,8 @@
-"""e2m1 numbers, two a byte, and where the scales of their groups stand: what MXFP4 and NVFP4 share.
+"""Pack e2m1 numbers, two per byte, and arrange their scales: the code that MXFP4 and NVFP4 share.
 
-Of two numbers the lower nibble is the first. The order of the scales is the kernel's: block by block of 128 x 128
-numbers, in it a header, which each format fills, and [2, 128, 64 / group]: 64 columns (a pipeline slot beside bf16),
-row, groups of columns.
+The first of two numbers is in the lower nibble. The kernel reads scales block by block, 128 x 128 numbers each. A block
+has a header, which each format fills, and then [2, 128, 64 / group] scales: 64 columns (one pipeline slot of bf16
+rows), row, groups of columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SLOT, _SLOTS = 64, 2  # columns, of a block
 
 
 def encode(v: Tensor) -> Tensor:
-    """v: [N, K] fp32, in units of its scales -> codes [N, K] uint8: nearest, ties to even codes, 6 beyond it."""
+    """Encode v [N, K] fp32, in units of its scales -> codes [N, K] uint8: nearest, ties to even codes, at most 6."""
     r = v.abs()
     codes = torch.zeros(r.shape, dtype=torch.uint8, device=r.device)
     for code, (low, high) in enumerate(zip(MAGNITUDES, MAGNITUDES[1:], strict=False)):
@@ -35,9 +35,9 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def memory_of(w: Tensor, stored: Format) -> tuple[Tensor, Tensor]:
-    """Return memory for w [L, P, I, K] in a format: packed [L, P*I, K/2] and scales, uint8.
+    """Allocate memory for w [L, P, I, K] in a format: packed [L, P*I, K/2] and scales, both uint8.
 
-    Raises ArgumentError for a K that the format does not store.
+    Raises ArgumentError if the format cannot store rows of K numbers.
     """
     num, planes, rows, width = w.shape
     if width % stored.multiple:

@@ -1,4 +1,4 @@
-"""Tensors that a layer takes as one, without a copy where they lie so: gate and up projections, experts."""
+"""Join tensors that a layer takes as one, such as gate and up projections, without a copy if their memory allows it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from megamoe.core.errors import ArgumentError
 
 
 class Joined(torch.autograd.Function):
-    """Tensors as one: a view where they lie so, else a copy; the gradient goes back to each.
+    """Join tensors into one: a view if as_one() finds one, else a copy. The gradient goes back to each tensor.
 
-    as_one: the tensors -> a view of them, or None. copied: the tensors -> a new one, where as_one may return None.
-    cut: what is joined -> a part for each tensor. joint: where gradients go that are added to main_grad, see
-    megamoe/layer/main_grad.py.
+    Args:
+        as_one: Function from the tensors to a view of them, or None.
+        cut: Function from the joined tensor to one part per tensor.
+        copied: Function from the tensors to a new one, used if as_one() returns None.
+        joint: Receives gradients that are added to main_grad, see megamoe/layer/main_grad.py.
     """
 
     @staticmethod
@@ -40,7 +42,7 @@ class Joined(torch.autograd.Function):
 
 
 def join_w1_w3(w1: Tensor, w3: Tensor) -> Tensor:
-    """Return w1 and w3, which check_joinable() has let pass, as one view [L, 2, I, H]."""
+    """Return w1 and w3, which check_joinable() has accepted, as one view [L, 2, I, H]."""
     whole: Tensor = Joined.apply(_planes, lambda whole: whole.unbind(1), None, None, w1, w3)
     return whole
 
@@ -53,7 +55,7 @@ def _planes(parts: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def check_joinable(w1: Tensor, w3: Tensor) -> None:
-    """Raise ArgumentError unless w3 has w1's shape, type and strides, and lies behind it."""
+    """Raise ArgumentError unless w3 has the shape, dtype and strides of w1 and is behind it in memory."""
     for name, w in (("w1", w1), ("w3", w3)):
         if not isinstance(w, Tensor):
             raise ArgumentError(name, type(w).__name__, "a tensor")
@@ -72,7 +74,7 @@ def check_joinable(w1: Tensor, w3: Tensor) -> None:
 
 
 def join_pair(name: str, first: Tensor | None, second: Tensor | None, join: Any) -> Tensor | None:
-    """Return join((first, second), dim=1), None without both. Raises ArgumentError for those of unequal shapes."""
+    """Return join((first, second), dim=1), or None if both are None. Raise ArgumentError if their shapes differ."""
     shapes = [None if t is None else list(t.shape) for t in (first, second)]
     if shapes[0] != shapes[1]:
         raise ArgumentError(f"{name} of w1 and w3", shapes, "both, of equal shapes")

@@ -1,7 +1,7 @@
-"""MXFP4 weights: e2m1 numbers, two a byte, and a power of two (E8M0) for each 32 of them along K.
+"""Quantize and read MXFP4 weights: e2m1 numbers, two per byte, with a power of two (E8M0) per 32 numbers along K.
 
-The format is the OCP Microscaling Formats (MX) Specification 1.0's, and the bytes are those of GPT-OSS and DeepSeek-V4
-checkpoints: a scale is its exponent plus 127, 255 is NaN. docs/numerics.md, "MXFP4".
+The format is OCP Microscaling Formats (MX) 1.0, with the bytes of GPT-OSS and DeepSeek-V4 checkpoints: a scale is its
+exponent plus 127, and 255 is NaN. See docs/numerics.md, "MXFP4".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""NVFP4 weights: e2m1 numbers, two a byte, an e4m3 scale for each 16 of them along K, and an fp32 for the matrix.
+"""Quantize and read NVFP4 weights: e2m1 numbers, two per byte, an e4m3 scale per 16 along K, an fp32 scale per matrix.
 
-The bytes are those of NVIDIA ModelOpt's checkpoints (`weight`, `weight_scale`, `weight_scale_2`) and, with the inverse
-of the last, of compressed-tensors' (`weight_packed`, `weight_scale`, `weight_global_scale`). A number is
-e2m1 * e4m3 * fp32. The headers of the kernel's blocks of scales hold the fp32 of their matrix (gate and up may
-differ): a tile reads the one in the last block of its rows. docs/numerics.md, "NVFP4".
+A number is e2m1 * e4m3 * fp32. The bytes are those of NVIDIA ModelOpt (`weight`, `weight_scale`, `weight_scale_2`) and
+of compressed-tensors (`weight_packed`, `weight_scale`, and `weight_global_scale`, the inverse of the last). The header
+of each block of scales holds the fp32 scale of its matrix, which may differ between gate and up. A tile reads the one
+in the last block of its rows. See docs/numerics.md, "NVFP4".
 """
 
 from __future__ import annotations

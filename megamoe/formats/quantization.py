@@ -1,7 +1,7 @@
-"""Quantization to FP8: activations in groups of 1x128 or by token, weights in blocks of 128x128 or by channel.
+"""Quantize to FP8: activations in groups of 1x128 or by token, weights in blocks of 128x128 or by channel.
 
 The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
-q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; fp32, exactly these two divisions.
+q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; in fp32, with exactly these two divisions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def dequantize_tokens(q: Tensor, scale: Tensor) -> Tensor:
 def quantize_channels(
     w: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize weights by output channel, which is a row: of whichever plane.
+    """Quantize weights by output channel, that is by row.
 
     w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32).
     out: (q, scale) to write into.
@@ -150,11 +150,11 @@ def quantize_blockwise(
 def transpose_blocks(
     q: Tensor, scale: Tensor, planes: int = 1, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Turn what quantize_blockwise made around, plane by plane: the same numbers, since blocks are square.
+    """Transpose the result of quantize_blockwise() plane by plane. Blocks are square, so the numbers stay the same.
 
     q: [L, P*I, K] or [L, P, I, K], scale: [L, P*ceil(I/128), ceil(K/128)]
     -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
-    out: where to put them.
+    out: (q, scale) to write into.
     """
     turned = by_plane(q.view(torch.uint8), planes).transpose(2, 3)
     if out is None:
@@ -180,7 +180,7 @@ def dequantize_blockwise(
 
 
 class Codec(NamedTuple):
-    """How a format with scales is made from numbers, and read as fp32."""
+    """Hold the two functions of a format with scales: quantize from floats, dequantize to fp32."""
 
     quantize: Callable[..., tuple[Tensor, Tensor]]
     dequantize: Callable[..., Tensor]
@@ -199,7 +199,7 @@ _CODECS: dict[Format, Codec | None] = {
 
 
 def codec(stored: Format) -> Codec | None:
-    """Return the formulas of a format; None: bf16, stored as it is. Raise ConfigError for others."""
+    """Return the functions of a format, None for bf16, which has no scales. Raise ConfigError for an unknown format."""
     if stored not in _CODECS:
         raise ConfigError(
             "format", repr(stored.name), "one with formulas in megamoe.formats.quantization"

@@ -1,4 +1,4 @@
-"""Rows of x that the caller has quantized, as they go through the backends; weights that stay quantized."""
+"""Carry rows of x that the caller has quantized, and keep the dtype of quantized weights when a module is moved."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ from torch import Tensor
 
 @final
 class QuantizedRows(NamedTuple):
-    """q: [T, H] e4m3, or its bytes. scale: [T, S] fp32, any numbers, S as the precision has it; value = q * scale."""
+    """Hold quantized rows: value = q * scale.
+
+    Args:
+        q: [T, H] e4m3, or its bytes.
+        scale: [T, S] fp32, any numbers; S depends on the precision.
+    """
 
     q: Tensor
     scale: Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """[T, H]."""
+        """Shape of q, [T, H]."""
         return self.q.shape
 
     @property
     def device(self) -> torch.device:
-        """Where both lie."""
+        """Device of both tensors."""
         return self.q.device
 
     def take(self, tokens: Tensor) -> QuantizedRows:
-        """Return the rows of some tokens; e4m3 itself cannot be indexed everywhere."""
+        """Return the rows of some tokens. It indexes bytes, since e4m3 cannot be indexed on every device."""
         q = self.q.view(torch.uint8)[tokens].view(self.q.dtype)
         return QuantizedRows(q, self.scale[tokens])
 
@@ -35,7 +40,7 @@ class QuantizedRows(NamedTuple):
 def keeping(
     quantized: Sequence[Tensor], fn: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Return fn, as nn.Module._apply takes it, but that these keep their types: they move, and are not cast."""
+    """Wrap fn, as nn.Module._apply takes it, so that it moves the `quantized` tensors but does not cast them."""
 
     def move(t: Tensor) -> Tensor:
         made = fn(t)

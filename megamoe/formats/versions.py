@@ -1,9 +1,9 @@
-"""Versions of tensors: whether what was made of one is still made of its values.
+"""Track versions of tensors, to know whether a quantized copy still matches its source.
 
-A version is (storage, offset, tensor._version) of each source, optimizer steps of the process, shape and strides.
-torch counts most writes in tensor._version. FSDP2 gathers into one storage without touching it, and fused optimizers do
-not bump it: a step is the one event that both have. It counts before and after its writes, since an optimizer's own
-hooks behind a step, which may call a layer, run before those of all optimizers.
+A version is (storage, offset, tensor._version) of each source, the optimizer steps of the process, shape and strides.
+torch counts most writes in tensor._version. FSDP2 gathers into one storage without changing it, and fused optimizers do
+not count their writes. An optimizer step is the one event that both have in common. A step counts before and after its
+writes, because an optimizer's own post-step hooks, which may call a layer, run before those of all optimizers.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ register_optimizer_step_post_hook(_count_step)
 
 
 def invalidate() -> None:
-    """Make every FP8 layer of this process quantize its parameters again, at its next use each.
+    """Make every FP8 layer of this process quantize its parameters again at its next use.
 
-    Needed after writes that torch does not count: `p.data.copy_()`, a collective into `p.detach()`,
-    raw pointers, optimizers outside torch.optim, FSDP2 shards written without load_state_dict, and
-    replays of a graph that holds an optimizer but no call of the layer. Costs what a step costs.
+    Call it after writes that torch does not count: `p.data.copy_()`, a collective into `p.detach()`, raw pointers,
+    optimizers outside torch.optim, FSDP2 shards written without load_state_dict(), and replays of a CUDA graph that
+    contains an optimizer but no call of the layer. It costs one quantization per layer, as an optimizer step does.
     """
     _count_step()
     invalidations[0] += 1
@@ -54,7 +54,7 @@ Version = tuple[Any, ...]  # places of the sources; counts, shape, strides
 
 
 class _Origin:
-    """What a tensor was made of: sources, where they were, and their version then if it is a copy."""
+    """Record what a tensor was made of: the sources, where they are and, for a copy, their versions at that time."""
 
     def __init__(self, made: Tensor, sources: Sequence[Tensor], trains: bool) -> None:
         # Kept, since `.data = ...` gives a tensor another one.
@@ -65,26 +65,28 @@ class _Origin:
         self.then = (self.places(), steps[0]) if copied else None
 
     def places(self) -> tuple[Place, ...]:
-        """Return where the sources were, and their version now."""
+        """Return where the sources were, and their versions now."""
         counts = map(_count, self._sources)
         cells = zip(self.storages, self._offsets, counts, strict=True)
         return tuple((storage._cdata, offset, count) for storage, offset, count in cells)
 
     def used(self) -> bool:
-        """Whether this was asked before."""
+        """Return True from the second call on."""
         self._used, before = True, self._used
         return before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave nothing to a saved or copied tensor, which is made of nothing; torch.load() knows this type."""
+        """Drop the record when a tensor is saved or copied. torch.load() accepts this type."""
         return OrderedDict, ()
 
 
 def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) -> Tensor:
-    """Say that `made` was computed from `sources` just now, and from nothing else; return it.
+    """Declare that `made` was just computed from `sources` and nothing else; return `made`.
 
-    So a copy, new in every call, has the version that its sources had, and a view that of all of them. Whoever says so
-    always computes it alike. trains: whether any of the sources, or what they are parts of, requires a gradient.
+    A copy that is new in every call then has the version of its sources, and a view has the versions of all of them.
+    The
+    caller must always compute it in the same way. trains: True if a source, or what it is a part of, requires a
+    gradient.
     """
     same = any(made is t for t in sources)  # nothing to say, and a parameter may get other memory
     if not same and not torch.compiler.is_compiling():  # which keeps no attributes of tensors
@@ -94,7 +96,7 @@ def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) ->
 
 
 def version_of(w: Tensor, steps: Sequence[int] = steps) -> Version:
-    """Return what w's values are known by."""
+    """Return the version of w's values."""
     origin = getattr(w, "_megamoe_origin", None)
     if not origin:
         count = -1 if w.is_inference() else w._version
@@ -107,7 +109,7 @@ def version_of(w: Tensor, steps: Sequence[int] = steps) -> Version:
 
 
 def storages_of(w: Tensor) -> list[StorageWeakRef]:
-    """Return what has to be kept so that no other tensor gets w's version; their memory may be freed."""
+    """Return weak references that keep w's version unique. They do not keep the memory alive."""
     origin = origin_of(w)
     return [
         StorageWeakRef(s) for s in ([w.untyped_storage()] if origin is None else origin.storages)
@@ -115,12 +117,12 @@ def storages_of(w: Tensor) -> list[StorageWeakRef]:
 
 
 def same_storages(kept: list[StorageWeakRef], w: Tensor) -> bool:
-    """Whether w's sources lie where those lie that were kept."""
+    """Return True if w's sources are in the storages that were kept."""
     return [s.cdata for s in kept] == [s.cdata for s in storages_of(w)]
 
 
 def trained(w: Tensor) -> bool:
-    """Whether a gradient of w, or of what it was made of, may be wanted."""
+    """Return True if a gradient of w, or of its sources, may be requested."""
     if w.requires_grad:
         return True
     origin = origin_of(w)
@@ -128,18 +130,18 @@ def trained(w: Tensor) -> bool:
 
 
 def uncounted(version: Version) -> bool:
-    """Whether torch counts no writes to what has this version: to an inference tensor, of which nothing is counted."""
+    """Return True if torch counts no writes to this tensor: inference tensors have no `_version` counter."""
     return -1 in [place[2] for place in version[0]]
 
 
 def kept_uncounted(w: Tensor) -> bool:
-    """Whether w is a copy of which torch counts no writes, and was asked about before: it may have been written to."""
+    """Return True if w is an inference-mode copy that was used before: uncounted writes are possible."""
     origin = origin_of(w) if w.is_inference() else None
     return origin is not None and origin.then is not None and origin.used()
 
 
 def origin_of(w: Tensor) -> _Origin | None:
-    """Return what made_of() said of w."""
+    """Return what made_of() recorded for w, or None."""
     return getattr(w, "_megamoe_origin", None) or None
 
 

@@ -1,4 +1,4 @@
-"""The experts of one rank: their tensors, and what shapes and dtypes they must have."""
+"""Define `ExpertWeights`, the experts of one rank, and the shapes and dtypes that its tensors must have."""
 
 from __future__ import annotations
 
@@ -19,21 +19,28 @@ from megamoe.formats.versions import made_of
 
 @dataclass
 class ExpertWeights:
-    """The experts of one rank. L local experts, P planes.
+    """Hold the weights of the experts of one rank. L is the number of local experts, P the number of planes.
 
-    w13: [L, P*I, H] bf16 or e4m3    w13_scale: [L, P*ceil(I/128), ceil(H/128)] fp32, with e4m3 only
-    w2:  [L, H, I]   bf16 or e4m3    w2_scale:  [L, ceil(H/128), ceil(I/128)] fp32, with e4m3 only
-    b13: [L, P*I] fp32 or None       b2: [L, H] fp32 or None
-    Scales by channel, of precision "fp8_channel": w13_scale [L, P*I, 1], w2_scale [L, H, 1].
-    MXFP4 and NVFP4, which quantized() makes of bf16, and from_mxfp4() and from_nvfp4() of checkpoints, with planes
-    apart: w13 [L, P*I, H/2] and w2 [L, H, I/2] uint8, w13_scale [L, P*ceil(I/128), ceil(H/128), S] and w2_scale
-    [L, ceil(H/128), ceil(I/128), S] uint8, S = 528 or, in NVFP4, 1040.
+    `w13` is gate and up projection in one tensor: gate rows, then up rows. It may be [L, P*I, H] or [L, P, I, H], and
+    `w13`
+    and `w2` may have any strides that TMA can read: 1 in the last dimension, multiples of 16 bytes before it. The
+    kernel
+    reads them in place, and gradients have the same layout. If gate and up rows alternate, pass
+    `w.unflatten(1, (I, 2)).transpose(1, 2)`. If they are two tensors, call from_w1_w3().
 
-    w13 may be a view [L, P, I, H], and w13 and w2 may have any strides that TMA takes: 1 in the last dimension,
-    multiples of 16 bytes before it. The kernel reads them in place, gradients have their layout. Gate and up
-    interleaved row by row: `w.unflatten(1, (I, 2)).transpose(1, 2)`; apart: from_w1_w3(). b13 may be [L, P, I], of any
-    strides: the kernel is given a copy at each call if it is not contiguous. Not checked, since no shape shows it: that
-    gate comes before up in w13, its scales and b13, and that blocks of scales restart at up's first row.
+    No shape shows the order of gate and up, so it is not checked: in `w13`, `w13_scale` and `b13` gate comes first, and
+    the
+    blocks of scales restart at the first row of up.
+
+    Args:
+        w13: [L, P*I, H] or [L, P, I, H], bf16 or e4m3. FP4: H/2 in place of H, uint8.
+        w2: [L, H, I], bf16 or e4m3. FP4: I/2 in place of I, uint8.
+        b13: [L, P*I] or [L, P, I] fp32, any strides (copied in every call unless contiguous). Default: no biases.
+        b2: [L, H] fp32. Default: no biases.
+        w13_scale: fp32 [L, P*ceil(I/128), ceil(H/128)], with "fp8_channel" [L, P*I, 1]. FP4: uint8 [L, P*ceil(I/128),
+            ceil(H/128), S], where S is 528 for MXFP4 and 1040 for NVFP4. Default: None, for bf16.
+        w2_scale: fp32 [L, ceil(H/128), ceil(I/128)], with "fp8_channel" [L, H, 1]. FP4: uint8 [L, ceil(H/128),
+            ceil(I/128), S]. Default: None, for bf16.
     """
 
     w13: Tensor
@@ -53,11 +60,22 @@ class ExpertWeights:
         biases: tuple[Tensor, Tensor, Tensor] | None = None,
         scales: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> ExpertWeights:
-        """Join gate and up projections without a copy; differentiable in all of them. Join anew behind each step.
+        """Join gate and up projections without a copy; differentiable. Call it again after each optimizer step.
 
-        w1, w3: [L, I, H], views of one tensor, w3 behind w1: `w1, w3 = torch.empty(2, L, I, H)`, or the halves of a
-            [L, 2*I, H]. w2: [L, H, I]. biases: b1 [L, I], b3 [L, I], b2 [L, H]. scales: of w1, w3 and w2, with e4m3.
-        Raises ArgumentError for w1 and w3 that no constant distance joins, and for biases or scales of unequal shapes.
+        Args:
+            w1: Gate projection [L, I, H].
+            w3: Up projection [L, I, H], behind w1 in the same storage, as in `w1, w3 = torch.empty(2, L, I, H)` or the
+                halves of one [L, 2*I, H].
+            w2: Down projection [L, H, I].
+            biases: b1 [L, I], b3 [L, I] and b2 [L, H]. Default: no biases.
+            scales: Scales of w1, w3 and w2, for e4m3 weights. Default: None.
+
+        Returns:
+            ExpertWeights whose w13 is a view.
+
+        Raises:
+            ArgumentError: w1 and w3 are not views of one tensor at one constant distance, or biases or scales have
+                different shapes.
         """
         b1, b3, b2 = biases or (None, None, None)
         s1, s3, w2_scale = scales or (None, None, None)
@@ -80,14 +98,26 @@ class ExpertWeights:
         interleaved: bool = False,
         biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertWeights:
-        """Take the MXFP4 experts of a checkpoint; w13 and w2 are not copied, the scales are put into another order.
+        """Wrap the MXFP4 experts of a checkpoint. Only the scales are copied, into the kernel's order.
 
-        w13: [L, P*I, H/2], [L, P, I, H/2] or in blocks [L, P*I, H/32, 16]; w2: [L, H, I/2] or [L, H, I/32, 16]. A byte
-            is two e2m1, the lower nibble the first.
-        w13_scale: [L, P*I, H/32] or [L, P, I, H/32]; w2_scale: [L, H, I/32]. E8M0, the exponent plus 127.
-        interleaved: gate and up rows alternate, as GPT-OSS has them: `*_blocks` and `*_scales` as they are.
-        biases: b13 [L, P*I], in the order of w13's rows, and b2 [L, H], of any float type.
-        Waits for the device. Raises ArgumentError for other shapes or dtypes, NaN scales and those above 2^125.
+        Each byte of w13 and w2 holds two e2m1 numbers, the first in the lower nibble. A scale is E8M0: the exponent
+        plus 127
+        (OCP Microscaling Formats 1.0). This call waits for the device.
+
+        Args:
+            w13: [L, P*I, H/2], [L, P, I, H/2] or in blocks [L, P*I, H/32, 16].
+            w2: [L, H, I/2] or [L, H, I/32, 16].
+            w13_scale: [L, P*I, H/32] or [L, P, I, H/32].
+            w2_scale: [L, H, I/32].
+            planes: P, 2 for gated activations, else 1. Default: 2.
+            interleaved: True if gate and up rows alternate, as in GPT-OSS. Default: False.
+            biases: b13 [L, P*I] in the row order of w13, and b2 [L, H], of any float type. Default: no biases.
+
+        Returns:
+            ExpertWeights whose w13 and w2 are views.
+
+        Raises:
+            ArgumentError: A shape or dtype is wrong, or a scale is NaN or above 2^125.
         """
         planes13, s13 = mxfp4.from_checkpoint("w13", w13, w13_scale, planes, interleaved)
         planes2, s2 = mxfp4.from_checkpoint("w2", w2, w2_scale, 1, False)
@@ -107,15 +137,28 @@ class ExpertWeights:
         interleaved: bool = False,
         biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertWeights:
-        """Take the NVFP4 experts of a checkpoint; w13 and w2 are not copied, the scales are put into another order.
+        """Wrap the NVFP4 experts of a checkpoint. Only the scales are copied, into the kernel's order.
 
-        w13: [L, P*I, H/2] or [L, P, I, H/2]; w2: [L, H, I/2]. A byte is two e2m1, the lower nibble the first.
-        scales: of w13 [L, P*I, H/16] or [L, P, I, H/16], of w2 [L, H, I/16]; e4m3 or its bytes, with any sign.
-        outer: of w13 [L], or [L, P] for gate and up apart, of w2 [L]; fp32. ModelOpt's weight_scale_2.
-        inverse: numbers are divided by them, as by compressed-tensors' weight_global_scale.
-        interleaved, biases: as from_mxfp4().
-        Waits for the device. Products with an outer scale of 0 are 0. Raises ArgumentError for other shapes or dtypes,
-        NaN scales, and outer scales that are negative or not finite.
+        Each byte of w13 and w2 holds two e2m1 numbers, the first in the lower nibble. This call waits for the device.
+
+        Args:
+            w13: [L, P*I, H/2] or [L, P, I, H/2].
+            w2: [L, H, I/2].
+            scales: One e4m3 (or its byte) per 16 numbers: of w13 [L, P*I, H/16] or [L, P, I, H/16], of w2 [L, H, I/16].
+            outer: One fp32 scale per matrix, ModelOpt's `weight_scale_2`: of w13 [L], or [L, P] if gate and up differ,
+                of w2 [L].
+            inverse: True if numbers are divided by `outer`, as with `weight_global_scale` of compressed-tensors.
+                Default: False.
+            planes: P, 2 for gated activations, else 1. Default: 2.
+            interleaved: True if gate and up rows alternate. Default: False.
+            biases: b13 [L, P*I] in the row order of w13, and b2 [L, H], of any float type. Default: no biases.
+
+        Returns:
+            ExpertWeights whose w13 and w2 are views.
+
+        Raises:
+            ArgumentError: A shape or dtype is wrong, a scale is NaN, or an outer scale is negative or not
+                finite. Products with an outer scale of 0 are 0.
         """
         for name, pair in (("scales", scales), ("outer", outer)):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -134,18 +177,26 @@ class ExpertWeights:
         return cls(w13, w2, *read_biases(biases, planes, interleaved), s13, s2)
 
     def with_flat_bias(self) -> ExpertWeights:
-        """Return weights whose b13 is contiguous, as the kernel reads it: these, or with a copy of b13."""
+        """Return weights whose b13 is contiguous, as the kernel needs it. This copies b13 only if necessary."""
         if self.b13 is None or self.b13.is_contiguous():
             return self
         return replace(self, b13=self.b13.contiguous())
 
     def named(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by name."""
+        """Return the tensors that are not None, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
     def validate(self, problem: Problem, device: torch.device | None = None) -> None:
-        """Raise ArgumentError unless every tensor fits the problem and lies on `device`."""
+        """Validate every tensor against a problem.
+
+        Args:
+            problem: The layer.
+            device: Where the tensors must be. Default: the device of w13.
+
+        Raises:
+            ArgumentError: A tensor is missing or unexpected, or has a wrong shape, dtype, stride or device.
+        """
         have = self.named()
         expected = expected_weights(problem)
         for name, (shape, dtype) in expected.items():
@@ -163,9 +214,16 @@ class ExpertWeights:
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
     def quantized(self, problem: Problem) -> ExpertWeights:
-        """Return the problem's weights made from these bf16 ones: themselves where it stores bf16.
+        """Quantize bf16 weights to the problem's precision (docs/numerics.md, "Quantization").
 
-        Raises ArgumentError for w13 and w2 that do not fit the problem.
+        Args:
+            problem: The layer, with any number of experts.
+
+        Returns:
+            New ExpertWeights; this object if the precision stores bf16.
+
+        Raises:
+            ArgumentError: w13 or w2 does not fit the problem.
         """
         formulas = codec(problem.formats.w)
         if formulas is None:
@@ -176,9 +234,17 @@ class ExpertWeights:
         return ExpertWeights(q13, q2, self.b13, self.b2, s13, s2)
 
     def dense(self, problem: Problem, dtype: torch.dtype) -> ExpertWeights:
-        """Return weights without scales: these when they are bf16, else dequantized to `dtype`.
+        """Dequantize the weights.
 
-        Raises ArgumentError for w13 and w2 that do not fit the problem.
+        Args:
+            problem: The layer, with any number of experts.
+            dtype: Float type of the result.
+
+        Returns:
+            New ExpertWeights without scales; this object if the weights have none.
+
+        Raises:
+            ArgumentError: w13 or w2 does not fit the problem.
         """
         formulas = codec(problem.formats.w)
         if self.w13_scale is None or self.w2_scale is None:
@@ -191,9 +257,10 @@ class ExpertWeights:
         return ExpertWeights(w13, w2, self.b13, self.b2)
 
     def _check_matrices(self, problem: Problem) -> None:
-        """Raise ArgumentError for w13 and w2 of other sizes than the problem's, whatever their number of experts.
+        """Raise ArgumentError unless w13 and w2 have the problem's sizes, with any number of experts.
 
-        Copies have no planes of their own: what is by plane here, of another number, would fit layers afterwards.
+        A quantized copy has no planes of its own. A w13 with another number of planes would pass later checks by
+        mistake.
         """
         table = expected_weights(problem)
         for name, planes in (("w13", problem.activation.planes), ("w2", 1)):
@@ -206,12 +273,18 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class TurnedWeights:
-    """What the backward pass of a layer with e4m3 weights multiplies; make them with `of`.
+    """Hold e4m3 weights and their transposes, which the backward pass multiplies; create it with `of`.
 
-    forward: as forward has them. The others are their transposes, K-major for dy w2 and dgu w13, the only order in
-    which tensor cores take e4m3; numbers and scales are the same.
-    w13: [L, P, H, I] e4m3    w13_scale: [L, ceil(H/128), P*ceil(I/128)] fp32
-    w2:  [L, 1, I, H] e4m3    w2_scale:  [L, ceil(I/128), ceil(H/128)] fp32
+    Tensor cores take e4m3 operands only K-major, so dy w2 and dgu w13 need transposed copies. Numbers and scales are
+    the
+    same.
+
+    Args:
+        forward: The weights of the forward pass.
+        w13: [L, P, H, I] e4m3.
+        w2: [L, 1, I, H] e4m3.
+        w13_scale: [L, ceil(H/128), P*ceil(I/128)] fp32.
+        w2_scale: [L, ceil(I/128), ceil(H/128)] fp32.
     """
 
     forward: ExpertWeights
@@ -222,7 +295,7 @@ class TurnedWeights:
 
     @classmethod
     def of(cls, problem: Problem, weights: ExpertWeights) -> TurnedWeights:
-        """Turn e4m3 weights around. Raises ArgumentError for weights without scales."""
+        """Transpose e4m3 weights. Raise ArgumentError for weights without scales."""
         if weights.w13_scale is None or weights.w2_scale is None:
             raise ArgumentError("weights.w13_scale", None, "e4m3 weights, with scales")
         w13, s13 = transpose_blocks(weights.w13, weights.w13_scale, problem.activation.planes)
@@ -234,7 +307,7 @@ class TurnedWeights:
         return {n: getattr(self, n) for n in ("w13", "w2", "w13_scale", "w2_scale")}
 
     def validate(self, problem: Problem, device: torch.device) -> None:
-        """Raise ArgumentError unless every tensor fits the problem and lies on `device`."""
+        """Raise ArgumentError unless every tensor fits the problem and is on `device`."""
         self.forward.validate(problem, device)
         num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
         h, i, stored = problem.hidden, problem.intermediate, problem.formats.w
@@ -254,7 +327,7 @@ def _kind(problem: Problem) -> str:
 
 
 def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (shape, dtype) of every tensor that ExpertWeights must hold."""
+    """Return name -> (shape, dtype) of every tensor that ExpertWeights must have."""
     num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
     h, i = problem.hidden, problem.intermediate
     stored = problem.formats.w
@@ -283,7 +356,7 @@ def _check_strided(
     device: torch.device,
     problem: Problem,
 ) -> None:
-    """Do what check_tensor does, for tensors that may be strided, w13 and b13 also split into planes."""
+    """Do what check_tensor() does, for tensors that may be strided; w13 and b13 may also be split into planes."""
     planes = problem.activation.planes
     num, rows, *width = shape
     apart = (num, planes, rows // planes, *width)

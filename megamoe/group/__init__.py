@@ -1,1 +1,1 @@
-"""How ranks agree, and meet, off the kernel."""
+"""Coordinate the ranks of a layer outside of the kernel."""

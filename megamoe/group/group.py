@@ -1,4 +1,4 @@
-"""The ranks of a layer: who takes part, what they agree on before memory is taken, and how they meet off the kernel."""
+"""Represent the ranks of a layer: validate that they agree before memory is allocated, and exchange small messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which host a rank is on: GPUs of several hosts share no memory."""
+"""Determine which host a rank is on. GPUs of different hosts share no memory."""
 
 from __future__ import annotations
 

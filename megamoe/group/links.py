@@ -1,7 +1,8 @@
-"""The ways of a rank over several hosts: its rail, the equal ranks of all hosts, and its host. Who broke a call.
+"""Connect a rank to the equal ranks of all hosts (its rail) and to its own host, and find which rank failed first.
 
-A rank that fails tells so twice: to those that meet it, by marks, and through torch.distributed's store, which still
-answers where a rank is gone. So every rank's error names the rank that began it, not the one that passed it on.
+A rank that fails reports it twice: to the ranks that it exchanges data with, by marks, and through torch.distributed's
+store, which still answers if a rank is gone. So every rank's error names the rank that failed first, not the one that
+passed the error on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The order of calls: every collective operation of a group begins with marks, so that ranks that differ are named.
+"""Check the order of calls: every collective of a group begins with marks, so an error names the rank that differs.
 
-Off the kernel, layers meet in collectives that know nothing of layers: two of them called in opposite order would
-exchange each other's rows, and a rank that calls while another makes a layer would wait for ever. So all of them
-begin with an exchange of one size. staged has its counts in it, so that it costs nothing there.
+Outside of the kernel, layers use collectives that know nothing of layers. Two collectives in opposite order would
+exchange each other's rows, and a rank that makes a call while another creates a layer would wait forever. So each
+collective begins with an exchange of one fixed size. In `staged` it also carries the counts, so it costs nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where bytes lie, and what a launch is told about that."""
+"""Compute where bytes are in memory, and fill the launch arguments."""

@@ -1,4 +1,4 @@
-"""Fills the launch argument block: the same code for the GPU and for the emulator."""
+"""Fill the launch argument block, with the same code for GPU and emulator."""
 
 from __future__ import annotations
 

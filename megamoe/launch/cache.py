@@ -1,4 +1,4 @@
-"""Quantized copies of bf16 parameters: when they are made, and by which code."""
+"""Quantize bf16 parameters, and decide when to quantize them again."""
 
 from __future__ import annotations
 

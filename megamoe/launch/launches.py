@@ -1,4 +1,4 @@
-"""What a launch of ours needs on the host besides its arguments: the order of launches on a device, memory for y."""
+"""Order launches on a device, and allocate memory for y."""
 
 from __future__ import annotations
 

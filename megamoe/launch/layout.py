@@ -1,11 +1,10 @@
-"""Where bytes lie: the regions of window, workspace and a call's state. The only place that computes an offset.
+"""Compute the regions of window, workspace and a call's state. No other file computes an offset.
 
-The window is symmetric memory, the workspace ordinary memory that outlives no launch, the state what a call leaves
-behind that the workspace's tables can be made from again. A call that trains leaves a larger one, which backward
-reads beside a workspace of its own.
+The window is symmetric memory. The workspace is ordinary memory whose contents outlive no launch. The state is what a
+call saves so that the workspace's tables can be rebuilt. A training call saves a larger state, which the backward pass
+reads together with its own workspace.
 
-Names are those of the fields of Args, State and Backward (csrc/megamoe/layout/args.h), which also says what each region
-means.
+Names are those of the fields of Args, State and Backward in csrc/megamoe/layout/args.h, which explains each region.
 """
 
 from __future__ import annotations

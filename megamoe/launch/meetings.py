@@ -1,8 +1,8 @@
-"""Where the pairs of a launch stay in step: by shape and by machine, in one table.
+"""Decide which pairs of a launch stay in step, by shape and machine, in one table.
 
-Pairs of CTAs that share a weight tile or rows meet before they begin to load it (csrc/megamoe/schedule/order.h), so
-that memory is read once for all of them. That pays where memory is the limit, and L2 would no longer hold what a later
-pair reads.
+Pairs of CTAs that share a weight tile or rows wait for each other before they load it (csrc/megamoe/schedule/order.h),
+so memory is read once for all of them. That is faster if memory bandwidth is the limit and L2 no longer holds what a
+later pair reads.
 """
 
 from __future__ import annotations

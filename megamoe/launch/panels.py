@@ -1,7 +1,7 @@
-"""Where packed weights lie that are expanded in memory, for tiles of more than 64 rows: csrc/megamoe/fp4/expand.cuh.
+"""Place packed weights that are expanded in memory, for tiles of more than 64 rows: csrc/megamoe/fp4/expand.cuh.
 
 A panel is the weights of a tile, 256 columns and all of K, as slots of 256 rows of 128 bytes. A room holds the panels
-of one expert, w13's before w2's.
+of one expert, those of w13 first.
 """
 
 from __future__ import annotations

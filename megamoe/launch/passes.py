@@ -1,4 +1,4 @@
-"""Passes over rows beside the layer's launches: by a kernel of jit/quantize.py where one runs, else by torch."""
+"""Run passes over rows outside of the layer's launches, by a kernel of jit/quantize.py if possible, else by torch."""
 
 from __future__ import annotations
 

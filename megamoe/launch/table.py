@@ -1,8 +1,8 @@
-"""The table of a launch: one row for each of its GEMMs, csrc/megamoe/layout/args.h.
+"""Build the table of a launch: one row for each of its GEMMs, see csrc/megamoe/layout/args.h.
 
-A list of rows says what is known at a time: of the pool when a layer is made, of weights when they are given, of
-gradients with each call. What a row leaves None stays as it is. write() puts a list into a launch's argument; tests
-compare the same lists.
+Each list of rows contains what is known at one time: of the pool when a layer is created, of weights when they are
+passed, of gradients in each call. A field that is None leaves the argument unchanged. write() writes a list into a
+launch's argument; tests compare the same lists.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Fills what a launch that trains has besides: the state of its call, and for backward the other operands.
+"""Fill what a training launch needs in addition: the state of its call and, for backward, the other operands.
 
 A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
 arguments.fill_static; fill_backward and fill_backward_weights here, once for each layer and set of weights;
-fill_train_state, fill_gradients and fill_backward_call for each call. Args must be its own: what the two
-directions share lies elsewhere. Weight gradients of passes that were kept: fill_kept_weights.
+fill_train_state, fill_gradients and fill_backward_call for each call. Each direction needs its own Args, because the
+operands they share are at different addresses. Weight gradients of kept passes: fill_kept_weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Grouped GEMMs without expert parallelism, fused with what stands around them in an MLP of experts.
+"""Provide grouped GEMMs without expert parallelism, fused with the other operations of an MLP of experts.
 
-The layer's own tiles under another driver (docs/ops.md): on Hopper GPUs a kernel each, elsewhere torch's operations;
-with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. BF16 and FP8. Offsets are those of torch's grouped_mm.
+They run the layer's tiles under another driver (docs/ops.md): on Hopper GPUs one kernel each, elsewhere torch's
+operations, and with MEGAMOE_BACKEND=emulate the kernel's source on CPU fibers. They support BF16 and FP8. Offsets are
+those of torch's grouped_mm.
 """
 
 from megamoe.ops.functions import (

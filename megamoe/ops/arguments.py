@@ -1,8 +1,9 @@
-"""What a grouped launch is given, and how its argument block is filled: csrc/megamoe/kernels/grouped.cuh.
+"""Describe a grouped launch and fill its argument block: csrc/megamoe/kernels/grouped.cuh.
 
-Tensors are checked. Maps of outputs are ragged: dimensions (columns, 64, rows + 1, 1), the distance between rows in
-both of the middle ones, and a base 64 rows before the tensor. A box that begins at 64 - n, row + n covers rows row ..
-row + n - 1 (csrc/megamoe/cta/blocks.cuh). For stores alone: loads through such a map touch what lies there.
+The tensors are already validated. The tensor maps of outputs are ragged: their dimensions are (columns, 64, rows + 1,
+1), both middle dimensions have the distance between rows as stride, and the base is 64 rows before the tensor. A box
+that begins at (64 - n, row + n) covers the rows row .. row + n - 1 (csrc/megamoe/cta/blocks.cuh). Use such a map only
+for stores: a load would touch the memory before the tensor.
 """
 
 from __future__ import annotations

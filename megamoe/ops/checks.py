@@ -1,4 +1,4 @@
-"""What the operators take; the rest is refused by name, before memory is taken."""
+"""Validate the arguments of the operators, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_WIDTH = 1 << 24
 
 @uncompiled("an operator of megamoe refuses its arguments: call it outside of the graph to see why")
 def refuse(name: str, value: object, expected: str) -> None:
-    """Raise ArgumentError: not traced, since torch.compile would try smaller frames, which do not see tangents."""
+    """Raise ArgumentError outside of torch.compile, which would retry smaller frames that do not see tangents."""
     raise ArgumentError(name, value, expected)
 
 
@@ -39,7 +39,7 @@ _OPTIONAL = ("bias", "b13", "b2", "out")
 
 
 def check_given(**given: Any) -> None:
-    """Refuse what is no tensor, by the names of arguments."""
+    """Raise ArgumentError unless every argument is a dense tensor whose storage was not freed."""
     for name, t in given.items():
         if not (isinstance(t, Tensor) or (t is None and name in _OPTIONAL)):
             refuse(name, type(t).__name__, "a tensor")
@@ -49,7 +49,7 @@ def check_given(**given: Any) -> None:
 
 
 def check_mode(**given: Any) -> None:
-    """Refuse what is no tensor, and what custom operators would not see: forward mode's tangents, torch.func."""
+    """Raise ArgumentError for non-tensors, forward-mode tangents and torch.func, which custom operators do not see."""
     compiling = torch.compiler.is_compiling()  # then nothing can be asked of tensors
     if not compiling:
         check_given(**given)
@@ -62,7 +62,7 @@ def check_mode(**given: Any) -> None:
 def check_rows(
     name: str, t: Tensor, like: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """t: [M, K], rows of 16-byte units, contiguous in K; `like`: with as many rows, on the same device."""
+    """Raise ArgumentError unless t is [M, K], contiguous in K, aligned, and matches the rows and device of `like`."""
     if t.dim() != 2:
         refuse(f"{name}.shape", list(t.shape), "[rows, columns]")
     _check_type(name, t, like, dtype)
@@ -76,7 +76,7 @@ def check_rows(
 
 
 def check_weights(name: str, w: Tensor, x: Tensor) -> None:
-    """w: [E, K, N] of x's type with one of K and N contiguous, in e4m3 K."""
+    """Raise ArgumentError unless w is [E, K, N] of x's dtype with K or N contiguous (e4m3: K)."""
     if w.dim() != 3:
         refuse(f"{name}.shape", list(w.shape), "[experts, K, N]")
     _check_type(name, w, x, x.dtype)
@@ -122,7 +122,7 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
 
 
 def num_ends(offs: Tensor | None, x: Tensor) -> int:
-    """Return E, of offs alone."""
+    """Return the number of experts E, which `offs` determines."""
     num = offs.numel() if isinstance(offs, Tensor) else 1
     check_experts("offs", num)
     check_offs(offs, num, x)
@@ -143,14 +143,14 @@ def check_bias(
 
 
 def is_dynamic(scales: object) -> bool:
-    """Say whether operands are quantized in the call."""
+    """Return True if the call quantizes its operands."""
     if isinstance(scales, str) and scales != "dynamic":
         refuse("scales", repr(scales), "two tensors, 'dynamic' or None")
     return isinstance(scales, str)
 
 
 def type_of(scales: object) -> torch.dtype:
-    """Return the type of the operands that `scales` asks for."""
+    """Return the dtype that operands must have for this value of `scales`."""
     return torch.bfloat16 if scales is None or is_dynamic(scales) else E4M3
 
 

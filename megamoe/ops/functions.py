@@ -1,4 +1,4 @@
-"""Grouped GEMMs without expert parallelism: the functions of megamoe.ops."""
+"""Define the functions of megamoe.ops: they validate their arguments and call the operators."""
 
 from __future__ import annotations
 
@@ -25,16 +25,25 @@ def grouped_mm(
     *,
     scales: Scales | None = None,
 ) -> Tensor:
-    """Multiply each row by its expert's matrix; differentiable.
+    """Multiply each row by the matrix of its expert; differentiable unless x and w are e4m3.
 
-    x: [M, K] bf16, sorted by expert. w: [E, K, N] bf16, contiguous in K (a transposed [E, N, K]) or in N. offs: [E]
-    int32, where the rows of each expert end, as torch's: ascending, an expert without rows repeats the one before, the
-    last may be less than M. None: one expert has all rows. bias: [E, N] fp32 or bf16. K and N: multiples of 8.
-    scales: x and w are e4m3 (K and N multiples of 16, w contiguous in K), not differentiable; these are x's by block,
-    of quantize_rows or scales_by_block, and w's, [E, ceil(N/128), ceil(K/128)] fp32, or by channel [E, N, 1]; then x's
-    may also be one a row, by block or [M] or [M, 1]. "dynamic": x and w are bf16 and multiplied in FP8, quantized here,
-    differentiable (docs/ops.md).
-    Returns [M, N] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
+    Args:
+        x: [M, K] bf16, rows sorted by expert; e4m3 with two scales. K is a multiple of 8 (e4m3: 16).
+        w: [E, K, N] of x's dtype, contiguous in K (a transposed [E, N, K]) or in N; e4m3: in K. N is a multiple of 8
+            (e4m3: 16).
+        offs: [E] int32, the end of each expert's rows, ascending, as for torch's grouped_mm. The last may be less than
+            M. Default: one expert has all rows.
+        bias: [E, N] fp32 or bf16. Default: no bias.
+        scales: None: bf16. "dynamic": quantize bf16 x and w to FP8 in this call (docs/ops.md). Two tensors: the scales
+            of e4m3 x and w. Those of x are by block (quantize_rows(), scales_by_block()); those of w are [E,
+            ceil(N/128), ceil(K/128)] fp32, or by channel [E, N, 1], and then x may have one scale per row, by block,
+            [M] or [M, 1]. Default: None.
+
+    Returns:
+        [M, N] bf16. Rows after offs[-1] are zeros.
+
+    Raises:
+        ArgumentError: A tensor has a wrong shape, dtype, stride, alignment or device.
     """
     checks.check_mode(x=x, w=w, bias=bias)
     checks.check_rows("x", x, dtype=checks.type_of(scales))
@@ -56,17 +65,28 @@ def grouped_mm_swiglu(
     scales: Scales | None = None,
     quantize: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multiply each row by its expert's gate and up projection, and apply the activation; differentiable.
+    """Multiply each row by the gate and up projection of its expert and apply the activation; differentiable.
 
-    x: [M, H] bf16. w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] of any strides that TMA takes (gate
-    and up interleaved are a view); without the 2 for an activation that is not gated. offs: as grouped_mm's. bias:
-    [E, 2*I] or [E, 2, I], fp32 or bf16. activation: a name or an Activation. H and I: multiples of 8.
-    scales: x and w_up are e4m3, see grouped_mm; w_up's are [E, 2*ceil(I/128), ceil(H/128)], or by channel [E, 2*I, 1]
-    where x's are one a row; or "dynamic". quantize: h becomes e4m3 in groups of 128 columns, for grouped_mm_downproj;
-    not differentiable. Neither goes with save_pre_activation.
-    Returns h [M, I] bf16, with save_pre_activation also the pre-activations [M, 2, I] bf16 (bias included) that
-    grouped_mm_dswiglu takes, with quantize h's scales by block. Rows behind offs[-1] are zeros. Raises ArgumentError,
-    ConfigError.
+    Args:
+        x: [M, H] bf16, rows sorted by expert; e4m3 with two scales. H is a multiple of 8 (e4m3: 16).
+        w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] with any strides that TMA can read. Without the 2
+            if the activation is not gated. I is a multiple of 8.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        bias: [E, 2*I] or [E, 2, I], fp32 or bf16. Default: no bias.
+        activation: A name or an Activation. Default: "swiglu".
+        save_pre_activation: True: also return the pre-activations; not with scales or quantize. Default: False.
+        scales: None, "dynamic", or the scales of e4m3 x and w_up, see grouped_mm(). Those of w_up are [E,
+            2*ceil(I/128), ceil(H/128)], or by channel [E, 2*I, 1], and then x has one scale per row. Default: None.
+        quantize: True: quantize h to e4m3 in groups of 128 columns, for grouped_mm_downproj(); not differentiable, and
+            I is a multiple of 16. Default: False.
+
+    Returns:
+        h [M, I] bf16. With save_pre_activation: h and the pre-activations [M, 2, I] bf16, bias included. With quantize:
+        h as e4m3 and its scales by block. Rows after offs[-1] are zeros.
+
+    Raises:
+        ArgumentError: A tensor or option is invalid.
+        ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
     checks.check_mode(x=x, w_up=w_up, bias=bias)
@@ -94,12 +114,21 @@ def grouped_mm_downproj(
     *,
     scales: Scales | None = None,
 ) -> Tensor:
-    """Multiply each row by its expert's down projection; differentiable.
+    """Multiply each row by the down projection of its expert; differentiable unless h and w_down are e4m3.
 
-    h: [M, I] bf16. w_down: [E, H, I] bf16, the layer's w2, contiguous in I or in H. offs, bias [E, H]: as grouped_mm's.
-    scales: h and w_down are e4m3; h's by block, as grouped_mm_swiglu returns them, and w_down's, see grouped_mm; or
-    "dynamic".
-    Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError.
+    Args:
+        h: [M, I] bf16, rows sorted by expert; e4m3 with two scales.
+        w_down: [E, H, I] of h's dtype, the layer's w2, contiguous in I or in H. H is a multiple of 8.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        bias: [E, H] fp32 or bf16. Default: no bias.
+        scales: None, "dynamic", or the scales of e4m3 h, as grouped_mm_swiglu() returns them, and of w_down. Default:
+            None.
+
+    Returns:
+        [M, H] bf16. Rows after offs[-1] are zeros.
+
+    Raises:
+        ArgumentError: A tensor or option is invalid.
     """
     checks.check_mode(h=h, w_down=w_down, bias=bias)
     checks.check_rows("h", h, dtype=checks.type_of(scales))
@@ -119,12 +148,23 @@ def grouped_mm_dswiglu(
     *,
     activation: str | Activation = "swiglu",
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient in the pre-activations, and h again: what a backward pass through an MLP begins with.
+    """Compute the gradient of the pre-activations, and h again: the first step of an MLP's backward pass.
 
-    dy: [M, H] bf16. w_down: [E, H, I] bf16, contiguous in I. pre_activation: [M, 2, I] bf16 (ungated [M, 1, I]), of
-    grouped_mm_swiglu. offs, activation: as there.
-    Returns dgu [M, 2, I] and h [M, I] bf16; rows behind offs[-1] are zeros. Not differentiable. Raises ArgumentError,
-    ConfigError.
+    Not differentiable.
+
+    Args:
+        dy: [M, H] bf16, the gradient of the MLP's output.
+        w_down: [E, H, I] bf16, contiguous in I.
+        pre_activation: [M, 2, I] bf16 (not gated: [M, 1, I]), as grouped_mm_swiglu() returns it.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        activation: A name or an Activation. Default: "swiglu".
+
+    Returns:
+        The gradient [M, 2, I] bf16 and h [M, I] bf16. Rows after offs[-1] are zeros.
+
+    Raises:
+        ArgumentError: A tensor is invalid.
+        ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
     checks.check_mode(dy=dy, w_down=w_down, pre_activation=pre_activation)
@@ -151,12 +191,23 @@ def grouped_mm_wgrad(
     out: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Sum the outer products of each expert's rows: its weight gradient.
+    """Compute weight gradients: for each expert the sum of a^T b over its rows.
 
-    a: [M, N1], b: [M, N2] bf16. offs: as grouped_mm's. dtype: bf16 or fp32, of the result. out: [E, N1, N2] bf16 or
-    fp32, contiguous in N2, that it is added to instead; memory of its own.
-    Returns [E, N1, N2], or `out`; zeros for an expert without rows. Equal inputs give equal bits. Not differentiable.
-    Raises ArgumentError.
+    Not differentiable. Equal inputs give equal bits.
+
+    Args:
+        a: [M, N1] bf16, rows sorted by expert.
+        b: [M, N2] bf16.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        out: [E, N1, N2] bf16 or fp32, contiguous in N2, to add the result to; shares no memory with a and b. Default: a
+            new tensor.
+        dtype: bf16 or fp32, of a new result. Default: bf16.
+
+    Returns:
+        [E, N1, N2], zeros for an expert without rows; or `out`.
+
+    Raises:
+        ArgumentError: A tensor or dtype is invalid.
     """
     checks.check_mode(a=a, b=b, out=out)
     checks.check_rows("a", a)
@@ -183,14 +234,30 @@ def grouped_mlp(
     activation: str | Activation = "swiglu",
     scales: Literal["dynamic"] | None = None,
 ) -> Tensor:
-    """Run each row through its expert's MLP: grouped_mm_swiglu, then grouped_mm_downproj; differentiable.
+    """Run each row through the MLP of its expert: grouped_mm_swiglu(), then grouped_mm_downproj(); differentiable.
 
-    x: [M, H] bf16. w13: as grouped_mm_swiglu's w_up. w2: [E, H, I] bf16, contiguous in I. offs: as grouped_mm's; None
-    for a dense MLP, w13 [1, 2*I, H], w2 [1, H, I]. b13: [E, 2*I], b2: [E, H], fp32 or bf16, or None.
-    scales: "dynamic": multiplied in FP8, see grouped_mm; h goes between both products as e4m3.
-    Its backward pass is one launch for dgu and h, one for x's gradient and one for each weight: the pre-activations are
-    saved, h is not. In FP8 nothing is saved but the arguments, and the first launch is three and torch's operations.
-    Returns [M, H] bf16; rows behind offs[-1] are zeros. Raises ArgumentError, ConfigError.
+    The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
+    weight.
+    Pre-activations are saved, h is not. With "dynamic" only the arguments are saved; the first launch then becomes
+    three,
+    and torch's operations.
+
+    Args:
+        x: [M, H] bf16, rows sorted by expert.
+        w13: [E, 2*I, H] or [E, 2, I, H], see grouped_mm_swiglu().
+        w2: [E, H, I] bf16, contiguous in I.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert, a dense MLP.
+        b13: [E, 2*I] or [E, 2, I], fp32 or bf16. Default: no bias.
+        b2: [E, H] fp32 or bf16. Default: no bias.
+        activation: A name or an Activation. Default: "swiglu".
+        scales: "dynamic": multiply in FP8, see grouped_mm(); h is e4m3 between the products. Default: None, bf16.
+
+    Returns:
+        [M, H] bf16. Rows after offs[-1] are zeros.
+
+    Raises:
+        ArgumentError: A tensor or option is invalid.
+        ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
     checks.check_mode(x=x, w13=w13, w2=w2, b13=b13, b2=b2)
@@ -216,11 +283,21 @@ def grouped_mlp(
 def quantize_rows(
     x: Tensor, offs: Tensor | None = None, *, by_token: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for `scales` of other functions.
+    """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for the argument `scales`.
 
-    x: [M, K] bf16, fp16 or fp32, K a multiple of 16. offs: as grouped_mm's. by_token: a group is a row. Returns e4m3
-    [M, K], and its scales by block [ceil(K/128) or 1, P] fp32, for calls with these offs. By torch's operations; the
-    host waits for nothing. Raises ArgumentError.
+    It uses torch's operations and does not wait for the device.
+
+    Args:
+        x: [M, K] bf16, fp16 or fp32. K is a multiple of 16.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        by_token: True: one scale per row. Default: False.
+
+    Returns:
+        x as e4m3 [M, K], and its scales by block [ceil(K/128), P] fp32 (by_token: [1, P]), see scales_by_block(). They
+        are valid for calls with the same offs.
+
+    Raises:
+        ArgumentError: A tensor is invalid.
     """
     checks.check_given(x=x)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -234,11 +311,19 @@ def quantize_rows(
 def quantize_weights(
     w: Tensor, planes: int = 1, *, by_channel: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for `scales` of other functions.
+    """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for the argument `scales`.
 
-    w: [E, N, K] of bf16, fp16, fp32 or fp64. planes: 2 for gate rows and then up rows, whose blocks begin anew.
-    by_channel: a block is a row. Returns e4m3 like w, and scales [E, planes * ceil(N / planes / 128), ceil(K/128)] or
-    [E, N, 1] fp32. By torch's operations. Raises ArgumentError.
+    Args:
+        w: [E, N, K] bf16, fp16, fp32 or fp64.
+        planes: 2 if w has gate rows and then up rows: blocks restart at the first up row. Default: 1.
+        by_channel: True: one scale per row. Default: False.
+
+    Returns:
+        w as e4m3 [E, N, K], and its scales [E, planes * ceil(N / planes / 128), ceil(K/128)] fp32 (by_channel: [E, N,
+        1]).
+
+    Raises:
+        ArgumentError: w or planes is invalid.
     """
     checks.check_given(w=w)
     if w.dim() != 3 or 0 in w.shape[1:] or not w.is_floating_point() or w.element_size() == 1:
@@ -253,11 +338,19 @@ def quantize_weights(
 
 
 def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Move the scales of e4m3 rows to where the kernel reads them: each expert's begin at a multiple of 128.
+    """Move the scales of e4m3 rows to where the kernel reads them: each expert's scales begin at a multiple of 128.
 
-    scale: [M, S] fp32, one every 128 columns of a row, or one a row. offs: as grouped_mm's. Returns [S, P] fp32,
-    P = 128 * (M // 128 + E), for calls with these offs. By torch's operations; the host waits for nothing. Raises
-    ArgumentError.
+    It uses torch's operations and does not wait for the device.
+
+    Args:
+        scale: [M, S] fp32: one scale per 128 columns of a row, or one per row.
+        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+
+    Returns:
+        [S, P] fp32, P = 128 * (M // 128 + E), valid for calls with the same offs.
+
+    Raises:
+        ArgumentError: A tensor is invalid.
     """
     checks.check_given(scale=scale)
     if scale.dim() != 2 or scale.dtype != torch.float32:

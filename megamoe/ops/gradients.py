@@ -1,9 +1,10 @@
-"""Gradients of the operators, by the operators. Parts of backward passes have none, and e4m3 operands: that is said.
+"""Register the gradients of the operators, which call the operators themselves.
 
-With `dynamic` they are straight through: those of products of quantized operands, as if quantizing were the identity.
-The gradient of rows is such a product again, of quantized dy and the same e4m3 weights: blocks of 128 x 128 are those
-of the transpose, too. Weight gradients are products of what was given, in BF16. Pre-activations are computed again: a
-call saves its arguments alone.
+Operators that compute a part of a backward pass have no gradient, and neither have e4m3 operands: using them raises an
+error. With `dynamic` the gradient is straight-through: that of the product of the quantized operands, as if
+quantization were the identity. The gradient of rows is again such a product, of quantized dy and the same e4m3 weights,
+because blocks of 128 x 128 also fit the transpose. Weight gradients are BF16 products of the original arguments.
+Pre-activations are recomputed, so a call saves only its arguments.
 """
 
 from __future__ import annotations

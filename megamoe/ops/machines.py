@@ -1,4 +1,4 @@
-"""Where a grouped kernel runs: on a Hopper GPU, on CPU fibers, or not at all."""
+"""Select where a grouped kernel runs: on a Hopper GPU, on CPU fibers, or not at all."""
 
 from __future__ import annotations
 

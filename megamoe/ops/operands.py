@@ -1,6 +1,7 @@
-"""What products multiply: rows and weights in bf16, or in e4m3 with their scales, given or made here.
+"""Describe the operands of a product: bf16, or e4m3 with scales that are given or computed here.
 
-A further format is this file, its type and the shapes of its scales in checks.py, and its kernels in jit/grouped.py.
+To add a format, change this file, its dtype and the shapes of its scales in checks.py, and its kernels in
+jit/grouped.py.
 """
 
 from __future__ import annotations

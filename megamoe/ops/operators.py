@@ -1,4 +1,4 @@
-"""The operators as torch.library has them: what they run, and shapes for torch.compile. Gradients: gradients.py.
+"""Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
     megamoe::grouped_mm(x, w, offs?, bias?, x_scale?, w_scale?, dynamic) -> out
     megamoe::grouped_mm_planes(x, w, offs?) -> out                     x and w in planes of K
@@ -10,9 +10,9 @@
     megamoe::grouped_wgrad(a, b, offs?, num_experts, fp32, sums) -> (out, sums)
     megamoe::grouped_wgrad_add(a, b, offs?, out!) -> ()
 
-Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that is quantized here. Arguments are those of
-functions.py, checked there. What is not asked for comes back empty. None of them waits, or reads `offs` on the host,
-where a kernel runs.
+Rows and weights are bf16, or e4m3 with scales, or with `dynamic` bf16 that the operator quantizes. functions.py has
+validated the arguments. A result that was not requested is empty. If a kernel runs, no operator waits for the device or
+reads `offs` on the host.
 """
 
 from __future__ import annotations

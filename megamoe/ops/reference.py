@@ -1,7 +1,7 @@
-"""The operators by torch's own operations, for tensors that no kernel serves.
+"""Compute the operators with torch's own operations, for tensors that no kernel supports.
 
-On CPUs in fp32, expert by expert: rounded where the kernel rounds. On GPUs by torch's grouped_mm: its operands, e4m3
-ones too, and its products are rounded to bf16 before a bias or an activation follows.
+On CPUs it computes in fp32, expert by expert, and rounds where the kernel rounds. On GPUs it uses torch's grouped_mm,
+whose products are rounded to bf16 before bias and activation; e4m3 operands are rounded to bf16, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megamoe.ops import scales
 
 
 def experts_of(offs: Tensor | None, num_rows: int) -> Iterator[tuple[int, slice]]:
-    """Return each expert that has rows, and which. Waits for the device that has offs."""
+    """Yield each expert that has rows, and its rows. This waits for the device of `offs`."""
     start = 0
     for e, end in enumerate([num_rows] if offs is None else offs.tolist()):
         end = max(start, min(end, num_rows))

@@ -1,8 +1,8 @@
-"""Scales of e4m3 rows by block: [ceil(K/128), P] fp32, where each expert's rows begin at a multiple of 128.
+"""Arrange the scales of e4m3 rows by block: [ceil(K/128), P] fp32, where each expert begins at a multiple of 128.
 
-The kernel loads 128 of them at a time from an aligned place, so they cannot stand as densely as the rows do: block b of
-the launch has scales 128 b to 128 b + 127, whatever the rows. P = 128 (M // 128 + E) has room for any offsets. Between
-the rows of two experts scales are undefined.
+The kernel loads 128 scales at a time from an aligned address, so they cannot be as dense as the rows: block b of the
+launch has the scales 128 b to 128 b + 127. P = 128 (M // 128 + E) has room for any offsets. Scales between the rows of
+two experts are undefined.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is left of each expert's rows behind the last whole 64, for the weight gradient."""
+"""Copy each expert's rows after its last whole group of 64, for the weight gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megamoe.ops.scales import ends_of
 
 
 def tails(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """a, b: [M > 0, N], sorted by expert -> [E * 64, N] each: of each expert those rows, then zeros. Nothing waits."""
+    """Return those rows of a and b, [M > 0, N] sorted by expert, as [E * 64, N] padded with zeros. Nothing waits."""
     num = a.shape[0]
     ends = torch.full((1,), num, device=a.device) if offs is None else ends_of(offs, num)
     left = ends.diff(prepend=ends.new_zeros(1)) % ROWS

@@ -1,4 +1,4 @@
-"""Tools for tests, here and downstream: inputs, comparison, and starting ranks."""
+"""Help tests, here and in other projects: inputs, comparison, and starting ranks."""
 
 from megamoe.testing.compare import Comparison, assert_close, compare, rounding_step, same_bits
 from megamoe.testing.inputs import (

@@ -1,4 +1,4 @@
-"""Compare two tensors: relative Frobenius error, largest error, and where it first goes wrong."""
+"""Compare two tensors: relative Frobenius error, largest error, and the first place that is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether FP8 copies follow their parameters: uses of stale ones, and quantizations, counted."""
+"""Check that FP8 copies follow their parameters: count uses of stale copies, and quantizations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that hold the same tokens among different others: what a token gets must not depend on them."""
+"""Build batches that contain the same tokens among different others: a token's result must not depend on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Judge gradients, and the backward pass's stages, against the oracle's: megamoe/backends/reference/backward.py."""
+"""Compare gradients and the stages of the backward pass with the oracle's: megamoe/backends/reference/backward.py."""
 
 from __future__ import annotations
 

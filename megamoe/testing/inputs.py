@@ -1,4 +1,4 @@
-"""Random inputs, routings with character, and weights that do not depend on the number of ranks."""
+"""Create random inputs, typical routings, and weights that do not depend on the number of ranks."""
 
 from __future__ import annotations
 

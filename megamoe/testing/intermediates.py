@@ -1,4 +1,4 @@
-"""Judge the stages of a layer against the oracle's: how far apart may two right results be?"""
+"""Compare the stages of a layer with the oracle's, with a bound on how far two correct results may differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in other layouts than [L, P*I, H]: views that every backend takes."""
+"""Store weights in layouts other than [L, P*I, H], as views that every backend takes."""
 
 from __future__ import annotations
 

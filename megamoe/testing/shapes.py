@@ -1,4 +1,4 @@
-"""Layer shapes of well-known models, for tests and tools: `shape("dsv3")`."""
+"""List the layer shapes of well-known models, for tests and tools: `shape("dsv3")`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Symmetric memory: the window of a group of ranks, and who allocates it."""
+"""Provide symmetric memory: the window of a group of ranks, and its allocators."""

@@ -1,8 +1,8 @@
-"""The window: symmetric memory of a group, and all that belongs to it rather than to a layer.
+"""Hold a group's symmetric memory and everything else that belongs to the group rather than to one layer.
 
-One window serves any number of layers that agree on everything but sizes that only bound it (see `admits`): launches of
-a window follow each other, so its regions, its epoch and its workspaces are theirs in turn. Every rank must call
-the layers of a window in the same order; a different order is a named error.
+One window serves any number of layers that agree on everything except sizes that only bound it (see `admits`). The
+launches of a window follow each other, so its regions, its epoch and its workspaces belong to one launch at a time.
+Every rank must call the layers of a window in the same order; another order raises an error.
 """
 
 from __future__ import annotations

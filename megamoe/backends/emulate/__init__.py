@@ -1,1 +1,1 @@
-"""The kernel's own source on CPU fibers."""
+"""Run the kernel's own source on CPU fibers."""

@@ -1,4 +1,4 @@
-"""backend="emulate": the kernel's own source, emulated by rank 0 for all ranks (emulation.py)."""
+"""Implement backend="emulate": rank 0 emulates the kernel's own source for all ranks (emulation.py)."""
 
 from __future__ import annotations
 

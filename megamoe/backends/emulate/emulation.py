@@ -1,7 +1,7 @@
-"""The kernel's own source on CPU fibers (csrc/fibers): all ranks in one process, no GPU.
+"""Emulate the kernel's own source on CPU fibers (csrc/fibers): all ranks in one process, without a GPU.
 
-Slow (tiny shapes), but it runs every role, barrier, swizzle and protocol step of the real kernels, and says
-who waits for what when something hangs.
+It is slow, so use tiny shapes. It runs every role, barrier, swizzle and protocol step of the real kernels, and reports
+which role waits for what if something hangs.
 """
 
 from __future__ import annotations

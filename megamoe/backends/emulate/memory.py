@@ -1,4 +1,4 @@
-"""Memory of one emulated rank, what a GPU would hold, and tensors as the emulated kernel takes them."""
+"""Provide the memory of one emulated rank, and tensors in the form that the emulated kernel takes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One backend inside each of several hosts, and rows between them."""
+"""Run a layer over several hosts: one backend inside each host, and rows sent between the hosts."""

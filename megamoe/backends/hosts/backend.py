@@ -1,16 +1,16 @@
-"""Several hosts: a backend inside each, rows between equal ranks of the hosts over torch.distributed.
+"""Run a backend inside each of several hosts, and send rows between equal ranks of the hosts over torch.distributed.
 
     home rank                         the equal rank of each host that owns one of the token's experts       home rank
     x, ids, weights ---- rail: once a host ----> x, ids - first expert of the host -> inner -> y ---- rail ---> sum, y
 
-A host's experts are contiguous, so that others' ids lie outside of its own and the inner backend drops them. A call is
-cut into chunks, of which one travels while another is computed. What the hosts make of a token is summed in their
-order, in fp32: same inputs, same bits.
+A host's experts are contiguous, so the inner backend drops ids of other hosts as out of range. A call is cut into
+chunks, so that one chunk travels while another is computed. The partial results of a token are summed in the order of
+the hosts, in fp32: equal inputs give equal bits.
 
-Which rows travel, and what hosts tell each other before, is a matter of plan.py: exact or static.
+plan.py decides which rows travel, and what the hosts exchange before: exact or static.
 
-Where the precision stores x as e4m3, x and dy travel as e4m3, scales ahead of them: numbers that the kernel makes of
-bf16 rows, so nothing is lost that was not before. y and dx travel in bf16.
+If the precision stores x as e4m3, x and dy travel as e4m3 with their scales. The kernel would quantize the bf16 rows to
+the same numbers, so nothing is lost. y and dx travel in bf16.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which rows of a call go to which host and back, and what hosts tell each other before they go.
+"""Plan which rows of a call travel to which host and back, and what the hosts exchange before.
 
-Exact: rows travel that are needed, by counts, for which the host waits once a pass. Static: every token travels to
-every host in slots of a fixed number, nothing waits, and a graph can capture it. Both compute the same rows and, where
-gradients are recorded, in the same order.
+Exact: only the needed rows travel, by counts, for which the host waits once per pass. Static: every token travels to
+every host in a fixed number of slots; nothing waits, and a CUDA graph can capture it. Both compute the same rows, and
+in the same order if gradients are recorded.
 """
 
 from __future__ import annotations

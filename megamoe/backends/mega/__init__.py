@@ -1,1 +1,1 @@
-"""The persistent kernel on a GPU."""
+"""Run the persistent kernel on a GPU."""

@@ -1,4 +1,4 @@
-"""backend="mega": the persistent kernel. Fills the argument block, launches, reports faults; no host waits."""
+"""Implement backend="mega", the persistent kernel: fill the arguments, launch, report faults; the host never waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a backward launch puts the experts' gradients: one type and one mode a launch, whatever was asked for."""
+"""Choose where a backward launch writes the experts' gradients: one dtype and one mode per launch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The launches of one layer of backend="mega": forward, those of a step that trains, `train` and `backward`,
-and weight gradients of passes that were kept.
+"""Prepare the launches of one layer of backend="mega".
+
+Forward; `train` and `backward`, the launches of a training step; and the weight gradients of kept passes.
 """
 
 from __future__ import annotations

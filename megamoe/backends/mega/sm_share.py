@@ -1,4 +1,4 @@
-"""Which SMs a layer's launches take beside other kernels, above all NCCL's (docs/decisions.md, 0017)."""
+"""Choose the SMs of a layer's launches next to other kernels, mainly NCCL's (docs/decisions.md, 0017)."""
 
 from __future__ import annotations
 

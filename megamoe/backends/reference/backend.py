@@ -1,4 +1,4 @@
-"""The oracle behind the backend interface: gather everything, compute all ranks, keep one y."""
+"""Implement backend="reference": gather all inputs, compute all ranks with the oracle, keep this rank's y."""
 
 from __future__ import annotations
 

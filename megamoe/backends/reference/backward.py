@@ -1,4 +1,4 @@
-"""The backward pass on all ranks, stage by stage, each formula written out. Names are those of docs/backward.md."""
+"""Compute the backward pass on all ranks, stage by stage, with each formula written out. Names: docs/backward.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs: each row times the matrix of its expert, and products over the rows of an expert."""
+"""Compute grouped GEMMs: each row times the matrix of its expert, and products over the rows of an expert."""
 
 from __future__ import annotations
 

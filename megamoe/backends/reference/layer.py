@@ -1,4 +1,4 @@
-"""The whole layer on all ranks, stage by stage. Read this file to know what megamoe computes."""
+"""Compute the whole layer on all ranks, stage by stage. Read this file to learn what megamoe computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantize to e4m3 with an fp32 scale per 1x128, row (activations) or 128x128 (weights); read other weights."""
+"""Quantize to e4m3 with an fp32 scale per 1x128, per row or per 128x128 block, and read weights of other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Route: which rows does each expert rank get, and in what order."""
+"""Compute which rows each expert rank receives, and in which order."""
 
 from __future__ import annotations
 

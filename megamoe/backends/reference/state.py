@@ -1,4 +1,4 @@
-"""What a training forward of the oracle leaves behind: its routes, as bytes."""
+"""Store the routes of a training forward of the oracle as bytes."""
 
 from __future__ import annotations
 

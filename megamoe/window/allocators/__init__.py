@@ -1,4 +1,4 @@
-"""What a window is made of: memory that every rank of a group can address."""
+"""Allocate memory that every rank of a group can address."""
 
 from __future__ import annotations
 

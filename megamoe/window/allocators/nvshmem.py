@@ -1,4 +1,4 @@
-"""NVSHMEM's symmetric heap, through nvshmem4py. Only its allocator: the kernel uses plain peer addresses."""
+"""Allocate from NVSHMEM's symmetric heap, through nvshmem4py. The kernel uses plain peer addresses."""
 
 from __future__ import annotations
 

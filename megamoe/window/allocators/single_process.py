@@ -1,4 +1,4 @@
-"""All ranks in one process: plain tensors. For a group of one, and for threads that are ranks."""
+"""Allocate plain tensors, if all ranks are in one process: a group of one rank, or threads that act as ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symmetric memory of PyTorch: CUDA VMM handles exchanged over the process group. The default."""
+"""Allocate with PyTorch's symmetric memory, which exchanges CUDA VMM handles over the process group. The default."""
 
 from __future__ import annotations
 
