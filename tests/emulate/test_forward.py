@@ -38,6 +38,15 @@ from megamoe.testing.layouts import LAYOUTS
 # are more than this, the limit is those two steps (megamoe/testing/intermediates.py).
 TOLERANCE = {"bf16": 2e-3, "fp8": 4e-3, "fp8_channel": 4e-3}
 PRECISIONS = list(TOLERANCE)
+SLOW = os.environ.get("SLOW") == "1"
+# Where h is quantized the code behind an activation sees one number, of two planes or of one: the others show the same
+# again, and each variant takes g++ two seconds.
+VARIANTS = [
+    (precision, activation)
+    for precision in PRECISIONS
+    for activation in ACTIVATIONS
+    if SLOW or precision == "bf16" or activation in ("swiglu", "relu2")
+]
 
 
 def inputs_of(
@@ -82,6 +91,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     )  # experts or tokens: more than a warp, or two, has lanes for
     most_tokens, most_experts, widest = (900, 300, 3) if many else (80, 7, 24)
     tokens = draw(st.lists(st.integers(0, most_tokens), min_size=ep_size, max_size=ep_size))
+    precision, activation = draw(st.sampled_from(VARIANTS))
     problem = Problem(
         hidden=16 * draw(st.integers(1, widest)),
         intermediate=16 * draw(st.integers(1, widest)),
@@ -89,8 +99,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         top_k=draw(st.integers(1, 5)),
         ep_size=ep_size,
         max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
-        precision=draw(st.sampled_from(PRECISIONS)),
-        activation=draw(st.sampled_from(list(ACTIVATIONS))),
+        precision=precision,
+        activation=activation,
         bias=draw(st.booleans()),
     )
     return {
@@ -104,7 +114,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-EXAMPLES = 400 if os.environ.get("SLOW") == "1" else 40  # each up to a second
+EXAMPLES = 400 if SLOW else 40  # each up to a second
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -117,8 +127,7 @@ def test_any_shape(case: dict[str, Any]) -> None:
     check(emulation, case["tokens"], **options)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize(("precision", "activation"), VARIANTS)
 def test_every_variant_through_several_launches(precision: str, activation: str) -> None:
     problem = Problem(
         272,

@@ -39,16 +39,19 @@ def test_bits_do_not_depend_on_meetings(monkeypatch: pytest.MonkeyPatch, precisi
     inputs, weights = inputs_of(problem, TOKENS)
     call = (*columns(inputs), weights)
     expected = Emulation(problem, num_ctas=CTAS).forward_all(calls_of(*call))
-    for number, many in enumerate((4, 3, 40)):
-        for seed, pool in ((0, None), (1 + number, None), (4 + number, least_pool(problem) + 512)):
-            meet = Meet(many, mean_rows=1)
-            monkeypatch.setattr(meetings, "chosen", lambda *_, meet=meet: meet)
-            emulation = Emulation(problem, num_ctas=CTAS - 2 * (seed == 2), pool_rows=pool)
-            for _ in range(2):
-                ys = emulation.forward_all(calls_of(*call), seed=seed)
-                place = f"{meet}, seed {seed}, pool {pool}"
-                assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True)), place
-                assert came(emulation).any(), f"nobody met: {place}"
+    small = least_pool(problem) + 512
+    for many, seed, pool in (
+        *((4, 0, None), (4, 1, None), (4, 4, small)),
+        *((3, 2, None), (3, 5, small), (40, 3, None), (40, 6, small)),
+    ):
+        meet = Meet(many, mean_rows=1)
+        monkeypatch.setattr(meetings, "chosen", lambda *_, meet=meet: meet)
+        emulation = Emulation(problem, num_ctas=CTAS - 2 * (seed == 2), pool_rows=pool)
+        for _ in range(2):
+            ys = emulation.forward_all(calls_of(*call), seed=seed)
+            place = f"{meet}, seed {seed}, pool {pool}"
+            assert all(same_bits(y, e) for y, e in zip(ys, expected, strict=True)), place
+            assert came(emulation).any(), f"nobody met: {place}"
 
 
 def test_training_meets_and_saves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
