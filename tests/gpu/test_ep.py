@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from failing import judge, one_rank_fails
 
 from megamoe import MegaMoE, Problem
 from megamoe.backends import reference
@@ -253,6 +254,12 @@ def test_nvshmem(ranks):
         pytest.skip(f"{', '.join(missing)} cannot be imported: pip install 'megamoe[nvshmem]'")
     found = launch(over_nvshmem, ranks, timeout_s=120, backend=PROCESS_GROUP)
     assert found == [[] for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.ep(n)) for n in (2, 4)])
+def test_an_error_of_one_rank_is_raised_on_all(ranks):
+    found = launch(one_rank_fails, ranks, BACKEND, DEVICE, timeout_s=240, backend=PROCESS_GROUP)
+    assert judge(found, bound_s=1) == []
 
 
 def soak(*scenarios: str) -> None:
