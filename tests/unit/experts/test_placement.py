@@ -222,7 +222,7 @@ def move_fails(rank):
 
 def test_a_move_is_all_or_nothing():
     for rank, (kind, message, kept, moved, apart) in enumerate(launch(move_fails, 2)):
-        assert (kind, "none left" in message) == (("RankMismatch", "MemoryError")[rank], True)
+        assert (kind, "none left" in message) == (("PeerFault", "MemoryError")[rank], True)
         assert kept
         assert moved
         assert apart < 2**-8  # y is summed over other ranks
