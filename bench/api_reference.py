@@ -9,12 +9,11 @@ from bench.tree import ROOT
 
 WIDTH = 120
 # Public in Python's sense, but for other modules of ours.
-INNER = {"extra_repr", "handle", "needs_close", "of_last"}
+INNER = {"extra_repr", "handle", "is_open", "needs_close", "of_last"}
 INNER |= {"cells", "of_cells", "of_tables", "refuse", "without_pool"}
 
 # Classes whose methods stand with those of a class that is made of them.
 PARTS = {
-    "Layer": (("megamoe.layer.runtime", "Opened"),),
     "MegaMoELayer": (("megamoe.adapters.library_layer", "LibraryModule"),),
     "MegaRoutedExperts": (("megamoe.adapters.library_layer", "LibraryModule"),),
 }

@@ -28,8 +28,7 @@ def outside() -> Iterator[None]:
 def lasting() -> Iterator[None]:
     """Make tensors that calls in every mode may use: outside of inference_mode() and of what traces."""
     gradients = torch.is_grad_enabled()
-    modes = _disable_current_modes()
-    with modes, torch.inference_mode(False), torch.set_grad_enabled(gradients):
+    with outside(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield
 
 
