@@ -12,12 +12,11 @@ from bench.tree import ROOT
 
 WIDTH = 120
 # Names without an underscore that only other modules of megamoe call.
-INNER = {"extra_repr", "handle", "needs_close", "of_last"}
+INNER = {"extra_repr", "handle", "is_open", "needs_close", "of_last"}
 INNER |= {"cells", "of_cells", "of_tables", "refuse", "without_pool"}
 
 # A class, and the base classes whose methods are listed with its own.
 PARTS = {
-    "Layer": (("megamoe.layer.runtime", "Opened"),),
     "MegaMoELayer": (("megamoe.adapters.library_layer", "LibraryModule"),),
     "MegaRoutedExperts": (("megamoe.adapters.library_layer", "LibraryModule"),),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -22,9 +21,10 @@ from megamoe.backends.select import (
     over_hosts,
     resolve,
 )
+from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
-from megamoe.core.transforms import faked
+from megamoe.core.transforms import faked, lasting
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
@@ -36,29 +36,14 @@ from megamoe.layer.autograd import How, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.rows import Weighting, check_weights, checked, taken
-from megamoe.layer.runtime import Opened, Runtime, Turns
+from megamoe.layer.runtime import Runtime, Turns
 from megamoe.layer.signature import Signature, Signatures, records, watched
 
 _AGREED = "routed_scaling_factor", "apply_router_weight_on_input", "delay_wgrad", "placement"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _outliving(make: Callable[..., None]) -> Callable[..., None]:
-    """Have a method make tensors that serve calls that train, too: not in inference_mode(), else in the same mode.
-
-    Backends ask whether they are on: launches beside others share the device then.
-    """
-
-    @wraps(make)
-    def outside(*given: Any) -> None:
-        gradients = torch.is_grad_enabled()
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-            make(*given)
-
-    return outside
-
-
-class Layer(Opened):
+class Layer:
     """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
 
     problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
@@ -396,27 +381,23 @@ class Layer(Opened):
         "a megamoe layer is made by prepare(): call it before torch.compile(fullgraph=True), "
         "and again after close()"
     )
-    @_outliving
     def _open(self, weights: ExpertWeights, call: str) -> None:
         """Do what prepare() does, as part of `call`, one of order.CALLS."""
-        waits = self.ranks.together(call) if self._runtime is None else nullcontext()
-        with waits:
-            check_weights(self.problem, weights, None)
-            if faked() or isinstance(weights.w13, FakeTensor):
-                expected = "memory: prepare() the layer before torch.export or FakeTensorMode"
-                raise ArgumentError("weights.w13", "a fake tensor, or beside them", expected)
         with self._lock:
-            self._open_now(weights, call)
-
-    def _open_now(self, weights: ExpertWeights, call: str) -> None:
-        if self._runtime is None:
-            over = {"num_ranks of average_expert_gradients()": self._mean_over}
-            opening = Opening(call, self._number, over)
-            where = self.problem, self.ranks, weights.w13.device
-            backend = open_backend(self.backend, *where, self._options, opening)
-            self._runtime = Runtime(self.problem, self.ranks, backend, lock=self._lock)
-            self._runtime.mean_over = self._mean_over
-        self._keep(weights)
+            with self.ranks.together(call) if self._runtime is None else nullcontext():
+                check_weights(self.problem, weights, None)
+                if faked() or isinstance(weights.w13, FakeTensor):
+                    expected = "memory: prepare() the layer before torch.export or FakeTensorMode"
+                    raise ArgumentError("weights.w13", "a fake tensor, or beside them", expected)
+            with lasting():
+                if self._runtime is None:
+                    over = {"num_ranks of average_expert_gradients()": self._mean_over}
+                    opening = Opening(call, self._number, over)
+                    where = self.problem, self.ranks, weights.w13.device
+                    backend = open_backend(self.backend, *where, self._options, opening)
+                    self._runtime = Runtime(self.problem, self.ranks, backend, lock=self._lock)
+                    self._runtime.mean_over = self._mean_over
+                self._keep(weights)
         self.ranks.met = False  # a call follows
 
     def _keep(self, weights: ExpertWeights) -> None:
@@ -448,6 +429,63 @@ class Layer(Opened):
         if not self._delay_wgrad:
             return None
         return Delayed(self.accumulate_into_main_grad, self._delay_wgrad == "keep")
+
+    @property
+    def handle(self) -> Tensor:
+        """What stands for this layer in the operators; raises before prepare() and after close()."""
+        if self._runtime is None:
+            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+        return self._runtime.handle
+
+    def invalidate(self) -> None:
+        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        if self._runtime is not None:
+            self._runtime.cache.invalidate()
+
+    def check(self) -> None:
+        """Wait for the device; raise the fault of a launch, if there is one."""
+        if self._runtime is not None:
+            self._runtime.backend.check()
+
+    def statistics(self) -> Statistics:
+        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
+
+        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
+        """
+        return Statistics.of_last(
+            None if self._runtime is None else self._runtime.backend.statistics()
+        )
+
+    @property
+    def window_problem(self) -> Problem:
+        """What a window is made of, that layers share: over several hosts, once it is open, the problem inside one."""
+        inside: Problem = getattr(self._runtime and self._runtime.backend, "inside", self.problem)
+        return inside
+
+    @property
+    def pool_rows(self) -> int | None:
+        """M of the backend if it has a pool, or as the options have it; None: the default."""
+        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
+        return self._options.get("pool_rows") if plan is None else plan.pool_rows
+
+    def reset(self) -> None:
+        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
+
+        It affects all layers that share the window, or are over the same hosts; results of calls in flight are lost.
+        """
+        self.ranks.begin("reset()")
+        if self._runtime is not None:
+            self._runtime.backend.reset()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether prepare() or a call has opened the layer, and close() has not closed it."""
+        return self._runtime is not None
+
+    @property
+    def needs_close(self) -> bool:
+        """Whether close() has something to free together with other ranks."""
+        return self._runtime is not None and self._runtime.backend.needs_close
 
     def close(self) -> None:
         """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Backend
-from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
-from megamoe.core.errors import ConfigError, MegaMoEError
+from megamoe.core.errors import MegaMoEError
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group, Together
 from megamoe.launch.cache import QuantizedCache
@@ -68,72 +66,6 @@ class Runtime:
         if self.quantizes:
             return self.cache.turned(self.problem, given)
         return None
-
-
-class Opened:
-    """What a Layer says of its runtime, while it has one."""
-
-    problem: Problem
-    _runtime: Runtime | None
-    _options: Mapping[str, Any]
-    ranks: Group
-
-    @property
-    def handle(self) -> Tensor:
-        """What stands for this layer in the operators; raises before prepare() and after close()."""
-        if self._runtime is None:
-            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
-        return self._runtime.handle
-
-    def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
-        if self._runtime is not None:
-            self._runtime.cache.invalidate()
-
-    def check(self) -> None:
-        """Wait for the device; raise the fault of a launch, if there is one."""
-        if self._runtime is not None:
-            self._runtime.backend.check()
-
-    def statistics(self) -> Statistics:
-        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
-
-        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
-        """
-        return Statistics.of_last(
-            None if self._runtime is None else self._runtime.backend.statistics()
-        )
-
-    @property
-    def window_problem(self) -> Problem:
-        """What a window is made of, that layers share: over several hosts, once it is open, the problem inside one."""
-        inside: Problem = getattr(self._runtime and self._runtime.backend, "inside", self.problem)
-        return inside
-
-    @property
-    def pool_rows(self) -> int | None:
-        """M of the backend if it has a pool, or as the options have it; None: the default."""
-        plan = getattr(self._runtime and self._runtime.backend, "plan", None)
-        return self._options.get("pool_rows") if plan is None else plan.pool_rows
-
-    def reset(self) -> None:
-        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
-
-        It affects all layers that share the window, or are over the same hosts; results of calls in flight are lost.
-        """
-        self.ranks.begin("reset()")
-        if self._runtime is not None:
-            self._runtime.backend.reset()
-
-    @property
-    def needs_close(self) -> bool:
-        """Whether close() has something to free together with other ranks."""
-        return self._runtime is not None and self._runtime.backend.needs_close
-
-
-def is_open(layer: Opened) -> bool:
-    """Return whether prepare() or a call has opened a layer, and close() not closed it."""
-    return layer._runtime is not None
 
 
 _numbers = itertools.count(1)

@@ -28,7 +28,6 @@ from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import ExpertWeights, expected_weights
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
-from megamoe.layer.runtime import is_open
 from megamoe.nn.initial import draw
 from megamoe.nn.optimizers import watch
 from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
@@ -240,7 +239,7 @@ class MegaMoE(nn.Module):
         try:
             weights = self.expert_weights()
         except Exception as error:
-            if not is_open(self._layer):
+            if not self._layer.is_open:
                 self._raise_on_all(error, "prepare()")
             raise
         self._layer.prepare(weights)

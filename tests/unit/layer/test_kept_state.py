@@ -24,6 +24,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.group import group as group_module
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer import delayed, placed
+from megamoe.layer import layer as layer_module
 from megamoe.layer.layer import Layer
 from megamoe.nn import shared_experts as shared_experts_module
 from megamoe.testing import launch, make_inputs, make_weights
@@ -172,7 +173,7 @@ def lazy_tables(layer, topk_ids):
 
 
 SLOTS = placed.PlacedLayer._slots
-OPEN = Layer, "_open", Layer._open.__wrapped__.__wrapped__
+OPEN = layer_module, "lasting", contextlib.nullcontext
 GET = QuantizedCache, "get", QuantizedCache.get.__wrapped__.__wrapped__
 LAZY = (placed.PlacedLayer, "_keep", Layer._keep), (placed.PlacedLayer, "_slots", lazy_tables)
 # What would make each cache in the mode of its first caller, and how many tensors that are.
