@@ -10,6 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -40,20 +41,19 @@ fully_shard(block.experts, mesh=mesh["copies"])  # over the ranks that hold the 
 fully_shard(block)  # everything else, over all ranks
 megamoe.average_expert_gradients(block, ranks)
 optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
-moments = megamoe.get_optimizer_state_dict(block, optimizer)
-state = {"model": block.state_dict(), "optimizer": moments, "step": 0}
+model, moments = get_state_dict(block, optimizer)
+state = {"model": model, "optimizer": moments, "step": 0}
 if os.path.exists(checkpoint):
     dcp.load(state, checkpoint_id=checkpoint)
-    block.load_state_dict(state["model"])
-    megamoe.set_optimizer_state_dict(block, optimizer, state["optimizer"])
+    set_state_dict(block, optimizer, model_state_dict=model, optim_state_dict=moments)
 x = torch.randn(64, 128, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
 for _ in range(10):
     loss = (block(x) - x.roll(1, dims=-1)).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-state.update(model=block.state_dict(), step=state["step"] + 10)
-state["optimizer"] = megamoe.get_optimizer_state_dict(block, optimizer)
+model, moments = get_state_dict(block, optimizer)
+state |= {"model": model, "optimizer": moments, "step": state["step"] + 10}
 dcp.save(state, checkpoint_id=checkpoint)
 if rank == 0:
     print(f"{ranks} ranks, step {state['step']}: loss {loss.item():.3f}")

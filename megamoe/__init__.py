@@ -39,10 +39,8 @@ from megamoe.nn.shared_experts import SharedExperts  # noqa: E402
 from megamoe.nn.training import (  # noqa: E402
     average_expert_gradients,
     clip_grad_norm_,
-    get_optimizer_state_dict,
     grad_norm,
     ignore_experts_in_ddp,
-    set_optimizer_state_dict,
 )
 
 from megamoe import ops as ops  # noqa: E402  isort: skip
@@ -78,10 +76,8 @@ __all__ = [
     "activation_by_name",
     "average_expert_gradients",
     "clip_grad_norm_",
-    "get_optimizer_state_dict",
     "grad_norm",
     "ignore_experts_in_ddp",
     "invalidate",
     "memory_report",
-    "set_optimizer_state_dict",
 ]

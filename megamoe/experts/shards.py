@@ -1,17 +1,16 @@
 """Which experts a tensor holds: in state dicts, in checkpoints of torch.distributed (DCP), as DTensors.
 
-A rank's w13 has L of E experts. `Experts` says which ones, in every state dict of a layer over more than one
-rank: torch.save writes it as a plain tensor that says so, DCP as rows [begin, begin + L) of E, so that it loads into
-any number of ranks. `Place.take` is the way back, and refuses what is another rank's.
+A rank's w13 has L of E experts. In state dicts of a layer over more than one rank it is a DTensor over all E, so that
+torch's functions for checkpoints are right; where no DTensor describes it, ExpertRows. `Place.take` is the way back,
+and refuses what another rank holds.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, RankMismatch
 from megamoe.core.planes import is_dtensor
-from megamoe.experts.tensors import Experts, noted
-from megamoe.group.group import Group
+from megamoe.experts.tensors import ExpertRows
 
 if TYPE_CHECKING:  # 1.2 s to import (2026-11-24): who has such objects has paid
     from torch.distributed.tensor import DTensor
@@ -35,25 +33,11 @@ def local_part(value: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of a tensor, and which of its rows comes first."""
     if not is_dtensor(value):
         return value, 0
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    splits = zip(
-        value.device_mesh.shape,
-        value.device_mesh.get_coordinate() or (),
-        value.placements,
-        strict=True,
-    )
-    begin, rows = 0, value.shape[0]
-    # FSDP2 cuts what the experts' mesh has cut before (_StridedShard), whatever the order of the mesh
-    for size, rank, placement in sorted(splits, key=lambda s: isinstance(s[2], _StridedShard)):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard(0) and not isinstance(placement, _StridedShard):
-            raise ArgumentError("placements", value.placements, "Shard(0) or Replicate()")
-        rows, offset = Shard.local_shard_size_and_offset(rows, size, rank)
-        begin += offset
-    return value.to_local(), begin
+    local = value.to_local()
+    if local.shape[1:] != value.shape[1:] or any(p.is_partial() for p in value.placements):
+        raise ArgumentError("placements", value.placements, "Shard(0) or Replicate()")
+    (chunk,) = value.__create_chunk_list__()  # DCP's question, also of shards of shards
+    return local, chunk.offsets[0]
 
 
 class Place:
@@ -61,6 +45,7 @@ class Place:
 
     def __init__(self, problem: Problem, group: Any = None, distributed: bool = False) -> None:
         self.problem, self.group, self.distributed = problem, group, distributed
+        self._meshes: dict[str, DeviceMesh] = {}  # of the group, by the type of device
 
     def rows(self, value: Tensor) -> tuple[Tensor, int]:
         """value: a parameter, or of its form -> (this rank's rows, the expert of the first one)."""
@@ -97,56 +82,88 @@ class Place:
                 "the same experts (docs/training.md)"
             )
 
-    def mark(self, value: Tensor) -> Tensor:
-        """Return Experts that share the memory of `value`; a DTensor over all E knows its place."""
+    def spread(self, value: Tensor) -> Tensor:
+        """Return a parameter, or what has its form, as a tensor over all E experts that shares its memory."""
         if self.problem.ep_size == 1 or (self.distributed and is_dtensor(value)):
             return value
         local, begin = self.rows(value)
-        return Experts.of(local, begin, self.problem.num_experts)
+        placed = self._placed(value)
+        if placed is None:
+            return ExpertRows(local, begin, self.problem.num_experts)
+        from torch.distributed.tensor import DTensor
 
-    def as_dtensor(self, experts: Experts) -> DTensor:
-        """Return experts of all ranks as Shard(0); raise ArgumentError where that cannot say what this rank holds."""
-        total, begin, count = span(self.problem)
-        if total % self.problem.ep_size or (experts.begin, experts.shape[0]) != (begin, count):
-            expected = (
-                "False where ranks do not divide the experts, or FSDP2 shards them: use dcp.save()"
-            )
-            raise ArgumentError("full_state_dict", True, expected)
-        from torch.distributed.tensor import DTensor, Shard
+        shape = torch.Size((self.problem.num_experts, *value.shape[1:]))
+        return DTensor.from_local(
+            local, *placed, run_check=False, shape=shape, stride=value.stride()
+        )
 
-        mesh = DeviceMesh.from_group(self.group, experts.device.type)
-        return DTensor.from_local(experts.local(), mesh, (Shard(0),), run_check=False)
+    def _placed(self, value: Tensor) -> tuple[DeviceMesh, list[Any]] | None:
+        """Return the mesh and the placements of spread(value); None where no DTensor has its rows."""
+        ranks = self.problem.ep_size
+        if self.problem.num_experts % ranks:
+            return None
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        if not is_dtensor(value):
+            device = "cpu" if value.is_meta else value.device.type
+            if device not in self._meshes:
+                self._meshes[device] = DeviceMesh.from_group(self.group, device)
+            return self._meshes[device], [Shard(0)]
+        # FSDP2 shards this rank's rows over `copies`. With the experts' ranks they are one mesh if the user made one.
+        copies = value.device_mesh
+        root, mine = copies._get_root_mesh(), dist.get_process_group_ranks(self.group)
+        names, inner = root.mesh_dim_names or (), copies.mesh_dim_names or ()
+        found = [n for n in names if dist.get_process_group_ranks(root.get_group(n)) == mine]
+        if len(found) != 1 or not set(inner) <= set(names):
+            return None
+        placed = dict(zip(inner, value.placements, strict=True)) | {found[0]: Shard(0)}
+        ordered = [name for name in names if name in placed]
+        if ordered.index(found[0]):  # what is split first comes last in the mesh
+            before = ordered[: ordered.index(found[0])]
+            placed |= {
+                n: _StridedShard(0, split_factor=ranks) for n in before if placed[n].is_shard()
+            }
+        return root[tuple(ordered)], [placed[name] for name in ordered]
 
     def take(self, name: str, value: Tensor, parameter: Tensor | None, told: list[int]) -> Tensor:
         """Return what load_state_dict may copy into `parameter`; raise ArgumentError if it is not ours.
 
-        value: Experts, DTensor or plain tensor, of this rank's experts or of all E.
+        value: DTensor or ExpertRows, or a plain tensor of this rank's experts or of all E.
         parameter: what is there, perhaps FSDP2's shard of it; None: nothing yet, this rank's experts are due.
         told: span() of who wrote a plain `value`.
         """
         total, begin, count = span(self.problem)
         if is_dtensor(value):
             if is_dtensor(parameter) and value.shape == parameter.shape:
+                if value is parameter and not self.distributed and self.problem.ep_size > 1:
+                    given = (
+                        "FSDP2's own shard, as set_model_state_dict(full_state_dict=True) leaves it"
+                    )
+                    expected = "experts of all ranks: call distribute() before fully_shard()"
+                    raise ArgumentError(f"state_dict[{name!r}]", given, expected)
+                mine, theirs = (v.device_mesh.get_coordinate() for v in (parameter, value))
+                if value.device_mesh == parameter.device_mesh and mine != theirs:
+                    given = f"of the rank at {theirs} of the mesh"
+                    raise ArgumentError(f"state_dict[{name!r}]", given, f"of the one at {mine}")
                 return value
-            value = self._of_dtensor(name, value)
-        if (note := noted(value)) is not None:
-            told = [note[1], note[0], value.shape[0]]
-            held = value.local() if isinstance(value, Experts) else value
-        elif value.dim() and value.shape[0] == total:
-            told, held = [total, 0, total], value
-        elif value.dim() and value.shape[0] == told[2]:
-            held = value
-        else:
+            rows, first = local_part(value)
+            told, value = [value.shape[0], first, rows.shape[0]], rows
+        elif isinstance(value, ExpertRows):
+            told, value = [value.total, value.begin, value.local.shape[0]], value.local
+        elif value.shape[:1] == (total,):
+            told = [total, 0, total]
+        elif value.shape[:1] != (told[2],):
             return value  # torch names the sizes
         if parameter is not None:
             rows, begin = self.rows(parameter)
             count = rows.shape[0]
         skip = begin - told[1]
-        if told[0] != total or skip < 0 or skip + count > told[2]:
+        if told[0] != total or (count and not 0 <= skip <= told[2] - count):
             given = f"experts [{told[1]}, {told[1] + told[2]}) of {told[0]}"
             expected = f"[{begin}, {begin + count}) of {total}, what rank {self.problem.rank} holds"
             raise ArgumentError(f"state_dict[{name!r}]", given, expected)
-        held = held[skip : skip + count]
+        held = value[skip : skip + count]
         if not is_dtensor(parameter):
             return held
         from torch.distributed.tensor import DTensor
@@ -160,51 +177,16 @@ class Place:
             stride=parameter.stride(),
         )
 
-    def _of_dtensor(self, name: str, value: DTensor) -> Tensor:
-        """Return this rank's Experts, or all E rows, of a DTensor that is not placed as ours is."""
-        if all(p.is_replicate() for p in value.placements):
-            return value.to_local()
-        total, _, count = span(self.problem)
-        ranks = value.device_mesh.size()
-        from torch.distributed.tensor import Shard
-
-        if value.placements != (Shard(0),) or total % ranks or value.shape[0] != total:
-            given = f"a DTensor of {value.shape[0]} experts, {value.placements} on {ranks} ranks"
-            expected = (
-                f"{total} experts, (Shard(0),), on ranks that divide them: elsewhere DTensor's "
-                "ranks hold other experts than the layer's"
-            )
-            raise ArgumentError(f"state_dict[{name!r}]", given, expected)
-        rows, first = local_part(value)
-        return Experts.of(rows, first, total)
-
 
 def write(place: Place, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
-    """Mark a layer's tensors in a state dict that torch has filled."""
+    """Spread a layer's tensors over all experts in a state dict that torch has filled."""
     metadata = getattr(state_dict, "_metadata", {})
     if prefix[:-1] in metadata:
         metadata[prefix[:-1]]["experts"] = span(place.problem)
-    full = place.problem.ep_size > 1 and _full_is_wanted()
-    if full:
-        Group.of(place.group).begin("a full state dict")
     for name in names:
         value = state_dict.get(prefix + name)
-        # With keep_vars=True it is a view that autograd knows, not the parameter.
         if isinstance(value, Tensor):
-            value = place.mark(value)
-            if isinstance(value, Experts) and full:
-                value = place.as_dtensor(value)
-            state_dict[prefix + name] = value
-
-
-def _full_is_wanted() -> bool:
-    """Whether torch's get_model_state_dict(full_state_dict=True) asks: it gathers DTensors only, without a word."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_get_model_state_dict":
-            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
-        frame = frame.f_back
-    return False
+            state_dict[prefix + name] = place.spread(value)
 
 
 def read(
@@ -213,20 +195,13 @@ def read(
     prefix: str,
     metadata: dict[str, Any],
     parameters: dict[str, Tensor | None],
-) -> bool:
-    """Replace a layer's tensors in a state dict by what torch may copy into `parameters`.
-
-    Returns whether every one of them said which experts it holds.
-    """
-    told, known = metadata.get("experts", span(place.problem)), "experts" in metadata
-    sure = True
+) -> None:
+    """Replace a layer's tensors in a state dict by what torch may copy into `parameters`."""
+    told = metadata.get("experts", span(place.problem))
     for name, parameter in parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, Tensor):
-            said = noted(value) or is_dtensor(value) or value.shape[:1] == told[:1]
-            sure = sure and bool(known or said)
             state_dict[prefix + name] = place.take(prefix + name, value, parameter, told)
-    return sure
 
 
 def distributed(problem: Problem, group: Any, mesh: DeviceMesh, local: Tensor) -> DTensor:

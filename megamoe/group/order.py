@@ -25,7 +25,7 @@ _WORDS = {
 CALLS = (
     *("a new layer", "prepare()", "a first call", "close()", "reset()"),
     *("grad_norm() or clip_grad_norm_()", "ExpertPlacement.counters()", "move_experts()"),
-    *("make_backend()", "a full state dict", "set-up", "a barrier"),
+    *("make_backend()", "set-up", "a barrier"),
     *("make its window", "prepare the kernel", "prepare the kernels of training"),
 )
 _FLAG_BITS = 8

@@ -30,6 +30,7 @@ from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.layer.runtime import is_open
 from megamoe.nn.initial import draw
+from megamoe.nn.optimizers import watch
 from megamoe.nn.quantized import QUANTIZED, check_kind, check_state, check_taken
 
 _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
@@ -148,6 +149,8 @@ class MegaMoE(nn.Module):
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
             self.register_buffer(name, None)
+        if self.problem.ep_size > 1:
+            watch(self)
         self.reset_parameters()
 
     @torch.no_grad()

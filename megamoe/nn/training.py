@@ -17,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
-from megamoe.experts.shards import span
 from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group
 from megamoe.nn.module import MegaMoE
 
 _NORM = "grad_norm() or clip_grad_norm_()"
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MegaMoE]]:
@@ -164,7 +162,10 @@ def ignore_experts_in_ddp(model: nn.Module) -> list[str]:
     """
     names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for prefix, layer in _layers(model):
-        names += [f"{prefix}.{n}" if prefix else n for n in layer.state_dict()]
+        names += [
+            f"{prefix}.{n}" if prefix else n
+            for n, _ in (*layer.named_parameters(), *layer.named_buffers())
+        ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return names
 
@@ -196,88 +197,3 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
             _check_not_sharded(layer)
     for _, layer in _layers(model):
         layer.divide_gradients(num_ranks)
-
-
-def _by_fqn(model: nn.Module) -> dict[str, tuple[MegaMoE, str]]:
-    """Return (layer, parameter's name) by the names that torch's checkpoints use: without wrappers."""
-    from torch.distributed.checkpoint.state_dict import _get_fqns
-
-    found = {}
-    for prefix, layer in _layers(model):
-        for name, _ in layer.named_parameters():
-            full = f"{prefix}.{name}" if prefix else name
-            for fqn in _get_fqns(model, full):
-                found[fqn] = layer, name
-    return found
-
-
-def _converted(model: nn.Module, state: dict[str, Any], shard: bool) -> dict[str, Any]:
-    """Return a new optimizer state dict, flattened or not, with the experts' entries as Experts or as they are used."""
-    layers = _by_fqn(model)
-
-    def convert(fqn: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        layer, name = layers[fqn]
-        parameter = getattr(layer, name)
-        if not shard:
-            value = layer.place.take(fqn, value, parameter, span(layer.problem))
-        if value.shape[:1] != parameter.shape[:1]:
-            given, of = (
-                f"{list(value.shape)}",
-                f"[{parameter.shape[0]}, ...], as the parameter has it",
-            )
-            raise ArgumentError(f"the optimizer's state of {fqn}", given, of)
-        return layer.place.mark(value) if shard else value
-
-    new = dict(state)
-    for key, value in state.items():
-        fqn = key.removeprefix("state.").rpartition(".")[0]  # flattened: state.<fqn>.<entry>
-        if key.startswith("state.") and fqn in layers:
-            new[key] = convert(fqn, value)
-    if isinstance(state.get("state"), dict):
-        new["state"] = {
-            fqn: {k: convert(fqn, v) for k, v in entries.items()} if fqn in layers else entries
-            for fqn, entries in state["state"].items()
-        }
-    return new
-
-
-def _refuse_options(model: nn.Module, options: dict[str, Any], *names: str) -> None:
-    """Raise ArgumentError for options that make one rank's experts stand for all."""
-    for name in names:
-        if getattr(options.get("options"), name, False) and any(True for _ in _layers(model)):
-            expected = "False where experts differ between ranks: save with dcp.save()"
-            raise ArgumentError(f"options.{name}", True, expected)
-
-
-def get_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizers, **options: Any
-) -> dict[str, Any]:
-    """Do what torch.distributed.checkpoint.state_dict's does, with entries that say which experts they are.
-
-    Give it to dcp.save(), or to dcp.load() and then to set_optimizer_state_dict(). torch's own would save rank 0's.
-
-    Raises ArgumentError for StateDictOptions(full_state_dict=True), and for states whose first size is not that of
-    their parameter, as 8-bit optimizers have them: no part of those is an expert's.
-    """
-    _refuse_options(model, options, "full_state_dict", "broadcast_from_rank0")
-    from torch.distributed.checkpoint import state_dict as dcp_state_dict
-
-    state: Any = dcp_state_dict.get_optimizer_state_dict(model, optimizers, **options)
-    return _converted(model, state, shard=True)
-
-
-def set_optimizer_state_dict(
-    model: nn.Module, optimizers: Optimizers, state: dict[str, Any], **options: Any
-) -> None:
-    """Set what get_optimizer_state_dict() returned and dcp.load() filled.
-
-    Raises ArgumentError for other experts, also those of another rank's file, for states whose first size is not that
-    of their parameter, and for StateDictOptions(broadcast_from_rank0=True).
-    """
-    _refuse_options(model, options, "broadcast_from_rank0")
-    from torch.distributed.checkpoint import state_dict as dcp_state_dict
-
-    state = _converted(model, state, shard=False)
-    dcp_state_dict.set_optimizer_state_dict(model, optimizers, state, **options)

@@ -1,4 +1,4 @@
-"""Experts of several ranks: checkpoints into any number of ranks, wrong ranks' files, wrappers, norms; 4 gloo ranks."""
+"""Experts of several ranks: what overwrites them, wrappers, norms; 4 gloo ranks."""
 
 import copy
 import io
@@ -7,20 +7,14 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import megamoe
-from megamoe import ArgumentError
 from megamoe.backends.call import Call
 from megamoe.backends.select import make_backend
-from megamoe.experts.tensors import Experts
 from megamoe.testing import launch
 
 HIDDEN, TOP_K = 32, 2
@@ -49,116 +43,6 @@ def tokens(seed):
     return torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def adam(net, **options):
-    return torch.optim.AdamW(net.parameters(), lr=1e-2, **options)
-
-
-def train(net, optimizer, steps=2):
-    for step in range(steps):
-        # copies of a group get the same tokens: they must stay equal
-        net(tokens(10 * step + net.moe.problem.rank)).float().square().sum().backward()
-        average_dense(net)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def average_dense(net):
-    for name, p in net.named_parameters():
-        if "moe" not in name and not isinstance(p, DTensor):
-            dist.all_reduce(p.grad, dist.ReduceOp.AVG if p.is_cuda else dist.ReduceOp.SUM)
-
-
-def local(value):
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def moments(net, optimizer):
-    """Return parameters and moments of the experts by name: plain, this rank's."""
-    found = {}
-    for name, p in net.moe.named_parameters():
-        found[name] = local(p).detach().clone()
-        for key in ("exp_avg", "exp_avg_sq"):
-            found[f"{name}.{key}"] = local(optimizer.state[p][key]).clone()
-    return found
-
-
-def all_experts(net, optimizer):
-    """Return the same of all experts; collective over the layer's group."""
-    mine = moments(net, optimizer)
-    gathered = [None] * net.moe.problem.ep_size
-    if net.moe.group is None:
-        return mine
-    dist.all_gather_object(gathered, mine, group=net.moe.group)
-    return {name: torch.cat([part[name] for part in gathered]) for name in mine}
-
-
-def equal(found, expected):
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in found
-    )
-
-
-def saved(folder, net, optimizer):
-    state = {"model": net.state_dict(), "optim": megamoe.get_optimizer_state_dict(net, optimizer)}
-    dcp.save(state, checkpoint_id=folder)
-
-
-def loaded(folder, net, optimizer):
-    state = {"model": net.state_dict(), "optim": megamoe.get_optimizer_state_dict(net, optimizer)}
-    dcp.load(state, checkpoint_id=folder)
-    net.load_state_dict(state["model"])
-    megamoe.set_optimizer_state_dict(net, optimizer, state["optim"])
-    assert not any(isinstance(p, Experts) for p in net.parameters())
-    for entries in optimizer.state.values():
-        assert not any(isinstance(value, Experts) for value in entries.values())
-
-
-def round_trips(experts, pair, folder):
-    """EP2 (twice, side by side) -> EP1 -> EP4 -> EP2; returns which differ from what EP2 trained."""
-    net = Net(experts, pair)
-    optimizer = adam(net)
-    train(net, optimizer)
-    expected = all_experts(net, optimizer)
-    wrong = []
-    for number, group in enumerate((None, dist.group.WORLD, pair)):
-        saved(f"{folder}/{experts}-{number}", net, optimizer)
-        net = Net(experts, group, seed=4 + number)
-        optimizer = adam(net, foreach=True)
-        loaded(f"{folder}/{experts}-{number}", net, optimizer)
-        if not equal(all_experts(net, optimizer), expected):
-            wrong.append(number)
-    train(net, optimizer, 1)
-    return wrong
-
-
-def with_dtensors(pair, mesh, folder):
-    """Plain EP2 -> DTensors over EP2 -> FSDP2 on top of them -> FSDP2 of plain parameters; each -> EP1."""
-    net = Net(4, pair, bias=False)
-    optimizer = adam(net)
-    train(net, optimizer)
-    expected = all_experts(net, optimizer)
-    saved(f"{folder}/d0", net, optimizer)
-    wrong = []
-    for number, (distribute, shard) in enumerate(((1, 0), (1, 1), (0, 1))):
-        net = Net(4, mesh["ep"], seed=5 + number, bias=False)
-        if distribute:
-            net.moe.distribute(mesh["ep"])
-        if shard:
-            fully_shard(net.moe, mesh=mesh["copies"])
-        net.moe.reset_parameters()
-        optimizer = adam(net, foreach=False)
-        loaded(f"{folder}/d{number}", net, optimizer)
-        saved(f"{folder}/d{number + 1}", net, optimizer)
-        y = net(tokens(dist.get_rank()))  # the same code runs on all of them
-        y.float().square().sum().backward()
-        other = Net(4, None, seed=8, bias=False)
-        alone = adam(other)
-        loaded(f"{folder}/d{number + 1}", other, alone)
-        if not equal(moments(other, alone), expected):
-            wrong.append(number)
-    return wrong
-
-
 def reset_is_by_expert(mesh):
     """reset_parameters() draws the same experts, however they are spread."""
     expected = Net(4, None, bias=False).moe.w13
@@ -183,68 +67,6 @@ def refused(function):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def files(rank, folder):
-    """torch.save of each rank, read by the same and by another rank; a file of all experts."""
-    out = {}
-    net = Net(4, dist.group.WORLD)
-    whole = Net(4, None, seed=7)
-    torch.save(net.state_dict(), f"{folder}/rank{rank}.pt")
-    torch.save({"net": whole.state_dict()}, f"{folder}/whole{rank}.pt")
-    dist.barrier()
-    other = Net(4, dist.group.WORLD, seed=5)
-    own = torch.load(f"{folder}/rank{rank}.pt", weights_only=True)
-    out["plain"] = all(type(value) is torch.Tensor for value in own.values())
-    other.load_state_dict(own)
-    out["own"] = torch.equal(other.moe.w13, net.moe.w13)
-    wrong = torch.load(f"{folder}/rank{(rank + 1) % 4}.pt", weights_only=True)
-    before = other.moe.w13.clone()
-    out["wrong"] = refused(lambda: other.load_state_dict(wrong))
-    out["assign"] = refused(lambda: other.load_state_dict(wrong, assign=True))
-    out["alone"] = refused(lambda: whole.load_state_dict(wrong))
-    out["untouched"] = torch.equal(other.moe.w13, before)
-    everything = torch.load(f"{folder}/whole{rank}.pt", weights_only=True)["net"]
-    other.load_state_dict(everything)
-    out["sliced"] = torch.equal(other.moe.w13, whole.moe.w13[rank : rank + 1])
-    other.load_state_dict(dict(everything), assign=True)  # without the metadata
-    out["sliced, assigned"] = torch.equal(other.moe.w2, whole.moe.w2[rank : rank + 1])
-    out["other experts"] = refused(
-        lambda: Net(6, dist.group.WORLD).load_state_dict(Net(8, dist.group.WORLD).state_dict())
-    )
-    return out
-
-
-def fp8_files(rank):
-    layer = Net(4, dist.group.WORLD, precision="fp8").moe
-    q = layer.expert_weights().quantized(layer.problem)
-    layer.load_fp8_weights(q.w13, q.w2, q.w13_scale, q.w2_scale)
-    whole = Net(4, None, precision="fp8").moe
-    q = whole.expert_weights().quantized(whole.problem)
-    whole.load_fp8_weights(q.w13, q.w2, q.w13_scale, q.w2_scale)
-    other = Net(4, dist.group.WORLD, precision="fp8", seed=5).moe
-    other.load_state_dict(whole.state_dict())
-    return all(torch.equal(a.float(), b.float()) for a, b in same_names(other, layer))
-
-
-def same_names(a, b):
-    b = b.state_dict()
-    return [(value.local(), b[name].local()) for name, value in a.state_dict().items()]
-
-
-def uneven_traps(world):
-    """E = 6 over 4 ranks: the layer holds 2, 2, 1, 1; DTensor's Shard(0) 2, 2, 2, 0."""
-    net = Net(6, dist.group.WORLD)
-    out = {"distribute": refused(lambda: net.moe.distribute(world))}
-    state = {}
-    for name, value in net.moe.state_dict().items():
-        shape = (6, *value.shape[1:])
-        stride = torch.empty(shape, device="meta").stride()
-        state[name] = DTensor.from_local(
-            value.local(), world, (Shard(0),), shape=shape, stride=stride
-        )
-    out["load"] = refused(lambda: net.moe.load_state_dict(state))
-    return out
 
 
 def halve(module):
@@ -348,38 +170,6 @@ def relative(found, expected):
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def torchs_own_helpers(pair, folder):
-    """get_model_state_dict and set_model_state_dict take the same values."""
-    net, other = Net(5, pair), Net(5, dist.group.WORLD, seed=4)
-    dcp.save(torch_state_dict.get_model_state_dict(net), checkpoint_id=f"{folder}/torch")
-    state = torch_state_dict.get_model_state_dict(other)
-    dcp.load(state, checkpoint_id=f"{folder}/torch")
-    torch_state_dict.set_model_state_dict(other, state)
-    begin = other.moe.problem.expert_begin()
-    end = begin + other.moe.problem.num_local_experts()
-    dcp.async_save(net.state_dict(), checkpoint_id=f"{folder}/async").result()
-    third = Net(5, None, seed=5)
-    dcp.load(third.state_dict(), checkpoint_id=f"{folder}/async")
-    whole = Net(5, None)
-    same = torch.equal(other.moe.w13, whole.moe.w13[begin:end])
-    return same, torch.equal(third.moe.w13, whole.moe.w13)
-
-
-def full_state_dicts(experts):
-    """get_model_state_dict(full_state_dict=True) on rank 0, broadcast into other layers."""
-    options = torch_state_dict.StateDictOptions
-    net, other = Net(experts, dist.group.WORLD), Net(experts, dist.group.WORLD, seed=4)
-    full = torch_state_dict.get_model_state_dict(
-        net, options=options(full_state_dict=True, cpu_offload=True)
-    )
-    torch_state_dict.set_model_state_dict(
-        other, full, options=options(full_state_dict=True, broadcast_from_rank0=True)
-    )
-    if dist.get_rank() == 0:
-        Net(experts, None).load_state_dict(full)
-    return torch.equal(other.moe.w13, net.moe.w13) and torch.equal(other.moe.b2, net.moe.b2)
-
-
 def meshes_as_groups(mesh):
     ep = mesh["ep"]
     layer = Net(4, ep).moe
@@ -449,25 +239,16 @@ def unsharded_prepare(mesh):
     return error
 
 
-def on_four_ranks(rank, folder):
+def on_four_ranks(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
-    world = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
     pair = mesh.get_group("ep")
-    out = {"trips": {experts: round_trips(experts, pair, folder) for experts in (4, 6, 5)}}
-    out["dtensors"] = with_dtensors(pair, mesh, folder)
-    out["reset"] = reset_is_by_expert(mesh)
-    out["files"] = files(rank, folder)
-    out["fp8"] = fp8_files(rank)
-    out["uneven"] = uneven_traps(world)
+    out = {"reset": reset_is_by_expert(mesh)}
     out["norms"] = norms(pair, mesh)
     out["ddp"] = [under_ddp(average) for average in (True, False)]
     wide = init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "ep"))
     out["fsdp"] = [under_fsdp(m, d) for m in (mesh, wide) for d in (False, True)]
     out["averaged wrongly"] = averaged_wrongly(mesh)
     out["outer"] = hooks_of_an_outer_fsdp(mesh)
-    out["torch"] = torchs_own_helpers(pair, folder)
-    out["full"] = full_state_dicts(8)
-    out["full, uneven"] = refused(lambda: full_state_dicts(6))
     out["meshes"] = meshes_as_groups(mesh)
     out["overwritten"] = overwritten()
     out["views"] = views(pair, mesh)
@@ -476,55 +257,12 @@ def on_four_ranks(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch(on_four_ranks, 4, str(tmp_path_factory.mktemp("shards")), timeout_s=200)
-
-
-def test_dcp_ep2_ep1_ep4_and_back(results):
-    assert [r["trips"] for r in results] == [{4: [], 6: [], 5: []}] * 4
-
-
-def test_dcp_with_dtensors_and_fsdp2(results):
-    assert [r["dtensors"] for r in results] == [[]] * 4
-
-
-def test_dcp_through_torchs_helpers_and_async_save(results):
-    assert [r["torch"] for r in results] == [(True, True)] * 4
-
-
-def test_full_state_dicts_hold_all_experts(results):
-    for result in results:
-        assert result["full"]
-        error = "ArgumentError: full_state_dict is True, expected False where ranks do not divide"
-        assert result["full, uneven"].startswith(error)
+def results():
+    return launch(on_four_ranks, 4, timeout_s=200)
 
 
 def test_reset_parameters_of_dtensors(results):
     assert [r["reset"] for r in results] == [[]] * 4
-
-
-def test_files_of_torch_save(results):
-    for rank, result in enumerate(results):
-        found, other = result["files"], (rank + 1) % 4
-        assert found["plain"]
-        assert found["own"]
-        assert found["untouched"]
-        assert found["sliced"]
-        assert found["sliced, assigned"]
-        for key in ("wrong", "assign"):
-            assert found[key] == (
-                f"ArgumentError: state_dict['moe.w13'] is experts [{other}, {other + 1}) of 4, "
-                f"expected [{rank}, {rank + 1}) of 4, what rank {rank} holds"
-            )
-        assert f"is experts [{other}, {other + 1}) of 4, expected [0, 4) of 4" in found["alone"]
-        assert "of 8, expected" in found["other experts"]
-        assert result["fp8"]
-
-
-def test_uneven_shard_0_is_refused(results):
-    for result in results:
-        assert "num_experts is 6, expected a multiple of 4 ranks" in result["uneven"]["distribute"]
-        assert "expected 6 experts, (Shard(0),), on ranks that divide" in result["uneven"]["load"]
 
 
 def test_gradient_norm_is_that_of_one_rank(results):
@@ -585,78 +323,3 @@ def test_fsdp2_of_one_layer(results):
     for result in results:
         assert result["views"]
         assert result["prepare"].startswith("ArgumentError: w13 is FSDP2's shard of it, expected")
-
-
-def test_experts_behave_as_plain_tensors():
-    local = torch.randn(2, 3)
-    experts = Experts.of(local, 2, 5)
-    assert experts.shape == (2, 3)
-    assert experts.size() == (2, 3)
-    assert experts.size(0) == 2
-    assert "[2, 4) of 5" in repr(experts)
-    for same in (experts.clone(), experts.detach(), experts.cpu(), copy.deepcopy(experts)):
-        assert (same.begin, same.total) == (2, 5)
-        assert torch.equal(same.local(), local)
-    file = io.BytesIO()
-    torch.save({"w": experts}, file)
-    file.seek(0)
-    read = torch.load(file, weights_only=True)["w"]
-    assert type(read) is torch.Tensor
-    assert torch.equal(read, local)
-    other = Net(5, None)
-    with pytest.raises(ArgumentError, match=r"is experts \[2, 4\) of 5, expected \[0, 5\) of 5"):
-        other.load_state_dict(other.state_dict() | {"moe.w13": read})
-    with pytest.raises(ArgumentError, match=r"stager is BlockingAsyncStager"):
-        BlockingAsyncStager().stage({"w": experts})
-    experts.zero_()
-    assert local.abs().max() == 0
-
-
-DERIVED = {
-    "float": lambda v: v.float(),
-    "half": lambda v: v.half(),
-    "bfloat16": lambda v: v.bfloat16(),
-    "type": lambda v: v.type(torch.float64),
-    "product": lambda v: v * 1,
-    "from the right": lambda v: 2 - v,
-    "lerp": lambda v: torch.lerp(v, v + 1, 0.5),
-    "a plain tensor's": lambda v: torch.lerp(v.local(), v, 0.5),
-    "all of it": lambda v: v[:],
-    "foreach": lambda v: torch._foreach_mul([v, v], 2)[1],
-    "in place": lambda v: torch.zeros_like(v).add_(v),
-    "copied": lambda v: torch.empty_like(v).copy_(v),
-    "copied into a buffer": lambda v: torch.empty(v.shape).copy_(v),
-    "out": lambda v: torch.add(v, v, out=torch.empty_like(v)),
-    "data": lambda v: v.data,
-    "flat": lambda v: v.flatten(1),
-    "turned": lambda v: v.mT,
-    "chained": lambda v: (v.float() * 0.9 + v * 0.1).bfloat16().cpu(),
-    "parameter": lambda v: torch.nn.Parameter(v),
-    "no gradient": lambda v: v.requires_grad_().detach(),
-}
-
-
-@pytest.mark.parametrize("way", DERIVED)
-def test_what_is_made_of_experts_says_which_they_are(way):
-    """A checkpoint of what was derived holds all experts: not one rank's as if there were no others."""
-    experts = Experts.of(torch.randn(2, 3, 4), 2, 5)
-    made = DERIVED[way](experts)
-    (item,) = made.__create_write_items__("w", made)
-    assert item.tensor_data.size[0] == 5
-    assert (*item.tensor_data.chunk.offsets[:1], item.tensor_data.chunk.sizes[0]) == (2, 2)
-
-
-def test_some_of_the_experts():
-    experts = Experts.of(torch.randn(4, 3), 2, 9)
-    some = experts[1:3]
-    assert (some.begin, some.total, some.shape) == (3, 9, (2, 3))
-    assert (experts[-1:, :2].begin, experts[::2].__class__) == (5, torch.Tensor)
-    assert not any(isinstance(t, Experts) for t in (experts[0], experts.sum(), experts.T))
-
-
-def test_one_rank_has_no_shards():
-    state = Net(4, None).state_dict()
-    assert not any(isinstance(value, Experts) for value in state.values())
-    assert state._metadata["moe"]["experts"] == [4, 0, 4]
-    with pytest.raises(ArgumentError, match=r"is experts \[2, 4\) of 4, expected \[0, 4\) of 4"):
-        Net(4, None).load_state_dict({"moe.w13": Experts.of(torch.zeros(2, 32, 32), 2, 4)})

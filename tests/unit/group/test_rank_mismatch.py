@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from outcomes import outcome
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megamoe import (
     ExpertPlacement,
@@ -357,7 +356,6 @@ def crossing(rank, name):
     rows = i.x, i.topk_ids, i.topk_weights
     here, there = ExpertPlacement([0, 1, 2, 3, 0, 1]), ExpertPlacement([3, 2, 1, 0, 0, 1])
     placed = MegaMoE(**{**SHAPE, "num_experts": 4}, group=group, backend=name, placement=here)
-    options = StateDictOptions(full_state_dict=True)
 
     def call(of=layers[0]):
         return of(*rows, weights)
@@ -393,12 +391,6 @@ def crossing(rank, name):
         "norm": (call, norm, forward, "grad_norm() or clip_grad_norm_()"),
         "clip": (norm, lambda: move(there), "grad_norm() or", "move_experts()"),
         "counters": (count, norm, "ExpertPlacement.counters()", "grad_norm() or clip_grad_norm_()"),
-        "state": (
-            call,
-            lambda: get_model_state_dict(module, options=options),
-            forward,
-            "a full state dict",
-        ),
         "frozen": (
             *(lambda: recorded(module, rank == 1, rows),) * 2,
             *("gradients recorded)", "forward of layer"),

@@ -1,6 +1,5 @@
 """Training over two gloo ranks behind backends that save: loops give what they give behind staged, errors are named."""
 
-import io
 import re
 from functools import partial
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -318,58 +316,6 @@ def test_wrappers_behind_a_first_call_are_found():
             assert error == "RankMismatch", (kind, error, message)
             assert "ranks [0, 1]" in message
             assert ("DistributedDataParallel" in message) == (kind == "ddp")
-
-
-def optimizer_states(rank):
-    """What a rank says to states of an optimizer that cannot be its experts'."""
-    net = Net(dist.group.WORLD, backend="staged")
-    grads(net.moe, rank)
-    optimizer = torch.optim.AdamW(net.moe.parameters())
-    optimizer.step()
-    own = optimizer.state[net.moe.w13]["exp_avg"].clone()
-
-    def get(**options):
-        options = StateDictOptions(**options)
-        return megamoe.get_optimizer_state_dict(net.moe, optimizer, options=options)
-
-    def put(state, **options):
-        options = StateDictOptions(**options)
-        megamoe.set_optimizer_state_dict(net.moe, optimizer, state, options=options)
-
-    files, file = [None, None], io.BytesIO()
-    torch.save(get(), file)
-    dist.all_gather_object(files, file.getvalue())
-    theirs = torch.load(io.BytesIO(files[1 - rank]), weights_only=True)
-    other_size = get()
-    other_size["state"]["w13"]["exp_avg"] = torch.zeros(5, 64, HIDDEN)
-    found = {
-        "full": outcome(lambda: get(full_state_dict=True)),
-        "broadcast": outcome(lambda: put(get(), broadcast_from_rank0=True)),
-        "another rank's": outcome(lambda: put(theirs)),
-        "another size": outcome(lambda: put(other_size)),
-    }
-    optimizer.state[net.moe.w13]["exp_avg"] = torch.zeros(73)  # as 8-bit optimizers have it
-    found["blocks"] = outcome(get)
-    optimizer.state[net.moe.w13]["exp_avg"] = own
-    found["own"] = outcome(lambda: put(get()))
-    return found
-
-
-def test_states_of_an_optimizer_that_are_not_a_ranks_experts_are_refused():
-    for rank, found in enumerate(launch(optimizer_states, 2, timeout_s=60)):
-        assert found.pop("own")[0] is None
-        begin = 3 * (1 - rank)
-        messages = {
-            "full": "options.full_state_dict is True, expected False",
-            "broadcast": "options.broadcast_from_rank0 is True, expected False",
-            "another rank's": f"is experts [{begin}, {begin + 3}) of 6, expected",
-            "another size": "state of w13 is [5, 64, 48], expected [3, ...]",
-            "blocks": "state of w13 is [73], expected [3, ...]",
-        }
-        assert found.keys() == messages.keys()
-        for what, message in messages.items():
-            assert found[what][0] == "ArgumentError", (what, found[what])
-            assert message in found[what][1], (what, found[what])
 
 
 @pytest.mark.parametrize(

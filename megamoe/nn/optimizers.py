@@ -1,0 +1,69 @@
+"""State dicts of optimizers over experts, which differ between ranks.
+
+A state dict has moments of experts as the module's has the experts: DTensors over all E, or ExpertRows. torch's
+get_optimizer_state_dict() and set_optimizer_state_dict(), DCP and torch.save are then right without functions of ours.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from megamoe.core.errors import ArgumentError
+from megamoe.core.uncompiled import uncompiled
+from megamoe.experts.shards import Place, span
+
+_layers: WeakSet[Any] = WeakSet()
+_hooks: list[Any] = []
+_seen: WeakSet[Optimizer] = WeakSet()  # optimizers with our hooks on their state dicts
+
+
+def watch(layer: Any) -> None:
+    """Have optimizers of this MegaMoE, over several ranks, say in state dicts which experts moments are of."""
+    _layers.add(layer)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+@uncompiled("hooks on optimizers are not traced")
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """See an optimizer's first step, which torch's get_optimizer_state_dict() makes where none was."""
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    optimizer.register_state_dict_post_hook(partial(_converted, False))
+    optimizer.register_load_state_dict_pre_hook(partial(_converted, True))
+    given = {"state": optimizer.state, "param_groups": optimizer.param_groups}  # loaded before
+    optimizer.state.update(_converted(True, optimizer, given)["state"])
+
+
+def _converted(loads: bool, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with experts' tensors converted. Its keys are numbers, names (DCP's) or parameters."""
+    known = {id(p): (layer.place, n) for layer in _layers for n, p in layer.named_parameters()}
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(state_dict["state"])
+    for key, p in zip(keys, given, strict=False):  # torch names other lengths
+        if id(p) in known and key in state:
+            convert = partial(_moment, loads, *known[id(p)], p)
+            state[key] = tree_map_only(Tensor, convert, state[key])
+    return state_dict | {"state": state}
+
+
+def _moment(loads: bool, place: Place, name: str, p: Tensor, value: Tensor) -> Tensor:
+    """Return a tensor as the optimizer has it, or as its state dict does; without dimensions it is no expert's.
+
+    Raises ArgumentError where rows are not experts, as in 8-bit optimizers.
+    """
+    if not value.dim():
+        return value
+    own = place.take(name, value, p, span(place.problem)) if loads else value
+    if own.shape[0] != p.shape[0]:
+        expected = f"[{p.shape[0]}, ...], as the parameter has it"
+        raise ArgumentError(f"the optimizer's state of {name}", list(own.shape), expected)
+    return own if loads else place.spread(own)
