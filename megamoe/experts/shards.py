@@ -115,7 +115,8 @@ class Place:
         root, mine = copies._get_root_mesh(), dist.get_process_group_ranks(self.group)
         names, inner = root.mesh_dim_names or (), copies.mesh_dim_names or ()
         found = [n for n in names if dist.get_process_group_ranks(root.get_group(n)) == mine]
-        if len(found) != 1 or not set(inner) <= set(names):
+        moved = value.device.type != copies.device_type  # CPUOffloadPolicy: from_local() would copy
+        if moved or len(found) != 1 or not set(inner) <= set(names):
             return None
         placed = dict(zip(inner, value.placements, strict=True)) | {found[0]: Shard(0)}
         ordered = [name for name in names if name in placed]

@@ -138,6 +138,7 @@ class MegaMoE(nn.Module):
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
         self._init_seed, self._delays = init_seed, delay_wgrad
         self.place = Place(self.problem, self.group)
+        self._warned = False  # that FSDP2 rounds routing weights
         self.averaged = False  # whether average_expert_gradients() took it
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
@@ -181,6 +182,8 @@ class MegaMoE(nn.Module):
                 ddp = DistributedDataParallel._active_ddp_module
                 if ddp is not None and ddp not in _ignoring:
                     check_ignored(ddp)
+            if getattr(topk_weights, "dtype", None) is torch.bfloat16 and not self._warned:
+                self._warned = is_fsdp(self) and warned_of_rounding(self)
             if self._delays and is_fsdp(self):
                 expected = "False under fully_shard(): FSDP2 frees weights behind the backward pass"
                 raise ConfigError("delay_wgrad", self._delays, expected)
@@ -459,3 +462,16 @@ def check_ignored(ddp: DistributedDataParallel) -> None:
                     "load the experts again"
                 )
     _ignoring.add(ddp)
+
+
+def warned_of_rounding(module: Any) -> bool:
+    """Warn where FSDP2's policy casts a call's routing weights to bf16; return whether it does."""
+    policy = module._get_fsdp_state()._mp_policy
+    casts = bool(policy.cast_forward_inputs) and policy.param_dtype is torch.bfloat16
+    if casts:
+        message = (
+            "FSDP2 rounds topk_weights to bfloat16: its MixedPrecisionPolicy has param_dtype=torch.bfloat16 and "
+            "cast_forward_inputs=True. Call fully_shard() on the layer with cast_forward_inputs=False to keep fp32"
+        )
+        warnings.warn(message, stacklevel=2)
+    return casts

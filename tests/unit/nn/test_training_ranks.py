@@ -1,6 +1,7 @@
 """Training over two gloo ranks behind backends that save: loops give what they give behind staged, errors are named."""
 
 import re
+import warnings
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from outcomes import outcome
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -316,6 +317,42 @@ def test_wrappers_behind_a_first_call_are_found():
             assert error == "RankMismatch", (kind, error, message)
             assert "ranks [0, 1]" in message
             assert ("DistributedDataParallel" in message) == (kind == "ddp")
+
+
+def mixed_precision(rank):
+    """FSDP2 with a policy: the warnings of two calls, and whether y has the bits of fp32 and of bf16 weights."""
+    plain = Net(dist.group.WORLD, backend="staged").moe
+    i = make_inputs(plain.problem, TOKENS[rank], rank=rank)
+    expected = [plain(i.x, i.topk_ids, w) for w in (i.topk_weights, i.topk_weights.bfloat16())]
+    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "experts")), []
+    for casts, param, output in (
+        (True, 16, None),
+        (True, 16, 32),
+        (False, 16, 32),
+        (True, None, 32),
+    ):
+        types = {16: torch.bfloat16, 32: torch.float32, None: None}
+        policy = MixedPrecisionPolicy(types[param], None, types[output], casts)
+        moe = Net(mesh["experts"], backend="staged").moe
+        fully_shard(moe, mesh=mesh["copies"], mp_policy=policy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            y = [moe(i.x, i.topk_ids, i.topk_weights) for _ in range(2)][1]
+        told = [str(w.message) for w in caught if "topk_weights" in str(w.message)]
+        found.append((told, y.dtype, [torch.equal(y.bfloat16(), e) for e in expected]))
+    return found
+
+
+def test_rounding_of_routing_weights_by_fsdp2_is_told_once():
+    for found in launch(mixed_precision, 2, timeout_s=60):
+        for told, _, bits in found[:2]:
+            assert len(told) == 1
+            assert told[0].startswith("FSDP2 rounds topk_weights to bfloat16")
+            assert bits == [False, True]
+        for told, dtype, bits in found[2:]:
+            assert told == []
+            assert dtype == torch.float32
+            assert bits == [True, False]
 
 
 @pytest.mark.parametrize(
