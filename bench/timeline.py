@@ -69,6 +69,7 @@ class Cta:
     index: int
     at: dict[str, float]
     waits: dict[str, float]
+    ghz: dict[str, float]  # the SM clock, of all tiles or of rows' and weights' by themselves
 
     def spans(self, of: list[tuple[str, str, str]]) -> list[tuple[str, float, float]]:
         """Return (name, begin, end) of those that this CTA has."""
@@ -98,8 +99,21 @@ def read_marks(rank: int, stamps: list[list[int]]) -> list[Cta]:
         us = (end - start) / 1e3 / max(cycles, 1)
         instants = [n for n in names if n not in WAITS and not n.startswith("clock")]
         at = {n: (named[n] - first) / 1e3 for n in instants if start <= named[n] <= end}
-        found.append(Cta(rank, index, at, {n: named[n] * us for n in WAITS}))
+        waits = {n: named[n] * us for n in WAITS}
+        found.append(Cta(rank, index, at, waits, clocks(named, "data_done" in at)))
     return found
+
+
+def clocks(named: dict[str, int], has_weights: bool) -> dict[str, float]:
+    """Return the SM clock of a CTA in GHz, of each phase. named: its marks."""
+    ends = {"GHz": ("start", "end")}
+    if has_weights:
+        ends = {"rows_GHz": ("start", "data_done"), "weights_GHz": ("data_done", "end")}
+    clock = {"start": "clock_start", "data_done": "clock_data", "end": "clock_end"}
+    return {
+        name: (named[clock[last]] - named[clock[first]]) / max(named[last] - named[first], 1)
+        for name, (first, last) in ends.items()
+    }
 
 
 def trace(ctas: list[Cta], chosen: int, title: str) -> dict[str, Any]:
@@ -194,6 +208,8 @@ def summary(launches: list[list[Cta]]) -> list[str]:
         marks = [(n, [[c.at[n] for c in ctas if n in c.at] for ctas in mine]) for n in mark_names()]
         rows = sorted(((n, *medians(v)) for n, v in marks if any(v)), key=lambda row: row[2])
         rows += [(n, *medians([[c.waits[n] for c in ctas] for ctas in mine])) for n in WAITS]
+        phases = next((c.ghz for ctas in mine for c in ctas), {})
+        rows += [(n, *medians([[c.ghz[n] for c in ctas] for ctas in mine])) for n in phases]
         for name, count, middle, latest in rows:
             lines.append(f"{rank:<6}{name:<12}{count:>5}{middle:>11.2f}{latest:>11.2f}")
     return lines

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megamoe.backends import emulation as emulator
 from megamoe.backends.call import Call
+from megamoe.backends.emulate import emulation as emulator
 from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.layer import forward

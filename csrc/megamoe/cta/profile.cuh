@@ -1,5 +1,5 @@
 // In-kernel timestamps of a variant with Traits::profile: args.profile[cta][16]. Marks are nanoseconds of
-// %globaltimer, except the two clock readings, which give the SM clock: (clock_end - clock_start) / (end -
+// %globaltimer, except the clock readings, which give the SM clock: (clock_end - clock_start) / (end -
 // start) GHz, and the waits, which are cycles summed over the launch. The sums stand in shared memory until
 // the end: added up in memory, they made FP8 8 to 13 % slower.
 #pragma once
@@ -21,10 +21,10 @@ enum class Mark : int {
     h_wait,
     slot_wait,
     staged,
-    restored,   // backward: x rows
-    data_done,  // math's first tile of weight gradients
-    planned,    // the pass's plan
-    first_slot  // math has seen the first slot of the pass filled
+    clock_data,  // at data_done
+    data_done,   // math's first tile of weight gradients
+    planned,     // the pass's plan
+    first_slot   // math has seen the first slot of the pass filled
 };
 
 template <class T>
@@ -54,7 +54,11 @@ class Profile {
     }
     // One thread of a role marks: lane 0 of any warp; a later warp overwrites an earlier one.
     static MEGAMOE_DEVICE void mark(const Args& args, Mark m) {
-        if (T::profile && arch::lane_idx() == 0) at(args, m) = arch::globaltimer_ns();
+        if constexpr (T::profile) {
+            if (arch::lane_idx() != 0) return;
+            if (m == Mark::data_done) at(args, Mark::clock_data) = arch::clock_cycles();
+            at(args, m) = arch::globaltimer_ns();
+        }
     }
     static MEGAMOE_DEVICE void end(const Args& args, const Smem& smem) {
         if constexpr (T::profile) {

@@ -150,7 +150,6 @@ struct RestoredRows {
         if (!dispatch<T>(ctx)) return;
         restore_for_weights<T>(ctx);
         arch::warp_sync();
-        Profile<T>::mark(args, Mark::restored);
         // Rows of a launch that was given up may be missing.
         if (arch::lane_idx() == 0 && !ctx.mem.aborted())
             GradsReady::publish(ctx.mem, own<T>(args).grads_ready);

@@ -67,7 +67,7 @@ def test_a_launch_is_shown(timeline, direction, tmp_path, capsys):
         ]
     assert "medians of 2 launches" in printed
     assert "first_slot" in printed
-    assert (direction == "backward") == ("data_done" in printed)
+    assert (direction == "backward") == ("data_done" in printed) == ("weights_GHz" in printed)
     assert (
         timeline("--marks", tmp_path / "a.csv", "--cta", 1, "--out", tmp_path, "--name", "b") == 0
     )
@@ -105,7 +105,18 @@ def test_recorded_marks_are_us_since_the_first_cta_began(timeline, tmp_path, cap
     }
     assert lines["first_slot"] == ["2", "3.00", "3.50"]
     assert lines["rows_wait"][:2] == ["2", "1.00"]  # 2000 cycles at 2 GHz
+    assert lines["GHz"] == ["2", "2.00", "2.00"]
     assert (tmp_path / "timeline.png").stat().st_size > 1_000
+
+
+def test_the_clock_of_rows_and_weights(timeline, tmp_path, capsys):
+    """A phase that draws more power shows as a lower clock, not as more cycles."""
+    recorded(tmp_path / "marks.csv", WHOLE | {"data_done": 5_000, "clock_data": 10_000})
+    assert timeline("--marks", tmp_path / "marks.csv", "--out", tmp_path) == 0
+    found = {line.split()[1]: line.split()[2:] for line in capsys.readouterr().out.splitlines()}
+    assert found["rows_GHz"][1] == "2.50"
+    assert found["weights_GHz"][1] == "1.50"
+    assert "GHz" not in found
 
 
 def test_of_several_launches_the_median_one_is_shown(timeline, tmp_path, capsys):
