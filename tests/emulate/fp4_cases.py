@@ -14,7 +14,6 @@ from megamoe.core.table import FP4_HEADER, NVFP4, NVFP4_GROUP
 from megamoe.formats.mxfp4 import arrange_scales
 from megamoe.formats.nvfp4 import arrange_scales as arrange_nvfp4
 from megamoe.formats.weights import ExpertWeights, expected_weights
-from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import make_inputs
 from megamoe.testing.compare import same_bits
 from megamoe.testing.inputs import calls_of
@@ -112,11 +111,6 @@ def over_ranks(
     inputs = [make_inputs(p, t) for p, t in zip(ranks, tokens, strict=True)]
     call = list(spread_ids(rows).split(list(tokens))), [i.topk_weights for i in inputs]
     return [i.x for i in inputs], call, [random_bits(p, 4, p.rank) for p in ranks]
-
-
-def least_pool(problem: Problem) -> int:
-    """Return the fewest pool rows that all ranks can have."""
-    return max(min_pool_rows(replace(problem, rank=r)) for r in range(problem.ep_size))
 
 
 def of_bytes(values: Tensor) -> Tensor:

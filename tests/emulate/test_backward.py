@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from shapes import Case, cases
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge, least_pool, needing, zeros
 
@@ -105,46 +105,15 @@ def test_long_tiles_are_dealt_by_fixed_shares(intermediate: int, fixed: bool) ->
     assert min(gemm1, weights) > 0
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> dict[str, Any]:
-    ep_size = draw(st.integers(1, 3))
-    many = (
-        draw(st.integers(0, 3)) == 0
-    )  # experts or tokens: more than a warp, or two, has lanes for
-    most_tokens, most_experts, widest = (600, 200, 3) if many else (80, 7, 24)
-    tokens = draw(st.lists(st.integers(0, most_tokens), min_size=ep_size, max_size=ep_size))
-    problem = Problem(
-        hidden=16 * draw(st.integers(1, widest)),
-        intermediate=16 * draw(st.integers(1, widest)),
-        num_experts=draw(st.integers(1, most_experts)),
-        top_k=draw(st.integers(1, 5)),
-        ep_size=ep_size,
-        max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
-        activation=draw(st.sampled_from(["swiglu", "relu2"])),
-        bias=draw(st.booleans()),
-    )
-    return {
-        "problem": problem,
-        "tokens": tokens,
-        "num_ctas": draw(st.sampled_from((2, 4))),
-        "small_pool": draw(st.booleans()),
-        "routing": draw(st.sampled_from((*ROUTINGS, OVERLOADED))),
-        "ids_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
+QUICK_TRAINED = [("bf16", "swiglu"), ("bf16", "relu2")]
 EXAMPLES = 200 if os.environ.get("SLOW") == "1" else 15
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_any_shape(case: dict[str, Any]) -> None:
-    problem, seed = case["problem"], case["seed"]
-    pool_rows = least_pool(problem) if case["small_pool"] else None
-    emulation = Emulation(problem, num_ctas=case["num_ctas"], pool_rows=pool_rows)
-    options = {key: case[key] for key in ("routing", "ids_dtype", "seed")}
-    check(emulation, Call.make(problem, case["tokens"], **options), seed=seed)
+@given(case=cases(QUICK_TRAINED, (*ROUTINGS, OVERLOADED), tokens=600, experts=200))
+def test_any_shape(case: Case) -> None:
+    call = Call.make(case.problem, case.tokens, **case.options)
+    check(case.emulation(), call, seed=case.options["seed"])
 
 
 @pytest.mark.parametrize(

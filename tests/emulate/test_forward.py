@@ -14,8 +14,9 @@ import pytest
 import torch
 from flaws import SEEN, names, plant
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from shapes import Case, cases
 from torch import Tensor
+from training_cases import least_pool
 
 from megamoe.backends.call import Call
 from megamoe.backends.emulate import emulation as emulator
@@ -65,10 +66,6 @@ def reference(problem: Problem, inputs: list[Inputs], weights: list[ExpertWeight
     return forward(problem, *columns(inputs), weights)["y"]
 
 
-def least_pool(problem: Problem) -> int:
-    return max(layout.min_pool_rows(replace(problem, rank=r)) for r in range(problem.ep_size))
-
-
 def check(
     emulation: Emulation, tokens: list[int], *, seed: int = 0, **options: Any
 ) -> list[Tensor]:
@@ -83,48 +80,13 @@ def check(
     return ys
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> dict[str, Any]:
-    ep_size = draw(st.integers(1, 3))
-    many = (
-        draw(st.integers(0, 3)) == 0
-    )  # experts or tokens: more than a warp, or two, has lanes for
-    most_tokens, most_experts, widest = (900, 300, 3) if many else (80, 7, 24)
-    tokens = draw(st.lists(st.integers(0, most_tokens), min_size=ep_size, max_size=ep_size))
-    precision, activation = draw(st.sampled_from(VARIANTS))
-    problem = Problem(
-        hidden=16 * draw(st.integers(1, widest)),
-        intermediate=16 * draw(st.integers(1, widest)),
-        num_experts=draw(st.integers(1, most_experts)),
-        top_k=draw(st.integers(1, 5)),
-        ep_size=ep_size,
-        max_tokens=max(*tokens, 1) + draw(st.integers(0, 40)),
-        precision=precision,
-        activation=activation,
-        bias=draw(st.booleans()),
-    )
-    return {
-        "problem": problem,
-        "tokens": tokens,
-        "num_ctas": draw(st.sampled_from((2, 4))),
-        "small_pool": draw(st.booleans()),
-        "routing": draw(st.sampled_from(ROUTINGS)),
-        "ids_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
-        "seed": draw(st.integers(0, 1000)),
-    }
-
-
 EXAMPLES = 400 if SLOW else 40  # each up to a second
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_any_shape(case: dict[str, Any]) -> None:
-    problem = case["problem"]
-    pool_rows = least_pool(problem) if case["small_pool"] else None
-    emulation = Emulation(problem, num_ctas=case["num_ctas"], pool_rows=pool_rows)
-    options = {key: case[key] for key in ("routing", "ids_dtype", "seed")}
-    check(emulation, case["tokens"], **options)
+@given(case=cases(VARIANTS, ROUTINGS, tokens=900, experts=300))
+def test_any_shape(case: Case) -> None:
+    check(case.emulation(), case.tokens, **case.options)
 
 
 @pytest.mark.parametrize(("precision", "activation"), VARIANTS)

@@ -18,7 +18,6 @@ from fp4_cases import (
     PLAIN,
     by_quads,
     check,
-    least_pool,
     nvfp4_bits,
     of_bytes,
     over_ranks,
@@ -27,6 +26,7 @@ from fp4_cases import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from training_cases import least_pool
 
 from megamoe.backends.emulate.emulation import Emulation, EmulationError
 from megamoe.backends.mega.launches import rows_of_forward

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from flaws import names, plant
-from test_forward import columns, inputs_of, least_pool
+from test_forward import columns, inputs_of
+from training_cases import least_pool
 
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from flaws import SEEN, names, plant
-from fp4_cases import by_quads, check, least_pool, over_ranks, plainly, random_bits
+from fp4_cases import by_quads, check, over_ranks, plainly, random_bits
+from training_cases import least_pool
 
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Activation, Problem

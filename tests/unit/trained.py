@@ -10,6 +10,7 @@ from megamoe.testing import make_inputs
 
 SHAPE = {"hidden": 48, "intermediate": 32, "num_experts": 5, "top_k": 2, "max_tokens": 32}
 TOKENS = 16
+INPUTS = "x", "topk_weights"
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,14 @@ def gradients(layer, call):
     found = {"x": call[0].grad, "topk_weights": call[2].grad}
     found |= {name: p.grad for name, p in layer.named_parameters()}
     return {name: g if g is None else g.clone() for name, g in found.items()}
+
+
+def waits_for_weights(layer, calls, expected):
+    """Assert that passes have made what does not wait for backward_dw(), with the bits of `expected`."""
+    for call, of_pass in zip(calls, expected, strict=False):
+        found = gradients(layer, call)
+        same({n: found.pop(n) for n in INPUTS}, {n: of_pass[n] for n in INPUTS})
+        assert all(gradient is None for gradient in found.values())
 
 
 def train(layer, run=None, seed=0, **options):

@@ -29,6 +29,7 @@ from megamoe.testing import make_inputs, make_weights
 from megamoe.testing.compare import assert_close
 
 PRECISIONS = ("fp8xmxfp4", "bf16xmxfp4")
+ALL_FP4 = (*PRECISIONS, "bf16xnvfp4")
 PROBLEM = Problem(160, 96, 4, 2, max_tokens=32, precision="fp8xmxfp4", bias=True)
 
 
@@ -238,7 +239,7 @@ def inputs_of() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("backend", ["staged", "reference"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ALL_FP4)
 def test_a_module_quantizes_its_masters_and_follows_them(precision: str, backend: str) -> None:
     layer, call = layer_of(precision, backend), inputs_of()
     with torch.no_grad():
@@ -292,7 +293,7 @@ def test_checkpoints_go_round(tmp_path) -> None:
         layer.close()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ALL_FP4)
 def test_training_is_refused_by_name(precision: str) -> None:
     layer, (x, ids, scores) = layer_of(precision), inputs_of()
     message = f"gradients is recorded, expected torch.no_grad.*{precision}.* has no backward pass"

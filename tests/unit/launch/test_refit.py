@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from writes import ALONE, WRITES
 
 import megamoe
 from megamoe.formats.weights import ExpertWeights
@@ -39,42 +40,8 @@ def new_values(layer, seed):
     return found
 
 
-def copied(layer, values):
-    for name, p in layer.named_parameters():
-        p.copy_(values[name])
-
-
-def copied_by_expert(layer, values):
-    for name, p in layer.named_parameters():
-        for expert, value in enumerate(values[name]):
-            p.detach()[expert].copy_(value)
-
-
-def copied_together(layer, values):
-    torch._foreach_copy_(
-        [p.view(-1) for p in layer.parameters()], [v.view(-1) for v in values.values()]
-    )
-
-
-def loaded(layer, values):
-    layer.load_state_dict(values)
-
-
-def sent(layer, values):
-    """From rank 0 of a group of one, which torch does not count, as it does not count .data."""
-    for name, p in layer.named_parameters():
-        p.data.copy_(values[name])
-        if dist.is_initialized():
-            dist.broadcast(p.detach(), dist.get_rank(), group=alone())
-    layer.invalidate()
-
-
-def alone():
-    return ALONE[dist.get_rank()]
-
-
-ALONE = []
-WRITES = (copied, copied_by_expert, copied_together, loaded, sent)
+USED = ("copy_", "expert by expert", "_foreach_copy_", "load_state_dict", "broadcast")
+copied = WRITES["copy_"]
 
 
 def fresh(layer, precision, values, backend="staged", group=None):
@@ -92,7 +59,7 @@ def serving(mode):
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("write", USED)
 @pytest.mark.parametrize("precision", MASTERS)
 def test_masters(precision, write, mode):
     layer = make(precision)
@@ -101,7 +68,7 @@ def test_masters(precision, write, mode):
         for seed in range(3):
             values = new_values(layer, seed)
             layer(*batch())
-            write(layer, values)
+            WRITES[write](layer, values)
             y = layer(*batch())
             assert torch.equal(y, fresh(layer, precision, values)(*batch()))
             assert not any(torch.equal(y, before) for before in seen)
@@ -114,9 +81,9 @@ def test_the_kernel(precision):
     layer = make(precision, backend="emulate")
     with torch.no_grad():
         before = layer(*batch())
-        for seed, write in enumerate((copied, loaded, sent)):
+        for seed, write in enumerate(("copy_", "load_state_dict", "broadcast")):
             values = new_values(layer, seed)
-            write(layer, values)
+            WRITES[write](layer, values)
             y = layer(*batch())
             assert torch.equal(y, fresh(layer, precision, values, "emulate")(*batch()))
             assert not torch.equal(y, before)
@@ -169,7 +136,7 @@ def test_given_numbers_and_scales(precision, way):
 
 
 @pytest.mark.parametrize("refresh", ["prepare", "call"])
-@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+@pytest.mark.parametrize("write", USED)
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8xmxfp4"])
 def test_between_replays(monkeypatch, precision, write, refresh):
     """A graph has addresses. Replayed here: the backend's call, with the tensors that the capture saw."""
@@ -186,7 +153,7 @@ def test_between_replays(monkeypatch, precision, write, refresh):
         views = ExpertWeights(**{n: t.detach() for n, t in call.weights.named().items()})
         for seed in range(2):
             values = new_values(layer, seed)
-            write(layer, values)
+            WRITES[write](layer, values)
             if refresh == "prepare":
                 layer.prepare()
             else:
@@ -201,13 +168,13 @@ def on_two_ranks(rank):
     for precision in ("bf16", "fp8"):
         layer = make(precision, group=dist.group.WORLD)
         with torch.no_grad():
-            for seed, write in enumerate(WRITES):
+            for seed, write in enumerate(USED):
                 values = new_values(layer, seed)
                 layer(*batch())
-                write(layer, values)
+                WRITES[write](layer, values)
                 y = layer(*batch())
                 expected = fresh(layer, precision, values, group=dist.group.WORLD)(*batch())
-                found[precision, write.__name__] = torch.equal(y, expected)
+                found[precision, write] = torch.equal(y, expected)
             torch.manual_seed(9)  # a file of all experts, of which each rank takes its own
             of_all = {
                 n: torch.randn(3, *p.shape[1:]).to(p.dtype) for n, p in layer.named_parameters()
@@ -224,7 +191,7 @@ def on_two_ranks(rank):
 
 def test_two_ranks():
     for found in launch(on_two_ranks, 2, timeout_s=100):
-        assert len(found) == 2 * (len(WRITES) + 1)
+        assert len(found) == 2 * (len(USED) + 1)
         assert all(found.values()), found
 
 

@@ -9,7 +9,7 @@ from outcomes import outcome
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from trained import backward, gradients, leaves, made, of_ranks, same, train
+from trained import backward, gradients, leaves, made, of_ranks, same, train, waits_for_weights
 
 import megamoe
 from megamoe.adapters.library_parameters import joined, tie
@@ -41,13 +41,7 @@ def test_sums_of_passes(precision):
     for passes in (3, 1):
         layer.zero_grad()
         calls = [backward(layer, seed) for seed in range(passes)]
-        for seed, call in enumerate(calls):
-            found = gradients(layer, call)
-            same(
-                {name: found[name] for name in ("x", "topk_weights")},
-                {name: expected[seed][name] for name in ("x", "topk_weights")},
-            )
-            assert all(found[name] is None for name in WEIGHTS)
+        waits_for_weights(layer, calls, expected)
         waiting = layer._layer._delayed._queue
         assert [type(p.rows) for p in waiting] == [KeptRows] * passes
         layer.backward_dw(passes)
