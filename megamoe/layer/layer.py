@@ -272,9 +272,6 @@ class Layer:
         x, topk_ids, topk_weights, weights, count, out, x_scale = call
         inputs = checked(self.problem, x, topk_ids, topk_weights, weights, count, x_scale)
         x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
-        if out is not None:
-            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-            check_out(out, x, (topk_ids, topk_weights), weights)
         tensors = [t for _, t in inputs.named()]
         recording = self._recording(inputs, out)
         if self._runtime is None:
@@ -319,8 +316,11 @@ class Layer:
         return y if out is None else out.copy_(y)
 
     def _recording(self, inputs: Inputs, out: Tensor | None) -> bool:
-        """Return whether a call's gradients are recorded. Raises ArgumentError where they cannot be."""
-        tensors = [t for _, t in inputs.named()]
+        """Return whether a call's gradients are recorded. Raises ArgumentError where they, or `out`, cannot be."""
+        x, tensors = inputs.x, [t for _, t in inputs.named()]
+        if out is not None:
+            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+            check_out(out, x, inputs[1:3], inputs.weights)
         refuse_tangents(tensors)
         recording = records(tensors)
         if recording:
