@@ -27,6 +27,7 @@ class Gathered(Backend):
         if self.problem.ep_size == 1:
             return [mapped(lambda t: t.detach().to(device), mine)]
         found = self.group.gather(self.mark.ints(flags), pack(mine))
+        self.group.met = True
         return [mapped(lambda t: t.to(device), unpack(packed)) for packed in found.values()]
 
     def statistics(self) -> Statistics:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megamoe.core.config import Problem
-from megamoe.core.errors import ConfigError, MegaMoEError, RankMismatch
+from megamoe.core.errors import ConfigError, RankMismatch
 from megamoe.core.transforms import lasting, outside
 from megamoe.core.uncompiled import uncompiled
 from megamoe.group.order import FAILED, MARK_INTS, WIDTH, Mark, check_marks, mark_of
@@ -174,6 +174,7 @@ class Group:
         if max(sizes) > _ROOM:
             row = _padded(data, max(sizes)).to(device)
             rows = self._swap(row.expand(self.size, -1).contiguous()).cpu()
+        self.met = False  # what follows is another step of the same call
         pairs = zip(rows, sizes, strict=True)
         return {
             rank: pickle.loads(row[:n].numpy().tobytes()) for rank, (row, n) in enumerate(pairs)
@@ -237,8 +238,9 @@ class Group:
         with self.together(call):
             facts = state()
             by_rank: dict[int, Facts] = self.gather(mark_of(call), facts)
-        self._check_equal(by_rank)
-        self.met = False  # what follows is another step of the same call
+            self.met = True  # what this raises all ranks do
+            self._check_equal(by_rank)
+        self.met = False
         return {rank: stated.own for rank, stated in by_rank.items()}
 
     def _check_equal(self, by_rank: Mapping[int, Facts]) -> None:
@@ -261,16 +263,11 @@ class Group:
                 raise RankMismatch("; ".join(differing))
 
     def all_or_none(self, what: str, do: Callable[[], T]) -> T:
-        """Return do(); raise its error, or name the first other rank that could not do `what`, of CALLS. Collective."""
-        made, error = _attempt(do)
-        texts = self.gather(mark_of(what), _text(error))
-        if error is not None:
-            raise error
-        for rank, text in texts.items():
-            if text is not None:
-                raise MegaMoEError(f"rank {rank} could not {what}: {text}")
-        self.met = False
-        return made  # type: ignore[return-value]
+        """Return do(); raise its error, or PeerFault with that of another rank. what: of CALLS. Collective."""
+        with self.together(what):
+            made = do()
+            self.gather(mark_of(what), None)
+        return made
 
 
 class Together:
@@ -372,17 +369,6 @@ def _padded(data: bytes, size: int) -> Tensor:
 def _unpacked(numbers: Tensor) -> str:
     data = bytes(numbers.contiguous().view(torch.uint8).numpy())
     return data.rstrip(b"\0").decode(errors="replace")
-
-
-def _attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return do(), None
-    except Exception as error:
-        return None, error
-
-
-def _text(error: Exception | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _unequal(mine: Problem | None, other: Problem | None) -> Iterator[tuple[str, Any, Any]]:

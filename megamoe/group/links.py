@@ -167,6 +167,10 @@ class Links:
         self._report(kind, f"{type(error).__name__}: {error}" if own else str(error))
         return own
 
+    def refuse(self, error: Exception) -> None:
+        """Report an error of this rank, which makes no call."""
+        self._report(_REFUSED, f"{type(error).__name__}: {error}")
+
     def verdict(self, error: Exception) -> MegaMoEError:
         """Return what broke the call that ended in this error, by what ranks report within a bound."""
         found, said = self._reports()
@@ -185,8 +189,10 @@ class Links:
         (kind, rank), silent = strongest, [r for r in range(self.group.size) if r not in found]
         if kind == _DIFFERS:
             return RankMismatch(found[rank][1])
-        if kind in (_REFUSED, _FAILED):
+        if kind == _REFUSED:
             return PeerFault(f"{self.names[rank]} raised {found[rank][1]}")
+        if kind == _FAILED:
+            return MegaMoEError(f"{self.names[rank]} failed: {found[rank][1]}")
         if not found:
             return ProtocolTimeout(
                 f"{self.names[self.group.rank]} was left by another, or lost it; the store of torch.distributed, which "

@@ -8,7 +8,6 @@ operands they share are at different addresses. Weight gradients of kept passes:
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.table import BF16
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
-from megamoe.jit import abi
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_call
 from megamoe.launch.table import (
@@ -122,18 +120,13 @@ def fill_gradients(
 def move_gradients(
     args: Any, rows: Sequence[Row], encoder: Encoder, targets: Mapping[str, Tensor]
 ) -> None:
-    """Point a launch at other tensors for its gradients, which are like those that fill_gradients() was given.
-
-    rows: that it returned.
-    """
+    """Point a launch at other tensors like those that fill_gradients() was given. rows: that it returned."""
     for row, of_w, of_b in zip(rows, ("w13", "w2"), ("b13", "b2"), strict=True):
         if of_w in targets:
             assert row.out is not None
-            gemm = args.gemm[abi.GEMMS.index(row.gemm)]
-            data = encoder(targets[of_w].data_ptr(), *row.out[0][1:])
-            for field in gemm.out:
-                ctypes.memmove(ctypes.addressof(field), data, len(data))
-            gemm.bias = targets[of_b].data_ptr() if of_b in targets else 0
+            row.out = [row.out[0]._replace(base=targets[of_w].data_ptr())]
+            row.bias = address_of(targets.get(of_b))
+    write(args, rows, encoder)
 
 
 def _fill_targets(

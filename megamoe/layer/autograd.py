@@ -90,11 +90,12 @@ class _Call(torch.autograd.Function):
                 nodes = dict(zip(Inputs._fields, ctx.next_functions, strict=False))
                 of = {n: getattr(needs, n) and _asked(nodes[n][0]) for n in main_grad.NAMES}
                 grads = _added(how, runtime, inputs, dy, state, needs._replace(**of))
-            elif not how.direct or torch.is_grad_enabled() or watched():
-                return _operator(inputs, dy, how.handle, needs, state)
             else:
-                wanted = Wanted(needs)
-                grads = gradients(runtime, inputs, dy, state, wanted, known_of(how.known, inputs))
+                known = known_of(how.known, inputs)
+                direct = how.direct and not torch.is_grad_enabled()
+                if not direct or (known is None and watched()):
+                    return _operator(inputs, dy, how.handle, needs, state)
+                grads = gradients(runtime, inputs, dy, state, Wanted(needs), known)
             return None, None, grads.x, None, *grads[1:], *[None] * 4
 
 

@@ -148,29 +148,20 @@ class Layer:
         """
         return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
 
-    def _call(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        x_scale: Tensor | None,
-    ) -> Tensor:
+    def _call(self, *call: Any) -> Tensor:
         """Do as __call__() does, by position."""
-        call = x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale
+        x, topk_ids, topk_weights, weights, count, out, x_scale = call
         if torch.compiler.is_compiling():
             return self._traced(*call)
-        self.ranks.met, count = False, num_tokens_device
+        self.ranks.met = False
         try:  # a steady call does not pay for together()
             known = None if self._runtime is None else self._signatures.find(*call)
             if known is not None:
                 if not (known.requires_grad and torch.is_grad_enabled()):
                     rows = x if x_scale is None else QuantizedRows(x, x_scale)
-                    return self._launch(rows, topk_ids, topk_weights, weights, count, out, known)
+                    return self._launch(known, rows, topk_ids, topk_weights, weights, count, out)
                 if known.trains and out is None:
-                    return self._record(x, topk_ids, topk_weights, weights, count, known)
+                    return self._record(known, x, topk_ids, topk_weights, weights, count)
             return self._checked(*call)
         except Exception as error:
             self.together().tell(error)
@@ -183,20 +174,12 @@ class Layer:
         """
         return self.ranks.together(call, lambda: self._runtime and self._runtime.backend)
 
-    def _launch(
-        self,
-        x: Tensor | QuantizedRows,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        out: Tensor | None,
-        known: Signature,
-    ) -> Tensor:
+    def _launch(self, known: Signature, *call: Any) -> Tensor:
         """Make a call that was checked: contiguous, without gradients, and nobody has to see operators.
 
-        x: [..., H], a quantized one too.
+        call: x, [..., H], a quantized one too, topk_ids, topk_weights, weights, num_tokens_device, out.
         """
+        x, topk_ids, topk_weights, weights, num_tokens_device, out = call
         runtime, y = self._runtime, out
         assert runtime is not None
         if self._adjusts:
@@ -215,16 +198,9 @@ class Layer:
             return out
         return y if whole else y.view(known.shape)
 
-    def _record(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weights: ExpertWeights,
-        num_tokens_device: Tensor | None,
-        known: Signature | None,
-    ) -> Tensor:
+    def _record(self, known: Signature | None, *call: Any) -> Tensor:
         """Make a call that was checked, whose gradients are recorded. known: None where somebody sees the operators."""
+        x, topk_ids, topk_weights, weights, num_tokens_device = call
         runtime = self._runtime
         assert runtime is not None
         if self._adjusts:
@@ -272,9 +248,6 @@ class Layer:
         x, topk_ids, topk_weights, weights, count, out, x_scale = call
         inputs = checked(self.problem, x, topk_ids, topk_weights, weights, count, x_scale)
         x, topk_ids, topk_weights, x_scale = *inputs[:3], inputs.x_scale
-        if out is not None:
-            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
-            check_out(out, x, (topk_ids, topk_weights), weights)
         tensors = [t for _, t in inputs.named()]
         recording = self._recording(inputs, out)
         if self._runtime is None:
@@ -287,9 +260,9 @@ class Layer:
             trains = self._no_gradients is None and x_scale is None and saved
             known = self._signatures.add(Signature(inputs, out, trains))
         if recording:
-            return self._record(x, topk_ids, topk_weights, weights, count, known)
+            return self._record(known, x, topk_ids, topk_weights, weights, count)
         given = x if x_scale is None else QuantizedRows(x, x_scale)
-        return self._launch(given, topk_ids, topk_weights, weights, count, out, known)
+        return self._launch(known, given, topk_ids, topk_weights, weights, count, out)
 
     def _traced(self, *call: Any) -> Tensor:
         """Make a call that torch compiles. Its operator checks it when the graph runs, so that all ranks are told."""
@@ -309,7 +282,7 @@ class Layer:
         """Call the layer by its operator, for who compiles or watches."""
         x, topk_ids, topk_weights, *_, count, x_scale = inputs
         if recording:
-            return self._record(x, topk_ids, topk_weights, weights, count, None)
+            return self._record(None, x, topk_ids, topk_weights, weights, count)
         runtime = self._runtime
         assert runtime is not None
         given = x if x_scale is None else QuantizedRows(x, x_scale)
@@ -319,8 +292,11 @@ class Layer:
         return y if out is None else out.copy_(y)
 
     def _recording(self, inputs: Inputs, out: Tensor | None) -> bool:
-        """Return whether a call's gradients are recorded. Raises ArgumentError where they cannot be."""
-        tensors = [t for _, t in inputs.named()]
+        """Return whether a call's gradients are recorded. Raises ArgumentError where they, or `out`, cannot be."""
+        x, tensors = inputs.x, [t for _, t in inputs.named()]
+        if out is not None:
+            check_tensor("out", out, tuple(x.shape), torch.bfloat16, x.device)
+            check_out(out, x, inputs[1:3], inputs.weights)
         refuse_tangents(tensors)
         recording = records(tensors)
         if recording:

@@ -198,6 +198,7 @@ def _on_rank_0(group: Group, mark: list[int], function: Any) -> Any:
             error = MegaMoEError(f"rank 0 could not emulate: {type(caught).__name__}: {caught}")
     if group.size > 1:
         result, error = group.gather(mark, (result, error))[0]
+        group.met = True
         # An unpickled tensor looks as if it had hooks already, and autograd would call no others.
         result = tree_map_only(Tensor, Tensor.detach, result)
     if error is not None:

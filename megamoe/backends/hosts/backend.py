@@ -180,7 +180,7 @@ class HostsBackend(Backend):
         """Tell rail and host of an error. static: the others find out while they wait."""
         if self.links.broken is not None:
             return
-        self.links.report(error)
+        self.links.refuse(error)
         for ends in (self.trips.abort, self.inner.abort):
             with suppress(MegaMoEError):
                 ends(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import STRIDE_BYTES, check_strides
 from megamoe.formats.weights import ExpertWeights
-from megamoe.launch.table import Encoder, Row
-from megamoe.launch.training import move_gradients
 
 NAMES = ("w13", "w2", "b13", "b2")
 _MATRICES = ("w13", "w2")
@@ -90,31 +87,6 @@ class Targets:
                 target = target.to(torch.bfloat16) if name in _MATRICES else target
             results.append(target)
         return results
-
-
-class Fresh:
-    """How gradients of a known call go to new tensors: as in the call before, to the same places of a launch."""
-
-    def __init__(
-        self, known: Any, needs: Sequence[bool], targets: Targets, rows: Sequence[Row]
-    ) -> None:
-        self._of, self._scratch, self._rows = (known, needs), targets._scratch, rows
-        self._specs = [
-            (n, (t.shape, t.stride()), t.dtype, t.device) for n, t in targets.tensors.items()
-        ]
-
-    def fits(self, known: Any, needs: Sequence[bool]) -> bool:
-        """Return whether a call, which is known, wants the same."""
-        return known is self._of[0] and needs == self._of[1]
-
-    def fill(self, args: Any, weights: ExpertWeights, encoder: Encoder) -> Targets:
-        """Return the targets of a call, once its launch points to them."""
-        made = {
-            name: torch.empty_strided(*places, dtype=dtype, device=device)
-            for name, places, dtype, device in self._specs
-        }
-        move_gradients(args, self._rows, encoder, made)
-        return Targets(False, {}, weights, made, self._scratch)
 
 
 def _check(name: str, into: Tensor, master: Tensor) -> None:

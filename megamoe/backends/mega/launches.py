@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_call, check_kept
-from megamoe.backends.mega.gradients import Fresh, Targets
+from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
@@ -44,6 +44,7 @@ from megamoe.launch.training import (
     fill_gradients,
     fill_kept_weights,
     fill_train_state,
+    move_gradients,
 )
 from megamoe.window.window import Window
 
@@ -327,7 +328,8 @@ class Backward(Launch):
 
     _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
     _turned: TurnedWeights | None = None  # that the argument block points to, beside _known
-    _fresh: Fresh | None = None  # what it was filled with, if gradients go to new tensors
+    # If gradients went to new tensors: the call's Signature and needs, tensors like these, scratch, rows of the table.
+    _fresh: tuple[Any, ...] | None = None
 
     def keep_in(self, plan: Plan, workspace: Tensor, kept: KeptRows | None) -> None:
         """Say where rows for weight gradients go: to the workspace, or to what is kept."""
@@ -373,11 +375,14 @@ class Backward(Launch):
 
     def _fill_targets(self, call: Call, wanted: Wanted) -> Targets:
         """Fill where gradients of weights go. A call like the last one has tensors like its."""
-        fresh, self._fresh = self._fresh, None  # until all is filled
+        fresh, of_call = self._fresh, (call.known, wanted.needs)
         plain = not (wanted.into or wanted.only_weights or wanted.kept is not None)
-        if fresh is not None and plain and fresh.fits(call.known, wanted.needs):
-            self._fresh = fresh
-            return fresh.fill(self.argument, call.weights, self._encode)
+        if plain and call.known is not None and fresh is not None and fresh[:2] == of_call:
+            *_, like, scratch, rows = fresh
+            made = {n: torch.empty_like(t, device=self.device) for n, t in like.items()}
+            move_gradients(self.argument, rows, self._encode, made)
+            return Targets(False, {}, call.weights, made, scratch)
+        self._fresh = None  # until all is filled
         for name in ("w13", "w2"):
             dtype = getattr(call.weights, name).dtype
             if getattr(wanted.needs, name) and dtype != torch.bfloat16:
@@ -389,8 +394,9 @@ class Backward(Launch):
             only_weights=wanted.only_weights,
             keeps=wanted.kept is not None,
         )
-        if plain and call.known is not None:
-            self._fresh = Fresh(call.known, wanted.needs, targets, rows)
+        if plain:
+            like = {n: torch.empty_like(t, device="meta") for n, t in targets.tensors.items()}
+            self._fresh = *of_call, like, targets._scratch, rows
         return targets
 
     def _fill_weights(

@@ -256,7 +256,7 @@ def test_a_broken_layer_says_so_until_reset(late):
 def test_an_error_of_one_rank_is_named_on_all(late):
     for rank, found in enumerate(late):
         text, seconds = found["own"]
-        others = "PeerFault: rank 3 on host-1 raised ValueError: planted"
+        others = "MegaMoEError: rank 3 on host-1 failed: ValueError: planted"
         assert text == ("ValueError: planted" if rank == 3 else others)
         assert seconds < BOUND_S
 

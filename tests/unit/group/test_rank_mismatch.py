@@ -241,13 +241,9 @@ def one_refuses(rank, name, by, late):
     good = i.x, i.topk_ids, i.topk_weights
     options = {"group": group, "backend": name}
     layer = Layer(problem, **options) if by == "layer" else MegaMoE(**SHAPE, **options)
-    run = layer
-    if by == "compiled":
-        layer.prepare()
-        run = torch.compile(layer, backend="eager")
 
     def call(x, ids, scores, weights=weights):
-        return run(x, ids, scores, *([weights] if by == "layer" else []))
+        return layer(x, ids, scores, *([weights] if by == "layer" else []))
 
     wrong = {
         "x": (i.x.float(), *good[1:]),
@@ -257,9 +253,8 @@ def one_refuses(rank, name, by, late):
         "ids": (i.x, i.topk_ids.float(), i.topk_weights),
         "scores": (i.x, i.topk_ids, i.topk_weights[:2]),
     }
-    if by != "compiled":  # whose graph cannot ask for it
-        with torch.inference_mode():
-            wrong["inference"] = (i.x.clone(), *good[1:])
+    with torch.inference_mode():
+        wrong["inference"] = (i.x.clone(), *good[1:])
     if by == "layer":
         weights.w13.requires_grad_()
         wrong["weights"] = (*good, replace(weights, w2=weights.w2.float()))
@@ -278,7 +273,7 @@ def one_refuses(rank, name, by, late):
     return found, both, alike
 
 
-REFUSING = *product(NAMES, ("module", "layer"), (False, True)), ("staged", "compiled", True)
+REFUSING = tuple(product(NAMES, ("module", "layer"), (False, True)))
 
 
 def all_refusals(rank):

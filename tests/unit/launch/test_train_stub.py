@@ -21,7 +21,7 @@ from driver_stub import (
 
 from megamoe.backends.call import Call, Needs, Wanted
 from megamoe.backends.mega.backend import MegaBackend
-from megamoe.core.errors import ArgumentError, MegaMoEError, RankMismatch, WindowBroken
+from megamoe.core.errors import ArgumentError, MegaMoEError, PeerFault, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.group.group import Group
 from megamoe.jit import abi, module
@@ -429,7 +429,9 @@ class Apart(Group):
     failing = False
 
     def gather(self, mark, value):
-        return {0: value, 1: "CompileError: no"} if self.failing else {0: value}
+        if self.failing:
+            raise PeerFault("rank 1 raised CompileError: no")
+        return {0: value}
 
 
 @FP8
@@ -445,7 +447,7 @@ def test_nothing_is_made_in_a_capture_nor_on_one_rank_alone(trained, monkeypatch
     group.failing = True
     for _ in range(2):
         error = refusal(trained.forward, layer)
-        assert str(error) == "rank 1 could not prepare the kernels of training: CompileError: no"
+        assert str(error) == "rank 1 raised CompileError: no"
     group.failing = False
     trained.forward(layer)
     trained.forward(layer)

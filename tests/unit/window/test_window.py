@@ -186,5 +186,5 @@ def test_a_rank_without_memory_is_named_on_all():
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         first, second = on_threads(body)
-    assert "rank 1 could not make its window: OutOfMemoryError: no memory left" in str(first)
+    assert "rank 1 raised OutOfMemoryError: no memory left" in str(first)
     assert isinstance(second, torch.OutOfMemoryError)
