@@ -12,18 +12,9 @@ from bench.figures import PARTS as FIGURES
 from bench.plot import draw_bars, figures_in
 from bench.tables import markdown
 from bench.tree import ROOT
-from megamoe.backends.hosts.backend import HostsBackend
-from megamoe.backends.select import BACKENDS, OPTIONS
+from megamoe.backends.options import OF_LAYER, Options
+from megamoe.backends.select import BACKENDS
 from megamoe.core import env
-
-MEANINGS = {
-    "window": "window to share with other layers; default: the layer creates its own",
-    "reserve_sms": "SMs left to other kernels; default: a training launch takes the SMs that are free",
-    "pool_rows": "rows of the pool; fewer rows cost more passes and never change results",
-    "timeout_s": "longest wait in seconds for a flag or, over several hosts, for a rank",
-    "chunks": "parts into which a call over hosts is split; default: by the layer's sizes",
-    "exchange": "`exact`: only needed rows; `static`: fixed slots, which CUDA graphs can capture",
-}
 
 
 def environment() -> str:
@@ -38,28 +29,22 @@ def environment() -> str:
 
 
 def options() -> str:
-    """Return one row per option: name, default, the backends that take it."""
-    if differing := set(OPTIONS) ^ set(MEANINGS):
-        raise SystemExit(f"{__file__}: MEANINGS and select.OPTIONS differ: {differing}")
+    """Return one row per field of Options: name, default, who takes it, the meaning that its docstring has."""
     taken = {
         name: inspect.signature(getattr(importlib.import_module(module), cls)).parameters
         for name, (module, cls) in BACKENDS.items()
     }
-    over_hosts = inspect.signature(HostsBackend).parameters
     rows: list[tuple[str, ...]] = []
-    for option in OPTIONS:
-        by = [name for name, parameters in taken.items() if option in parameters]
-        if not by:
-            default = str(over_hosts[option].default)
-            rows.append((f"`{option}`", f"`{default}`", "over hosts", MEANINGS[option]))
-            continue
-        defaults = {name: str(taken[name][option].default) for name in by}
-        same = len(set(defaults.values())) == 1
-        default = defaults[by[0]] if same else ", ".join(f"{d} ({n})" for n, d in defaults.items())
-        rows.append(
-            (f"`{option}`", f"`{default}`", ", ".join(f"`{b}`" for b in by), MEANINGS[option])
-        )
-    return markdown(("option", "default", "taken by", "meaning"), rows)
+    for option, meaning in re.findall(
+        r"^        (\w+): (.*)$", Options.__doc__ or "", re.MULTILINE
+    ):
+        by = ", ".join(f"`{name}`" for name, parameters in taken.items() if option in parameters)
+        by = "layer" if option in OF_LAYER else by or "over hosts"
+        rows.append((f"`{option}`", f"`{getattr(Options(), option)}`", by, meaning))
+    of_users = [row for row in rows if not row[-1].startswith("for developers")]
+    if (found := [row[0].strip("`") for row in rows]) != list(vars(Options())):
+        raise SystemExit(f"{__file__}: the docstring of Options has {found}")
+    return markdown(("option", "default", "taken by", "meaning"), of_users)
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

@@ -11,6 +11,7 @@ _root = _Path(__file__).resolve().parent.parent
 if all((_root / name).exists() for name in ("jit/__init__.py", "csrc", "setup.py")):
     __path__.append(str(_root))
 
+from megamoe.backends.options import Options  # noqa: E402
 from megamoe.backends.statistics import Statistics  # noqa: E402
 from megamoe.core import env as _env  # noqa: E402
 from megamoe.core.config import Activation, Problem, activation_by_name  # noqa: E402
@@ -62,6 +63,7 @@ __all__ = [
     "MegaMoE",
     "MegaMoEError",
     "NotCoResident",
+    "Options",
     "PeerFault",
     "PlacedLayer",
     "Problem",

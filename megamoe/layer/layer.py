@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megamoe.backends.call import Call, check_out
+from megamoe.backends.options import Options
 from megamoe.backends.select import (
     Opening,
     check_inside,
@@ -51,15 +52,10 @@ class Layer:
     group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
         the ranks of each. None or "alone": this rank holds all.
     backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
-    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
-    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
-    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it, see
-        main_grad.py; not inside torch.compile.
-    delay_wgrad: a backward pass makes the gradients of x and topk_weights; those of weights wait for backward_dw().
-        Not inside torch.compile. True: it keeps dy and what its call saved. "keep": it keeps the rows that they are
-        made of, for every row of the pool 4 * H + 2 * (P + 1) * I bytes (memory_report()["kept_bytes"]), until then;
-        with backends that keep none, `staged`, `reference` and those of several hosts, as True.
-    options: those of README, "Options".
+    options: an Options record; its fields may be given by name instead. With accumulate_into_main_grad or delay_wgrad
+        a layer is not called inside torch.compile. delay_wgrad=True keeps dy and what the call saved until
+        backward_dw(). "keep" keeps the rows that weight gradients are made of, for every row of the pool
+        4 * H + 2 * (P + 1) * I bytes (memory_report()["kept_bytes"]); backends that keep none do as with True.
 
     Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
     set of weights: a layer that is called with several in turn quantizes at each change.
@@ -75,43 +71,41 @@ class Layer:
         group: Any = None,
         *,
         backend: str = "auto",
-        routed_scaling_factor: float = 1.0,
-        apply_router_weight_on_input: bool = False,
-        accumulate_into_main_grad: bool = False,
-        delay_wgrad: bool | Literal["keep"] = False,
-        **options: Any,
+        options: Options | None = None,
+        **given: Any,
     ) -> None:
         self.ranks = ranks = Group.of(group)
         self.group = ranks.process_group
 
         def state() -> Facts:
             made = problem(self.group) if callable(problem) else problem
-            check_options(made, ranks, options)
-            if delay_wgrad not in (False, True, "keep"):
-                raise ConfigError("delay_wgrad", repr(delay_wgrad), "False, True or 'keep'")
-            on_input = apply_router_weight_on_input
-            weighting = Weighting.checked(made, routed_scaling_factor, on_input)
+            chosen = Options.of(options, given)
+            check_options(made, ranks, chosen.of_backend())
+            if chosen.delay_wgrad not in (False, True, "keep"):
+                expected = "False, True or 'keep'"
+                raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
+            if chosen.placement is not self.placement:
+                raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
+            weighting = Weighting.of(made, chosen)
             of = getattr(self.placement, "expert_of", None)
-            equal: dict[str, Any] = dict(
-                zip(_AGREED, (*weighting, repr(delay_wgrad), of), strict=True)
-            )
-            equal |= {"backend": repr(resolve(backend)), **over_hosts(options)}
+            stated = *weighting, repr(chosen.delay_wgrad), of
+            equal: dict[str, Any] = dict(zip(_AGREED, stated, strict=True))
+            equal |= {"backend": repr(resolve(backend)), **over_hosts(vars(chosen))}
             return Facts((made, host_name()), equal, made)
 
         said = ranks.agree("a new layer", state)
         self.problem: Problem = said[ranks.rank][0]
         hosts = hosts_of(backend, ranks, [host for _, host in said.values()])
-        check_inside(backend, self.problem, hosts, options)
+        self.options = Options.of(options, given)
+        self._options = self.options.of_backend()
+        check_inside(backend, self.problem, hosts, self._options)
         self.backend = backend
         self._number = ranks.number("layers")
-        # checked by state()
-        self._weighting = Weighting(float(routed_scaling_factor), apply_router_weight_on_input)
-        self.accumulate_into_main_grad = bool(accumulate_into_main_grad)
-        self._delay_wgrad = delay_wgrad
+        self._weighting = Weighting.of(self.problem, self.options)
+        self.accumulate_into_main_grad = bool(self.options.accumulate_into_main_grad)
         self._delayed = self._new_delayed()
         # Gradients of weights go elsewhere than to their grad, or later.
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
-        self._options = options
         self._runtime: Runtime | None = None
         self._mean_over = 1
         self._signatures = Signatures()
@@ -385,11 +379,8 @@ class Layer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""
-        given = (self.backend, *self._weighting, self.accumulate_into_main_grad)
-        names = ("backend", *_AGREED[:2], "accumulate_into_main_grad", "delay_wgrad")
-        arguments: dict[str, Any] = dict(zip(names, (*given, self._delay_wgrad), strict=True))
         group = ALONE if self.group is None else self.ranks
-        return Layer(self.problem, group, **arguments, **self._options)
+        return Layer(self.problem, group, backend=self.backend, options=self.options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a saved module keeps: not what is open. A number of this process is another layer's elsewhere."""
@@ -402,9 +393,9 @@ class Layer:
         return self.__dict__ | fresh
 
     def _new_delayed(self) -> Delayed | None:
-        if not self._delay_wgrad:
+        if not self.options.delay_wgrad:
             return None
-        return Delayed(self.accumulate_into_main_grad, self._delay_wgrad == "keep")
+        return Delayed(self.accumulate_into_main_grad, self.options.delay_wgrad == "keep")
 
     @property
     def handle(self) -> Tensor:

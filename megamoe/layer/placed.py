@@ -58,7 +58,7 @@ class PlacedLayer(Layer):
                 raise ConfigError("placement", type(placement).__name__, "an ExpertPlacement")
             return placement.problem(problem(ranks) if callable(problem) else problem)
 
-        super().__init__(of_slots, group, **options)
+        super().__init__(of_slots, group, placement=placement, **options)
         self._adjusts = True
         self._no_gradients = (
             "a layer with a placement is for inference, train a layer without placement="

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.backends.call import Call, check_call
+from megamoe.backends.options import Options
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError
 from megamoe.core.planes import check_kind, check_memory
@@ -36,9 +37,10 @@ class Weighting(NamedTuple):
     on_input: bool = False
 
     @classmethod
-    def checked(cls, problem: Problem, factor: Any, on_input: Any) -> Weighting:
-        """Return it; raises ConfigError for what is no finite number, no bool, or needs another top_k."""
-        factor = finite_factor(factor)
+    def of(cls, problem: Problem, options: Options) -> Weighting:
+        """Return that of a layer; raises ConfigError for what is no finite number, no bool, or needs another top_k."""
+        factor = finite_factor(options.routed_scaling_factor)
+        on_input = options.apply_router_weight_on_input
         if not isinstance(on_input, bool):
             raise ConfigError("apply_router_weight_on_input", repr(on_input), "a bool")
         if on_input and problem.top_k != 1:

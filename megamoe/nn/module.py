@@ -6,7 +6,7 @@ import copy
 import warnings
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from megamoe.backends.options import Options
 from megamoe.backends.select import check_device
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Activation, Problem, activation_by_name
@@ -47,16 +48,9 @@ class MegaMoE(nn.Module):
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
     max_tokens: the most tokens one call may bring, equal on all ranks.
     backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by prepare().
-    routed_scaling_factor: y is multiplied by it, by way of topk_weights, in fp32.
-    apply_router_weight_on_input: y = expert(x * topk_weights), the product rounded to bf16; top_k 1 only.
-    accumulate_into_main_grad: gradients of w13 and w2 are added to their `main_grad`, as Megatron has it.
-    delay_wgrad: gradients of w13, w2 and biases are made by backward_dw(): False, True or "keep", as Layer has it.
-    placement: redundant experts, for inference: parameters are those of this rank's slots, num_experts and topk_ids
-        logical. See PlacedLayer and move_experts().
-    reserve_sms: SMs left to other kernels (NCCL). window: a window to share with other layers.
-    chunks, exchange: how rows travel between hosts, where a named backend runs inside each, see docs/hosts.md.
-    init_seed: experts are drawn from (init_seed, global expert), so the group's size does not change them. None takes
-        the seed from torch's generator (the same on all ranks only if they were seeded alike).
+    device: of the parameters; None: torch's default.
+    options: an Options record; its fields may be given by name instead. With a placement, which is for inference,
+        parameters are those of this rank's slots, num_experts and topk_ids logical: see PlacedLayer, move_experts().
 
     Raises ConfigError for what cannot run, and RankMismatch where ranks differ, before memory is taken.
     Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
@@ -84,25 +78,14 @@ class MegaMoE(nn.Module):
         max_tokens: int = 8192,
         bias: bool = False,
         backend: str = "auto",
-        routed_scaling_factor: float = 1.0,
-        apply_router_weight_on_input: bool = False,
-        accumulate_into_main_grad: bool = False,
-        delay_wgrad: bool | Literal["keep"] = False,
-        reserve_sms: int | None = None,
-        pool_rows: int | None = None,
-        window: Any = None,
-        chunks: int | None = None,
-        exchange: str = "exact",
-        init_seed: int | None = None,
-        placement: ExpertPlacement | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        options: Options | None = None,
+        **given: Any,
     ) -> None:
         super().__init__()
 
         def problem(ranks: Any) -> Problem:
-            if dtype != torch.bfloat16:
-                raise ConfigError("dtype", dtype, "torch.bfloat16")
+            init_seed = Options.of(options, given).init_seed
             if not (init_seed is None or (isinstance(init_seed, int) and 0 <= init_seed < 1 << 62)):
                 raise ConfigError("init_seed", repr(init_seed), "an int from 0 to 2**62, or None")
             made = Problem(
@@ -120,30 +103,19 @@ class MegaMoE(nn.Module):
             check_device(backend, made, ranks, device)
             return made
 
+        placement = given.get("placement", getattr(options, "placement", None))
         make = Layer if placement is None else partial(PlacedLayer, placement=placement)
-        self._layer = make(
-            problem,
-            group,
-            backend=backend,
-            routed_scaling_factor=routed_scaling_factor,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-            delay_wgrad=delay_wgrad,
-            reserve_sms=reserve_sms,
-            pool_rows=pool_rows,
-            window=window,
-            chunks=chunks,
-            exchange=exchange,
-        )
+        self._layer = make(problem, group, backend=backend, options=options, **given)
         self.problem, self.group, self.backend = self._layer.problem, self._layer.group, backend
-        self._init_seed, self._delays = init_seed, delay_wgrad
+        self._init_seed = self._layer.options.init_seed
+        self._delays = self._layer.options.delay_wgrad
         self.place = Place(self.problem, self.group)
         self._warned = False  # that FSDP2 rounds routing weights
         self.averaged = False  # whether average_expert_gradients() took it
         masters = expected_weights(replace(self.problem, precision="bf16"))
         shape = {name: entry[0] for name, entry in masters.items()}
-        self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=dtype, device=device))
-        self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=dtype, device=device))
+        self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=torch.bfloat16, device=device))
+        self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=torch.bfloat16, device=device))
         for name in ("b13", "b2"):
             empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))

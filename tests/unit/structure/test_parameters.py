@@ -11,7 +11,6 @@ HOST = "what another library calls, by its own signature"
 OPERATOR = "torch.library takes tensors side by side, and no records"
 EXCEPTIONS = {
     "megamoe/nn/module.py:MegaMoE.__init__": OPTIONS,
-    "megamoe/layer/layer.py:Layer.__init__": OPTIONS,
     "megamoe/formats/weights.py:ExpertWeights.from_nvfp4": OPTIONS,
     "megamoe/ops/functions.py:grouped_mm_swiglu": OPTIONS,
     "megamoe/ops/functions.py:grouped_mlp": OPTIONS,
