@@ -6,7 +6,8 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 LIBRARIES_READY := .venv-libraries/.ready
-LIBRARIES := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton
+LIBRARIES := megatron-core==0.16.1 torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring-parser typeguard triton \
+    peft==0.21.2 accelerate==1.15.0
 FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 requests==2.34.2 urllib3==2.8.0 \
     certifi==2026.10.18 charset-normalizer==3.5.2 einops==0.8.2 nvidia-ml-py==13.615.71
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
@@ -32,6 +32,7 @@ FORMS = {
     "EP4": ("world", False, None),
     "EP2 twice": ("ep", False, None),
     "FSDP2": ("ep", False, "copies"),
+    "FSDP2, experts first": ("first", False, "copies"),
     "HSDP": ("ep", False, ("same", "copies")),
     "DTensors": ("ep", True, None),
     "DTensors, FSDP2": ("ep", True, "copies"),
@@ -58,7 +59,14 @@ class Meshes:
         names = ("same", "copies", "ep")
         self.all = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
         self.world = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-        self.groups = {"world": dist.group.WORLD, "ep": self.all["ep"], None: None}
+        first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "copies"))
+        self.copies = {"first": first, "ep": self.all}  # the mesh of FSDP2
+        self.groups = {
+            "first": first["ep"],
+            "world": dist.group.WORLD,
+            "ep": self.all["ep"],
+            None: None,
+        }
 
     def made(self, form, experts, seed=5, steps=0):
         """Return a net in a form and its AdamW, which has stepped `steps` times."""
@@ -67,7 +75,7 @@ class Meshes:
         if dtensors:
             net.moe.distribute(self.all["ep"])
         if sharded:
-            fully_shard(net.moe, mesh=self.all[sharded])
+            fully_shard(net.moe, mesh=self.copies[group][sharded])
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
         for step in range(steps):
             x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -114,11 +122,14 @@ def state_of(net, optimizer):
     return {"model": model, "optim": optim}
 
 
-def through_dcp(source, whole, target, folder, save=dcp.save):
+def saved(source, folder, save=dcp.save):
     pending = save(state_of(*source), checkpoint_id=folder)
     if save is dcp.async_save:
         pending.result()
         dist.barrier()
+
+
+def loaded(folder, whole, target):
     state = state_of(*target)
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(*target, model_state_dict=state["model"], optim_state_dict=state["optim"])
@@ -245,15 +256,17 @@ def of_a_form(meshes, form, experts, folder):
     found["optimizer holds"] = kind(source[1].state_dict()["state"][1]["exp_avg"])
     forms = [f for f in FORMS if experts % 2 == 0 or not FORMS[f][1]]
     forms = forms if form == "EP2 twice" else forms[:3]
+    saved(source, f"{folder}/sync")
     for other in forms:
-        found[f"DCP to {other}"] = tried(
-            lambda other=other: through_dcp(
-                source, whole, meshes.made(other, experts), f"{folder}/{other}"
-            )
-        )
+        target = meshes.made(other, experts)
+        found[f"DCP to {other}"] = tried(lambda t=target: loaded(f"{folder}/sync", whole, t))
     target, fresh = meshes.made(form, experts, steps=1), meshes.made(form, experts)
-    save = f"{folder}/async"
-    found["async DCP"] = tried(lambda: through_dcp(source, whole, target, save, dcp.async_save))
+    found["async DCP"] = tried(
+        lambda: (
+            saved(source, f"{folder}/async", dcp.async_save)
+            or loaded(f"{folder}/async", whole, target)
+        )
+    )
     for offload in (False, True):
         name = f"full, {'cpu' if offload else 'in place'}"
         found[name] = tried(lambda offload=offload: full(source, whole, offload))
@@ -293,6 +306,10 @@ def refused(meshes):
     every = [None] * 4
     dist.all_gather_object(every, file_of(net.state_dict()))
     found["a rank's file alone"] = tried(lambda: Net(4, None).load_state_dict(read(every[2])[0]))
+    shard = Net(4, meshes.all["ep"]).moe  # of another mesh than the layer's
+    apart = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "other"))
+    fully_shard(shard, mesh=DeviceMesh.from_group(apart.get_group("copies"), "cpu"))
+    found["a mesh apart"] = tried(lambda: shard.state_dict()["w13"].lerp(torch.ones(()), 0.5))
     found["distribute"] = tried(lambda: meshes.made("EP4", 6)[0].moe.distribute(meshes.world))
     return found
 
@@ -342,7 +359,9 @@ def expected(form, experts):
     """What differs from equal bits: what tensors are, and the beginning of an error."""
     sharded, uneven = FORMS[form][2], (form, experts) in UNEVEN
     holds = "Tensor" if form == "one rank" else "(Shard(dim=0),)"
-    if sharded:
+    if form == "FSDP2, experts first":
+        holds = "(Shard(dim=0), Shard(dim=0))"
+    elif sharded:
         holds = f"({STRIDED}" if form != "HSDP" else f"(Replicate(), {STRIDED}"
     want = {"holds": "ExpertRows" if uneven else holds}
     want["optimizer holds"] = want["holds"]
@@ -355,7 +374,7 @@ def expected(form, experts):
         )
     if sharded:
         want["copy"] = "AssertionError: FSDP does not support deepcopy"
-    if form in ("FSDP2", "HSDP"):
+    if sharded and not FORMS[form][1]:
         want["broadcast"] = "RuntimeError: "  # of torch: sizes of a rank's experts and of all
     if uneven:
         names = ("async DCP", "full, in place", "full, cpu", "files", "EMA", "copied")
@@ -388,6 +407,7 @@ def test_what_cannot_be_right_is_refused(results):
         "optimizer of blocks": "state of w13 is [73], expected [2, ...]",
         "broadcast into FSDP2": "is FSDP2's own shard, as set_model_state_dict",
         "a rank's file alone": "is experts [0, 2) of 4, expected [0, 4) of 4",
+        "a mesh apart": "ExpertRows of a state dict is used by aten.lerp",
         "distribute": "num_experts is 6, expected a multiple of 4 ranks",
     }
     for _, found, _ in results:

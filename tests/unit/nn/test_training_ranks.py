@@ -12,11 +12,17 @@ from outcomes import outcome
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import megamoe
 from megamoe.backends.call import Wanted
+from megamoe.layer import autograd
 from megamoe.layer.backward import gradients
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import assert_close, launch, make_inputs
@@ -353,6 +359,41 @@ def test_rounding_of_routing_weights_by_fsdp2_is_told_once():
             assert told == []
             assert dtype == torch.float32
             assert bits == [True, False]
+
+
+def zero_bubble(rank, backend):
+    """Gradients and backward passes of a schedule that splits backward, and of one that does not: two stages a rank."""
+    found, passes, once = {}, [], autograd.gradients
+
+    def counted(*arguments):
+        passes.append(1)
+        return once(*arguments)
+
+    autograd.gradients = counted
+    for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        nets = [Net("alone", backend=backend) for _ in range(2)]
+        places = (rank, rank + 2)
+        stages = [
+            PipelineStage(n, p, 4, torch.device("cpu")) for n, p in zip(nets, places, strict=True)
+        ]
+        made = schedule(stages, 4, loss_fn=lambda y, target: (y - target).float().square().mean())
+        generator = torch.Generator().manual_seed(0)
+        x, target = torch.randn(2, 32, HIDDEN, generator=generator).bfloat16()
+        passes.clear()
+        made.step(*([] if rank else [x]), target=target if rank else None)
+        grads = [p.grad for net in nets for p in net.parameters()]
+        found[schedule.__name__] = grads, len(passes)
+    autograd.gradients = once
+    return found
+
+
+@pytest.mark.parametrize("backend", ["staged", "reference"])
+def test_split_backward_has_equal_bits_at_the_price_of_a_launch(backend):
+    for found in launch(zero_bubble, 2, backend, timeout_s=60):
+        (whole, once), (split, twice) = found.values()
+        assert len(whole) == 6
+        assert all(torch.equal(a, b) and a.any() for a, b in zip(whole, split, strict=True))
+        assert 8 <= once < twice <= 2 * once  # two stages, four micro-batches; some are split
 
 
 @pytest.mark.parametrize(

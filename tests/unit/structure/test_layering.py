@@ -220,3 +220,9 @@ def test_the_rooms_of_the_tests_are_those_of_the_code():
     unit = ROOT / "tests" / "unit"
     found = {p.name for p in unit.iterdir() if p.is_dir() and any(p.glob("test_*.py"))}
     assert found - {"tools", "docs", "structure"} <= set(ROOMS)
+
+
+def test_nothing_looks_at_its_callers():
+    """What a function does depends on its arguments, not on who calls it."""
+    looks = ("_getframe", "currentframe", "f_back", "inspect.stack")
+    assert not [p for p in files() if any(look in p.read_text() for look in looks)]

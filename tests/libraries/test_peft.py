@@ -1,0 +1,88 @@
+"""LoRA on experts by PEFT: a layer's own parameters, and transformers' in both layouts, beside eager experts."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("peft", reason="peft is missing: make libraries")
+pytest.importorskip("transformers", minversion="5.20")
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from transformers import (  # noqa: E402
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import megamoe  # noqa: E402
+from megamoe.adapters import transformers as adapter  # noqa: E402
+from megamoe.testing import assert_close  # noqa: E402
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+}
+MODELS = {
+    "[E, 2I, H]": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHAPE, num_experts=4, moe_intermediate_size=32)
+    ),
+    "[E, H, 2I]": lambda: GptOssForCausalLM(
+        GptOssConfig(**SHAPE, num_local_experts=4, intermediate_size=64)
+    ),
+}
+
+
+def adapted(model, *targets):
+    config = LoraConfig(
+        r=4, target_parameters=list(targets), target_modules=[], init_lora_weights=False
+    )
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_adapters_of_transformers_experts_get_the_gradients_of_eager_ones(layout):
+    adapter.register(max_tokens=64, backend="staged")
+    found = {}
+    for experts in ("eager", "megamoe"):
+        torch.manual_seed(0)
+        model = MODELS[layout]().bfloat16()
+        model.set_experts_implementation(experts)
+        model = adapted(model, "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+        model(input_ids=ids, labels=ids).loss.backward()
+        found[experts] = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert len(found["eager"]) == 4
+    for name, expected in found["eager"].items():
+        assert expected.any()
+        assert_close(found["megamoe"][name], expected, relative=3e-2, name=name)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = megamoe.MegaMoE(64, 32, 4, 2, max_tokens=64, backend="staged", init_seed=3)
+
+    def forward(self, x, ids, weights):
+        return self.moe(x, ids, weights)
+
+
+def test_adapters_of_a_layer():
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, ids = torch.rand(16, 4, generator=torch.Generator().manual_seed(1)).topk(2)
+    base = Net()
+    unchanged = base(x, ids, weights)
+    model = adapted(base, "moe.w13", "moe.w2")
+    y = model(x, ids, weights)
+    assert not torch.equal(y, unchanged)
+    y.float().square().mean().backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    assert len(grads) == 4
+    assert all(grad.any() for grad in grads)
+    merged = model.merge_and_unload()
+    assert type(merged.moe) is megamoe.MegaMoE
+    assert_close(merged(x, ids, weights), y, relative=2e-2, name="merged")
