@@ -416,21 +416,27 @@ def test_a_shared_window_sets_the_strides():
     small = Problem(64, 64, 4, 2, ep_size=2, max_tokens=32)
     rows = layout.default_pool_rows(small)
     plan = arguments.Plan(small, rows, window_tokens=100)
-    assert plan.window == layout.window_regions(replace(small, max_tokens=100))
-    args = abi.aligned(abi.LAUNCHES["forward"])
-    place = arguments.Place([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0)
-    arguments.fill_static(args, plan, place, Recorder())
-    assert (args.max_tokens, args.max_chunks) == (100, 8)
-    args = abi.aligned(abi.LAUNCHES["kept_weights"])
-    given = (
-        args,
-        plan,
-        Recorder(),
-        [1 << 22],
-        {"w13": torch.zeros(2, 128, 64, dtype=torch.bfloat16)},
-    )
-    training.fill_kept_weights(*given, accumulate=False)
-    assert args.max_chunks == 8
+    large = arguments.Plan(replace(small, max_tokens=100), rows)
+    for regions in ("window", "workspace", "state", "train_state", "backward", "kept"):
+        assert getattr(plan, regions) == getattr(large, regions), regions
+    made = []
+    for each in (plan, large):
+        place, recorder = (
+            arguments.Place([1 << 20, 1 << 21], 1 << 30, timeout_ns=1, fault=0),
+            Recorder(),
+        )
+        train, backward, kept = (
+            abi.aligned(abi.LAUNCHES[n]) for n in ("train", "backward", "kept_weights")
+        )
+        arguments.fill_static(train, each, place, recorder)
+        arguments.fill_static(backward, each, place, recorder)
+        training.fill_train_state(train, each, STATE, recorder)
+        training.fill_backward(backward, each, BACKWARD, recorder)
+        training.fill_kept_weights(kept, each, recorder, [1 << 22], {}, accumulate=False)
+        assert (train.max_tokens, train.max_chunks, kept.max_chunks) == (100, 8, 8)
+        train.config_hash = backward.config_hash = 0
+        made.append([bytes(train), bytes(backward), bytes(kept), recorder.maps])
+    assert made[0] == made[1]
 
 
 def moved(t, by):
