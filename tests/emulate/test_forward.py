@@ -24,7 +24,7 @@ from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.layer import forward
 from megamoe.core.config import ACTIVATIONS, Problem
-from megamoe.core.errors import MegaMoEError, ProtocolTimeout, RankMismatch, WindowBroken
+from megamoe.core.errors import MegaMoEError, PeerFault, ProtocolTimeout, RankMismatch, WindowBroken
 from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import ThreadGroup
 from megamoe.launch import arguments, layout, table
@@ -425,6 +425,20 @@ def test_y_of_a_poisoned_launch_alone_is_nan(monkeypatch: pytest.MonkeyPatch) ->
     assert bool(emulation.written[0][0].isnan().all())
     emulation.reset()
     check(emulation, [70])
+
+
+def test_a_host_that_raises_an_abort_cell_ends_the_launch() -> None:
+    """What Window.abort() writes: the cell, which ends launches until reset(), and who, which no kernel writes."""
+    problem = Problem(64, 48, 4, 2, ep_size=2, max_tokens=32)
+    emulation = Emulation(problem)
+    inputs, weights = inputs_of(problem, [8, 8])
+    emulation.region(0, "window_abort").copy_(torch.tensor([1, 2]))
+    with pytest.raises(PeerFault, match="another rank gave up"):
+        emulation.forward_all(calls_of(*columns(inputs), weights))
+    assert emulation.region(0, "window_abort").tolist() == [1, 2]
+    assert emulation.region(1, "window_abort").tolist() == [1, 0]
+    emulation.reset()
+    check(emulation, [8, 8])
 
 
 # --- the backend ---

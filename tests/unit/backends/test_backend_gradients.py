@@ -303,9 +303,8 @@ def refuse_on_rank_0(rank):
     _, state = backend.forward(given, keep=True)
     arguments = given, call.dy[rank]
     of_rank = torch.zeros_like(state) if rank == 0 else state
-    abort = lambda error: backend.abort(error) is None  # noqa: E731
     try:
-        with backend.group.together("a first call", abort):
+        with backend.group.together("a first call", lambda: backend):
             backend.backward(*arguments, of_rank, Wanted())
         first = None
     except (ArgumentError, PeerFault) as error:
