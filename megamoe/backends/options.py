@@ -11,7 +11,7 @@ from megamoe.core.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Hold the options of a layer, equal on all ranks. A layer takes the record as `options=`, or its fields by name.
+    """Hold the options of a layer, which takes the record as `options=`, or its fields by name.
 
     A backend ignores the options of other backends, since "auto" may select either.
 

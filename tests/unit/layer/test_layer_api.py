@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import megamoe
 from megamoe import ExpertWeights, Layer, MegaMoE, Problem, invalidate
 from megamoe.backends.call import Call
 from megamoe.backends.staged import StagedBackend
@@ -373,3 +374,27 @@ def test_threads_take_turns():
 
     with ThreadPoolExecutor(3) as threads:
         assert all(threads.map(right, range(3)))
+
+
+def test_options_are_a_record_or_given_by_name():
+    record = megamoe.Options(routed_scaling_factor=2.5, chunks=2)
+    problem = megamoe.Problem(64, 48, 6, 2, max_tokens=16)
+    layer = megamoe.Layer(problem, options=record, chunks=4)
+    assert layer.options == megamoe.Options(routed_scaling_factor=2.5, chunks=4)
+    assert record.chunks == 2
+    assert layer.options.of_backend() == {"chunks": 4, "exchange": "exact"}
+    module = megamoe.MegaMoE(64, 48, 6, 2, options=megamoe.Options(init_seed=3), max_tokens=16)
+    same = megamoe.MegaMoE(64, 48, 6, 2, init_seed=3, max_tokens=16)
+    assert torch.equal(module.w13, same.w13)
+    placement = megamoe.ExpertPlacement([0, 1, 2, 3, 4, 5, 0, 1])
+    placed = megamoe.MegaMoE(64, 48, 6, 2, options=megamoe.Options(placement=placement))
+    assert placed.placement is placement
+    assert len(placed.w13) == 8
+    for wrong, message in (
+        ({"options": {"chunks": 2}}, "options is dict, expected megamoe.Options"),
+        ({"reserve": 2}, "option is 'reserve', expected one of routed_scaling_factor"),
+        ({"placement": placement}, "placement is given, expected None: such a Layer is"),
+        ({"options": megamoe.Options(reserve_sms=-1)}, "reserve_sms is -1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            megamoe.Layer(problem, **wrong)
