@@ -131,7 +131,8 @@ def test_an_epilogue_fits_where_its_instructions_are_kept(unrolled, monkeypatch,
     variant = Variant("fp8", "swiglu", kernel="backward")
     result = compile_variant(variant, compile_report.FLAGS)
     size = code_size(compile_report.disassemble(paths.find_tool("nvdisasm"), result.cubin))
-    assert len(size.epilogues) == 4  # of gemm1, gemm2, recompute and weight gradients
+    # of gemm1, gemm2 and recompute; of weight gradients, two more copies that no tile runs
+    assert len(size.epilogues) == 6
     assert sum(size.roles.values()) == size.kernel
     faults = compile_report.check(variant, result, None, size)
     assert [fault for fault in faults if "epilogue" in fault] == faults
