@@ -216,9 +216,10 @@ class HostsBackend(Backend):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
+        self.group.met = True  # errors are told here
         self.links.check()
         self.trips.check_capture()
-        self._at_rail = self.group.met = True  # an error from here on is told here
+        self._at_rail = True
         try:
             self.trips.check()
             with torch.no_grad():
