@@ -13,7 +13,7 @@ from bench.tree import ROOT
 WIDTH = 120
 # Names without an underscore that only other modules of megamoe call.
 INNER = {"extra_repr", "handle", "is_open", "needs_close", "of_last"}
-INNER |= {"cells", "of_cells", "of_tables", "refuse", "without_pool"}
+INNER |= {"cells", "of_cells", "of_tables", "refuse", "together", "without_pool"}
 
 # A class, and the base classes whose methods are listed with its own.
 PARTS = {
@@ -86,6 +86,13 @@ def arguments(node: Definition) -> list[str]:
     return found + ([f"**{ast.unparse(args.kwarg)}"] if args.kwarg else [])
 
 
+def names(node: Definition) -> list[str]:
+    """Return the names of what a call takes, without self."""
+    bound = isinstance(node, ast.FunctionDef) and "staticmethod" not in decorators(node)
+    found = [re.split(r"[:= ]", text)[0] for text in arguments(node) if text != "*"]
+    return [name for n, name in enumerate(found) if n or not bound or name not in ("self", "cls")]
+
+
 def argument(arg: ast.arg, default: ast.expr | None) -> str:
     if default is None:
         return ast.unparse(arg)
@@ -129,15 +136,15 @@ def details(node: Definition, indent: str = "") -> list[str]:
     """Return list items: each argument, what is returned, what is raised."""
     found = sections(node)
     items = [text.partition(": ") for text in found.get("Args", ())]
+    described = [name for name, _, _ in items]
+    if "Args" in found and described != (taken := names(node)):
+        raise SystemExit(f"docs/api.md: {node.name} takes {taken}, its docstring has {described}")
     listed = [wrapped(f"{indent}- `{name}`: {text}", indent + "  ") for name, _, text in items]
     if "Returns" in found:
         listed.append(wrapped(f"{indent}- Returns: {' '.join(found['Returns'])}", indent + "  "))
     for text in found.get("Raises", ()):
         name, _, reason = text.partition(": ")
         listed.append(wrapped(f"{indent}- Raises `{name}`: {reason}", indent + "  "))
-    old = " ".join(re.findall(r"\bRaises .*?\.(?= |$)", flat(ast.get_docstring(node) or "")))
-    if old and "Raises" not in found and old not in found[""][0]:
-        listed.append(wrapped(f"{indent}- {old}", indent + "  "))
     return listed
 
 

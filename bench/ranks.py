@@ -90,7 +90,5 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --ranks, --cpu and --fake-hosts."""
     add = parser.add_argument
     add("--ranks", type=int, help="processes to spawn; default: all GPUs, 2 on a CPU")
-    add("--cpu", action="store_true", help="leave GPUs alone")
-    add(
-        "--fake-hosts", type=int, metavar="N", help="as if the ranks stood on N hosts, side by side"
-    )
+    add("--cpu", action="store_true", help="do not use GPUs")
+    add("--fake-hosts", type=int, metavar="N", help="simulate N hosts: cut the ranks into N groups")

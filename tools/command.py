@@ -1,6 +1,6 @@
-"""What every command of this folder begins with: a parser, and the checkout where Python finds `bench` and `megamoe`.
+"""Provide what every command of this folder needs: a parser, and the checkout on sys.path for `bench` and `megamoe`.
 
-A command then runs from a checkout without an installation. Nothing but commands imports this.
+So a command runs from a checkout without an installation. Only commands import this module.
 """
 
 import argparse

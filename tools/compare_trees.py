@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Time two trees in turns on the same GPUs: this one and one from before a change.
+"""Time two trees alternately on the same GPUs: this one and one from before a change.
 
     git worktree add /tmp/base HEAD~
     python tools/compare_trees.py --base /tmp/base --rounds 3 -- --shape qwen3-30b --precision fp8 --tokens 8 64 8192
 
-What stands behind `--` goes to each tree's own tools/latency_sweep.py. Two GPUs of one kind differ by 3 to 5 %, and one
-by as much from hour to hour: only figures of one run are compared. Prints each tree's median over the rounds and the
-change, writes OUT/compare.csv; the sweeps' tables lie beside it.
+Arguments after `--` are passed to each tree's own tools/latency_sweep.py. Compare only figures of one run: two GPUs of
+one kind differ by 3 to 5 %, and one GPU differs as much from hour to hour. Prints each tree's median over the rounds
+and the change. Writes OUT/compare.csv and the tables of the sweeps.
 """
 
 import sys
@@ -20,10 +20,10 @@ from bench.compare_trees import SWEEP, compare
 def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--base", type=Path, required=True, help="folder of the tree from before")
+    add("--base", type=Path, required=True, help="folder of the old tree")
     add("--rounds", type=int, default=2)
     add("--out", type=Path, default=Path("out/compare"))
-    add("sweep", nargs="+", help="behind --: arguments of latency_sweep.py")
+    add("sweep", nargs="+", help="after --: arguments of latency_sweep.py")
     args = parser.parse_args()
     if not (args.base / SWEEP).is_file():
         parser.error(f"--base {args.base}: no tree with {SWEEP}")

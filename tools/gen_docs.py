@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the generated parts of README.md and docs/, and draw README's picture.
 
-    python tools/gen_docs.py            rewrites what is between the markers
-    python tools/gen_docs.py --check    exit code 1 if a part is stale; prints its name
+    python tools/gen_docs.py            rewrite what is between the markers
+    python tools/gen_docs.py --check    change nothing; exit code 1 if a part is stale, with its name
 
 A part is between `<!-- NAME: begin ... -->` and `<!-- NAME: end -->`. Sources: measured figures from the CSVs of
 docs/measurements/ (bench/figures.py); environment variables from megamoe/core/env.py; options from the constructors of

@@ -2,15 +2,15 @@
 """Time what the host does in one call of the layer: through the module, Layer, the operator and the backend.
 
     python tools/host_cost.py --check              on one Hopper GPU: the kernel; exit code 1 above the limits
-    python tools/host_cost.py --captured --check   on one Hopper GPU: what is between the kernels of a captured loop
-    python tools/host_cost.py                      elsewhere: a backend that does nothing, so the front end's share
+    python tools/host_cost.py --captured --check   on one Hopper GPU: the gap between kernels of a captured loop
+    python tools/host_cost.py                      elsewhere: a backend that does nothing, for the front end's share
 
-Method: one rank, few tokens; the mean over 50 calls back to back, the queue emptied after them outside the timed
-region; the least mean of the repeats, and their median. grad: the forward of a call whose gradients are recorded.
-torch: a copy of x, which says how fast the host is. --captured: a graph of CHAIN launches of two layers in turns, each
-of which takes the y before as its x; of the last two, from the end of the one's last CTA to the start of the other's
-first, by the GPU's clock, the median of the replays; without and with programmatic dependent launch. The GPU spins
-while the host queues a replay.
+Method: one rank, few tokens. A sample is the mean of 50 calls back to back; the queue is emptied outside of the timed
+region. Reported are the lowest and the median sample. grad: the forward of a call whose gradients are recorded. torch:
+a copy of x, to show how fast the host is. --captured: a graph of CHAIN launches of two layers in turn; each takes the
+previous y as its x. Measured by the GPU's clock is the time from the end of the second-last launch's last CTA to the
+start of the last launch's first: the median of the replays, with and without programmatic dependent launch. The GPU
+spins while the host queues a replay.
 """
 
 import sys
@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help=f"hold {LIMITS} us, with gradients {GRAD_LIMITS}"
     )
-    parser.add_argument("--captured", action="store_true", help="between launches of a graph")
+    parser.add_argument("--captured", action="store_true", help="time between launches of a graph")
     args = parser.parse_args()
     if args.captured and args.backend != "mega":
         parser.error("--captured measures the kernel: it needs a Hopper GPU and --backend mega")

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Time one layer over token counts and shapes, interleaved with a baseline, beside the hardware's floors.
+"""Time one layer over token counts and shapes, interleaved with a baseline, and compare with the hardware's limits.
 
     python tools/latency_sweep.py --shape dsv3 flash --tokens 8 128 1024 8192 --precision fp8 --baseline staged
     python tools/latency_sweep.py --shape tiny --backend staged --tokens 8 64          on a CPU, to try the tool
 
 Method: CUDA events around one call; median of 20; then the maximum over ranks. cool: before every sample the L2 is
-flushed (a 256 MB memset), the device idles until all ranks are there, spins until every host has queued the call, and
-the ranks are aligned on the stream by a one-element all-reduce: so no rank starts late because its host did. hot: calls
-back to back for half a second first, then 20 timed ones without flush or gap, as in training. Backends take turns
-inside the same run. Baselines are BF16; gemms, a layer's GEMMs alone, in FP8 forward by token and channel.
+flushed (a 256 MB memset), the device idles until all ranks have arrived and spins until every host has queued the call,
+and a one-element all-reduce aligns the ranks on the stream, so no rank starts late because of its host. hot: calls back
+to back for half a second, then 20 timed calls without flush or gap, as in training. Backends alternate within one run.
+Baselines are BF16; gemms, the GEMMs of a layer alone, in FP8 forward by token and channel.
 
---direction backward times the backend's backward launch, all gradients, from a state that a forward has left before,
-outside of what is timed; step times both, and with FP8 the quantization of the weights, which is also timed by itself.
-A backend without a backward pass of its own is differentiated by torch, as a layer.
+--direction backward times the backend's backward launch with all gradients; the forward that saved its state is not
+timed. step times both and, with FP8, the quantization of the weights, which is also timed alone. If a backend has no
+backward pass of its own, the layer is differentiated by torch.
 
-TFLOPS = 2 * T * K * 3 * H * I a rank, twice that in backward. Utilisation relates forward's to the tensor cores at the
-clock that the kernel itself measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations a cycle. Writes a CSV and a
-PNG into --out.
+TFLOPS = 2 * T * K * 3 * H * I per rank, twice that in backward. Utilization compares forward's TFLOPS with the tensor
+cores at the clock that the kernel measured (--clock): SMs * 8192 (FP8) or 4096 (BF16) operations per cycle. Writes a
+CSV and a PNG into --out.
 """
 
 import argparse
@@ -39,30 +39,34 @@ def main() -> int:
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
     add("--baseline", nargs="+", default=[], choices=("staged", "autograd", "gemms"),
-        help="in turns with the backend; autograd: staged that recomputes nothing")  # fmt: skip
-    add("--direction", default="forward", choices=DIRECTIONS, help="train: a forward that saves")
-    add("--quantized-x", action="store_true", help="also forward of an x that comes in e4m3")
-    add("--main-grad", action="store_true", help="also with gradients added to fp32 tensors")
+        help="alternate with the backend; autograd: staged without recomputation")  # fmt: skip
+    add(
+        "--direction", default="forward", choices=DIRECTIONS, help="train: forward, saves its state"
+    )
+    add("--quantized-x", action="store_true", help="also forward of an x in e4m3")
+    add("--main-grad", action="store_true", help="also add gradients to fp32 tensors")
     add("--passes", nargs="+", type=int, default=[], metavar="G",
-        help="backward also with weight gradients of G passes in one launch; us are of one pass")  # fmt: skip
+        help="also compute weight gradients of G passes in one launch; us are per pass")  # fmt: skip
     add("--layer", action="store_true", help="time the layer through autograd, not the launches")
     add("--reserve-sms", nargs="+", default=["default"], type=reserve, metavar="N|default",
-        help="SMs left to others; several take turns. default: as a layer that trains has it")  # fmt: skip
+        help="SMs left to other kernels; several alternate. default: as in a training layer")  # fmt: skip
     add("--local-experts-of", type=int, metavar="R",
-        help="experts of one of R ranks: for fewer GPUs than R")  # fmt: skip
+        help="use the experts of one of R ranks, for fewer GPUs than R")  # fmt: skip
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
     add("--tokens", type=int, nargs="+", help="per rank",
         default=[8, 64, 128, 256, 512, 1024, 2048, 8192])  # fmt: skip
     add("--routing", nargs="+", default=["uniform"], choices=ROUTINGS,
-        help="what experts tokens take; see megamoe.testing.make_routing")  # fmt: skip
+        help="distribution of tokens over experts, see megamoe.testing.make_routing")  # fmt: skip
     add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
     add("--mode", default="cool", choices=(*MODES, "both"))
     add("--clock", action="store_true", help="time the variant with timestamps: clock, utilisation")
-    add("--dram", action="store_true", help="also what a call reads from DRAM, by ncu, on one rank")
+    add(
+        "--dram", action="store_true", help="also measure DRAM reads of a call, by ncu, on one rank"
+    )
     add(CHILD, action="store_true", help=argparse.SUPPRESS)
     add("--samples", type=int, default=20)
-    add("--out", type=Path, default=Path("out"), help="folder of the CSV and the PNG")
+    add("--out", type=Path, default=Path("out"), help="folder for CSV and PNG")
     add("--name", default="latency", help="name of both files")
     args = parser.parse_args()
     if args.direction != "forward":

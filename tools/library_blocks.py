@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Time one MoE block of another library with its own experts and with megamoe's, and compare what they compute.
+"""Time one MoE block of another library with its own experts and with megamoe's, and compare their results.
 
     python tools/library_blocks.py --shape qwen3-30b --tokens 8192                      transformers, one GPU
     python tools/library_blocks.py --ranks 2 --precision bf16 fp8                       its experts over two GPUs
     python tools/library_blocks.py --library torchtitan --precision bf16 fp8               --ranks 2, too
 
-A block is the library's own module, router and all, with parameters in bf16; ours are made by its adapter from the same
-parameters. Timed are forward without gradients, and a step: forward and backward, gradients of x and all parameters.
-Cool, aligned, in turns, as tools/latency_sweep.py does it; the largest of the ranks' medians. On several ranks, each
-with --tokens of its own, experts are spread over them, the library's with its own all-to-all. Exit code 1 when y or a
-gradient is further from the library's than BF16's or FP8's roundings explain.
+A block is the library's own module including its router, with bf16 parameters. The adapter builds ours from the same
+parameters. Timed are forward without gradients, and a step: forward and backward with gradients of x and all
+parameters. Samples are cool, aligned and alternate, as in tools/latency_sweep.py; reported is the largest of the ranks'
+medians. On several ranks, each with its own --tokens, experts are distributed, the library's with its own all-to-all.
+Exit code 1 if y or a gradient differs from the library's by more than the roundings of BF16 or FP8 explain.
 """
 
 import sys

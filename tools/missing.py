@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Print the requirements of setup.py that this Python lacks, one a line. For tools/setup_env.sh on GPU machines.
+"""Print the requirements of setup.py that this Python lacks, one per line, for tools/setup_env.sh on GPU machines.
 
-    python tools/missing.py runtime    what the kernel needs; to be installed without dependencies, torch is there
-    python tools/missing.py dev        what tests and linting need besides
+    python tools/missing.py runtime    what the kernel needs; install without dependencies, since torch is installed
+    python tools/missing.py dev        what tests and linting need in addition
 
-Imports nothing that might be missing.
+It imports nothing that might be missing.
 """
 
 from command import parser_of

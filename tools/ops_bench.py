@@ -33,21 +33,25 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=[n for names in CASES for n in names], metavar="CASE",
-        help="some of " + ", ".join(n for names in CASES for n in names))  # fmt: skip
+        help="cases to run, of " + ", ".join(n for names in CASES for n in names))  # fmt: skip
     add("--experts-of-family", type=int, default=8)
-    add("--rows", type=int, default=4096, help="of each expert of the family")
+    add("--rows", type=int, default=4096, help="rows per expert of the family")
     add("--k", type=int, default=8192)
     add("--n", type=int, default=4096)
     add("--experts", type=int, default=128, help="of gpt-oss")
     add("--tokens", type=int, default=24576, help="of gpt-oss")
     add("--size", type=int, default=2880, help="H and I of gpt-oss")
-    add("--no-bias", action="store_true", help="gpt-oss without biases")
-    add("--compile", action="store_true", help="torch's elementwise operations through inductor")
+    add("--no-bias", action="store_true", help="run gpt-oss without biases")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile torch's elementwise operations with inductor",
+    )
     add("--mode", default="both", choices=(*MODES, "both"))
     add("--samples", type=int, default=20)
     add("--clock", action="store_true")
-    add("--out", type=Path, default=Path("out"), help="folder of the CSV")
-    add("--name", default="ops", help="its name")
+    add("--out", type=Path, default=Path("out"), help="folder for the CSV")
+    add("--name", default="ops", help="name of the CSV")
     args = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("needs a Hopper GPU")

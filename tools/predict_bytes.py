@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Predict what a forward launch reads from DRAM, on a CPU in seconds: a change of the tile order shows its bytes.
+"""Predict what a forward launch reads from DRAM, on a CPU in seconds, to judge a change of the tile order.
 
     python tools/predict_bytes.py --local-experts-of 4 --shape dsv3 qwen3-30b --tokens 8192 --meet steps rounds
 
---meet names orders: steps (no pair meets), or rounds, then members of Meet (megamoe/launch/meetings.py), such as
-rounds,many=6. bench/memory_model says what the model leaves out.
+--meet names orders: steps (no pair waits for another), or rounds, then members of Meet (megamoe/launch/meetings.py),
+such as rounds,many=6. bench/memory_model/ lists what the model leaves out.
 """
 
 import sys
@@ -19,14 +19,24 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add_shape_arguments(parser, "dsv3")
-    add("--local-experts-of", type=int, help="the experts of one rank of so many")
+    add("--local-experts-of", type=int, help="use the experts of one of R ranks")
     add("--precision", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
     add("--tokens", nargs="+", type=int, default=[8192])
     add("--meet", nargs="+", type=meet_from, default=[None, meet_from("rounds")])
-    add("--train", action="store_true", help="pre-activations are saved")
-    add("--l2-mb", type=float, default=Machine.l2_mb, help="that tiles have of each half of L2")
-    add("--speeds", type=float, default=Machine.speeds, help="how unlike pairs are, relative")
-    add("--slow", type=float, default=0.0, help="how much longer one pair takes, relative")
+    add("--train", action="store_true", help="save pre-activations, as in training")
+    add(
+        "--l2-mb",
+        type=float,
+        default=Machine.l2_mb,
+        help="MB of each half of L2 that tiles have",
+    )
+    add(
+        "--speeds",
+        type=float,
+        default=Machine.speeds,
+        help="relative difference in speed between pairs",
+    )
+    add("--slow", type=float, default=0.0, help="relative delay of one slow pair")
     args = parser.parse_args()
     machine = Machine(l2_mb=args.l2_mb, speeds=args.speeds, slow=args.slow)
     for shape in local_shapes(args):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Check the layer on every rank against the fp32 oracle, stage by stage where the backend shows its stages.
+"""Compare the layer on every rank with the fp32 oracle, stage by stage if the backend exposes its stages.
 
     python tools/rank_check.py --backend staged --ranks 2                      small, anywhere
     python tools/rank_check.py --backend mega --shape dsv3 --tokens 8 1024 8192 --precision bf16 fp8
@@ -8,13 +8,13 @@
     MEGAMOE_SHARE_GPUS=1 python tools/rank_check.py --backend mega --ranks 4   more ranks than GPUs, in time slices
     torchrun --nproc-per-node 4 tools/rank_check.py --backend mega             started by torchrun
 
-Inputs and weights are drawn on the device from (seed, rank), so every rank can draw those of the others and needs no
-communication to compute what it should have got. Large cases check a sample of tokens. Two oracles: one rounds where
-the kernel does and gives the verdict on every stage; the other is fp32 throughout on the bf16 weights, and shows what
-the roundings cost y, or a gradient. Exit code 1 on any failure.
+Inputs and weights are drawn on the device from (seed, rank), so every rank can draw those of the others and computes
+its expected results without communication. Large cases check a sample of tokens. There are two oracles. One rounds
+where the kernel does and gives the verdict on every stage. The other is fp32 throughout on the bf16 weights, and shows
+the rounding error of y or a gradient. Exit code 1 on any failure.
 
-Backward compares gradients of sampled tokens and experts, starting from the pre-activations that forward saved, where
-the backend has a backward pass of its own; else torch's gradients of the layer, with fp32 alone.
+Backward compares gradients of sampled tokens and experts. If the backend has its own backward pass, the oracle starts
+from the pre-activations that forward saved; else torch's gradients of the layer are compared with fp32 only.
 """
 
 import sys
@@ -34,22 +34,37 @@ def main() -> int:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--backend", default="auto", choices=("auto", "mega", "staged", "emulate", "reference"))
-    add("--direction", default="forward", choices=list(COLUMNS), help="step: both")
+    add(
+        "--direction",
+        default="forward",
+        choices=list(COLUMNS),
+        help="direction to check; step: both",
+    )
     add_shape_arguments(parser, default="tiny")
     add("--tokens", type=int, nargs="+", default=[64], help="tokens per rank")
     add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED, SKEWED))
     add("--int64-ids", action="store_true")
-    add("--least-pool", action="store_true", help="the fewest pool rows: several passes")
-    add("--random", type=int, default=0, metavar="N", help="N random configurations instead")
-    add("--repeat", type=int, default=1, metavar="N", help="N calls must give the same bits")
+    add(
+        "--least-pool",
+        action="store_true",
+        help="use the smallest pool, so that a call takes several passes",
+    )
+    add("--random", type=int, default=0, metavar="N", help="check N random configurations instead")
+    add(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also check that N calls give the same bits",
+    )
     add("--fewer-sms", type=int, default=0, metavar="N",
-        help="backward: a layer with N SMs reserved must give the same bits")  # fmt: skip
+        help="backward: also check that a layer with N reserved SMs gives the same bits")  # fmt: skip
     add("--mean-rows", type=int, default=panels.MEAN_ROWS, metavar="N",
-        help="rows of an expert above which MXFP4 weights are expanded in memory")  # fmt: skip
+        help="rows per expert above which MXFP4 weights are expanded in memory")  # fmt: skip
     add("--seed", type=int, default=0)
-    add("--csv", type=Path, metavar="FILE", help="write a row for each configuration")
-    add("--verbose", "-v", action="store_true", help="print good stages too")
+    add("--csv", type=Path, metavar="FILE", help="CSV to write, one row per configuration")
+    add("--verbose", "-v", action="store_true", help="also print stages that are correct")
     add_launch_arguments(parser)
     args = parser.parse_args()
     if args.direction != "forward":

@@ -30,11 +30,15 @@ def main() -> int:
     add = parser.add_argument
     add("scenario", nargs="+", choices=[*SCENARIOS, "kill"])
     add("--ranks", type=int, help="default: all GPUs")
-    add("--calls", type=int, help="of calls (10000), nccl (1000), streams (400), train_nccl (300)")
-    add("--replays", type=int, default=1000, help="of graph and train_graph")
-    add("--steps", type=int, default=2000, help="of train")
+    add(
+        "--calls",
+        type=int,
+        help="number of calls: calls (10000), nccl (1000), streams (400), train_nccl (300)",
+    )
+    add("--replays", type=int, default=1000, help="number of replays: graph, train_graph")
+    add("--steps", type=int, default=2000, help="number of steps: train")
     add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
-    add("--bound", type=float, default=300.0, metavar="S", help="longest a scenario may take")
+    add("--bound", type=float, default=300.0, metavar="S", help="longest time per scenario")
     for hidden in ("--as-rank", "--port"):
         add(hidden, type=int, help=argparse.SUPPRESS)
     add("--mode", help=argparse.SUPPRESS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what tools/latency_sweep.py measured; on its own, from its CSVs: python tools/sweep_plot.py --out x.png *.csv"""
+"""Draw the results of tools/latency_sweep.py. From its CSVs: python tools/sweep_plot.py --out x.png *.csv"""
 
 import sys
 from pathlib import Path

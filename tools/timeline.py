@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show a launch as time: what the roles of a CTA do when, and the phases of all CTAs, by the kernel's own timestamps.
+"""Show one launch over time: what the roles of a CTA do, and the phases of all CTAs, from the kernel's own timestamps.
 
     python tools/timeline.py --shape dsv3 --tokens 64 --precision fp8                      on GPUs, by the kernel
     python tools/timeline.py --shape dsv3 --tokens 4096 --direction backward --cta 17
@@ -8,13 +8,14 @@
     python tools/timeline.py --marks out/timeline.csv                                      again, from what was recorded
 
 Writes into --out: a CSV with the marks of every CTA of every rank in ns (csrc/megamoe/cta/profile.cuh), a Chrome trace
-(JSON, for chrome://tracing or ui.perfetto.dev) and, where matplotlib is there, a PNG. Prints when each mark is reached,
-in us since the rank's first CTA began: the median and the latest CTA. A mark varies by 1 to 3 us from launch to launch:
-of several, the CSV has all, medians over them are printed, and shown is the one that takes the median time.
+(JSON, for chrome://tracing or ui.perfetto.dev) and, if matplotlib is installed, a PNG. Prints when each mark is
+reached, in us since the rank's first CTA began: the median and the latest CTA. A mark varies by 1 to 3 us between
+launches. With several samples the CSV has all, the printed values are medians, and the picture shows the launch with
+the median time.
 
-The variant with timestamps runs, after warm-up calls, with a cold L2. A mark is the last warp's that makes it, and of
-several passes the last one's. Waits are sums over the launch: of load_a for rows and for h (backward: dgu), of one math
-thread for filled slots. Clocks of ranks are not compared.
+The variant with timestamps runs after warm-up calls, with a cold L2. A mark is that of the last warp that makes it, and
+of the last pass. Waits are sums over the launch: of load_a for rows and for h (backward: dgu), of one math thread for
+filled slots. Clocks of different ranks are not compared.
 """
 
 import sys
@@ -36,13 +37,18 @@ def main() -> int:
     add("--direction", default="forward", choices=("forward", "backward"))
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
-    add("--tokens", type=int, default=64, help="per rank")
+    add("--tokens", type=int, default=64, help="tokens per rank")
     add("--local-experts-of", type=int, metavar="R",
-        help="experts of one of R ranks: for fewer GPUs than R")  # fmt: skip
+        help="use the experts of one of R ranks, for fewer GPUs than R")  # fmt: skip
     add("--precision", default="bf16", choices=PRECISIONS)
-    add("--samples", type=int, default=1, help="launches; fibers take another order in each")
-    add("--cta", type=int, default=0, help="whose roles are shown")
-    add("--marks", type=Path, metavar="CSV", help="show these, run nothing")
+    add(
+        "--samples",
+        type=int,
+        default=1,
+        help="number of launches; the emulator uses another order in each",
+    )
+    add("--cta", type=int, default=0, help="CTA whose roles are shown")
+    add("--marks", type=Path, metavar="CSV", help="CSV to show; nothing is run")
     add("--out", type=Path, default=Path("out"))
     add("--name", default="timeline")
     args = parser.parse_args()

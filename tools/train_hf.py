@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Train a Qwen3-MoE of Hugging Face transformers with megamoe's experts and with transformers' own; compare.
+"""Train a Qwen3-MoE of Hugging Face transformers with megamoe's experts and with transformers' own, and compare.
 
     python tools/train_hf.py                       spawns its ranks: every GPU, or one on a CPU
     torchrun --nproc-per-node 4 tools/train_hf.py  the same, started by torchrun
     python tools/train_hf.py --curves curves.png --generate 400
 
-The model is made from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
-and read the text of tools/train_step.py. Printed are tokens per second, peak memory and losses of both. Whole curves
-part by chance, as training amplifies the order of sums; judged are single steps along the run, which both models take
-from the run's parameters by the same routes: loss and gradients have to be equal.
+The model is built from a configuration: 107 M parameters on GPUs, tiny on a CPU. Both runs begin with the same weights
+and read the text of tools/train_step.py. It prints tokens per second, peak memory and losses of both. Whole curves
+diverge by chance, because training amplifies the order of sums. So the check compares single steps along the run: both
+models take the run's parameters and the same routes, and loss and gradients must be equal.
 """
 
 import sys
@@ -28,10 +28,26 @@ def main() -> int:
     add("--compare", metavar="NAME", help="experts_implementation; grouped_mm on GPUs, or eager")
     add("--steps", type=int, help="training steps; default 300 on GPUs, 60 on a CPU")
     add("--seed", type=int, default=1)
-    add("--curves", type=Path, metavar="PNG", help="draw the losses of both runs; a CSV beside it")
-    add("--generate", type=int, default=0, metavar="N", help="N bytes of text by the trained model")
-    add("--loss-tolerance", type=float, default=5e-3, help="largest difference of losses, nats")
-    add("--gradient-tolerance", type=float, default=0.05, help="difference's norm over the norm")
+    add("--curves", type=Path, metavar="PNG", help="picture of the losses of both runs, with a CSV")
+    add(
+        "--generate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="generate N bytes of text with the trained model",
+    )
+    add(
+        "--loss-tolerance",
+        type=float,
+        default=5e-3,
+        help="largest allowed difference of losses, in nats",
+    )
+    add(
+        "--gradient-tolerance",
+        type=float,
+        default=0.05,
+        help="largest allowed norm of the difference, relative to the norm",
+    )
     add_launch_arguments(parser)
     args = parser.parse_args()
     if args.generate < 0:

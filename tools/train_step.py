@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 4 tools/train_step.py  the same, started by torchrun
     python tools/train_step.py --curves curves.png   in BF16, FP8 and by staged: losses to a picture and a CSV
 
-Attention and embeddings are data-parallel, the experts of every MegaMoE layer are spread over the ranks. Another
-model, on one rank or with another backend, must agree, because expert parallelism changes where things are computed,
-not what. It is compared twice: along the run it repeats single steps from the run's own parameters, which have to give
-the same loss and gradients; at the end it trains its own first steps, which have to give the same losses.
+Attention and embeddings are data-parallel; the experts of every MegaMoE layer are distributed over the ranks. A second
+model, on one rank or with another backend, must agree, because expert parallelism changes where results are computed,
+not what. It is compared twice: along the run it repeats single steps from the run's parameters, which must give the
+same loss and gradients; at the end it trains its own first steps, which must give the same losses.
 """
 
 import sys
@@ -33,19 +33,38 @@ def main() -> int:
         "--target",
         type=float,
         default=2.5,
-        help="the final loss has to be below this, nats per byte",
+        help="upper limit of the final loss, in nats per byte",
     )
-    add("--curves", type=Path, metavar="PNG", help="compare whole runs in place of single steps")
-    add("--seeds", type=int, nargs="+", help="of --curves, which then judges their mean")
+    add(
+        "--curves",
+        type=Path,
+        metavar="PNG",
+        help="draw and compare whole runs instead of single steps",
+    )
+    add("--seeds", type=int, nargs="+", help="seeds for --curves, which then compares their mean")
     add("--compare", default="auto", choices=("auto", "one-rank", "staged", "none"))
-    add("--compare-steps", type=int, help="steps that the other trains itself: 25 on a CPU, or 1")
-    add("--loss-tolerance", type=float, default=5e-3, help="largest difference of losses, nats")
-    add("--norm-tolerance", type=float, default=0.05, help="of gradient norms, relative")
+    add(
+        "--compare-steps",
+        type=int,
+        help="steps that the second model trains itself; default: 25 on a CPU, else 1",
+    )
+    add(
+        "--loss-tolerance",
+        type=float,
+        default=5e-3,
+        help="largest allowed difference of losses, in nats",
+    )
+    add(
+        "--norm-tolerance",
+        type=float,
+        default=0.05,
+        help="largest allowed relative difference of gradient norms",
+    )
     add(
         "--gradient-tolerance",
         type=float,
         default=0.05,
-        help="of gradients from equal parameters: norm of the difference over the norm",
+        help="largest allowed relative error of gradients from equal parameters",
     )
     add_launch_arguments(parser)
     return launch(worker, parser.parse_args())

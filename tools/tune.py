@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Measure what the kernel chooses by formula beside every other choice: the length of a step of the tile order.
+"""Measure the length of a step of the tile order that the kernel chooses by formula, next to every other choice.
 
     python tools/tune.py --shape dsv3 qwen3-30b --ranks 1 --local-experts-of 4 --precision fp8 bf16
 
-Prints us a call for each number of blocks a step (`step_blocks` of MegaBackend, csrc/megamoe/schedule/order.h), the
-best one, and what the formula costs over it; writes OUT/NAME.csv. Cool, aligned, in turns, as tools/latency_sweep.py.
+Prints us per call for each number of blocks per step (`step_blocks` of MegaBackend, csrc/megamoe/schedule/order.h), the
+best one, and how much slower the formula's choice is; writes OUT/NAME.csv. Samples are cool, aligned and alternate, as
+in tools/latency_sweep.py.
 """
 
 import sys
@@ -25,11 +26,11 @@ def main() -> int:
     add = parser.add_argument
     add_launch_arguments(parser)
     add_shape_arguments(parser, default="qwen3-30b")
-    add("--local-experts-of", type=int, metavar="R", help="experts of one of R ranks")
+    add("--local-experts-of", type=int, metavar="R", help="use the experts of one of R ranks")
     add("--direction", default="forward", choices=DIRECTIONS)
-    add("--tokens", type=int, nargs="+", default=[8, 64, 512, 2048, 8192], help="per rank")
+    add("--tokens", type=int, nargs="+", default=[8, 64, 512, 2048, 8192], help="tokens per rank")
     add("--precision", nargs="+", default=["bf16"], choices=PRECISIONS)
-    add("--steps", type=int, nargs="+", default=list(STEPS), help="blocks a step to try")
+    add("--steps", type=int, nargs="+", default=list(STEPS), help="blocks per step to try")
     add("--samples", type=int, default=10)
     add("--out", type=Path, default=Path("out"))
     add("--name", default="tune")

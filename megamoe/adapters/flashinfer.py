@@ -71,10 +71,8 @@ class MegaMoEKernel(MegaKernelBackend):
     """Run a megamoe layer as FlashInfer's kernel. FlashInfer creates it from a MegaMoEConfig and calls its methods.
 
     It accepts three kinds of weights: packs of bf16 or fp32, which are quantized if the precision requires it; packs
-    with
-    the precision's own scales (e4m3 with fp32 per 128 x 128, or packed e2m1 with E8M0 per 32 numbers); and
-    ExpertWeights as
-    `transformed_weights`.
+    with the precision's own scales (e4m3 with fp32 per 128 x 128, or packed e2m1 with E8M0 per 32 numbers); and
+    ExpertWeights as `transformed_weights`.
 
     Raises:
         ConfigError: `config` is no MegaMoEConfig, or no layer supports a size or an option.
@@ -146,8 +144,7 @@ class MegaMoEKernel(MegaKernelBackend):
         """Store the tensors of the next call, which the layer reads in place.
 
         If `quantize_input` is False, hidden_states are already quantized, with t.scales. All ranks raise ArgumentError
-        if one
-        has factors for the products (fc1_alpha, fc2_alpha, fc1_norm_const).
+        if one has factors for the products (fc1_alpha, fc2_alpha, fc1_norm_const).
         """
         with together(workspace.layer):
             for name in _FACTORS:

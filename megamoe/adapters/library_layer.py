@@ -61,8 +61,7 @@ class LibraryLayer(Layer):
     """Replace a library's experts by a layer. Layers of one size share a window of hundreds of MB. Collective.
 
     The attribute `borrowed` is what return_window() takes if a layer is dropped without close(). Adapters use
-    `made_for` to
-    replace a layer when its module changes.
+    `made_for` to replace a layer when its module changes.
 
     Args:
         problem: As for megamoe.Layer. Pass a function if only this rank may reject the problem.

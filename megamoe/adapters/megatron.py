@@ -96,8 +96,7 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
     """Replace Megatron's MoELayer; the routed experts run in a megamoe layer.
 
     Calls, backward passes and close() are collective over the expert-parallel group. If a call has more than
-    `max_tokens`
-    tokens, all ranks raise ArgumentError.
+    `max_tokens` tokens, all ranks raise ArgumentError.
 
     Args:
         config: Megatron's TransformerConfig.

@@ -172,8 +172,7 @@ class Installed:
         """Store the inputs of the next fp8_mega_moe(); the kernel quantizes x itself, per 128 columns or per token.
 
         x: [at least T, H] bf16, topk_ids: [at least T, K] int32, topk_weights: [at least T, K]; T = num_tokens rows are
-        used.
-        buffers: x, x_sf, topk_idx and topk_weights of one Buffer.
+        used. buffers: x, x_sf, topk_idx and topk_weights of one Buffer.
 
         Raises:
             ArgumentError: The buffers are not from one Buffer of this module. Other errors are raised by
@@ -211,8 +210,7 @@ class Installed:
         """Run the stored tokens and write [T, H] bf16 to the first T rows of y. Collective.
 
         l1_weights: Rows. l2_weights: w2 [L, H, I] e4m3 and its scales. Scales are by blocks of 128x128, or by channel
-        [L, 2I, 1]
-        and [L, H, 1] whatever `recipe` is. fast_math has no effect.
+        [L, 2I, 1] and [L, H, 1] whatever `recipe` is. fast_math has no effect.
 
         Raises:
             ArgumentError: An argument here or in mega_moe_pre_dispatch_sm90() is invalid, or gate and up are

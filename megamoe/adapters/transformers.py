@@ -290,8 +290,7 @@ def relayout(model: nn.Module) -> int:
     """Store transposed experts (GPT-OSS, Aria) in the layout that layers read, so that calls do not copy them.
 
     Values, shapes and names stay the same; strides change. Only one matrix at a time is copied. Call it before an
-    optimizer
-    is created and before FSDP wraps the model.
+    optimizer is created and before FSDP wraps the model.
 
     Args:
         model: The model.

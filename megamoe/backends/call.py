@@ -17,15 +17,18 @@ from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
 
 
 class Call(NamedTuple):
-    """What a rank brings. T tokens, zero too; the same weights, but for their values, until others are given.
+    """Hold the arguments of one call on one rank. T may be zero.
 
-    x: [T, H] bf16 or, where the precision stores it so, quantized: ranks need not agree on that.
-    topk_ids: [T, K] int32 | int64; an id outside [0, E) is dropped. topk_weights: [T, K] fp32.
-    weights: of this rank, as the precision stores them; of a backward pass the bf16 masters.
-    num_tokens_device: [1] int32; tokens from there on are not computed. out: [T, H] bf16, for y.
-    known: stands for all that the checks of a call look at, and for where weights lie: calls that have the same object
-        are alike in that, and were checked. None: the backend looks itself.
-    state: [state_bytes] uint8, where a state that is kept may be put.
+    Args:
+        x: [T, H] bf16 or, if the precision stores it so, quantized; ranks may differ in this.
+        topk_ids: [T, K] int32 or int64. Ids outside [0, E) are dropped.
+        topk_weights: [T, K] fp32.
+        weights: This rank's weights in the precision's format; in a backward pass the bf16 masters.
+        num_tokens_device: [1] int32. Tokens from this number on are not computed.
+        out: [T, H] bf16 to write y into.
+        known: Validation token. Two calls with the same token have identical shapes, dtypes, strides and weight
+            addresses, already validated. None: not validated.
+        state: [state_bytes] uint8, memory for the state if it is saved.
     """
 
     x: Tensor | QuantizedRows
@@ -39,11 +42,11 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> tuple[Tensor, Tensor | None]:
-        """x, or what it is stored as, and its scales."""
+        """x, or its quantized numbers, and its scales."""
         return self.x if isinstance(self.x, QuantizedRows) else (self.x, None)
 
     def computed_ids(self) -> Tensor:
-        """Return topk_ids with the routes of all tokens from num_tokens_device on dropped."""
+        """Return topk_ids in which all routes of tokens from num_tokens_device on are dropped."""
         if self.num_tokens_device is None:
             return self.topk_ids
         tokens = torch.arange(self.topk_ids.shape[0], device=self.topk_ids.device)
@@ -51,7 +54,7 @@ class Call(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients a rank needs."""
+    """Name the gradients that a rank needs."""
 
     x: bool = True
     topk_weights: bool = True
@@ -62,12 +65,12 @@ class Needs(NamedTuple):
 
     @property
     def of_weights(self) -> tuple[bool, ...]:
-        """Whether those of w13, w2, b13, b2 are needed."""
+        """True for each of w13, w2, b13 and b2 whose gradient is needed."""
         return self[2:]
 
 
 class Gradients(NamedTuple):
-    """x: [T, H] bf16; topk_weights: [T, K] fp32; w13, w2: bf16 like the masters; b13, b2: fp32. None: not needed."""
+    """Hold gradients; None: not needed. x: [T, H] bf16; topk_weights: [T, K] fp32; w13, w2: bf16; b13, b2: fp32."""
 
     x: Tensor | None = None
     topk_weights: Tensor | None = None
@@ -84,9 +87,9 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptRows:
-    """What the experts' gradients of one backward pass are made of: memory, [bytes] uint8, as the backend fills it.
+    """Hold the rows from which one backward pass's weight gradients are computed: [bytes] uint8, filled by the backend.
 
-    resets: how often the backend had been reset when it was made; what it holds is worth nothing behind another.
+    resets: the number of resets of the backend at that time. After another reset the contents are invalid.
     """
 
     memory: Tensor
@@ -94,13 +97,15 @@ class KeptRows:
 
 
 class Wanted(NamedTuple):
-    """What a backward pass is to make.
+    """Request the results of a backward pass.
 
-    into: "w13", "w2", "b13", "b2" -> a tensor like that master, fp32 or bf16, that its gradient is added to; Gradients
-        has None for it then. Only what `needs` has.
-    only_weights: no rank needs the first two of `needs`; a backend may leave out what makes them.
-    turned: made of the call's weights, what is multiplied where weights are stored as e4m3; else None.
-    kept: of new_kept(), to be filled; no gradient of weights is needed then.
+    Args:
+        needs: The gradients that are needed.
+        into: "w13", "w2", "b13" or "b2" -> a tensor of the master's shape, fp32 or bf16, to which the gradient is
+            added. Gradients then has None for it. Only names that `needs` has.
+        only_weights: True: no rank needs the first two of `needs`, so a backend may skip them.
+        turned: Transposes of e4m3 weights; None for other formats.
+        kept: Result of new_kept(), to be filled. Then no gradient of weights is needed.
     """
 
     needs: Needs = Needs()
@@ -111,13 +116,14 @@ class Wanted(NamedTuple):
 
 
 class Backend(Protocol):
-    """What runs a layer on one rank. All of it, making one too, is collective, but for check() and statistics().
+    """Run a layer on one rank. Everything is collective, also the constructor, except check() and statistics().
 
-    state_bytes: of what a forward pass that keeps its state returns.
-    recomputes: whether backward() computes the call again, and is given the weights that the forward pass took; others
-        are given the masters, and Wanted.turned where weights are stored in a format with scales.
-    needs_close: whether close() has something to free together with other ranks.
-    max_kept: backward passes whose kept rows weight_gradients() takes at a time; 0: new_kept() returns None.
+    Attributes:
+        state_bytes: Size of the state that a forward pass saves.
+        recomputes: True: backward() runs the call again and receives the weights of the forward pass. Other backends
+            receive the masters, and Wanted.turned if weights are stored with scales.
+        needs_close: True if close() has to free something together with other ranks.
+        max_kept: Largest number of kept passes that weight_gradients() takes; 0: new_kept() returns None.
     """
 
     state_bytes: int = 0
@@ -126,48 +132,48 @@ class Backend(Protocol):
     max_kept: int = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Compile, allocate, map: everything that a first forward would otherwise do. Again, it is not collective."""
+        """Compile, allocate and map what the first forward would. A second call is not collective."""
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return y [T, H] bf16 and, if it is to be kept, the call's state.
+        """Return y [T, H] bf16 and, with `keep`, the call's state [state_bytes] uint8.
 
-        keep: gradients are recorded. The state, [state_bytes] uint8, is the caller's, who may move it; y has the same
-            bits with and without it.
+        keep: True: gradients are recorded. The caller owns the state and may move it. y has the same bits in both
+        cases.
         """
         raise NotImplementedError
 
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
-        """Return the gradients of the call that left `state`, which stays as it is. dy: [T, H] bf16, contiguous.
+        """Return the gradients of the call that saved `state`, which is not changed. dy: [T, H] bf16, contiguous.
 
-        x is not quantized; weights are bf16 masters wherever w13 or w2 need a gradient.
+        x is not quantized. Weights are bf16 masters if w13 or w2 need a gradient.
         """
         raise NotImplementedError
 
     def prepare_kept(self) -> None:
-        """Compile what weight_gradients() would otherwise compile while other ranks go on."""
+        """Compile what weight_gradients() needs, so that no rank compiles while the others run."""
         return
 
     def new_kept(self) -> KeptRows | None:
-        """Return memory for what a backward pass keeps, None where this backend keeps nothing. Not collective."""
+        """Allocate memory for the rows of a backward pass; None if this backend keeps none. Not collective."""
         return None
 
     def weight_gradients(
         self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
     ) -> Gradients:
-        """Return the weights' gradients, each summed in fp32 over the rows of all passes that were kept.
+        """Return the weight gradients, each summed in fp32 over the rows of all kept passes.
 
-        Not collective: it needs no other rank. weights: the masters. wanted: of weights alone.
-        Raises MegaMoEError for rows that were lost by reset(). A pass that filled its pool several times becomes a
-        WorkspaceTooSmall of this call or a later one, and the gradients NaN.
+        Not collective: it needs no other rank. weights: the masters. wanted: only gradients of weights. Raises
+        MegaMoEError for rows that were lost by reset(). If a pass filled its pool several times, this call or a later
+        one raises WorkspaceTooSmall, and the gradients are NaN.
         """
         raise MegaMoEError("this backend keeps no rows of a backward pass")
 
     def statistics(self) -> Statistics:
-        """Return what the last forward did, without waiting for it."""
+        """Return statistics of the last forward, without waiting for it."""
         raise NotImplementedError
 
     def later_statistics(self) -> Callable[[], Statistics]:
-        """Return a function that makes those of the last forward, also when others have followed."""
+        """Return a function that returns the statistics of the last forward, even after other calls."""
         found = self.statistics()
         return lambda: found
 
@@ -176,19 +182,19 @@ class Backend(Protocol):
         return
 
     def check(self) -> None:
-        """Wait for what is pending; raise the fault of a launch, if there is one."""
+        """Wait for pending launches, and raise the error of a failed one."""
 
     def reset(self) -> None:
-        """Make it usable again after a fault."""
+        """Make the backend usable again after a failed launch."""
 
     def close(self) -> None:
         """Free what is shared with other ranks, after a barrier of the group."""
 
 
 def check_call(problem: Problem, call: Call, device: torch.device | None = None) -> None:
-    """Raise ArgumentError unless the tensors of one call, but for the weights, fit the problem. Reads no contents.
+    """Raise ArgumentError unless the tensors of one call, except weights, fit the problem. It reads no contents.
 
-    device: where they have to lie; None: where x does.
+    device: where they must be; None: the device of x.
     """
     (x, x_scale), stored = call.rows, problem.formats.x
     if x_scale is not None and not stored.scaled:
@@ -215,7 +221,7 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
 
 
 def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
-    """Raise MegaMoEError for rows that were kept before the last of so many resets."""
+    """Raise MegaMoEError if rows were kept before the last reset."""
     lost = sum(rows.resets != resets for rows in kept)
     if lost:
         raise MegaMoEError(
@@ -225,21 +231,21 @@ def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
 
 
 def shares(out: Tensor, read: Iterable[Tensor | None]) -> bool:
-    """Return whether `out` has the storage of something that is read."""
+    """Return True if `out` has the storage of a tensor that the call reads."""
     of = out.untyped_storage()._cdata
     return any(t is not None and t.untyped_storage()._cdata == of for t in read)
 
 
 def overwrites(out: Tensor, x: Tensor, others: Sequence[Tensor | None]) -> bool:
-    """Return whether `out` has a storage that the call reads. It may be x itself."""
+    """Return True if `out` has a storage that the call reads. It may be x itself."""
     same = out.data_ptr() == x.data_ptr() and out.element_size() == x.element_size()
     return shares(out, others if same else (x, *others))
 
 
 def check_out(out: Tensor, x: Tensor, routes: tuple[Tensor, Tensor], w: ExpertWeights) -> None:
-    """Raise ArgumentError for an `out` that cannot be written, or not without changing what the call reads.
+    """Raise ArgumentError if `out` cannot be written, or if writing it changes what the call reads.
 
-    routes: topk_ids, topk_weights. Compiled, y is made first and then copied.
+    routes: topk_ids, topk_weights. Under torch.compile y is computed first and then copied.
     """
     if out.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("out", "a tensor with a gradient", "one without: it is overwritten")

@@ -70,8 +70,7 @@ def _num_passes(prefix: Tensor, pool_rows: int, block_rows: int) -> Tensor:
     """Count the passes: [L, C + 1] routes before each chunk -> [1] int32, as pass_end() of csrc/megamoe/rows/plan.cuh.
 
     First find, for all chunks at once, where a pass that begins at this chunk ends. Then follow the ends from chunk 0
-    on,
-    in doubling strides.
+    on, in doubling strides.
     """
     local, chunks = prefix.shape[0], prefix.shape[1] - 1
     begin = torch.arange(chunks, device=prefix.device)

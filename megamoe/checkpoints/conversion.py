@@ -43,8 +43,8 @@ def convert(
     """Convert the experts of a checkpoint to another layout, in a new folder.
 
     Numbers are moved and never computed: dtypes stay the same, and only one expert of one tensor is in memory at a
-    time.
-    Other tensors, configuration and tokenizer files are copied. The folder has a temporary name until it is complete.
+    time. Other tensors, configuration and tokenizer files are copied. The folder has a temporary name until it is
+    complete.
 
     Args:
         source: Folder of safetensors files.

@@ -101,8 +101,7 @@ def timeout_s(stated: float | None = None) -> float:
     """Return the longest wait, in seconds, inside the kernel or for another host.
 
     The option `stated` wins over the environment variable. The kernel counts nanoseconds in 64 bits, and the upper
-    limit of
-    1e9 seconds is 31 years.
+    limit of 1e9 seconds is 31 years.
     """
     limits = 0.001, 1e9
     if stated is None:

@@ -19,14 +19,14 @@ def functional() -> bool:
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """Be outside of transforms and modes: what ranks say to each other is for none of them."""
+    """Leave transforms, modes and torch.jit.trace() in this block: messages between ranks must not be traced."""
     with temporarily_clear_interpreter_stack(), _disable_current_modes():
         yield
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Make tensors that calls in every mode may use: outside of inference_mode() and of what traces."""
+    """Leave inference mode and tracing: tensors of this block are reused in training. The grad mode is preserved."""
     gradients = torch.is_grad_enabled()
     with outside(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield

@@ -1,1 +1,1 @@
-"""Which experts a tensor holds: shards, placements, checkpoints."""
+"""Determine which experts a tensor holds: on this rank, in checkpoints, in the slots of a placement."""

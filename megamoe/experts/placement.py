@@ -1,7 +1,7 @@
-"""Redundant experts: several slots of a layer hold one popular expert, and its tokens take turns.
+"""Assign experts to slots: several slots of a layer hold one popular expert, and its tokens take turns (EPLB).
 
-Serving systems call this EPLB; logical experts are the router's, physical ones are slots. A layer is made with a
-placement, for inference (PlacedLayer): topk_ids become slots on the way in, and move_experts() moves experts.
+Logical experts are the router's; physical experts are slots. A layer with a placement is for inference (PlacedLayer):
+it maps topk_ids to slots, and move_experts() moves experts between slots.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ class SlotsOfShared(Problem):
 
 
 class ExpertPlacement:
-    """Which of E logical experts each of P physical slots holds.
+    """Assign one of E logical experts to each of P physical slots.
 
-    physical_to_logical: [P] int, the expert of each slot, every expert 0..E-1 at least once. Equal on all ranks.
-    Attributes: num_logical, E; num_physical, P; expert_of, the expert of each slot; slots_of, the slots of each expert.
+    Attributes: `num_logical` (E), `num_physical` (P), `expert_of` (the expert of each slot), `slots_of` (the slots of
+    each expert).
 
-    Raises ConfigError for a list that leaves an expert out.
+    Args:
+        physical_to_logical: [P] int, the expert of each slot. Every expert 0..E-1 occurs at least once. Equal on all
+            ranks.
+
+    Raises:
+        ConfigError: It is no list of integers, or an expert is missing.
     """
 
     def __init__(self, physical_to_logical: Sequence[int] | Tensor) -> None:
@@ -63,14 +68,22 @@ class ExpertPlacement:
     def balanced(
         cls, load: Sequence[float] | Tensor, num_physical: int, num_ranks: int
     ) -> ExpertPlacement:
-        """Return a placement under which slots and ranks have nearly equal loads.
+        """Compute a placement in which slots and ranks have nearly equal loads. The result is deterministic.
 
-        load: [E], tokens of each expert, from counters(). num_physical: P >= E, a multiple of num_ranks, which hold
-        P / num_ranks slots each, in order. Each further slot goes to the expert with the most tokens a slot; then the
-        fullest slots are dealt first, each to a rank that has room, with the fewest slots of that expert, the emptiest
-        of these. Deterministic.
+        Each extra slot goes to the expert with the most tokens per slot. Then each slot, the one with the most tokens
+        first, goes to a rank with room: the one with the fewest slots of this expert, and among these the one with the
+        lowest load.
 
-        Raises ConfigError for other loads and numbers.
+        Args:
+            load: [E], tokens of each expert, as counters() returns them.
+            num_physical: P, at least E and a multiple of num_ranks.
+            num_ranks: R. Each rank holds P / R consecutive slots.
+
+        Returns:
+            The ExpertPlacement.
+
+        Raises:
+            ConfigError: A load is negative or not finite, or a number does not fit.
         """
         expected = "[E] finite numbers that are not negative"
         loads = _as_tensor("load", load, expected, torch.float64)
@@ -99,10 +112,17 @@ class ExpertPlacement:
         return cls([expert for experts in held for expert in experts])
 
     def counters(self, statistics: Statistics, group: Any = None) -> Tensor:
-        """Return [E] int64, tokens of each logical expert in the last call, from all ranks. Collective.
+        """Count the tokens of each logical expert in the last call, over all ranks. Collective.
 
-        statistics: of the layer. group: as the layer was given it; its ranks hold P / size slots each.
-        Raises ArgumentError for statistics of another number of slots.
+        Args:
+            statistics: Result of the layer's statistics().
+            group: The group of the layer. Default: the default process group.
+
+        Returns:
+            [E] int64.
+
+        Raises:
+            ArgumentError: The statistics have another number of slots.
         """
         ranks = Group.of(group)
         with ranks.together("ExpertPlacement.counters()"):
@@ -121,9 +141,16 @@ class ExpertPlacement:
         return counts.new_zeros(self.num_logical).index_add_(0, experts, counts)
 
     def problem(self, problem: Problem) -> Problem:
-        """Return a logical layer's problem with this placement's slots as its experts.
+        """Return the problem of a layer whose experts are the slots of this placement.
 
-        Raises ConfigError for a problem of another number of experts, and for one of SharedExperts.
+        Args:
+            problem: The problem with logical experts.
+
+        Returns:
+            The problem with num_experts = P.
+
+        Raises:
+            ConfigError: The numbers of experts differ, P is no multiple of the ranks, or the layer has SharedExperts.
         """
         if not isinstance(problem, Problem):
             raise ConfigError("problem", type(problem).__name__, "a Problem")

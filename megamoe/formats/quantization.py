@@ -1,7 +1,7 @@
 """Quantize to FP8: activations in groups of 1x128 or by token, weights in blocks of 128x128 or by channel.
 
-The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448,
-q = e4m3(clamp(v * (448 / amax), -448, 448)), value = q * scale; in fp32, with exactly these two divisions.
+The formula is docs/numerics.md, "Quantization": amax = max(max|v|, 1e-10), scale = amax / 448, q = e4m3(clamp(v * (448
+/ amax), -448, 448)), value = q * scale; in fp32, with exactly these two divisions.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def quantize_channels(
 ) -> tuple[Tensor, Tensor]:
     """Quantize weights by output channel, that is by row.
 
-    w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32).
-    out: (q, scale) to write into.
+    w: [L, P*I, K] or [L, P, I, K], of any strides -> (q [L, P*I, K] e4m3, scale [L, P*I, 1] fp32). out: (q, scale) to
+    write into.
     """
     num, height, width = stored_shape(w)
     if out is None:

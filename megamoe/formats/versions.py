@@ -84,8 +84,7 @@ def made_of(made: Tensor, sources: Sequence[Tensor], *, trains: bool = False) ->
     """Declare that `made` was just computed from `sources` and nothing else; return `made`.
 
     A copy that is new in every call then has the version of its sources, and a view has the versions of all of them.
-    The
-    caller must always compute it in the same way. trains: True if a source, or what it is a part of, requires a
+    The caller must always compute it in the same way. trains: True if a source, or what it is a part of, requires a
     gradient.
     """
     same = any(made is t for t in sources)  # nothing to say, and a parameter may get other memory

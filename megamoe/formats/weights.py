@@ -22,15 +22,12 @@ class ExpertWeights:
     """Hold the weights of the experts of one rank. L is the number of local experts, P the number of planes.
 
     `w13` is gate and up projection in one tensor: gate rows, then up rows. It may be [L, P*I, H] or [L, P, I, H], and
-    `w13`
-    and `w2` may have any strides that TMA can read: 1 in the last dimension, multiples of 16 bytes before it. The
-    kernel
-    reads them in place, and gradients have the same layout. If gate and up rows alternate, pass
-    `w.unflatten(1, (I, 2)).transpose(1, 2)`. If they are two tensors, call from_w1_w3().
+    `w13` and `w2` may have any strides that TMA can read: 1 in the last dimension, multiples of 16 bytes before it. The
+    kernel reads them in place, and gradients have the same layout. If gate and up rows alternate, pass `w.unflatten(1,
+    (I, 2)).transpose(1, 2)`. If they are two tensors, call from_w1_w3().
 
     No shape shows the order of gate and up, so it is not checked: in `w13`, `w13_scale` and `b13` gate comes first, and
-    the
-    blocks of scales restart at the first row of up.
+    the blocks of scales restart at the first row of up.
 
     Args:
         w13: [L, P*I, H] or [L, P, I, H], bf16 or e4m3. FP4: H/2 in place of H, uint8.
@@ -101,8 +98,7 @@ class ExpertWeights:
         """Wrap the MXFP4 experts of a checkpoint. Only the scales are copied, into the kernel's order.
 
         Each byte of w13 and w2 holds two e2m1 numbers, the first in the lower nibble. A scale is E8M0: the exponent
-        plus 127
-        (OCP Microscaling Formats 1.0). This call waits for the device.
+        plus 127 (OCP Microscaling Formats 1.0). This call waits for the device.
 
         Args:
             w13: [L, P*I, H/2], [L, P, I, H/2] or in blocks [L, P*I, H/32, 16].
@@ -146,7 +142,7 @@ class ExpertWeights:
             w2: [L, H, I/2].
             scales: One e4m3 (or its byte) per 16 numbers: of w13 [L, P*I, H/16] or [L, P, I, H/16], of w2 [L, H, I/16].
             outer: One fp32 scale per matrix, ModelOpt's `weight_scale_2`: of w13 [L], or [L, P] if gate and up differ,
-                of w2 [L].
+                of w2 [L]. If it is 0, products are 0.
             inverse: True if numbers are divided by `outer`, as with `weight_global_scale` of compressed-tensors.
                 Default: False.
             planes: P, 2 for gated activations, else 1. Default: 2.
@@ -157,8 +153,7 @@ class ExpertWeights:
             ExpertWeights whose w13 and w2 are views.
 
         Raises:
-            ArgumentError: A shape or dtype is wrong, a scale is NaN, or an outer scale is negative or not
-                finite. Products with an outer scale of 0 are 0.
+            ArgumentError: A shape or dtype is wrong, a scale is NaN, or an outer scale is negative or not finite.
         """
         for name, pair in (("scales", scales), ("outer", outer)):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
@@ -276,8 +271,7 @@ class TurnedWeights:
     """Hold e4m3 weights and their transposes, which the backward pass multiplies; create it with `of`.
 
     Tensor cores take e4m3 operands only K-major, so dy w2 and dgu w13 need transposed copies. Numbers and scales are
-    the
-    same.
+    the same.
 
     Args:
         forward: The weights of the forward pass.

@@ -67,9 +67,9 @@ def _warn_of_inference_tensors() -> None:
 
 
 def _uncounted(w: Tensor, version: Version) -> bool:
-    """Whether a write that nobody can see may have come before any use: inference tensors have no _version.
+    """Return True if an untracked write may have happened: inference tensors have no `_version` counter.
 
-    False while a graph is captured: its replays read the copies, which a call outside of it refreshes.
+    False while a graph is captured: its replays read the copies, and a call outside of the graph refreshes them.
     """
     always = uncounted(version)
     if not (always or kept_uncounted(w)) or _capturing(w):  # the last costs most
@@ -90,10 +90,10 @@ class _Entry:
 
 
 class _Seen(NamedTuple):
-    """Copies of masters that are parameters, or tensors of the caller, and to which torch counts all writes.
+    """Cache the copies of masters whose writes torch counts: parameters, or tensors of the caller.
 
-    A Signature says that a call passes the checks, whatever values its tensors have. This says that the values are
-    those that were quantized.
+    A Signature says that a call passes the checks, whatever values its tensors have. This record says that the values
+    are still those that were quantized.
     """
 
     w13: Tensor
@@ -104,7 +104,7 @@ class _Seen(NamedTuple):
     turned: TurnedWeights | None  # if their transposes were made
 
     def holds(self, masters: ExpertWeights, trains: bool) -> bool:
-        """Whether the copies are still those of these masters."""
+        """Return True if the copies still match these masters."""
         w13, w2 = masters.w13, masters.w2
         return (
             w13 is self.w13

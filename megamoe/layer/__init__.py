@@ -1,1 +1,1 @@
-"""The layer as users have it: over given weights, and with its own."""
+"""Run one call of the layer: validation, operators, gradients."""

@@ -1,6 +1,6 @@
-"""The layer's gradients: by the backend, from the state that its forward kept.
+"""Compute the layer's gradients with the backend, from the state that its forward saved.
 
-That is collective, so every rank must need the same gradients.
+This is collective, so every rank must need the same gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weight gradients that wait for backward_dw(): what a layer's backward passes leave behind with delay_wgrad.
+"""Delay weight gradients until backward_dw(): what a layer's backward passes save with delay_wgrad.
 
-With True that is all that the call saved: the pass is made again, for weights alone. With "keep" it is the rows that
-weights' gradients are made of, in place of all else, and several passes are made by one launch of this rank alone.
+With True a pass saves what its call saved, and backward_dw() runs the pass again for weights only. With "keep" it saves
+the rows that weight gradients are computed from instead, and one launch of this rank alone computes several passes.
 """
 
 from __future__ import annotations

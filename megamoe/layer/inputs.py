@@ -1,4 +1,4 @@
-"""A call as torch's operators and autograd take it: tensors side by side."""
+"""Arrange the tensors of a call as torch's operators and autograd take them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer: the layer over weights that the caller owns, differentiable."""
+"""Define `Layer`: the differentiable layer over weights that the caller owns."""
 
 from __future__ import annotations
 
@@ -45,22 +45,29 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Layer:
-    """The layer without parameters: it owns backend, window and FP8 copies, the caller owns the weights.
+    """Run expert-parallel mixtures of experts over weights that the caller owns.
 
-    problem: sizes, precision, activation; ep_size and rank are those of `group`. Or a function that makes it of the
-        process group (None: alone), called where the ranks agree, so that its error on one rank is raised on all.
-    group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
-        the ranks of each. None or "alone": this rank holds all.
-    backend: "auto", "mega", "staged", "emulate" or "reference"; made by the first call or by prepare().
-    options: an Options record; its fields may be given by name instead. With accumulate_into_main_grad or delay_wgrad
-        a layer is not called inside torch.compile. delay_wgrad=True keeps dy and what the call saved until
-        backward_dw(). "keep" keeps the rows that weight gradients are made of, for every row of the pool
-        4 * H + 2 * (P + 1) * I bytes (memory_report()["kept_bytes"]); backends that keep none do as with True.
+    The layer owns backend, window and FP8 copies. Calls, prepare() and close() are collective over the group. FP8
+    copies of bf16 weights are cached for one set of weights; a layer that is called with several sets in turn quantizes
+    at each change. Calls from several threads take turns; over R > 1 ranks only one thread may call, because all ranks
+    need the same order.
 
-    Calls, prepare() and close() are collective over the group. FP8 copies of bf16 weights are kept for one
-    set of weights: a layer that is called with several in turn quantizes at each change.
-    Calls from several threads take turns; over R > 1 ranks only one thread calls, since their order would differ
-    between ranks.
+    Args:
+        problem: Sizes, precision and activation; ep_size and rank must be those of `group`. Or a function from the
+            process group (None: one rank) to a Problem. If the function fails on one rank, all ranks raise.
+        group: Process group over which the experts are distributed; or a DeviceMesh of one dimension, or of two:
+            "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
+        backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
+            "auto".
+        options: An Options record; its fields may be given by name instead. With accumulate_into_main_grad or
+            delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
+            and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
+            2 * (P + 1) * I bytes per pool row (memory_report()["kept_bytes"]); backends other than "mega" and "emulate"
+            treat it as True. Default: Options().
+
+    Raises:
+        ConfigError: The problem or an option is invalid. No memory is allocated.
+        RankMismatch: The ranks have different arguments.
     """
 
     placement: ExpertPlacement | None = None  # of a PlacedLayer
@@ -126,19 +133,28 @@ class Layer:
         out: Tensor | None = None,
         x_scale: Tensor | None = None,
     ) -> Tensor:
-        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+        """Compute y. Differentiable in x, topk_weights and all weights except FP8 weights and scales. Collective.
 
-        Differentiable in x, topk_weights and every tensor of `weights` but FP8 ones and their scales.
-        Under autocast fp32 and fp16 x are cast to bf16; topk_weights of any float type are used in fp32. An id
-        outside [0, E) is dropped.
-        weights: this rank's experts; bf16 masters, or what the precision stores, with scales. Precisions for inference
-            only refuse calls whose gradients are recorded.
-        num_tokens_device: [1] int32 on the device; tokens (of x as [T, H]) from there on are not computed: their rows
-            of y are undefined, their gradients zero, whatever the gradient of those rows of y is.
-        out: like y, to write y into; not while gradients are recorded.
-        x_scale: [..., ceil(H/128)] fp32 of an x that was quantized before, in e4m3 and groups of 128 along H,
-            or [..., 1] by token, as the precision has it; not while gradients are recorded. Ranks need not agree.
-        Raises ArgumentError for tensors that do not fit the problem, on all ranks.
+        Under autocast, fp32 and fp16 x are cast to bf16. With R > 1, if one rank rejects its arguments, all ranks
+        raise.
+
+        Args:
+            x: [..., H] bf16 tokens, at most max_tokens; e4m3 if x_scale is given.
+            topk_ids: [..., K] int32 or int64. Ids outside [0, E) are dropped.
+            topk_weights: [..., K] of any float type, used in fp32.
+            weights: This rank's experts: bf16 masters, or the precision's format with scales.
+            num_tokens_device: [1] int32 on the device. Tokens from this number on are not computed: their rows of y are
+                undefined and their gradients zero. Default: all tokens are computed.
+            out: Like y, to write y into; not while gradients are recorded. Default: a new tensor.
+            x_scale: fp32 scales of a quantized x, [..., ceil(H/128)] or, by token, [..., 1]; not while gradients are
+                recorded. Ranks may differ in it. Default: x is bf16.
+
+        Returns:
+            y, [..., H] bf16.
+
+        Raises:
+            ArgumentError: A tensor does not fit the problem, or the precision does not train but gradients would be
+                recorded.
         """
         return self._call(x, topk_ids, topk_weights, weights, num_tokens_device, out, x_scale)
 
@@ -312,27 +328,37 @@ class Layer:
                 raise ArgumentError(name, "an inference tensor", expected)
 
     def divide_weight_gradients(self, num_ranks: int) -> None:
-        """Divide gradients of weights by num_ranks in every backward pass from now on, see average_expert_gradients."""
+        """Divide weight gradients by num_ranks in every later backward pass, see average_expert_gradients().
+
+        Args:
+            num_ranks: The divisor.
+        """
         self._mean_over = num_ranks
         if self._runtime is not None:
             self._runtime.mean_over = num_ranks
 
     @property
     def num_delayed(self) -> int:
-        """How many backward passes wait for backward_dw()."""
+        """Number of backward passes that wait for backward_dw()."""
         return 0 if self._delayed is None else len(self._delayed)
 
     @uncompiled("backward_dw() is not seen by torch.compile: call it outside of the graph")
     def backward_dw(self, passes: int = 1) -> None:
-        """Make the weight gradients of the oldest backward passes that wait for them: of one, its own bits.
+        """Compute the weight gradients of the oldest waiting backward passes.
 
-        They are added to grad, or main_grad, as if by these passes, hooks included. Collective: all ranks call it
-        equally often, in the same order among their calls and backward passes. With delay_wgrad="keep" `passes` of them
-        are summed in fp32 and added once, by one launch of at most 8 (fewer with more than 383 experts of a rank),
-        which waits for no other rank; hooks run once for it. Equal passes give equal bits, other than those of passes
-        that are added one by one. Raises ConfigError without delay_wgrad, ArgumentError where fewer passes wait, passes
-        that were kept had other weights, or a tensor that the pass was given has changed in place; WorkspaceTooSmall,
-        here or in a later call, where a pass that was kept filled its pool several times: its gradients are NaN then.
+        They are added to grad or main_grad as the passes would have done, and hooks run. Collective: all ranks call it
+        equally often, in the same order among their calls and backward passes. With delay_wgrad="keep" one launch sums
+        up to 8 passes (fewer with more than 383 experts per rank) in fp32, adds them once and waits for no other rank;
+        hooks run once. Equal passes give equal bits, which differ from those of passes added one by one.
+
+        Args:
+            passes: Number of passes. Default: 1.
+
+        Raises:
+            ConfigError: The layer has no delay_wgrad, or is closed.
+            ArgumentError: Fewer passes wait, kept passes had different weights, or a saved tensor was changed in place.
+            WorkspaceTooSmall: A kept pass filled its pool several times; its gradients are NaN. A later call may raise
+                it.
         """
         if self._delayed is None:
             raise ConfigError("delay_wgrad", False, "True or 'keep' where backward_dw() is called")
@@ -341,9 +367,12 @@ class Layer:
         self._delayed.make(self._runtime, passes)
 
     def prepare(self, weights: ExpertWeights) -> None:
-        """Make the backend, compile, quantize: all that the first call would do. Collective.
+        """Open the backend, compile and quantize, as the first call would. Collective.
 
         Call it before torch.compile or graph capture.
+
+        Args:
+            weights: This rank's experts.
         """
         self._open(weights, "prepare()")
 
@@ -399,25 +428,32 @@ class Layer:
 
     @property
     def handle(self) -> Tensor:
-        """What stands for this layer in the operators; raises before prepare() and after close()."""
+        """The number of this layer in the operators. Raises ConfigError before prepare() and after close()."""
         if self._runtime is None:
             raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
         return self._runtime.handle
 
     def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        """Quantize again at the next call, after writes that torch does not count; see megamoe.invalidate()."""
         if self._runtime is not None:
             self._runtime.cache.invalidate()
 
     def check(self) -> None:
-        """Wait for the device; raise the fault of a launch, if there is one."""
+        """Wait for the device, and raise the error of a failed launch if there is one."""
         if self._runtime is not None:
             self._runtime.backend.check()
 
     def statistics(self) -> Statistics:
-        """Return what the last call did: routes to each expert of this rank, passes. Nothing waits.
+        """Return statistics of the last call: routes per local expert, passes. It does not wait for the device.
 
-        Call it after that call and before the next one of this window, on the same stream; a graph may hold both.
+        Call it after that call and before the next one of the same window, on the same stream. A CUDA graph may contain
+        both.
+
+        Returns:
+            Statistics.
+
+        Raises:
+            MegaMoEError: There was no call.
         """
         return Statistics.of_last(
             None if self._runtime is None else self._runtime.backend.statistics()
@@ -425,20 +461,20 @@ class Layer:
 
     @property
     def window_problem(self) -> Problem:
-        """What a window is made of, that layers share: over several hosts, once it is open, the problem inside one."""
+        """The problem that determines the window; over several hosts, of an open layer, the problem inside one host."""
         inside: Problem = getattr(self._runtime and self._runtime.backend, "inside", self.problem)
         return inside
 
     @property
     def pool_rows(self) -> int | None:
-        """M of the backend if it has a pool, or as the options have it; None: the default."""
+        """Rows of the backend's pool; before the layer is open, the option `pool_rows`, None: the default."""
         plan = getattr(self._runtime and self._runtime.backend, "plan", None)
         return self._options.get("pool_rows") if plan is None else plan.pool_rows
 
     def reset(self) -> None:
-        """Make the backend usable again after a fault, as WindowBroken asks for. Collective.
+        """Make the backend usable again after a failed launch. Collective.
 
-        It affects all layers that share the window, or are over the same hosts; results of calls in flight are lost.
+        It affects all layers that share the window or the hosts. Results of calls in flight are lost.
         """
         self.ranks.begin("reset()")
         if self._runtime is not None:
@@ -446,16 +482,16 @@ class Layer:
 
     @property
     def is_open(self) -> bool:
-        """Whether prepare() or a call has opened the layer, and close() has not closed it."""
+        """True between prepare(), or the first call, and close()."""
         return self._runtime is not None
 
     @property
     def needs_close(self) -> bool:
-        """Whether close() has something to free together with other ranks."""
+        """True if close() has to free memory together with other ranks."""
         return self._runtime is not None and self._runtime.backend.needs_close
 
     def close(self) -> None:
-        """Free the backend and what it shares with other ranks, after a barrier of the group. A call reopens."""
+        """Free the backend and the window, after a barrier of the group. The next call opens them again."""
         runtime = self._runtime
         if runtime is None:
             return

@@ -1,17 +1,17 @@
-"""Gradients of w13 and w2 that are added to their `main_grad`, by the convention of Megatron and Transformer Engine.
+"""Add gradients of w13 and w2 to their `main_grad`, by the convention of Megatron and Transformer Engine.
 
-Whoever owns the parameters gives them `main_grad`, fp32 or bf16; the backward pass adds to it. What autograd is given
-in place of a gradient depends on the parameter's `grad_added_to_main_grad`:
+The owner of a parameter gives it `main_grad`, fp32 or bf16, and the backward pass adds to it. What autograd receives
+instead of a gradient depends on the parameter's attribute `grad_added_to_main_grad`:
 
-- It has that attribute (Megatron's DDP makes it, False): it is set to True, and the gradient is a tensor of no meaning,
-  one for all parameters of a shape and type, so that no step allocates it. Not None, since the hook of
-  overlap_grad_reduce asserts that there is a gradient; it then sees the flag and drops it.
-- It has none: the gradient is None. p.grad stays what it is, and nobody takes noise for a gradient.
+- If it exists (Megatron's DDP sets it to False), it is set to True, and the gradient is a tensor with undefined values.
+  All parameters of one shape and dtype share it, so no step allocates it. It is not None, because the hook of
+  overlap_grad_reduce asserts a gradient; the hook then sees the flag and drops it.
+- If it does not exist, the gradient is None. p.grad is unchanged, so nobody reads undefined values.
 
-`zero_out_wgrad` and `overwrite_main_grad` of a parameter mean what they mean there: zeros in place of noise, and a
-main_grad that is written, not added to. Gradients of biases and routers come in the ordinary way, as they do there.
+`zero_out_wgrad` and `overwrite_main_grad` have their usual meaning: zeros instead of undefined values, and overwrite
+main_grad instead of adding to it. Gradients of biases and routers are returned as usual.
 
-A weight that was joined of several parameters has no main_grad but a Joint, which brings the sums to theirs.
+A weight that was joined from several parameters has no main_grad but a Joint, which adds the sums to theirs.
 """
 
 from __future__ import annotations

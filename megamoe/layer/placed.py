@@ -1,7 +1,7 @@
-"""PlacedLayer: a layer with redundant experts, for inference.
+"""Define `PlacedLayer`: a layer with redundant experts, for inference.
 
-The router's ids become slots by three look-ups on the device, where an expert's tokens take its slots in turns. The
-backend computes P slots as if each of them were an expert. move_experts() moves experts to other slots.
+Three look-ups on the device map the router's ids to slots; the tokens of an expert take its slots in turn. The backend
+computes P slots as if each of them were an expert. move_experts() moves experts to other slots.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megamoe.layer.layer import Layer
 
 
 class PlacedLayer(Layer):
-    """A Layer with redundant experts, for inference: several slots may hold one popular expert.
+    """Run a Layer with redundant experts, for inference: several slots may hold one popular expert.
 
-    Calls take `topk_ids` of logical experts and `weights` of this rank's slots. `problem` of the layer counts slots as
+    Calls take `topk_ids` of logical experts and `weights` of this rank's slots. The layer's `problem` counts slots as
     experts. A call whose gradients would be recorded raises ArgumentError: train a Layer without a placement.
 
     Args:
-        problem: As Layer's, with the number of logical experts.
-        group: As Layer's.
-        placement: Which expert each slot holds, equal on all ranks.
-        options: The other arguments of Layer.
+        problem: As for Layer, with the number of logical experts.
+        group: As for Layer.
+        placement: The expert of each slot, equal on all ranks.
+        **options: The other arguments of Layer.
 
     Raises:
         ConfigError: The placement does not fit the problem.
@@ -67,18 +67,18 @@ class PlacedLayer(Layer):
     def move_experts(self, placement: ExpertPlacement, weights: ExpertWeights) -> None:
         """Move experts to the slots of another placement, and route tokens by it from now on. Collective.
 
-        Weights and routing change together, or an error leaves both as they were. Captured graphs follow. FP8 copies
-        are made again by the next call. The move needs memory for the rows that change.
+        Weights and routing change together, or an error leaves both unchanged. Captured graphs use the new placement.
+        The next call creates new FP8 copies. The move needs memory for the rows that change.
 
         Args:
-            placement: As many experts in as many slots as the present one, equal on all ranks.
-            weights: What calls are given, written in place. Each rank fetches the experts that it lacks, once.
+            placement: The new placement, with the same numbers of experts and slots, equal on all ranks.
+            weights: The weights that calls receive. They are overwritten in place; each rank fetches a missing expert
+                once.
 
         Raises:
             ConfigError: The placement has other sizes.
             ArgumentError: Weights are not tensors with one row per slot of this rank.
-            RankMismatch: Ranks have different placements or weights.
-            PeerFault: Another rank failed.
+            RankMismatch: Ranks have different placements or weights, or a rank failed.
         """
         moves: list[Moves] = []
 
@@ -104,7 +104,16 @@ class PlacedLayer(Layer):
         self.invalidate()
 
     def take_slots(self, state_dict: dict[str, Any], prefix: str, names: Iterable[str]) -> None:
-        """Replace tensors of all logical experts in a state dict by the rows of this rank's slots."""
+        """Replace tensors of all logical experts in a state dict by the rows of this rank's slots.
+
+        Args:
+            state_dict: The state dict, changed in place.
+            prefix: Prefix of the layer's keys.
+            names: Names of the tensors.
+
+        Raises:
+            ArgumentError: A tensor does not have one row per logical expert.
+        """
         total, begin = self.placement.num_logical, self.problem.expert_begin()
         held = self.placement.expert_of[begin : begin + self.problem.num_local_experts()]
         for key in [prefix + name for name in names if prefix + name in state_dict]:

@@ -1,4 +1,4 @@
-"""What a call brings, as the operators take it: cast, weighted, contiguous."""
+"""Convert the arguments of a call to what the operators take: cast, weighted, contiguous."""
 
 from __future__ import annotations
 

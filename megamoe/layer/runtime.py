@@ -1,4 +1,4 @@
-"""What stands behind a layer's handle: its backend, and its copies of the weights in other formats."""
+"""Hold what a layer's handle stands for: its backend, and its copies of the weights in other formats."""
 
 from __future__ import annotations
 

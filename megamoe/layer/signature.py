@@ -1,4 +1,4 @@
-"""Which calls of a layer have passed all checks: what these look at, made once of a call and compared once."""
+"""Remember validated calls: a Signature contains what the checks of a call read, and is compared with later calls."""
 
 from __future__ import annotations
 

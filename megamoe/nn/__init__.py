@@ -1,1 +1,1 @@
-"""MegaMoE, the module, and what its training loop needs."""
+"""Provide MegaMoE, the module with its own weights, and what its training loop needs."""

@@ -1,4 +1,4 @@
-"""The first values of a layer's experts: each drawn from a seed of its own, whichever rank holds it."""
+"""Draw the initial values of a layer's experts, each from its own seed, independent of the rank that holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MegaMoE: the layer as an nn.Module, which owns the parameters; a Layer does the rest."""
+"""Define `MegaMoE`: the layer as an nn.Module that owns its parameters. A Layer computes the calls."""
 
 from __future__ import annotations
 
@@ -37,25 +37,35 @@ _NAMES = ("w13", "w2", "b13", "b2", "w13_scale", "w2_scale")
 
 
 class MegaMoE(nn.Module):
-    """Expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
+    """Compute an expert-parallel mixture of experts: y = sum_k topk_weights[:, k] * expert(topk_ids[:, k], x).
 
-    hidden, intermediate, num_experts, top_k: H, I, E, K. num_experts counts all ranks of the group.
-    group: the process group that the experts are spread over; or a DeviceMesh of one dimension, or of two, "hosts" and
-        the ranks of each. None or "alone": this rank holds all.
-    precision: "bf16"; "fp8" (e4m3 with block scales); for inference "fp8_channel" (e4m3
-        with scales by token and output channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (MXFP4
-        or NVFP4 weights beside e4m3 or bf16 rows). bf16 masters are quantized once per version.
-    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation.
-    max_tokens: the most tokens one call may bring, equal on all ranks.
-    backend: "auto", "mega", "staged", "emulate" or "reference". Made by the first forward or by prepare().
-    device: of the parameters; None: torch's default.
-    options: an Options record; its fields may be given by name instead. With a placement, which is for inference,
-        parameters are those of this rank's slots, num_experts and topk_ids logical: see PlacedLayer, move_experts().
+    Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows) and w2 [L, H, I]; with bias=True
+    also b13 [L, P*I] and b2 [L, H] in fp32. Creating the layer, calls, prepare() and close() are collective over the
+    group.
 
-    Raises ConfigError for what cannot run, and RankMismatch where ranks differ, before memory is taken.
-    Parameters, also the names in state_dict: w13 [L, P*I, H] (gate rows, then up rows), w2 [L, H,
-    I], and with bias=True b13 [L, P*I], b2 [L, H] in fp32. Making the layer, calls, prepare() and
-    close() are collective over the group.
+    Args:
+        hidden: H, the width of a token.
+        intermediate: I, the width of an expert's hidden layer.
+        num_experts: E, of all ranks of the group together.
+        top_k: K, the experts per token.
+        group: Process group over which the experts are distributed; or a DeviceMesh of one dimension, or of two:
+            "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
+        precision: "bf16", "fp8" (e4m3, scales per block); for inference only: "fp8_channel" (e4m3, scales per token and
+            channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (FP4 weights with e4m3 or bf16 rows). bf16 masters are
+            quantized once per version. Default: "bf16".
+        activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation. Default: "swiglu".
+        max_tokens: Largest number of tokens per rank and call, equal on all ranks. Default: 8192.
+        bias: True: experts have biases. Default: False.
+        backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
+            "auto".
+        device: Device of the parameters. Default: torch's.
+        options: An Options record; its fields may be given by name instead. With a placement, which is for inference,
+            parameters are those of this rank's slots, and num_experts and topk_ids are logical: see PlacedLayer and
+            move_experts(). Default: Options().
+
+    Raises:
+        ConfigError: An argument is invalid. No memory is allocated.
+        RankMismatch: The ranks have different arguments.
     """
 
     w13: nn.Parameter
@@ -127,7 +137,7 @@ class MegaMoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw w13, w2 by global expert: truncated normal, std fan_in ** -0.5. Zero the biases."""
+        """Initialize w13 and w2 by global expert, truncated normal with std fan_in ** -0.5, and set biases to zero."""
         experts = None if self.placement is None else self.placement.expert_of
         draw(self.place, self._init_seed, self.w13, self.w2, experts)
         for bias in (self.b13, self.b2):
@@ -144,9 +154,21 @@ class MegaMoE(nn.Module):
         out: Tensor | None = None,
         x_scale: Tensor | None = None,
     ) -> Tensor:
-        """x: [..., H] bf16, topk_ids: [..., K] int32|int64, topk_weights: [..., K] -> y like x.
+        """Compute y with the layer's own parameters, see Layer.__call__(). Collective.
 
-        As Layer.__call__, with the parameters as weights.
+        Args:
+            x: [..., H] bf16 tokens, at most max_tokens; e4m3 if x_scale is given.
+            topk_ids: [..., K] int32 or int64. Ids outside [0, E) are dropped.
+            topk_weights: [..., K] of any float type, used in fp32.
+            num_tokens_device: [1] int32 on the device. Tokens from this number on are not computed. Default: all are.
+            out: Like y, to write y into; not while gradients are recorded. Default: a new tensor.
+            x_scale: fp32 scales of a quantized x; not while gradients are recorded. Default: x is bf16.
+
+        Returns:
+            y, [..., H] bf16.
+
+        Raises:
+            ArgumentError: A tensor does not fit the problem. All ranks raise.
         """
         try:
             weights = self._experts()
@@ -167,7 +189,7 @@ class MegaMoE(nn.Module):
         )
 
     def expert_weights(self) -> ExpertWeights:
-        """Return the parameters as they are: bf16 masters, or what a load_..._weights() was given."""
+        """Return the parameters as ExpertWeights: bf16 masters, or the loaded quantized weights."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
@@ -189,7 +211,7 @@ class MegaMoE(nn.Module):
             raise found from error
 
     def _experts(self) -> ExpertWeights:
-        """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond an attribute."""
+        """Do what expert_weights() does, without nn.Module's look-up, which costs a microsecond per attribute."""
         if self.place.distributed or type(self).expert_weights is not MegaMoE.expert_weights:
             return self.expert_weights()
         found, buffers = self._parameters, self._buffers
@@ -207,7 +229,7 @@ class MegaMoE(nn.Module):
         return ExpertWeights(w13, w2, b13, b2, s13, s2)
 
     def prepare(self) -> None:
-        """Make the backend, compile, quantize: all that the first forward would do. Collective.
+        """Open the backend, compile and quantize, as the first call would. Collective.
 
         Call it before torch.compile or graph capture.
         """
@@ -234,7 +256,11 @@ class MegaMoE(nn.Module):
                 raise ArgumentError("average_expert_gradients", called, "called after it")
 
     def divide_gradients(self, num_ranks: int) -> None:
-        """Divide experts' gradients by num_ranks where they are reduced: by FSDP2, or in the layer's backward pass."""
+        """Divide the experts' gradients by num_ranks, where FSDP2 or the layer's backward pass reduces them.
+
+        Args:
+            num_ranks: The divisor.
+        """
         self.averaged = True
         if not is_fsdp(self):
             self._layer.divide_weight_gradients(num_ranks)
@@ -251,10 +277,18 @@ class MegaMoE(nn.Module):
     def load_fp8_weights(
         self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
     ) -> None:
-        """Take FP8 weights in place of bf16 masters: e4m3 with an fp32 scale per 128x128 block, or by channel.
+        """Replace the bf16 masters by e4m3 weights with fp32 scales per 128x128 block or per channel.
 
-        Shapes as in ExpertWeights; the blocks of w13 restart at its up half. The layer then trains
-        its input, its routing weights and its biases only. The tensors are kept, not copied.
+        The tensors are used without a copy. The layer then trains only its input, its routing weights and its biases.
+
+        Args:
+            w13: As in ExpertWeights. The blocks of its scales restart at the first row of up.
+            w2: As in ExpertWeights.
+            w13_scale: As in ExpertWeights.
+            w2_scale: As in ExpertWeights.
+
+        Raises:
+            ArgumentError: A tensor does not fit the layer.
         """
         by_channel = self.problem.formats.w == E4M3_CHANNELS
         stored = E4M3_CHANNELS if by_channel else E4M3_BLOCKS
@@ -262,12 +296,26 @@ class MegaMoE(nn.Module):
 
     @torch.no_grad()
     def load_mxfp4_weights(self, weights: ExpertWeights) -> None:
-        """Take MXFP4 weights, see ExpertWeights.from_mxfp4, as load_fp8_weights does; biases are copied."""
+        """Replace the bf16 masters by MXFP4 weights. Biases are copied.
+
+        Args:
+            weights: Result of ExpertWeights.from_mxfp4().
+
+        Raises:
+            ArgumentError: A tensor does not fit the layer.
+        """
         self._take_fp4(MXFP4, weights)
 
     @torch.no_grad()
     def load_nvfp4_weights(self, weights: ExpertWeights) -> None:
-        """Take NVFP4 weights, see ExpertWeights.from_nvfp4, likewise."""
+        """Replace the bf16 masters by NVFP4 weights. Biases are copied.
+
+        Args:
+            weights: Result of ExpertWeights.from_nvfp4().
+
+        Raises:
+            ArgumentError: A tensor does not fit the layer.
+        """
         self._take_fp4(NVFP4, weights)
 
     def _take_fp4(self, stored: Format, weights: ExpertWeights) -> None:
@@ -295,10 +343,18 @@ class MegaMoE(nn.Module):
 
     @torch.no_grad()
     def distribute(self, mesh: DeviceMesh) -> MegaMoE:
-        """Make the parameters DTensors, Shard(0) over `mesh`, whose ranks are those of the group. Returns self.
+        """Convert the parameters to DTensors, Shard(0) over `mesh`. Call it before the optimizer and fully_shard().
 
-        For loops in which everything is a DTensor; before the optimizer and fully_shard(). Raises ArgumentError where
-        the ranks do not divide num_experts.
+        Use it in training loops in which every parameter is a DTensor.
+
+        Args:
+            mesh: DeviceMesh with the ranks of the group.
+
+        Returns:
+            This module.
+
+        Raises:
+            ArgumentError: The number of ranks does not divide num_experts.
         """
         if not isinstance(mesh, DeviceMesh):
             raise ArgumentError("mesh", type(mesh).__name__, "a DeviceMesh")
@@ -341,37 +397,45 @@ class MegaMoE(nn.Module):
 
     @property
     def accumulate_into_main_grad(self) -> bool:
-        """Whether gradients of w13 and w2 are in their main_grad, not in their grad."""
+        """True if gradients of w13 and w2 are added to their main_grad instead of grad."""
         return self._layer.accumulate_into_main_grad
 
     @property
     def num_delayed(self) -> int:
-        """How many backward passes wait for backward_dw()."""
+        """Number of backward passes that wait for backward_dw()."""
         return self._layer.num_delayed
 
     def backward_dw(self, passes: int = 1) -> None:
-        """Make the weight gradients of the oldest backward passes that wait for them, see Layer.backward_dw()."""
+        """Compute the weight gradients of the oldest waiting backward passes, see Layer.backward_dw().
+
+        Args:
+            passes: Number of passes. Default: 1.
+        """
         self._layer.backward_dw(passes)
 
     def statistics(self) -> Statistics:
-        """Return what the last forward did, see Layer.statistics()."""
+        """Return statistics of the last call, see Layer.statistics()."""
         return self._layer.statistics()
 
     def check(self) -> None:
-        """Raise the fault that a finished launch left behind, if there is one."""
+        """Wait for the device, and raise the error of a failed launch if there is one."""
         self._layer.check()
 
     def reset(self) -> None:
-        """Make the layer usable again after a fault. Collective, see Layer.reset()."""
+        """Make the layer usable again after a failed launch, see Layer.reset(). Collective."""
         self._layer.reset()
 
     @property
     def placement(self) -> ExpertPlacement | None:
-        """The placement that is in force, if there is one."""
+        """The current placement, None if the layer has no redundant experts."""
         return self._layer.placement
 
     def move_experts(self, placement: ExpertPlacement) -> None:
-        """Move parameters to the slots of another placement, see PlacedLayer.move_experts(). Collective."""
+        """Move the parameters to the slots of another placement, see PlacedLayer.move_experts(). Collective.
+
+        Args:
+            placement: The new placement, equal on all ranks.
+        """
         if not isinstance(self._layer, PlacedLayer):
             raise ConfigError("placement", None, "given when the layer was made")
         own = self._parameters | self._buffers
@@ -385,11 +449,11 @@ class MegaMoE(nn.Module):
             raise ConfigError("placement", "given", expected)
 
     def invalidate(self) -> None:
-        """Quantize again at the next call: after writes that torch does not count, see megamoe.invalidate()."""
+        """Quantize again at the next call, after writes that torch does not count; see megamoe.invalidate()."""
         self._layer.invalidate()
 
     def close(self) -> None:
-        """Free the backend and what it shares with other ranks, after a barrier of the group."""
+        """Free the backend and the window, after a barrier of the group. The next call opens them again."""
         self._layer.close()
 
     def __del__(self) -> None:

@@ -1,4 +1,4 @@
-"""Quantized weights in the place of a module's bf16 masters: what may be taken."""
+"""Validate quantized weights that replace a module's bf16 masters."""
 
 from __future__ import annotations
 

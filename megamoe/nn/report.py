@@ -1,4 +1,4 @@
-"""What a layer takes of a GPU's memory."""
+"""Report how much GPU memory a layer takes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from megamoe.nn.module import MegaMoE
 
 
 def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -> dict[str, Any]:
-    """Return the bytes that "mega" allocates on this rank beside weights; `print(report["text"])` shows them.
+    """Return the bytes that "mega" allocates on this rank in addition to weights; print(report["text"]) shows them.
 
-    of: a layer, or the problem of one that is still to be made; over several hosts a layer that is open.
-    pool_rows: as the option of that name; None: what the layer has, or the default.
-    Returns window_bytes (symmetric memory; layers may share one window), workspace_bytes (layers of equal sizes that
-    share a window share that too), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes), and the
-    same as "text" and in one "line". Of training backward_bytes (a workspace that layers share likewise),
-    train_state_bytes (each call whose backward is to come keeps so many), train_state_used_bytes (of these, at an even
-    load), train_state_worst_bytes (with a pool that holds every launch in one pass), training_regions: 0 and empty for
-    precisions that do not train.
-    Raises ConfigError for something else, and WorkspaceTooSmall for too few pool_rows.
+    Args:
+        of: A layer, or the problem of a future layer. Over several hosts: an open layer.
+        pool_rows: The option of that name. Default: that of the layer, or the default.
+
+    Returns:
+        A dict. Inference: window_bytes (symmetric memory; layers may share a window), workspace_bytes (layers of equal
+        sizes that share a window share it), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes).
+        Training, 0 if the precision does not train: backward_bytes (a second workspace, shared alike),
+        train_state_bytes (per call that waits for its backward pass), train_state_used_bytes (the part used at an even
+        load), train_state_worst_bytes (with a pool for one pass), training_regions. The same as "text" and, in short,
+        as "line".
+
+    Raises:
+        ConfigError: `of` is something else.
+        WorkspaceTooSmall: pool_rows is too small.
     """
     if isinstance(of, Problem):
         return layout.memory_report(of, pool_rows)

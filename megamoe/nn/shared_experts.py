@@ -1,7 +1,7 @@
-"""Shared experts in the layer's own launch: a shared expert of n * I is n experts of I that every token takes.
+"""Compute shared experts in the layer's own launch: a shared expert of n * I is n experts of I that every token takes.
 
-The activation works on each column by itself and the down-projection is a sum, so that the parts add up to the whole.
-Every rank holds all parts behind its routed experts, and its tokens take its own: no row of them crosses ranks.
+The activation works on each column separately and the down projection is a sum, so the parts add up to the whole. Every
+rank holds all parts after its routed experts, and its tokens use its own: none of their rows crosses ranks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ from megamoe.layer.rows import finite_factor
 
 
 class SharedExperts:
-    """The slots of a shared expert in a layer whose routed experts are those of `problem`.
+    """Add a shared expert to a layer as n extra experts per rank.
 
-    intermediate: of the shared expert, or of several together: n * I.
-    activation: of the shared expert, by name or as an Activation; None: that of the routed ones, which it has to be.
-    routed_scaling_factor: topk_weights are multiplied by it, the shared expert is not. (The layer's own argument of
-        this name multiplies both.)
-    device: where topk_ids are.
-    Attributes: count, n; problem, which the layer is made of: E + n R experts, n of them in the last places of each
-    rank, K + n of them a token. It takes no placement.
+    Create the layer with `problem` of this object: it has E + n R experts, the last n of each rank are the shared
+    parts, and K + n routes per token. It takes no placement. The attribute `count` is n.
 
-    Raises ConfigError for a shared expert that is not made of such parts, or of too many.
+    Args:
+        problem: The problem of the routed experts.
+        intermediate: Width of the shared expert, or of several together: n * I.
+        activation: Activation of the shared expert, which must be that of the routed ones. Default: that one.
+        routed_scaling_factor: Factor of topk_weights only. (The layer's own argument multiplies the shared expert,
+            too.) Default: 1.0.
+        device: Device of topk_ids. Default: "cpu".
+
+    Raises:
+        ConfigError: The shared expert cannot be cut into parts of width I, or there are too many experts.
     """
 
     def __init__(
@@ -74,12 +78,18 @@ class SharedExperts:
     def routes(
         self, topk_ids: Tensor, topk_weights: Tensor, shared_weights: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the ids and weights that the layer takes: [..., K + n], the latter fp32.
+        """Append the shared parts to the routes of a batch; differentiable. It does not wait and may be captured.
 
-        topk_ids: [..., K] int32 or int64 in [0, E), others are dropped; topk_weights: [..., K] of any float type.
-        shared_weights: [..., 1] of any float type, of each token's shared expert; None: 1.
-        Differentiable in both weights. Waits for nothing; may be captured. Raises ArgumentError for other shapes and
-        types, on this rank only.
+        Args:
+            topk_ids: [..., K] int32 or int64. Ids outside [0, E) are dropped.
+            topk_weights: [..., K] of any float type.
+            shared_weights: [..., 1] of any float type, the weight of each token's shared expert. Default: 1.
+
+        Returns:
+            Ids [..., K + n], and weights [..., K + n] fp32.
+
+        Raises:
+            ArgumentError: A shape or dtype is wrong. Only this rank raises.
         """
         if not isinstance(topk_ids, Tensor):
             raise ArgumentError("topk_ids", type(topk_ids).__name__, "a tensor")
@@ -104,10 +114,16 @@ class SharedExperts:
     def parts(self, whole: ExpertWeights) -> ExpertWeights:
         """Cut a shared expert into n experts; differentiable.
 
-        whole: the shared expert without a first dimension: w13 [P*n*I, H] or [P, n*I, H], all gate rows, then all up
-            rows, w2 [H, n*I], b13 [P*n*I], b2 [H], scales as for one expert of n * I. In the format of the routed
-            experts, or bf16 masters. Layers with biases take one without: its are zero.
-        Raises ArgumentError for other shapes and types, and for parts whose scales no block of 128 separates.
+        Args:
+            whole: The shared expert without a first dimension: w13 [P*n*I, H] or [P, n*I, H], gate rows first, w2 [H,
+                n*I], b13 [P*n*I], b2 [H], and scales as for one expert. In the format of the routed experts, or bf16.
+                If the layer has biases and `whole` has none, they are zero.
+
+        Returns:
+            ExpertWeights of n experts.
+
+        Raises:
+            ArgumentError: A shape or dtype is wrong, or parts end within a 128-block of scales.
         """
         _check_kind(shared=whole)
         n, planes = self.count, self.problem.activation.planes
@@ -157,16 +173,28 @@ class SharedExperts:
         return expected
 
     def empty(self, device: torch.device | str = "cpu", masters: bool = True) -> ExpertWeights:
-        """Return memory for the weights of the layer, L routed experts and behind them n parts; see split().
+        """Allocate the weights of the layer: L routed experts, then n shared parts. See split().
 
-        masters: bf16; otherwise what the precision stores.
+        Args:
+            device: The device. Default: "cpu".
+            masters: True: bf16; False: the precision's format. Default: True.
+
+        Returns:
+            ExpertWeights with undefined values.
         """
         of = replace(self.problem, precision="bf16") if masters else self.problem
         wanted = expected_weights(of).items()
         return ExpertWeights(**{n: torch.empty(s, dtype=d, device=device) for n, (s, d) in wanted})
 
     def split(self, weights: ExpertWeights) -> tuple[ExpertWeights, ExpertWeights]:
-        """Return the routed experts' part of the layer's weights and the shared expert's, as views."""
+        """Split the layer's weights into views of the routed experts and of the shared parts.
+
+        Args:
+            weights: The weights of the layer.
+
+        Returns:
+            The routed and the shared ExpertWeights.
+        """
         num = self.routed_problem.num_local_experts()
         named = weights.named().items()
         routed, shared = {n: t[:num] for n, t in named}, {n: t[num:] for n, t in named}
@@ -179,13 +207,22 @@ class SharedExperts:
         *,
         accumulate_into_main_grad: bool = False,
     ) -> ExpertWeights:
-        """Return the weights that the layer takes, [L + n, ...]; the gradient goes back to both.
+        """Join routed experts and shared parts into the weights that the layer takes; the gradient goes back to both.
 
-        routed: L experts. shared: n experts, as parts() returns them. Without a copy where they are views that split()
-        has returned, or parameters over these; otherwise both are copied, and so in every call under torch.compile.
-        accumulate_into_main_grad: for a layer with it: gradients of w13 and w2 go to `main_grad` of those given here,
-            by the kernel itself where these lie behind each other, too, else by way of a tensor of fp32.
-        Raises ArgumentError for tensors that do not belong together.
+        Views that split() returned, and parameters over them, are joined without a copy. Other tensors are copied,
+        under torch.compile in every call.
+
+        Args:
+            routed: L experts.
+            shared: n experts, as parts() returns them.
+            accumulate_into_main_grad: True: add gradients of w13 and w2 to the `main_grad` of these tensors, for a
+                layer with this option. The kernel adds directly if these are adjacent, too. Default: False.
+
+        Returns:
+            ExpertWeights of L + n experts.
+
+        Raises:
+            ArgumentError: The tensors do not belong together.
         """
         _check_kind(routed=routed, shared=shared)
         problem, device = self._stored(routed), routed.w13.device
@@ -209,7 +246,14 @@ class SharedExperts:
         return ExpertWeights(**made)
 
     def routed(self, statistics: Statistics) -> Statistics:
-        """Return a layer's statistics without the shared slots."""
+        """Return a layer's statistics without the shared parts.
+
+        Args:
+            statistics: Result of the layer's statistics().
+
+        Returns:
+            Statistics of the routed experts.
+        """
         num = self.routed_problem.num_local_experts()
         return replace(statistics, tokens_per_expert=statistics.tokens_per_expert[:num])
 

@@ -1,7 +1,7 @@
-"""What a training loop needs beside a model with experts of its own on every rank.
+"""Provide what a training loop needs, because each rank of a layer has its own experts.
 
-Parameters of a layer over R > 1 ranks differ between ranks, everything else ("dense") is the same: norms, averages and
-optimizer states that assume equal ranks are wrong for them. docs/training.md has the recipes.
+Parameters of a layer over R > 1 ranks differ between ranks, and all other ("dense") parameters are equal. Norms,
+averages and optimizer states that assume equal ranks are wrong for experts. docs/training.md has the recipes.
 """
 
 from __future__ import annotations
@@ -75,15 +75,22 @@ def _model(model: Any) -> nn.Module:
 
 @torch.no_grad()
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, the same on every rank; fp32 []. Collective.
+    """Compute the norm of all gradients, equal on every rank. Collective.
 
         (sum_dense |g| ** p + sum over the ranks of each expert group of sum_experts |g| ** p) ** (1 / p)
 
-    Dense gradients must be equal on the ranks (averaged, as by DDP) or DTensors (FSDP2).
-    Experts may be plain or DTensors.
-    norm_type: p > 0, or inf.
+    Dense gradients must be equal on all ranks (averaged, as by DDP) or DTensors (FSDP2). Gradients of experts may be
+    plain tensors or DTensors.
 
-    Raises ArgumentError for something else than a module, another norm_type and sparse gradients.
+    Args:
+        model: The model.
+        norm_type: p, above 0, or inf. Default: 2.0.
+
+    Returns:
+        The norm, [] fp32.
+
+    Raises:
+        ArgumentError: `model` is no module, norm_type is invalid, or a gradient is sparse, delayed or in main_grad.
     """
     return _grad_norm(model, norm_type)
 
@@ -140,9 +147,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale all gradients by min(1, max_norm / (grad_norm(model) + 1e-6)); return that norm. Collective.
+    """Scale all gradients by min(1, max_norm / (grad_norm(model) + 1e-6)). Collective.
 
-    Raises ArgumentError as grad_norm() does, and for a max_norm that is no number from 0 on.
+    Args:
+        model: The model.
+        max_norm: Largest norm, at least 0.
+        norm_type: p, above 0, or inf. Default: 2.0.
+        error_if_nonfinite: True: raise RuntimeError if the norm is not finite. Default: False.
+
+    Returns:
+        The norm before scaling, [] fp32.
+
+    Raises:
+        ArgumentError: As for grad_norm(), or max_norm is invalid.
     """
     total = _grad_norm(model, norm_type, max_norm)
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -156,9 +173,13 @@ def clip_grad_norm_(
 
 
 def ignore_experts_in_ddp(model: nn.Module) -> list[str]:
-    """Make DDP leave the experts of `model` alone; call it on what is wrapped, before wrapping. Returns their names.
+    """Exclude the experts of `model` from DDP, which would overwrite them with rank 0's and average their gradients.
 
-    DDP would overwrite every rank's experts with rank 0's and average their gradients.
+    Args:
+        model: The module that DDP will wrap. Call this before wrapping.
+
+    Returns:
+        The names of the excluded parameters and buffers.
     """
     names = list(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     for prefix, layer in _layers(model):
@@ -179,13 +200,18 @@ def _check_not_sharded(layer: MegaMoE) -> None:
 
 
 def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
-    """Divide experts' gradients by num_ranks as they arrive, so that they are means over ranks as DDP's and FSDP's are.
+    """Divide the experts' gradients by num_ranks, so that they are means over ranks like those of DDP and FSDP2.
 
-    Every rank differentiates its own loss L_r. DDP and FSDP2 give a dense parameter sum_r dL_r / R; the backward pass
-    of a layer gives an expert sum_r dL_r over the ranks of its group. R = num_ranks: the ranks that dense gradients are
-    averaged over. Where those are more than the group has, add up the experts' gradients over the copies as well
-    (FSDP2 on a mesh of the copies does). Call it once, after fully_shard() if that is used on the layer: ArgumentError
-    otherwise.
+    Every rank differentiates its own loss L_r. DDP and FSDP2 give a dense parameter sum_r dL_r / R. A layer's backward
+    pass gives an expert sum_r dL_r over the ranks of its group. If num_ranks is larger than the group, also sum the
+    experts' gradients over its copies (FSDP2 does, on a mesh of the copies). Call this once, after fully_shard().
+
+    Args:
+        model: The model.
+        num_ranks: R, the ranks over which dense gradients are averaged.
+
+    Raises:
+        ArgumentError: It was called before, or before fully_shard(), or num_ranks is invalid.
     """
     _refuse_main_grad(_layers(model))
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:

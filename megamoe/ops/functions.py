@@ -237,10 +237,8 @@ def grouped_mlp(
     """Run each row through the MLP of its expert: grouped_mm_swiglu(), then grouped_mm_downproj(); differentiable.
 
     The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
-    weight.
-    Pre-activations are saved, h is not. With "dynamic" only the arguments are saved; the first launch then becomes
-    three,
-    and torch's operations.
+    weight. Pre-activations are saved, h is not. With "dynamic" only the arguments are saved; the first launch then
+    becomes three, and torch's operations.
 
     Args:
         x: [M, H] bf16, rows sorted by expert.

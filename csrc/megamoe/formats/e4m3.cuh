@@ -91,7 +91,7 @@ struct E4m3RowsIn {
 };
 using E4m3Rows = E4m3RowsIn<PlainWords>;
 
-// Of x alone: a tile of gemm1 has 128 columns of h, and knows no largest of a row.
+// Only for x: a tile of gemm1 has 128 columns of h, so it cannot compute the maximum of a whole row.
 struct E4m3TokenRows {
     using Words = PlainWords;
     using Element = e4m3_t;

@@ -82,19 +82,19 @@ struct Gemm {
     float* bias;             // [L, p * n] that is added, or null; of a weight gradient [L, P * m] of its bias
     float* out_scale;        // scaled out: [ceil(n/128), M]
     uint32_t* done;          // [M/128] finished tiles
-    int32_t m;               // of a weight gradient: rows of a plane; 0: it is not wanted
-    int32_t n;               // of a weight gradient also 0: its rows are made, and kept for a launch of KeptWeightsArgs
+    int32_t m;               // of a weight gradient: rows of a plane; 0: not requested
+    int32_t n;               // of a weight gradient, 0: stash its rows for a KeptWeightsArgs launch instead
     int32_t k;               // of a plane
 };
 
-// What a training forward leaves for its backward, beside pre-activations.
+// What a training forward saves for its backward, in addition to pre-activations.
 struct State {
     StateHeader* header;
     void* tokens;            // [S, max_tokens, H] in x's format; S = R - 1 without the own rank, or R if x has scales
     float* tokens_scale;     // scaled x: [S, max_tokens, ceil(H/128)]
 };
 
-// What backward has besides its GEMMs and the state.
+// What backward needs in addition to its GEMMs and the state.
 struct Backward {
     // backward's part of the workspace
     void* x_rows;            // [M, H] bf16, written by restore

@@ -198,20 +198,21 @@ class Exact(Trips):
 
 
 class Static(Trips):
-    """Every token to every host. What each comes for travels beside the rows, and a device keeps what differed.
+    """Send every token to every host. Each exchange carries its purpose, and the device records differences.
 
-    Invariant: a rank in a forward pass and one in a backward pass exchange as many bytes until both are told.
+    Invariant: a rank in a forward pass and a rank in a backward pass exchange equally many bytes, until both have an
+    error.
     """
 
     waits = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        # Of the last call, by tokens and stream, and those that graphs read, which may live for ever.
+        # Plans: of the last call, with its tokens and stream; and those that CUDA graphs read, which are never freed.
         self._last: tuple[int, int, Trip] | None = None
         self._captured: dict[int, Trip] = {}
-        self._marks: dict[int, Tensor] = {}  # by flags: a row of no token, and a mark and a number
-        # Those of the last call in which hosts differed, on a device and where the host sees them.
+        self._marks: dict[int, Tensor] = {}  # by flags: an empty row with a mark and a number
+        # Marks of the last call in which hosts differed: on the device, and in memory that the host reads.
         self._seen: tuple[Tensor, Tensor] | None = None
 
     @property

@@ -198,6 +198,31 @@ def test_the_reference_has_what_python_sees():
             assert [s[1] for s in stated if s] == list(seen), name
 
 
+def undescribed(name, node):
+    """Return the calls of a public name that take arguments and have no `Args:`; methods of ours alone are listed."""
+    calls = {name: node}
+    if isinstance(node, ast.ClassDef):
+        methods = reference.definitions(node).items()
+        calls |= {f"{name}.{n}": m for n, m in methods if n not in reference.INNER}
+    sections = {n: reference.sections(call) for n, call in calls.items()}
+    return [n for n, call in calls.items() if reference.names(call) and "Args" not in sections[n]]
+
+
+def test_docstrings_describe_each_argument():
+    """Methods of adapters are free: the library that calls them defines their arguments."""
+    packages = [reference.exported(f"megamoe{p}") for p in ("", ".ops", ".checkpoints")]
+    public = {name: node for found in packages for name, node in found.items()}
+    assert len(public) > 35
+    listed = {name: node for name, node in public.items() if not reference.is_error(node)}
+    assert not [call for name, node in listed.items() for call in undescribed(name, node)]
+    planted = ast.parse(
+        'def f(a, *, b=1, **c):\n    """Add.\n\n    Args:\n        a: One.\n    """'
+    ).body[0]
+    assert undescribed("f", ast.parse('def f(a):\n    """Add."""').body[0]) == ["f"]
+    with pytest.raises(SystemExit, match="takes .'a', 'b', '..c'., its docstring has .'a'."):
+        reference.details(planted)
+
+
 def words(text):
     """Return the number of words outside of code blocks and generated parts; rules and bars of tables are none."""
     apart = r"^```.*?^```$|<!-- ([\w-]+): begin.*?<!-- \1: end -->"
