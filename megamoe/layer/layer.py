@@ -59,11 +59,12 @@ class Layer:
             "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
         backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
             "auto".
-        options: An Options record; its fields may be given by name instead. With accumulate_into_main_grad or
+        options: An Options record. With accumulate_into_main_grad or
             delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
             and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
             2 * (P + 1) * I bytes per pool row (memory_report()["kept_bytes"]); backends other than "mega" and "emulate"
             treat it as True. Default: Options().
+        **given: Fields of the options, by name.
 
     Raises:
         ConfigError: The problem or an option is invalid. No memory is allocated.

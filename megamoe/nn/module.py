@@ -59,9 +59,10 @@ class MegaMoE(nn.Module):
         backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
             "auto".
         device: Device of the parameters. Default: torch's.
-        options: An Options record; its fields may be given by name instead. With a placement, which is for inference,
+        options: An Options record. With a placement, which is for inference,
             parameters are those of this rank's slots, and num_experts and topk_ids are logical: see PlacedLayer and
             move_experts(). Default: Options().
+        **given: Fields of the options, by name.
 
     Raises:
         ConfigError: An argument is invalid. No memory is allocated.
