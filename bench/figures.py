@@ -25,6 +25,7 @@ EP4, FEW = "2026-11-26-938254c-ep4.csv", "2026-11-26-6b15deb-ep4.csv"
 PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
+LOOP = "2026-11-27-43b46f1-loop.csv"
 FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-24-9f14869-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
@@ -87,7 +88,7 @@ def origin(*names: str, run: str = "") -> str:
             continue
         date, tree, _ = re.findall(r"(\d+-\d+-\d+)-(\w+)-?(.*)", run or name)[0]
         first = (MEASUREMENTS / name).read_text().partition("\n")[0]
-        gpus = "x ".join(re.findall(r"(\d+)x NVIDIA (H\d+)", first)[0])
+        gpus = " and ".join("x ".join(gpu) for gpu in re.findall(r"(\d+)x NVIDIA (H\d+)", first))
         said.append(f"{gpus}, {date}, commit {tree} ([CSV](measurements/{name}))")
     return "; ".join(said) + "."
 
@@ -297,7 +298,29 @@ def dram() -> str:
     return table(origin(H100), ["model, tokens", "model GB", "ncu GB"], rows)
 
 
+LOOPED = {"file": LOOP, "precision": "fp8"}
+_BEFORE: dict[str, Any] = {"tree": "base"}
+_AFTER: dict[str, Any] = {"tree": lambda tree: tree != "base"}
 ONE_GPU: dict[str, Callable[[], str]] = {
+    "loop": partial(
+        pivot,
+        "model, GPU",
+        {
+            f"{model}, {gpu}": {"name": name, "gpu": gpu, **LOOPED}
+            for gpu in ("H200", "H100")
+            for name, model in MODELS.items()
+        },
+        {
+            label: (where | _BEFORE, where | _AFTER)
+            for label, where in {
+                "backward": {"direction": "backward all"},
+                "without weights": {"direction": "backward rows"},
+                "forward, 8 tokens": {"part": "few", "tokens": 8},
+                "64": {"part": "few", "tokens": 64},
+                "8,192": {"part": "large", "direction": "forward"},
+            }.items()
+        },
+    ),
     "one-gpu": partial(
         pivot,
         "model",
