@@ -159,7 +159,7 @@ class MegaMoEKernel(MegaKernelBackend):
         """Call the layer on the staged inputs and return y [T, H] bf16, in `output` if it is given. Collective."""
         with together(workspace.layer):
             if workspace.staged is None:
-                raise ArgumentError("compute()", "called", "stage_inputs() before each")
+                raise ArgumentError("compute()", "called", "stage_inputs() before each compute()")
         (x, ids, scores, x_scale), workspace.staged = workspace.staged, None
         out = None if output is None else output[: x.shape[0]]
         with torch.no_grad():

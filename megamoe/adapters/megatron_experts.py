@@ -48,7 +48,7 @@ def check_config(config: Any, pg_collection: Any) -> None:
         expected = f"False with moe_router_topk {config.moe_router_topk}"
         raise ConfigError("moe_apply_probs_on_input", True, expected)
     if pg_collection.expt_tp.size() != 1:
-        expected = "1: a rank holds whole experts"
+        expected = "1: each rank holds whole experts"
         raise ConfigError("expert_tensor_parallel_size", pg_collection.expt_tp.size(), expected)
     if config.recompute_granularity == "selective" and "moe_act" in config.recompute_modules:
         raise ConfigError("recompute_modules", config.recompute_modules, _RECOMPUTE)

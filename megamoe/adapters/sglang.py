@@ -181,7 +181,7 @@ class Installed:
         whole = buffers[0] if buffers else None
         if not isinstance(whole, Buffer) or any(b is not whole for b in buffers):
             kinds = [type(b).__name__ for b in buffers]
-            raise ArgumentError("buffers", kinds, "those of one buffer that was made here")
+            raise ArgumentError("buffers", kinds, "those of one megamoe buffer")
         try:
             _check("group_size", group_size, 128)
             rows = [t.shape[0] if isinstance(t, Tensor) else 0 for t in (x, topk_ids, topk_weights)]

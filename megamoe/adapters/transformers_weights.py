@@ -122,9 +122,7 @@ def _mxfp4(module: Any) -> ExpertWeights:
 def _check_quantized(module: Any) -> None:
     scheme = getattr(module, "activation_scheme", "dynamic")
     if scheme != "dynamic":
-        raise ConfigError(
-            "activation_scheme", repr(scheme), "'dynamic': x is quantized as it comes"
-        )
+        raise ConfigError("activation_scheme", repr(scheme), "'dynamic': a layer scales x itself")
     if module.has_bias or module.is_transposed or not module.is_concatenated:
         kind = type(module).__name__
         raise ConfigError("experts", f"{kind} in FP8 or FP4", "no biases; [E, N, K]; gate, then up")

@@ -226,7 +226,7 @@ def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
     if lost:
         raise MegaMoEError(
             f"reset() was called since {lost} of {len(kept)} backward passes kept their rows: their weight gradients "
-            "are lost; close() the layer, or leave out the step"
+            "are lost. Call close() and skip this optimizer step"
         )
 
 
@@ -252,6 +252,6 @@ def check_out(out: Tensor, x: Tensor, routes: tuple[Tensor, Tensor], w: ExpertWe
     if torch.compiler.is_compiling():
         return
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ArgumentError("out", "an inference tensor", "one that was made outside")
+        raise ArgumentError("out", "an inference tensor", "one made outside of inference_mode()")
     if overwrites(out, x, (*routes, *vars(w).values())):
         raise ArgumentError("out", "in a storage that the call reads", "x, or a storage of its own")

@@ -27,7 +27,7 @@ class Statistics:
     def of_last(found: Statistics | None) -> Statistics:
         """Return `found`. Raise MegaMoEError if there was no call yet."""
         if found is None:
-            raise MegaMoEError("statistics() are those of the last call, and there was none")
+            raise MegaMoEError("statistics() needs a call of the layer before it")
         return found
 
     @classmethod

@@ -100,7 +100,7 @@ def check_memory(name: str, t: Tensor) -> None:
     held = _held(t)
     if held is not None:
         raise ArgumentError(
-            f"{name}.untyped_storage()", f"of {held} bytes", "the memory of its elements"
+            f"{name}.untyped_storage()", f"of {held} bytes", "memory for its elements: it was freed"
         )
 
 

@@ -382,10 +382,10 @@ def check_tensor(
     # The kernel would read the numbers before their sign is changed.
     if not torch.compiler.is_compiling() and value.is_neg():
         raise ArgumentError(
-            name, "a negative view", "a tensor as it lies in memory: .resolve_neg()"
+            name, "a negative view", "a tensor without a pending negation: call .resolve_neg()"
         )
     if value.device != device:
-        raise ArgumentError(f"{name}.device", value.device, f"{device}, where the others are")
+        raise ArgumentError(f"{name}.device", value.device, f"{device}, as the others have")
     if contiguous and not value.is_contiguous():
         raise ArgumentError(f"{name}.stride()", value.stride(), "contiguous, row-major")
     check_memory(name, value)

@@ -153,7 +153,7 @@ class Delayed:
             raise ArgumentError("passes", repr(passes), "a number of backward passes")
         if not self._queue:
             raise ArgumentError(
-                "backward_dw()", "called without a backward pass that waits for it", "one for each"
+                "backward_dw()", "called while no backward pass waits", "one call per backward pass"
             )
         if passes > len(self._queue):
             raise ArgumentError("passes", passes, f"at most {len(self._queue)}, which wait")

@@ -362,9 +362,9 @@ class Layer:
                 it.
         """
         if self._delayed is None:
-            raise ConfigError("delay_wgrad", False, "True or 'keep' where backward_dw() is called")
+            raise ConfigError("delay_wgrad", False, "True or 'keep', to call backward_dw()")
         if self._runtime is None:
-            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+            raise ConfigError("layer", "closed", "an open layer: call prepare() or the layer first")
         self._delayed.make(self._runtime, passes)
 
     def prepare(self, weights: ExpertWeights) -> None:
@@ -431,7 +431,7 @@ class Layer:
     def handle(self) -> Tensor:
         """The number of this layer in the operators. Raises ConfigError before prepare() and after close()."""
         if self._runtime is None:
-            raise ConfigError("layer", "closed", "one that prepare() or a call has opened")
+            raise ConfigError("layer", "closed", "an open layer: call prepare() or the layer first")
         return self._runtime.handle
 
     def invalidate(self) -> None:

@@ -148,7 +148,7 @@ def check(weights: ExpertWeights) -> None:
             check_tensor(argument, main, tuple(p.shape), _DTYPES, p.device, contiguous=False)
             if not main.is_contiguous() and overlaps_itself(main):
                 raise ArgumentError(
-                    f"{argument}.stride()", main.stride(), "a place for each element"
+                    f"{argument}.stride()", main.stride(), "strides without overlapping elements"
                 )
 
 

@@ -162,7 +162,7 @@ class PlacedLayer(Layer):
         return slots.where(valid, -1).to(topk_ids.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise MegaMoEError("a layer with a placement cannot be copied, expected a new one")
+        raise MegaMoEError("a layer with a placement cannot be copied: create a new one")
 
 
 def _tables(placement: ExpertPlacement) -> tuple[Tensor, ...]:

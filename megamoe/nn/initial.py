@@ -25,7 +25,7 @@ def draw(
     Raises ArgumentError for quantized weights, whose scales would stay.
     """
     if w13.element_size() == 1:
-        raise ArgumentError("w13.dtype", w13.dtype, "masters: make a new layer to draw its experts")
+        raise ArgumentError("w13.dtype", w13.dtype, "masters in bf16: create a new layer instead")
     if w13.is_meta:
         return
     seed = int(torch.randint(2**31, (), device="cpu")) if init_seed is None else init_seed

@@ -438,7 +438,7 @@ class MegaMoE(nn.Module):
             placement: The new placement, equal on all ranks.
         """
         if not isinstance(self._layer, PlacedLayer):
-            raise ConfigError("placement", None, "given when the layer was made")
+            raise ConfigError("placement", None, "a placement, passed to the constructor")
         own = self._parameters | self._buffers
         weights: dict[str, Any] = {name: own.get(name) for name in _NAMES}
         self._layer.move_experts(placement, ExpertWeights(**weights))

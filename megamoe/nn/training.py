@@ -105,13 +105,13 @@ def _grad_norm(model: nn.Module, norm_type: float, max_norm: float | Tensor = 0.
             or not isinstance(max_norm, (int, float, Tensor))
             or not max_norm >= 0
         ):
-            raise ArgumentError("max_norm", repr(max_norm), "a number from 0 on")
+            raise ArgumentError("max_norm", repr(max_norm), "a number, at least 0")
         norm_type = _order(norm_type)
         _refuse_main_grad(model.named_modules())
         for name, module in model.named_modules():
             if isinstance(module, MegaMoE) and module.num_delayed:
                 waiting = f"{module.num_delayed} backward passes that wait for backward_dw()"
-                raise ArgumentError(name or "model", waiting, "none when gradients are read")
+                raise ArgumentError(name or "model", waiting, "none: call backward_dw() first")
         for name, p in model.named_parameters():
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ArgumentError(f"{name}.grad.layout", p.grad.layout, "torch.strided")
@@ -215,7 +215,7 @@ def average_expert_gradients(model: nn.Module, num_ranks: int) -> None:
     """
     _refuse_main_grad(_layers(model))
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ArgumentError("num_ranks", repr(num_ranks), "a number of ranks")
+        raise ArgumentError("num_ranks", repr(num_ranks), "a positive int, the number of ranks")
     for name, layer in _layers(model):
         if layer.averaged:
             raise ArgumentError(name or "model", "averaged already", "one call")

@@ -77,7 +77,7 @@ def activation_gradient(act: Activation, gu: Tensor, dh: Tensor) -> tuple[Tensor
         r = F.relu(gu)
         return 2 * dh * r, r * r
     if act.kind not in ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh"):
-        raise NotImplementedError(f"no gradient of activation {act.kind!r} is written here")
+        raise NotImplementedError(f"no gradient of activation {act.kind!r} is implemented here")
     gate, up = gu.chunk(2, dim=-1)
     if act.kind in ("geglu", "geglu_tanh"):
         form = "tanh" if act.kind == "geglu_tanh" else "none"

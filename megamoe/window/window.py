@@ -88,7 +88,7 @@ class Window:
         self.device = _device(device)
         if self._capturing():
             raise MegaMoEError(
-                "a window cannot be made during CUDA graph capture: call the layer's prepare() before"
+                "a window cannot be created during CUDA graph capture: call the layer's prepare() before"
             )
         self.spec = WindowSpec.of(problem)
         self.closed = False

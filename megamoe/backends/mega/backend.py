@@ -277,7 +277,7 @@ class MegaBackend(Backend):
         layer, kernel = self.window.last_launch or (None, "")
         if self._forward is None or layer != self._kernels.layer:
             raise MegaMoEError(
-                "statistics() are those of the last call of a window, and that was another layer's, or there was none"
+                "statistics() describes the last call of a window, which was another layer's, or there was none"
             )
         routes = self.plan.window["window_routes"].view(self.window.memory)
         return routes, self._tables(kernel)["chunk_prefix"]

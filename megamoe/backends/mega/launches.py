@@ -275,7 +275,7 @@ class Training:
         cdata = None if self._state is None else self._state.cdata
         storage = None if cdata is None else torch.UntypedStorage._new_with_weak_ptr(cdata)
         if storage is None:
-            raise MegaMoEError("the last call trained, and its state is gone: ask before y is")
+            raise MegaMoEError("the state of the call was freed: call statistics() while y lives")
         state = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[self._begin :]
         return {name: region.view(state) for name, region in self._plan.train_state.items()}
 

@@ -263,7 +263,7 @@ def test_what_is_no_placement_is_refused():
     with pytest.raises(ArgumentError, match=r"w13 is \[8, 4, 8\], expected \[6, ...\]"):
         layer.move_experts(six, held_by(megamoe.ExpertPlacement([*range(6), 0, 0]), 8, 0))
     module = megamoe.MegaMoE(64, 48, EXPERTS, 2, "alone", backend="staged", max_tokens=40)
-    with pytest.raises(ConfigError, match="placement is None, expected given"):
+    with pytest.raises(ConfigError, match="placement is None, expected a placement"):
         module.move_experts(six)
     with pytest.raises(ConfigError, match="placement is list, expected an ExpertPlacement"):
         megamoe.PlacedLayer(PROBLEM, "alone", placement=[0])
