@@ -301,6 +301,13 @@ def dram() -> str:
 LOOPED = {"file": LOOP, "precision": "fp8"}
 _BEFORE: dict[str, Any] = {"tree": "base"}
 _AFTER: dict[str, Any] = {"tree": lambda tree: tree != "base"}
+_PASSES: dict[str, dict[str, Any]] = {
+    "backward": {"direction": "backward all"},
+    "without weights": {"direction": "backward rows"},
+    "forward, 8 tokens": {"part": "few", "tokens": 8},
+    "64": {"part": "few", "tokens": 64},
+    "8,192": {"part": "large", "direction": "forward"},
+}
 ONE_GPU: dict[str, Callable[[], str]] = {
     "loop": partial(
         pivot,
@@ -310,16 +317,7 @@ ONE_GPU: dict[str, Callable[[], str]] = {
             for gpu in ("H200", "H100")
             for name, model in MODELS.items()
         },
-        {
-            label: (where | _BEFORE, where | _AFTER)
-            for label, where in {
-                "backward": {"direction": "backward all"},
-                "without weights": {"direction": "backward rows"},
-                "forward, 8 tokens": {"part": "few", "tokens": 8},
-                "64": {"part": "few", "tokens": 64},
-                "8,192": {"part": "large", "direction": "forward"},
-            }.items()
-        },
+        {label: (where | _BEFORE, where | _AFTER) for label, where in _PASSES.items()},
     ),
     "one-gpu": partial(
         pivot,
