@@ -289,8 +289,10 @@ class Together:
     def tell(self, error: Exception) -> None:
         """Raise an error of this rank on the others, unless this rank has met them: then they know."""
         ranks = self._ranks
-        if ranks.met or not ranks._exchanges or torch.cuda.is_current_stream_capturing():
-            return  # in a capture nothing runs, and nobody waits
+        if ranks.met or not ranks._exchanges:
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return  # nothing runs in a capture, so no rank waits
         log.error("rank %d failed before it met the other ranks: %s", ranks.rank, error)
         with outside():
             if (backend := self._backend()) is not None:

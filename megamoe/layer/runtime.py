@@ -49,7 +49,8 @@ class Runtime:
         self.handle = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.state_bytes = self.backend.state_bytes
         self.quantizes = self.problem.formats.w.scaled
-        self.together = self.group.together("a first call", lambda: self.backend)
+        backend = self.backend  # not self: a cycle would keep a closed runtime in the table
+        self.together = self.group.together("a first call", lambda: backend)
         _runtimes[number] = self
 
     def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:

@@ -431,7 +431,7 @@ REFUSED = {
     "out.stride() is (64, 24, 1), expected places of their own": lambda: ops.grouped_mm_wgrad(
         X, X, OFFS, out=torch.zeros(800).as_strided((3, H, H), (64, H, 1))
     ),
-    "out is memory that the call reads": lambda: ops.grouped_mm_wgrad(
+    "out is in a storage that the call reads": lambda: ops.grouped_mm_wgrad(
         X, SUMS[0, -M:], OFFS, out=SUMS
     ),
     "out is a negative view": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch._neg_view(SUMS)),
@@ -559,7 +559,7 @@ def test_sums_among_rows_that_are_read_are_refused(which):
     wide, rows = memory.view(M, 20 * H)[:, :H], rand(M, H)
     out = memory[10 * M * H :][: 3 * H * H].view(3, H, H)
     operands = (wide, rows) if which == 0 else (rows, wide)
-    with pytest.raises(ArgumentError, match="out is memory that the call reads"):
+    with pytest.raises(ArgumentError, match="out is in a storage that the call reads"):
         ops.grouped_mm_wgrad(*operands, OFFS, out=out)
 
 
