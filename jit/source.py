@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megamoe.core.errors import ConfigError
-from megamoe.core.table import PRECISIONS, TRAINED
+from megamoe.core.table import PRECISIONS, TRAINED, weight_gradients_of
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -54,6 +54,7 @@ class Variant:
     profile: bool = False
     kernel: str = "forward"
     panels: bool = False  # launches of many rows may expand packed weights in memory
+    weight_gradients: str = "bf16"  # what backward multiplies for them
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS or PRECISIONS[self.precision].cpp is None:
@@ -64,12 +65,20 @@ class Variant:
             )
         if self.kernel not in KERNELS:
             raise ConfigError("kernel", repr(self.kernel), "one of " + ", ".join(KERNELS))
+        if self.weight_gradients not in self._products(self.precision, self.kernel):
+            expected = " or ".join(map(repr, self._products(self.precision, self.kernel)))
+            raise ConfigError("weight_gradients", repr(self.weight_gradients), expected)
         if self.panels and not PRECISIONS[self.precision].panels:
             raise ConfigError("panels", True, f"False for {self.precision}")
         if self.activation not in ACTIVATIONS:
             raise ConfigError(
                 "activation", repr(self.activation), "one of " + ", ".join(ACTIVATIONS)
             )
+
+    @staticmethod
+    def _products(precision: str, kernel: str) -> tuple[str, ...]:
+        """Return what weight gradients may be products of."""
+        return weight_gradients_of(precision) if kernel == "backward" else ("bf16",)
 
     @property
     def entry(self) -> str:
@@ -85,11 +94,13 @@ class Variant:
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
         panels, profile = "-panels" * self.panels, "-profile" * self.profile
-        return f"{prefix}{self.precision}-{self.activation}{panels}{profile}"
+        weights = "" if self.weight_gradients == "bf16" else f"-{self.weight_gradients}-weights"
+        return f"{prefix}{self.precision}-{self.activation}{weights}{panels}{profile}"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
         tile = f"{TILE}, true" if self.panels else TILE
+        tile += "" if self.weight_gradients == "bf16" else ", E4m3Operands"
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 
@@ -109,8 +120,9 @@ def variants(profile: bool = False) -> list[Variant]:
     have = [p.name for p in PRECISIONS.values() if p.cpp is not None]
     made = product(KERNELS, have, ACTIVATIONS)
     return [
-        Variant(precision, activation, profile, kernel, panels)
+        Variant(precision, activation, profile, kernel, panels, products)
         for kernel, precision, activation in made
         if kernel == "forward" or precision in TRAINED
         for panels in ((False, True) if PRECISIONS[precision].panels else (False,))
+        for products in Variant._products(precision, kernel)
     ]

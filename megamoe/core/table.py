@@ -167,3 +167,8 @@ REFUSED = {
     "with four, would quantize the weights again"
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
+
+
+def weight_gradients_of(precision: str) -> tuple[str, ...]:
+    """Return what gradients of weights may be products of in a precision, the default first."""
+    return ("bf16", "e4m3") if precision == "fp8" else ("bf16",)

@@ -148,6 +148,41 @@ void grads_ready(World& w, const Flaw& flaw) {
     });
 }
 
+// Where weight gradients multiply e4m3, a transport warp of CTA 0 transposes a block that CTA 1 has filled:
+// one lane awaits its rows, all read them and the tokens that they are of. A weight tile of CTA 2 reads what
+// they write.
+void transposed_rows(World& w, const Flaw& flaw) {
+    int dy = w.payload("dy row"), token = w.payload("row_tokens"), columns = w.payload("dy transposed");
+    int rows = w.cell("rows_ready"), cell = w.cell("grads_ready");
+    int awaited = w.barrier("warp_sync", 2), written = w.barrier("second warp_sync", 2);
+    bool unawaited = flaw("the block is not awaited"), late = flaw("a row's token behind the release");
+    bool apart = flaw("no warp_sync behind the await"), early = flaw("no warp_sync before publish");
+    w.thread("dispatch", 0, 1, [=](Mem& m) {
+        m.write(dy);
+        if (!late) m.write(token);
+        RowsReady::publish(m, rows, 1);
+        if (late) m.write(token);
+        GradsReady::publish(m, cell);
+    });
+    w.thread("transpose.lane0", 0, 0, [=](Mem& m) {
+        if (!unawaited) RowsReady::await(m, rows, 1, 0);
+        if (!apart) m.arrive(awaited);
+        m.read(token);
+        if (!early) m.sync(written);
+        GradsReady::publish(m, cell);
+    });
+    w.thread("transpose.lane1", 0, 0, [=](Mem& m) {
+        if (!apart) m.sync(awaited);
+        m.read(token), m.read(dy);
+        m.write(columns);
+        if (!early) m.arrive(written);
+    });
+    w.thread("load_a", 0, 2, [=](Mem& m) {
+        GradsReady::await(m, cell, 2, 0);
+        m.tma_load(columns);
+    });
+}
+
 // The gradient of a token's routing weight comes beside its partial: by another lane of the warp that
 // publishes.
 void d_weights(World& w, const Flaw& flaw) {
@@ -191,6 +226,14 @@ const std::vector<Scenario> backward_scenarios = {
       "no fence in load_b"},
      {{"add of value + 1 at rows_ready", one_of_one},
       {"async_complete dropped at transport", no_bulk_stores}}},
+    {"transposed rows",
+     transposed_rows,
+     {"the block is not awaited", "a row's token behind the release", "no warp_sync behind the await",
+      "no warp_sync before publish"},
+     {{"add of value + 1 at rows_ready", one_of_one},
+      {"fence_proxy_async dropped at rows_ready", no_tma},
+      {"async_complete dropped at dispatch", no_bulk_stores},
+      {"async_complete dropped at transpose.lane0", no_bulk_stores}}},
     {"d_weights",
      d_weights,
      {"no warp_sync before publish", "stored behind the release", "combine reads before its acquire"},

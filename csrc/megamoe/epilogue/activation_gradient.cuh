@@ -22,6 +22,7 @@ struct ActivationGradientEpilogue {
     static constexpr int gu_planes = Activation::gated ? 2 : 1;
 
     static constexpr int inputs_of_half = inputs / 2;
+    static constexpr bool reuses_inputs = true;
 
     template <class T>
     static MEGAMOE_DEVICE int slots(const Args&) {
@@ -112,19 +113,11 @@ struct ActivationGradientEpilogue {
                         int at = swizzled(f.row, 2 * f.column(g)) + i * 8 * slot_k_bytes;
                         uint32_t gate = *reinterpret_cast<const uint32_t*>(gates + at);
                         uint32_t up = Activation::gated ? *reinterpret_cast<const uint32_t*>(ups + at) : 0;
-                        float dgate[2], dup[2], h[2];
-                        MEGAMOE_UNROLL
-                        for (int j = 0; j < 2; ++j) {
-                            float dh_j = dh[2 * i + j];
-                            Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
-                                                 j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh_j, dgate[j],
-                                                 dup[j], h[j]);
-                            d_s[i] += dh_j * h[j];
-                        }
-                        dgu[0][i][of_half] = store_pair(gates + at, s[i] * dgate[0], s[i] * dgate[1]);
+                        Pair pair = differentiate(args, gate, up, &dh[2 * i], s[i], d_s[i]);
+                        *reinterpret_cast<uint32_t*>(gates + at) = dgu[0][i][of_half] = pair.dgu[0];
                         if constexpr (Activation::gated)
-                            dgu[1][i][of_half] = store_pair(ups + at, s[i] * dup[0], s[i] * dup[1]);
-                        store_pair(hs + at, s[i] * h[0], s[i] * h[1]);
+                            *reinterpret_cast<uint32_t*>(ups + at) = dgu[1][i][of_half] = pair.dgu[1];
+                        *reinterpret_cast<uint32_t*>(hs + at) = pair.hs;
                     }
                 }
                 // This comes before the last hand-over, since the tile's release follows that.
@@ -139,24 +132,24 @@ struct ActivationGradientEpilogue {
         }
     }
 
-  private:
-    static MEGAMOE_DEVICE uint32_t store_pair(uint8_t* to, float a, float b) {
-        uint32_t pair = arch::pack_bf16x2(a, b);
-        *reinterpret_cast<uint32_t*>(to) = pair;
-        return pair;
-    }
-    // A half of all planes; the scales of a plane stand behind those of the one before.
-    template <class T, class Output, int planes_, int pairs>
-    static MEGAMOE_DEVICE void write_rows(const Context& ctx, const Tile& tile, Output& output,
-                                          const uint32_t (&dgu)[planes_][2][pairs], int half, Fragment f) {
-        const Args& args = ctx.args;
-        float* scales = scales_of_half<T>(ctx, tile, half);
+  protected:
+    struct Pair {  // of neighbouring columns, in bf16
+        uint32_t dgu[gu_planes], hs;
+    };
+    static MEGAMOE_DEVICE Pair differentiate(const Args& args, uint32_t gate, uint32_t up, const float* dh,
+                                             float s, float& d_s) {
+        float dgate[2], dup[2], h[2];
         MEGAMOE_UNROLL
-        for (int plane = 0; plane < planes_; ++plane) {
-            Rows::write_bf16(output, dgu[plane], scales, f);
-            if (scales != nullptr)
-                scales += int64_t{ceil_div(gemm_of<T>(args, tile.gemm).n, scale_group)} * args.pool_rows;
+        for (int j = 0; j < 2; ++j) {
+            Activation::gradient(args, j ? arch::bf16_hi(gate) : arch::bf16_lo(gate),
+                                 j ? arch::bf16_hi(up) : arch::bf16_lo(up), dh[j], dgate[j], dup[j], h[j]);
+            d_s += dh[j] * h[j];
         }
+        Pair pair;
+        pair.dgu[0] = arch::pack_bf16x2(s * dgate[0], s * dgate[1]);
+        if constexpr (Activation::gated) pair.dgu[1] = arch::pack_bf16x2(s * dup[0], s * dup[1]);
+        pair.hs = arch::pack_bf16x2(s * h[0], s * h[1]);
+        return pair;
     }
     template <class T>
     static MEGAMOE_DEVICE void put_d_s(const Context& ctx, const Tile& tile, const float (&d_s)[2],
@@ -170,6 +163,21 @@ struct ActivationGradientEpilogue {
             float all = d_s[i] + arch::shfl_xor(d_s[i], 1);
             all += arch::shfl_xor(all, 2);
             arch::put_float(to + int64_t{8 * i} * parts, all, false, here && f.quad == 0);
+        }
+    }
+
+  private:
+    // A half of all planes; the scales of a plane stand behind those of the one before.
+    template <class T, class Output, int planes_, int pairs>
+    static MEGAMOE_DEVICE void write_rows(const Context& ctx, const Tile& tile, Output& output,
+                                          const uint32_t (&dgu)[planes_][2][pairs], int half, Fragment f) {
+        const Args& args = ctx.args;
+        float* scales = scales_of_half<T>(ctx, tile, half);
+        MEGAMOE_UNROLL
+        for (int plane = 0; plane < planes_; ++plane) {
+            Rows::write_bf16(output, dgu[plane], scales, f);
+            if (scales != nullptr)
+                scales += int64_t{ceil_div(gemm_of<T>(args, tile.gemm).n, scale_group)} * args.pool_rows;
         }
     }
 };

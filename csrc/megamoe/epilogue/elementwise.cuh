@@ -8,9 +8,9 @@
 //   slots<T>(args), output<T>(ctx, tile, slot)
 //              how many a warpgroup fills for a tile, in order; where the store warp puts one: several
 //              outputs are several maps
-//   inputs     pipeline slots behind those of K that it reads, or 0. Outputs take their place: input_bytes()
-//              and load_input() for load_b, claim_input() in run(), store_input(). slots_before(input): how
-//              many of its output slots are handed over before that
+//   inputs     pipeline slots behind those of K that it reads, or 0: input_bytes() and load_input() for
+//              load_b. reuses_inputs: outputs take their place, claim_input() in run(), store_input();
+//              slots_before(input): how many of its output slots are handed over before that
 //
 // Most are element by element: scale, bias, transform(args, sum), then halves of one output. Those derive
 // from Elementwise and write transform() alone; two of them in a layer share bias and writing, which are long
@@ -28,6 +28,8 @@ namespace megamoe {
 struct Destination {
     const TensorMap* map;
     int column, width;  // of the output; columns at or past its width are not stored
+    int transposed_row =
+        -1;  // of a map whose rows are columns of 128 rows, which both warpgroups have filled
 };
 
 // `halves` halves of a tile, as rows of a format.
@@ -63,7 +65,7 @@ MEGAMOE_DEVICE void walk_slots(const Args& args, const Tile& tile, Input input, 
     using E = typename T::Gemm1::Epilogue;  // the only one that may have inputs
     if constexpr (E::inputs != 0) {
         MEGAMOE_UNROLL_BY(1)
-        for (int i = 0; i < tile.inputs;) {
+        for (int i = 0; E::reuses_inputs && i < tile.inputs;) {
             if (c < E::slots_before(i)) {
                 output(c++);
             } else {

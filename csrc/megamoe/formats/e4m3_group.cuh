@@ -31,6 +31,17 @@ class E4m3Group {
     float amax_ = least_amax;
 };
 
+// The least power of two that is not below amax / 448, and its inverse, without a division.
+struct PowerOfTwo {
+    float scale, inverse;
+    explicit MEGAMOE_DEVICE PowerOfTwo(float amax) {
+        uint32_t bits = __builtin_bit_cast(uint32_t, amax);
+        uint32_t exponent = (bits >> 23) - 8 + ((bits & 0x7fffff) > 0x600000 ? 1 : 0);  // 448 is 1.75 * 2^8
+        scale = __builtin_bit_cast(float, exponent << 23);
+        inverse = __builtin_bit_cast(float, (254 - exponent) << 23);
+    }
+};
+
 // Four values, in the order of two words of bf16, times `inverse`.
 MEGAMOE_DEVICE uint32_t e4m3_of_bf16(uint32_t first, uint32_t second, float inverse) {
     uint32_t lo = arch::pack_e4m3x2(arch::bf16_lo(first) * inverse, arch::bf16_hi(first) * inverse);

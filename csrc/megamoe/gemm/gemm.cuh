@@ -1,23 +1,29 @@
 // The GEMMs of a layer: what is known of each at compile time, and the sizes that follow from it.
 #pragma once
 #include "megamoe/cta/context.cuh"
+#include "megamoe/formats/format.h"
 
 namespace megamoe {
 
 // For which weight gradients a kind of launch makes tiles, after those of rows. asked_ahead: how many output
 // slots ahead of an addition what it adds to is asked into L2; 0: all of a tile at once, before its first.
+// transposed: their operands are blocks of 128 rows as [columns, 128] in e4m3 (docs/backward.md), not bf16
+// rows.
 struct NoWeightTiles {
-    static constexpr bool any = false, beside_rows = false;
+    static constexpr bool any = false, beside_rows = false, transposed = false;
     static constexpr int asked_ahead = 0;
 };
 struct WeightTilesBehindRows {  // they wait for all rows
-    static constexpr bool any = true, beside_rows = true;
+    static constexpr bool any = true, beside_rows = true, transposed = false;
     static constexpr int asked_ahead = 0;
+};
+struct TransposedWeightTiles : WeightTilesBehindRows {
+    static constexpr bool transposed = true;
 };
 // dw13 of DeepSeek-V3 with 576 rows an expert, added to fp32, takes 6761 us one slot ahead, 8841 two ahead
 // and 10042 a tile at once: what is asked for early has left L2 again (H100, 2026-11-26).
 struct WeightTilesAlone {
-    static constexpr bool any = true, beside_rows = false;
+    static constexpr bool any = true, beside_rows = false, transposed = false;
     static constexpr int asked_ahead = 1;
 };
 
@@ -43,6 +49,24 @@ MEGAMOE_DEVICE auto of_gemm(GemmId id, F f) {
     }
     return id == GemmId::gemm1 ? f(typename T::Gemm1{}) : f(typename T::Gemm2{});
 }
+
+// Planes of w13, whose gradient has as many: those that backward's gemm2 has of K.
+template <class T>
+constexpr int w13_planes() {
+    if constexpr (T::num_row_gemms == 0) {
+        return T::planes;
+    } else {
+        return T::Gemm2::k_planes;
+    }
+}
+// Columns of a block of a weight gradient's transposed A: of all planes, each rounded up to whole groups.
+template <class T>
+MEGAMOE_DEVICE int transposed_columns(const Args& args, GemmId id) {
+    return (id == GemmId::dw13 ? w13_planes<T>() : 1) * padded_rows(gemm_of<T>(args, id).m, scale_group);
+}
+// Blocks of the scales of a transposed operand: of the pool, and one more, whose scales an expert without
+// rows multiplies zeros by.
+MEGAMOE_DEVICE int transposed_blocks(const Args& args) { return args.pool_rows / scale_group + 1; }
 
 // Facts about a layer's GEMMs, by GEMM: those of compile time, and the run-time sizes that follow from them.
 template <class T>
@@ -72,6 +96,9 @@ struct Shape {
     }
     // Floats from A's scales of a slot to the next one's: a scale of whole rows is every slot's.
     static MEGAMOE_DEVICE int a_scale_stride(const Args& args, GemmId id) {
+        if constexpr (T::WeightTiles::transposed) {
+            if (is_weight_gradient(id)) return transposed_columns<T>(args, id);
+        }
         return of_gemm<T>(id, [&](auto gemm) {
             using A = typename decltype(gemm)::A;
             if constexpr (A::scaled) return A::whole_rows ? 0 : args.pool_rows;
@@ -120,15 +147,6 @@ MEGAMOE_DEVICE bool only_weights(const Args& args) {
 template <class T>
 MEGAMOE_DEVICE GemmId reduced_gemm(const Args& args) {
     return only_weights<T>(args) ? GemmId::gemm1 : GemmId::gemm2;
-}
-// Planes of w13, whose gradient has as many: those that backward's gemm2 has of K.
-template <class T>
-constexpr int w13_planes() {
-    if constexpr (T::num_row_gemms == 0) {
-        return T::planes;
-    } else {
-        return T::Gemm2::k_planes;
-    }
 }
 // Are weight gradients of this pass added to what is there?
 template <class T>

@@ -248,7 +248,7 @@ MEGAMOE_DEVICE void multiply_gradient(Sums<T>& sum, Context& ctx, PipelineRing<T
         M::template run<T>(sum, ctx, ring, tile.slots);
         return;
     }
-    M::template run<T>(sum, ctx, ring, tile.slots, [&](int slot, int i) { bias.add(slot, i); });
+    M::template run<T, BiasGradient<T>&>(sum, ctx, ring, tile.slots, bias);
     bias.store(ctx, tile);
 }
 

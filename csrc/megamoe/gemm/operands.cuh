@@ -42,10 +42,12 @@ MEGAMOE_DEVICE void load_columns(bool both, uint8_t* to, const TensorMap* map, u
 }
 
 // Rows of a block that dispatch fills, and gemm1 waits for: in a launch that trains, with zero rows behind
-// the last.
+// the last, up to a multiple of so many.
+template <class T>
+constexpr int rows_at_a_time = T::WeightTiles::transposed ? T::Tiling::rows : warpgroup_rows;
 template <class T>
 MEGAMOE_DEVICE int rows_filled(int rows) {
-    return T::Pool::padded ? padded_rows(rows, warpgroup_rows) : rows;
+    return T::Pool::padded ? padded_rows(rows, rows_at_a_time<T>) : rows;
 }
 
 // Where a slot of K lies if K has planes: in which plane, and where in it.
@@ -76,8 +78,8 @@ template <class T>
 struct RowsOperand {
     const TensorMap* map;  // of the first plane
     typename T::Blocks::RowsOfK rows_of_k;
-    bool mn_major;
-    int m, plane_slots, slot_k;
+    bool mn_major;  // or, of a gradient, transposed
+    int m, plane_slots, slot_k, block_columns;
     const TensorMap* small;
     MEGAMOE_DEVICE RowsOperand(const Context& ctx, const Tile& tile) {
         const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
@@ -90,7 +92,12 @@ struct RowsOperand {
         if constexpr (!T::WeightTiles::any || T::WeightTiles::beside_rows) m = row0<T>(tile);
         if constexpr (T::WeightTiles::any) {
             rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, mn_major);
-            if (mn_major) {
+            if constexpr (T::WeightTiles::transposed) {
+                block_columns = transposed_columns<T>(ctx.args, tile.gemm);
+                // Planes are whole blocks of m.
+                if (mn_major)
+                    m = rows_of_k.first / T::Tiling::rows * block_columns + tile.block * T::Tiling::rows;
+            } else if (mn_major) {
                 GradientBlock<T> block(ctx.args, tile);
                 m = block.row;
                 if (T::Blocks::by_plane) map += block.plane;
@@ -110,15 +117,30 @@ struct RowsOperand {
             }
         }
     }
+    // The scales of the tile's rows in the first slot.
+    MEGAMOE_DEVICE const float* scales(const Args& args, const Tile& tile) const {
+        const float* scales = gemm_of<T>(args, tile.gemm).a_scale;
+        if constexpr (T::WeightTiles::transposed) {
+            if (mn_major) return scales + m;
+        }
+        return scales + scale_row0<T>(tile);
+    }
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int box, bool both) {
         int m0 = m + box * warpgroup_rows, k0 = slot * slot_k;
         const TensorMap* from = map;
+        if constexpr (T::WeightTiles::transposed) {
+            if (mn_major) {
+                load_2d(both, to, from, full, 0, m0 + slot * block_columns);
+                return;
+            }
+        }
         if constexpr (has_k_planes<T>) {
             PlaneOfK at(slot, plane_slots, slot_k);
             from += at.plane;
             k0 = at.k;
         }
-        if constexpr (T::WeightTiles::any) rows_of_k.at(slot, k0, from, from + 1);
+        if constexpr (T::WeightTiles::any && !T::WeightTiles::transposed)
+            rows_of_k.at(slot, k0, from, from + 1);
         load_2d(both, to, from, full, mn_major ? m0 : k0, mn_major ? k0 : m0);
     }
 
@@ -145,7 +167,7 @@ struct WeightsOperand {
     Halves<S> halves;
     typename T::Blocks::RowsOfK rows_of_k;
     bool k_major;
-    int expert, plane_slots, slot_k;
+    int expert, plane_slots, slot_k, first_block;
     MEGAMOE_DEVICE WeightsOperand(const Context& ctx, const Tile& tile)
         : halves(halves_of<T>(tile.gemm, tile.n)) {
         k_major = Shape<T>::b_k_major(tile.gemm);
@@ -155,12 +177,30 @@ struct WeightsOperand {
         expert = is_gradient ? 0 : tile.expert();
         if constexpr (T::WeightTiles::any)
             rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, is_gradient);
+        if constexpr (T::WeightTiles::transposed)
+            first_block = is_gradient ? rows_of_k.first / T::Tiling::rows : -1;
         map = T::Blocks::template weights_map<T>(ctx.args, tile.gemm);
         if constexpr (T::WeightTiles::any && T::Blocks::has_tails) tails = &own<T>(ctx.args).tails_b;
     }
 
+    template <class Scales>
+    MEGAMOE_DEVICE Scales scales(const Args& args, const Tile& tile) const {
+        const auto& gemm = gemm_of<T>(args, tile.gemm);
+        if constexpr (T::WeightTiles::transposed) {
+            if (first_block >= 0)
+                return {gemm.b_scale + first_block, gemm.n, transposed_blocks(args), 0, halves};
+        }
+        return {gemm.b_scale, gemm.n, Shape<T>::scale_columns(args, tile.gemm, scale_group), tile.expert(),
+                halves};
+    }
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
         int k0 = slot * slot_k, plane = 0;
+        if constexpr (T::WeightTiles::transposed) {
+            if (first_block >= 0) {
+                load_4d(both, to, map, full, {0, halves.column(half), 0, first_block + slot});
+                return;
+            }
+        }
         if constexpr (has_k_planes<T>) {
             PlaneOfK at(slot, plane_slots, slot_k);
             k0 = at.k, plane = at.plane;

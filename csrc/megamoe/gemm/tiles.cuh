@@ -78,7 +78,7 @@ MEGAMOE_DEVICE bool weight_tile(const Context& ctx, int number, int member, bool
             unit.block,
             unit.n < matrix.n_tiles ? unit.n : -1,
             {w.expert << 8 | S::rows},
-            max_of(1, ceil_div(rows, warpgroup_rows)),
+            max_of(1, ceil_div(rows, T::WeightGemm::slot_k)),
             0,
             0};
     return true;
@@ -129,6 +129,9 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* ou
             Shape<T>::k_slots(ctx.args, id),
             Shape<T>::input_slots(id),
             done};
+    if constexpr (T::WeightTiles::transposed) {  // gemm1 makes the zero rows of its transposed outputs, too
+        if (id == GemmId::gemm1) out->entry = {(out->entry.packed & ~0xff) | T::Tiling::rows};
+    }
     if constexpr (Forms<T>::is_packed) out->slots = ceil_div(out->slots, Forms<T>::slot_steps(*out));
     return true;
 }

@@ -10,6 +10,7 @@
 #include "megamoe/rows/sorted.cuh"
 #include "megamoe/rows/state.cuh"
 #include "megamoe/rows/sum.cuh"
+#include "megamoe/rows/transpose.cuh"
 
 namespace megamoe {
 
@@ -38,6 +39,7 @@ struct NoPool {
 using ForwardKind        = Kind<2, ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
 using TrainKind          = Kind<2, TrainArgs,          PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
 using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
+using TransposedKind     = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   TransposedRows, ByTickets, GradientSums, StateKept,  TransposedWeightTiles>;
 using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
 using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
 using KeptWeightsKind    = Kind<0, KeptWeightsArgs,    KeptBlocks,   RoutesOfPasses,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;

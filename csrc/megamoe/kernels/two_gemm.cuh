@@ -54,10 +54,9 @@ MEGAMOE_DEVICE void math_passes(Context& ctx) {
 // the math warps.
 template <class T>
 MEGAMOE_DEVICE void mover_passes(Context& ctx) {
-    bool is_transport = arch::warp_idx() < first_math_warp;
     MEGAMOE_UNROLL_BY(1)
     for (PassStart start = first_pass;;) {
-        if (is_transport) {
+        if (arch::warp_idx() < first_math_warp) {
             plan_pass<T>(ctx, start);
             Profile<T>::mark(ctx.args, Mark::planned);
             arch::warp_sync();
@@ -210,8 +209,7 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
     Profile<T>::begin(args, smem);
     join(ctx);
     if (num_ctas(ctx) != 0) {
-        int warp = arch::warp_idx();
-        if (warp >= first_math_warp) {
+        if (arch::warp_idx() >= first_math_warp) {
             stage<T>(ctx);
             Profile<T>::mark(args, Mark::staged);
         } else {
@@ -219,7 +217,7 @@ MEGAMOE_DEVICE void two_gemm(const Args& args) {
             Profile<T>::mark(args, Mark::routed);
         }
         arch::warp_sync();  // setmaxnreg and the cluster barrier are for converged warps
-        run_role<T>(ctx, warp);
+        run_role<T>(ctx, arch::warp_idx());
     }
     leave<T>(ctx);
     Profile<T>::end(args, smem);

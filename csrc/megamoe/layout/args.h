@@ -69,6 +69,9 @@ struct StateHeader {
 //   dw13        dgu by plane, MN-major           x_rows [1, 1, M, H], MN-major      [L, P, I, H]    db13, or null
 //   dw2         dy_rows, MN-major                hs [1, 1, M, I], MN-major          [L, 1, H, I]    db2, or null
 //   recompute   x_rows, or x_pool in e4m3        w13 as forward has it              dgu             b13
+//   and where weight gradients are of e4m3, [M/128, columns, 128] each, K-major:
+//   dw13        dgu, planes beside each other    x                                  [L, P, I, H]    db13, or null
+//   dw2         dy                               hs                                 [L, 1, H, I]    db2, or null
 //
 // A grouped launch has one row: rows of the caller in A and out, and of weight gradients in A and B.
 template <int planes>
@@ -97,8 +100,8 @@ struct State {
 // What backward needs in addition to its GEMMs and the state.
 struct Backward {
     // backward's part of the workspace
-    void* x_rows;            // [M, H] bf16, written by restore
-    void* dy_rows;           // scaled x: [M, H] bf16, likewise; else dy in x_pool is bf16
+    void* x_rows;            // [M, H] bf16, written by restore; or [M/128, H, 128] e4m3, see below
+    void* dy_rows;           // scaled x: likewise; else dy in x_pool is bf16
     float* row_weight;       // [M] routing weights
     float* d_s;              // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
     int32_t* expert_rows;    // [L, 2] first block and rows in this pass
@@ -112,6 +115,13 @@ struct Backward {
     int32_t dw_bytes;        // of an element of dw13 and dw2: 2 or 4
     int32_t accumulate;      // add to what dw13, dw2, db13 and db2 hold
     int32_t only_weights;    // on all ranks: gemm2 is left out, dx and d_topk_weights are not written
+    // Weight gradients in e4m3: operands are blocks of 128 rows, [columns, 128], columns of each plane rounded up to 128,
+    // and their scales, which the table has, too, have a block more, of zeros.
+    int32_t* row_tokens;     // [M] chunk-order token of each row
+    float* x_rows_scale;     // [ceil(H/128), M/128 + 1]
+    float* hs_scale;         // [ceil(I/128), M/128 + 1]
+    float* dy_rows_scale;    // [M/128 + 1, H]
+    float* dgu_columns_scale;  // [M/128 + 1, P * I]
 };
 
 // What a grouped launch has besides its GEMM (kernels/grouped.cuh): R rows, sorted by expert; their scales by block,
@@ -263,7 +273,7 @@ struct BackwardArgs {
     Args args;
     Gemm<2> gemm[5];
     TensorMap gu[2];  // as train has saved them
-    TensorMap hs;     // [M, I] bf16, written with dgu
+    TensorMap hs;     // [M, I] bf16 or [M/128, I, 128] e4m3, written with dgu
     State state;
     Backward own;
 };

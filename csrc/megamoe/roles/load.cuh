@@ -55,7 +55,7 @@ MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
                 gradients.await(ctx, tile);
             });
         A rows(ctx, tile);
-        const float* scale = gemm_of<T>(args, tile.gemm).a_scale + scale_row0<T>(tile);
+        const float* scale = rows.scales(args, tile);
         int small = A::small_boxes(tile);
         bool both = tile.shared == Shared::a;
         if (Forms<T>::slot_steps(tile) > 1) {
@@ -137,10 +137,8 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
         }
         gradients.await(ctx, tile);
         B weights(ctx, tile);
-        bool scaled = Shape<T>::b_scaled(tile.gemm);  // a weight gradient's B is not
-        Scales scales(gemm_of<T>(ctx.args, tile.gemm).b_scale, gemm_of<T>(ctx.args, tile.gemm).n,
-                      Shape<T>::scale_columns(ctx.args, tile.gemm, scale_group), tile.expert(),
-                      weights.halves);
+        bool scaled = Shape<T>::b_scaled(tile.gemm);  // a weight gradient's bf16 B is not
+        Scales scales = weights.template scales<Scales>(ctx.args, tile);
         if constexpr (Forms<T>::is_packed) {
             Forms<T>::load_b(ctx, ring, tile, weights, scales);
             continue;

@@ -49,6 +49,8 @@ struct OutputSlots {
             at.acquire(ctx.mem, smem.outputs[warpgroup]);
         return {smem.output[0][at.slot()], smem.output[1][at.slot()]};
     }
+    // A slot of claim_common(0) that both warpgroups have filled, and that the store warp awaits of both.
+    MEGAMOE_DEVICE void hand_over_both() { hand_over(); }
     MEGAMOE_DEVICE void hand_over_common(int count) {
         arch::fence_proxy_async_shared();
         math_sync();  // either warpgroup's commits are for both
@@ -141,6 +143,8 @@ MEGAMOE_DEVICE void math(Context& ctx, PipelineRing<T>& ring, OutputRing<T>& out
     }
     skip_slots<T>(ctx, ring, 1);
     if constexpr (T::Gemm1::B::column_scales) ColumnScales<T>::end();
+    // All have read what the epilogue keeps where they are movers next.
+    if constexpr (T::WeightTiles::transposed) math_sync();
 }
 
 }  // namespace megamoe

@@ -59,12 +59,21 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
     auto& smem = tile_smem<T>();
     Destination to = of_gemm<T>(
         tile.gemm, [&](auto gemm) { return decltype(gemm)::Epilogue::template output<T>(ctx, tile, slot); });
+    if constexpr (T::WeightTiles::transposed) {
+        if (to.transposed_row >= 0) output.await(ctx.mem, smem.outputs[1]);  // both fill both boxes
+    }
     MEGAMOE_UNROLL_BY(1)
     for (int warpgroup = 0; warpgroup < num_math_warpgroups; ++warpgroup) {
         output.await(ctx.mem, smem.outputs[warpgroup]);
         const void* from = smem.output[warpgroup][output.slot()];
         int row = warpgroup * warpgroup_rows;
         if (to.column >= to.width || tile.rows() <= row) continue;
+        if constexpr (T::WeightTiles::transposed) {
+            if (to.transposed_row >= 0) {
+                arch::tma_store_2d(to.map, from, 0, to.transposed_row + row);
+                continue;
+            }
+        }
         if constexpr (T::WeightTiles::any) {
             if (is_weight_gradient(tile.gemm)) {
                 T::WeightGemm::Epilogue::template store<T>(ctx, tile, to, row, from,

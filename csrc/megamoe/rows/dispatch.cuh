@@ -13,12 +13,11 @@ namespace megamoe {
 // A transport warp's part of the rows that have to be zeros: zero(row) for each.
 template <class T, class Zero>
 MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
-    constexpr int rows = 4;  // of one block, at a time
+    constexpr int rows = 4, lots = rows_at_a_time<T> / rows;  // of one block, at a time
     int lane = arch::lane_idx();
-    for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * (warpgroup_rows / rows);
-         i += num_transports(ctx)) {
-        int block = i / (warpgroup_rows / rows), used = T::Blocks::entry(ctx, block, T::Tiling::rows).rows();
-        int of_block = used + i % (warpgroup_rows / rows) * rows + lane;
+    for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * lots; i += num_transports(ctx)) {
+        int block = i / lots, used = T::Blocks::entry(ctx, block, T::Tiling::rows).rows();
+        int of_block = used + i % lots * rows + lane;
         for (uint32_t left = arch::ballot(lane < rows && of_block < rows_filled<T>(used)); left != 0;
              left &= left - 1)
             zero(block * T::Tiling::rows + arch::shfl(of_block, arch::ffs0(left)));
@@ -186,6 +185,9 @@ MEGAMOE_DEVICE void pull_token(Context& ctx, int ordered, int slice) {
     if constexpr (T::Sums::of_gradients) {
         if (own<T>(args).b2 != nullptr) multiply_by_bias<T>(ctx, ordered, lane_row, targets);
     }
+    if constexpr (T::WeightTiles::transposed) {
+        if (lane_row >= 0) own<T>(args).row_tokens[lane_row] = ordered;
+    }
     arch::warp_sync();  // all lanes' stores happen before the release of each target's lane
     if (lane_row >= 0) RowsReady::publish(ctx.mem, args.rows_ready + lane_row / T::Tiling::rows, 1);
 }
@@ -202,7 +204,8 @@ MEGAMOE_DEVICE void fill_zero_row(Context& ctx, int64_t row) {
             args.x_pool_scale[int64_t{g} * args.pool_rows + row] = 0.0f;
     }
     if constexpr (T::Sums::of_gradients) {
-        if (arch::lane_idx() == 0) own<T>(args).row_weight[row] = 0.0f;
+        // The epilogue of transposed gradients knows such a row by the sign.
+        if (arch::lane_idx() == 0) own<T>(args).row_weight[row] = T::WeightTiles::transposed ? -0.0f : 0.0f;
     }
     arch::warp_sync();
     if (arch::lane_idx() == 0)

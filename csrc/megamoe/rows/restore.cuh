@@ -136,9 +136,10 @@ MEGAMOE_DEVICE void restore_for_weights(Context& ctx) {
         });
 }
 
-// Backward's pool: dy is pulled, and behind it x restored for weight gradients, which tiles wait for first;
-// where pre-activations have to be made again, x in a phase of its own before.
-struct RestoredRows {
+// Backward's pool: dy is pulled, and behind it ForWeights::restore() makes what weight gradients multiply,
+// which tiles wait for first; where pre-activations have to be made again, x in a phase of its own before.
+template <class ForWeights>
+struct RestoredPool {
     static constexpr bool padded = true, saved = false, restored = true, quantized = false;
     template <class T>
     static MEGAMOE_DEVICE void fill(Context& ctx) {
@@ -148,12 +149,19 @@ struct RestoredRows {
             return;
         }
         if (!dispatch<T>(ctx)) return;
-        restore_for_weights<T>(ctx);
+        ForWeights::template restore<T>(ctx);
         arch::warp_sync();
         // Rows of a launch that was given up may be missing.
         if (arch::lane_idx() == 0 && !ctx.mem.aborted())
             GradsReady::publish(ctx.mem, own<T>(args).grads_ready);
     }
 };
+struct Bf16ForWeights {
+    template <class T>
+    static MEGAMOE_DEVICE void restore(Context& ctx) {
+        restore_for_weights<T>(ctx);
+    }
+};
+using RestoredRows = RestoredPool<Bf16ForWeights>;
 
 }  // namespace megamoe

@@ -14,7 +14,7 @@ EQUIPMENT = (
     "megamoe/backends/emulate",
     "megamoe/testing",
 )
-BUDGETS = {"product": 30_150, "equipment": 3_760}
+BUDGETS = {"product": 31_100, "equipment": 3_770}
 
 
 def lines() -> dict[str, int]:

@@ -34,6 +34,20 @@ inline uint4_t load_streaming(const void* pointer) {
     return v;
 }
 inline uint4_t load_vec(const void* pointer) { return load_streaming(pointer); }
+inline uint32_t larger_u16x2(uint32_t a, uint32_t b) {
+    uint32_t lo = max_of(a & 0xffff, b & 0xffff), hi = max_of(a >> 16, b >> 16);
+    return lo | hi << 16;
+}
+inline void store_transposed(uint8_t* base, int at, const uint32_t (&v)[4]) {
+    int lane = lane_idx();
+    for (int m = 0; m < 4; ++m)
+        for (int j = 0; j < 2; ++j) {
+            int to = shfl(at, 8 * m + 2 * (lane % 4) + j);
+            uint16_t half = static_cast<uint16_t>(v[m] >> 16 * j);
+            memcpy(base + to + lane / 4 * 2, &half, 2);
+        }
+    warp_sync();
+}
 inline void unpack_e4m3x4(uint32_t v, float (&to)[4]) {
     for (int i = 0; i < 4; ++i) to[i] = fibers::e4m3_to_float(static_cast<uint8_t>(v >> 8 * i));
 }

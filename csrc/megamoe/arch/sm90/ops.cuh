@@ -315,6 +315,7 @@ MEGAMOE_DEVICE void put_float(float* to, float v, bool adds, bool here) {
         "setp.ne.s32 here, %2, 0;\n"
         "setp.ne.and.s32 adds, %3, 0, here;\n"
         "mov.f32 v, %1;\n"
+        "mov.f32 old, 0f00000000;\n"  // unset, it would be alive everywhere before
         "@adds ld.global.f32 old, [%0];\n"
         "@adds add.rn.f32 v, old, v;\n"
         "@here st.global.f32 [%0], v;\n"
@@ -335,6 +336,17 @@ MEGAMOE_DEVICE uint32_t pack_bf16x2(float lo, float hi) {
 }
 MEGAMOE_DEVICE float bf16_lo(uint32_t v) { return __uint_as_float(v << 16); }
 MEGAMOE_DEVICE float bf16_hi(uint32_t v) { return __uint_as_float(v & 0xffff0000u); }
+MEGAMOE_DEVICE uint32_t larger_u16x2(uint32_t a, uint32_t b) {  // of either half
+    uint32_t r;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+MEGAMOE_DEVICE void store_transposed(uint8_t* base, int at, const uint32_t (&v)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     smem_address(base + at)),
+                 "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
 MEGAMOE_DEVICE uint16_t pack_e4m3x2(float lo, float hi) {
     uint16_t r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(r) : "f"(lo), "f"(hi));
