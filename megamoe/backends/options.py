@@ -20,6 +20,7 @@ class Options:
         apply_router_weight_on_input: y = expert(x * topk_weights); top_k 1 only
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: of kept rows
+        weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
         init_seed: draw experts by seed and global expert; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`
         window: window to share with other layers; default: the layer creates its own
@@ -39,6 +40,7 @@ class Options:
     apply_router_weight_on_input: bool = False
     accumulate_into_main_grad: bool = False
     delay_wgrad: bool | Literal["keep"] = False
+    weight_gradients: Literal["bf16", "e4m3"] = "bf16"
     init_seed: int | None = None
     placement: Any = None
     window: Any = None

@@ -18,6 +18,7 @@ from megamoe.backends.hosts.plan import EXCHANGES
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
+from megamoe.core.table import weight_gradients_of
 from megamoe.group.group import Facts, Group
 from megamoe.group.hosts import Hosts, host_name, spans_hosts
 from megamoe.group.links import RAIL_CTAS, Links
@@ -34,7 +35,9 @@ BACKENDS = {
     "reference": ("megamoe.backends.reference.backend", "ReferenceBackend"),
 }
 # what the constructors of the backends take besides problem, group and device: users, and who works on megamoe
-OPTIONS = ("window", "reserve_sms", "pool_rows", "timeout_s", "chunks", "exchange")
+OPTIONS = (
+    "window", "reserve_sms", "pool_rows", "timeout_s", "weight_gradients", "chunks", "exchange"
+)  # fmt: skip
 DEVELOPERS_OPTIONS = ("pdl", "profile", "step_blocks", "num_ctas", "rounding")
 
 
@@ -157,7 +160,7 @@ def _choose(
             {
                 "backend": repr(asked),
                 "window is given": options.get("window") is not None,
-                **over_hosts(options),
+                **agreed_options(options),
                 "what is opened": f"layer {opening.layer} of the group",
                 **opening.equal,
             },
@@ -222,6 +225,10 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("chunks", repr(chunks), expected)
     if exchange not in tuple(EXCHANGES):
         raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))
+    products, known = options.get("weight_gradients"), weight_gradients_of(problem.precision)
+    if products not in (None, *known):
+        expected = " or ".join(map(repr, known)) + f" with precision {problem.precision!r}"
+        raise ConfigError("weight_gradients", repr(products), expected)
     if window is not None and not hasattr(window, "admit"):
         raise ConfigError("window", repr(window), "None or a megamoe.window.window.Window")
     for option in options.keys() - {*OPTIONS, *DEVELOPERS_OPTIONS}:
@@ -231,8 +238,14 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("ep_size", problem.ep_size, f"{size}, the size of the group")
 
 
+def agreed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that ranks have to agree on."""
+    products = options.get("weight_gradients") or "bf16"
+    return {"weight_gradients": products, **over_hosts(options)}
+
+
 def over_hosts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a layer over several hosts, which ranks have to agree on."""
+    """Return the options of a layer over several hosts."""
     exchange = options.get("exchange")
     return {
         "chunks": options.get("chunks"),
@@ -294,6 +307,8 @@ def _made(
     """stated: what ranks said of their launches; None: they say so now."""
     make = backend_class(name)
     accepted = inspect.signature(make).parameters
+    if "weight_gradients" not in accepted and options.get("weight_gradients") == "e4m3":
+        raise ConfigError("weight_gradients", "'e4m3'", f"'bf16' with backend {name!r}")
     given = {key: value for key, value in options.items() if key in accepted and value is not None}
     if "device" in accepted:
         given["device"] = device

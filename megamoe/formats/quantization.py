@@ -64,6 +64,16 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale.repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]
 
 
+def rows_of_blocks(q: Tensor, scale: Tensor) -> Tensor:
+    """q: [B, N, 128] e4m3, blocks of 128 transposed rows, scale: [B, N] -> the rows, [B * 128, N] fp32.
+
+    As the kernel writes them: of 16 rows, r and r + 8 are neighbours.
+    """
+    values = q.float() * scale[:, :, None]
+    in_order = values.unflatten(2, (-1, 8, 2)).transpose(3, 4)
+    return in_order.flatten(2).transpose(1, 2).flatten(0, 1)
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [..., K] -> (q [..., K] e4m3, scale [..., 1] fp32); a group is a row."""
     q, scale = _quantize(x.float(), dims=(-1,))

@@ -50,6 +50,12 @@ class Plan:
     problem: Problem
     pool_rows: int
     window_tokens: int = 0  # 0: the problem's own
+    weight_gradients: str = "bf16"  # what they are products of: the layer's option
+
+    @property
+    def transposes(self) -> bool:
+        """Whether weight gradients multiply transposed e4m3, not bf16 rows."""
+        return self.weight_gradients == "e4m3"
 
     @cached_property
     def strided(self) -> Problem:
@@ -94,7 +100,7 @@ class Plan:
     @cached_property
     def backward(self) -> dict[str, Region]:
         """Regions of backward's part of the workspace, which is memory of its own."""
-        return layout.backward_regions(self.strided, self.pool_rows)
+        return layout.backward_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     @cached_property
     def backward_bytes(self) -> int:

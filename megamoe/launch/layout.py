@@ -19,6 +19,7 @@ import torch
 
 from megamoe.core.config import CHUNK_TOKENS, Problem
 from megamoe.core.errors import ConfigError, WorkspaceTooSmall
+from megamoe.core.table import SCALE_GROUP
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.launch import meetings, panels
@@ -183,19 +184,24 @@ def _workspace(p: Problem, rows: int) -> Iterator[_Spec]:
 
 # Cells of backward's part that must be zero when no launch is in flight; a reset zeroes them.
 BACKWARD_CONTROL = ("grads_ready",)
+# Zeroed when they are made: an expert without rows multiplies zeros by scales that nobody has written.
+TRANSPOSED_SCALES = ("x_rows_scale", "hs_scale", "dy_rows_scale", "dgu_columns_scale")
 
 
-def backward_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+def backward_regions(
+    problem: Problem, pool_rows: int, weight_gradients: str = "bf16"
+) -> dict[str, Region]:
     """Return the regions that a backward launch needs beside the workspace, in memory of its own.
 
     dy's rows in the format of x are the workspace's x_pool. Where x has no scales, they are dy_rows too, and hs is the
     workspace's h, which has the same format.
+    weight_gradients: "e4m3": what they multiply is transposed, blocks of 128 rows as [columns, 128].
     """
     _check_pool(problem, pool_rows)
-    return _place(_backward(problem, pool_rows))
+    return _place(_backward(problem, pool_rows, weight_gradients == "e4m3"))
 
 
-def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
+def _backward(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
     planes = p.activation.planes
     for cell in BACKWARD_CONTROL:
         yield cell, (1,), torch.int32
@@ -204,14 +210,38 @@ def _backward(p: Problem, rows: int) -> Iterator[_Spec]:
     yield "row_weight", (rows,), torch.float32
     yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32
     yield "dgu", (rows, planes, p.intermediate), torch.bfloat16
-    yield "x_rows", (rows, p.hidden), torch.bfloat16
     if p.formats.x.scaled:
         x, (_, groups) = p.formats.x, p.formats.x.scale_shape(rows, p.intermediate)
-        yield "dy_rows", (rows, p.hidden), torch.bfloat16
         yield "dgu_rows", (rows, planes, p.intermediate), x.dtype
         yield "dgu_scale", (planes * groups, rows), torch.float32
+    if transposed:
+        yield from _transposed(p, rows)
+        return
+    yield "x_rows", (rows, p.hidden), torch.bfloat16
+    if p.formats.x.scaled:
+        yield "dy_rows", (rows, p.hidden), torch.bfloat16
     if p.formats.h.scaled:
         yield "hs", (rows, p.intermediate), torch.bfloat16
+
+
+def transposed_widths(p: Problem) -> tuple[int, int]:
+    """Return the columns of transposed blocks, of x and dy, and of hs and each plane of dgu."""
+    return _round_up(p.hidden, SCALE_GROUP), _round_up(p.intermediate, SCALE_GROUP)
+
+
+def _transposed(p: Problem, rows: int) -> Iterator[_Spec]:
+    """Yield what weight gradients in e4m3 multiply; the scales have one block more, for experts without rows."""
+    blocks, planes, dtype = rows // BLOCK_ROWS, p.activation.planes, p.formats.x.dtype
+    hidden, width = transposed_widths(p)
+    yield "row_tokens", (rows,), torch.int32
+    yield "x_rows", (blocks, hidden, BLOCK_ROWS), dtype
+    yield "dy_rows", (blocks, hidden, BLOCK_ROWS), dtype
+    yield "dgu_columns", (blocks, planes * width, BLOCK_ROWS), dtype
+    yield "hs", (blocks, width, BLOCK_ROWS), dtype
+    yield "x_rows_scale", (hidden // SCALE_GROUP, blocks + 1), torch.float32
+    yield "hs_scale", (width // SCALE_GROUP, blocks + 1), torch.float32
+    yield "dy_rows_scale", (blocks + 1, hidden), torch.float32
+    yield "dgu_columns_scale", (blocks + 1, planes * width), torch.float32
 
 
 # --- what a backward pass keeps, where weight gradients of several are made in one launch ---
@@ -324,10 +354,13 @@ def default_pool_rows(problem: Problem) -> int:
     return max(min(rows, worst_pool_rows(problem), MAX_POOL_ROWS), min_pool_rows(problem))
 
 
-def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, Any]:
+def memory_report(
+    problem: Problem, pool_rows: int | None = None, weight_gradients: str = "bf16"
+) -> dict[str, Any]:
     """Return the bytes of one rank's buffers; "text" holds the same as a table, "line" the sums.
 
     A window may be shared by many layers, a workspace belongs to one. Weights are not counted.
+    weight_gradients: the layer's option.
     """
     rows = default_pool_rows(problem) if pool_rows is None else pool_rows
     worst = worst_pool_rows(problem)
@@ -335,7 +368,7 @@ def memory_report(problem: Problem, pool_rows: int | None = None) -> dict[str, A
     state, trains = state_regions(problem), problem.formats.trains
     train_state = train_state_regions(problem, rows) if trains else {}
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
-    backward = backward_regions(problem, rows) if trains else {}
+    backward = backward_regions(problem, rows, weight_gradients) if trains else {}
     kept = kept_regions(problem, rows) if trains else {}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),

@@ -17,15 +17,17 @@ from torch import Tensor
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, map_strides, plane_strides
-from megamoe.core.table import BF16
+from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
+from megamoe.launch.layout import transposed_widths
 
 # (base, dims, strides in bytes of all but the innermost, box, bytes of an element) -> 128 bytes.
 # dims and box are innermost first.
 Encoder = Callable[[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int], bytes]
 ROWS, HALF = abi.WARPGROUP_ROWS, abi.TILES[TILE].half_columns  # of boxes
+BLOCK = abi.TILES[TILE].rows
 
 
 class Map(NamedTuple):
@@ -175,27 +177,62 @@ def forward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
     ]  # fmt: skip
 
 
+def transposed_map(
+    base: int, blocks: int, columns: int, box_rows: int = ROWS, rank: int = 2
+) -> Map:
+    """Return the map of [blocks, columns, 128] e4m3: of rank 2 with all columns as rows, of 4 with blocks outermost."""
+    if rank == 2:
+        return rows_map(base, blocks * columns, SCALE_GROUP, 1, box_rows)
+    block = SCALE_GROUP * columns
+    dims, strides = (SCALE_GROUP, columns, 1, blocks), (SCALE_GROUP, block, block)
+    return Map(base, dims, strides, box(1, box_rows, rank), 1)
+
+
+def hs_map(plan: Any, base: int) -> Map:
+    """Return the map that gemm1 of backward stores hs by."""
+    if not plan.transposes:
+        return rows_map(base, plan.pool_rows, plan.strided.intermediate, BF16.bytes)
+    return transposed_map(base, plan.pool_rows // BLOCK, transposed_widths(plan.strided)[1])
+
+
+def _gradient_operands(plan: Any, address: Mapping[str, int], dgu: list[Map]) -> list[Row]:
+    """Rows of dw13 and dw2: what they multiply."""
+    p, rows = plan.strided, plan.pool_rows
+    if not plan.transposes:
+        dy = rows_map(address.get("dy_rows", address["x_pool"]), rows, p.hidden, BF16.bytes)
+        x = rows_map(address["x_rows"], rows, p.hidden, BF16.bytes, rank=4)
+        hs = rows_map(address["hs"], rows, p.intermediate, BF16.bytes, rank=4)
+        return [Row("dw13", a=dgu, b=x), Row("dw2", a=[dy], b=hs)]
+    blocks, (hidden, width) = rows // BLOCK, transposed_widths(p)
+    dgu_t = transposed_map(address["dgu_columns"], blocks, p.activation.planes * width)
+    dy_t = transposed_map(address["dy_rows"], blocks, hidden)
+    x_t = transposed_map(address["x_rows"], blocks, hidden, HALF, 4)
+    hs_t = transposed_map(address["hs"], blocks, width, HALF, 4)
+    scale = {name: address[f"{name}_scale"] for name in ("dgu_columns", "x_rows", "dy_rows", "hs")}
+    return [
+        Row("dw13", a=[dgu_t], b=x_t, a_scale=scale["dgu_columns"], b_scale=scale["x_rows"]),
+        Row("dw2", a=[dy_t], b=hs_t, a_scale=scale["dy_rows"], b_scale=scale["hs"]),
+    ]
+
+
 def backward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
     """Rows of a backward launch, without weights and gradients. address: of both workspaces' regions."""
     p, rows = plan.strided, plan.pool_rows
     hidden, width, planes, x = p.hidden, p.intermediate, p.activation.planes, p.formats.x
     dgu = plane_maps(address["dgu"], rows, planes, width)
-    pool = rows_map(address["x_pool"], rows, hidden, x.bytes)
-    scale, dgu_scale = address.get("x_pool_scale"), address.get("dgu_scale")
-    dgu_rows, x_rows = dgu, rows_map(address["x_rows"], rows, hidden, BF16.bytes)
-    dy = rows_map(address.get("dy_rows", address["x_pool"]), rows, hidden, BF16.bytes)
+    pool = recomputed = rows_map(address["x_pool"], rows, hidden, x.bytes)
+    scale, dgu_scale, dgu_rows = address.get("x_pool_scale"), address.get("dgu_scale"), dgu
     if x.scaled:
         dgu_rows = plane_maps(address["dgu_rows"], rows, planes, width, x.bytes)
-    x_of_k = rows_map(address["x_rows"], rows, hidden, BF16.bytes, rank=4)
-    hs_of_k = rows_map(address["hs"], rows, width, BF16.bytes, rank=4)
+    else:
+        recomputed = rows_map(address["x_rows"], rows, hidden, BF16.bytes)
     return [
         Row("gemm1", a=[pool], out=dgu, a_scale=scale, out_scale=dgu_scale,
             done=address["gemm1_done"], n=width, k=hidden),
         Row("gemm2", a=dgu_rows, out=[rows_map(address["y_rows"], rows, hidden, BF16.bytes)],
             a_scale=dgu_scale, done=address["gemm2_done"], n=hidden, k=width),
-        Row("dw13", a=dgu, b=x_of_k),
-        Row("dw2", a=[dy], b=hs_of_k),
-        Row("recompute", a=[pool if x.scaled else x_rows], out=dgu, a_scale=scale, n=width, k=hidden),
+        *_gradient_operands(plan, address, dgu),
+        Row("recompute", a=[recomputed], out=dgu, a_scale=scale, n=width, k=hidden),
     ]  # fmt: skip
 
 

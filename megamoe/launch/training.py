@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from megamoe.core.errors import ArgumentError
-from megamoe.core.table import BF16
+from megamoe.core.table import BF16, SCALE_GROUP
+from megamoe.formats.quantization import rows_of_blocks
 from megamoe.formats.weights import ExpertWeights, TurnedWeights
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_call
@@ -25,6 +26,7 @@ from megamoe.launch.table import (
     address_of,
     backward_rows,
     gradient_rows,
+    hs_map,
     master_rows,
     plane_maps,
     rows_map,
@@ -69,10 +71,39 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int 
         setattr(own, name, address[name])
     if p.formats.x.scaled:
         own.dy_rows = address["dy_rows"]
+    if plan.transposes:
+        for name in ("row_tokens", *layout.TRANSPOSED_SCALES):
+            setattr(own, name, address[name])
     own.window_d_weights = plan.window["window_d_weights"].offset
-    hs = rows_map(address["hs"], plan.pool_rows, p.intermediate, BF16.bytes)
-    set_map(args.hs, encoder(*hs))
+    set_map(args.hs, encoder(*hs_map(plan, address["hs"])))
     write(args, backward_rows(plan, address), encoder)
+
+
+def operands_of_weights(plan: Plan, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a launch has multiplied for weight gradients by pool row: x_rows, dy_rows [M, H], dgu [M, P*I], hs.
+
+    views: regions of both its workspaces; where x has no scales, the workspace has dy_rows and hs by other names.
+    """
+    if not plan.transposes:
+        named = {"dy_rows": "dy_rows", "x_rows": "x_rows", "dgu": "dgu", "hs": "hs"}
+        if not plan.problem.formats.x.scaled:
+            named |= {"dy_rows": "x_pool", "hs": "h"}
+        return {name: views[region].flatten(1) for name, region in named.items()}
+    p, blocks = plan.problem, plan.pool_rows // layout.BLOCK_ROWS
+    found = {}
+    for name, region, width in (
+        ("x_rows", "x_rows", p.hidden),
+        ("dy_rows", "dy_rows", p.hidden),
+        ("dgu", "dgu_columns", p.intermediate),
+        ("hs", "hs", p.intermediate),
+    ):
+        q, scale = views[region], views[f"{region}_scale"]
+        if name in ("x_rows", "hs"):
+            scale = scale.t().repeat_interleave(SCALE_GROUP, dim=1)
+        planes = p.activation.planes if name == "dgu" else 1
+        rows = rows_of_blocks(q, scale[:blocks]).unflatten(1, (planes, -1))
+        found[name] = rows[..., :width].flatten(1)
+    return found
 
 
 def _workspace_base(args: Any, plan: Plan) -> int:

@@ -15,11 +15,11 @@ from megamoe.backends.call import Call, check_out
 from megamoe.backends.options import Options
 from megamoe.backends.select import (
     Opening,
+    agreed_options,
     check_inside,
     check_options,
     hosts_of,
     open_backend,
-    over_hosts,
     resolve,
 )
 from megamoe.backends.statistics import Statistics
@@ -92,13 +92,16 @@ class Layer:
             if chosen.delay_wgrad not in (False, True, "keep"):
                 expected = "False, True or 'keep'"
                 raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
+            if chosen.delay_wgrad == "keep" and chosen.weight_gradients == "e4m3":
+                expected = "False or True with weight_gradients='e4m3'"
+                raise ConfigError("delay_wgrad", "'keep'", expected)
             if chosen.placement is not self.placement:
                 raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
             weighting = Weighting.of(made, chosen)
             of = getattr(self.placement, "expert_of", None)
             stated = *weighting, repr(chosen.delay_wgrad), of
             equal: dict[str, Any] = dict(zip(_AGREED, stated, strict=True))
-            equal |= {"backend": repr(resolve(backend)), **over_hosts(vars(chosen))}
+            equal |= {"backend": repr(resolve(backend)), **agreed_options(vars(chosen))}
             return Facts((made, host_name()), equal, made)
 
         said = ranks.agree("a new layer", state)

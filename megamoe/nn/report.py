@@ -35,6 +35,5 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
     layer = of if isinstance(of, Layer) else getattr(of, "_layer", None)
     if not isinstance(layer, Layer):
         raise ConfigError("of", type(of).__name__, "a Problem, a Layer or a MegaMoE")
-    return layout.memory_report(
-        layer.window_problem, layer.pool_rows if pool_rows is None else pool_rows
-    )
+    rows = layer.pool_rows if pool_rows is None else pool_rows
+    return layout.memory_report(layer.window_problem, rows, layer.options.weight_gradients)

@@ -33,6 +33,13 @@ FP32_LIMIT = {"bf16": 1e-2, "fp8": 1e-1}
 # FP8 keeps fewer bits of dh's sums: as many times SUM_NOISE.
 PRODUCT_NOISE = {"bf16": 5e-3, "fp8": 5e-2}
 
+# What weight gradients in e4m3 multiply, as values: sums tip over roundings of dgu and hs to e4m3, and so the
+# gradients, as they tip over those of dgu that dx_rows are made of: LIMIT. A step is at most 1/8 of a number, and at
+# least 2^-9 of its block's scale. That scale depends on all rows of the block, where the oracle may have a sample: a
+# power of two, at most twice the largest / 448, and twice as large again if the sample lacks the largest.
+E4M3_STEP, E4M3_LEAST, E4M3_COPIED = 2**-3, 2**-9 * 4 / 448, 1e-4
+OPERANDS = ("dy_rows", "x_rows", "dgu", "hs")
+
 GRADIENTS = ("dx", "d_topk_weights", "dw13", "dw2", "db13", "db2")
 COPIED = ("dy_rows", "x_rows", "row_weight")
 BACKWARD_STAGES = ("gate_up", *COPIED, "dgu", "hs", "d_s", "dx_rows", "partials")
@@ -46,9 +53,15 @@ class GradientChecker(StageChecker):
         1.8e-1 of dx, FP8: nothing is asked then of the comparison with fp32, whose values are not rounded.
     """
 
-    def __init__(self, problem: Problem, verbose: bool = False, flips: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        verbose: bool = False,
+        flips: bool = False,
+        weight_gradients: str = "bf16",
+    ) -> None:
         super().__init__(problem, verbose)
-        self.flips = flips
+        self.flips, self.in_e4m3 = flips, weight_gradients == "e4m3"
 
     def compare_kernel(self, name: str, got: Tensor, expected: Tensor, passes: int = 1) -> None:
         """Compare with the oracle that rounds as the kernel does, from equal pre-activations.
@@ -59,10 +72,13 @@ class GradientChecker(StageChecker):
             self.errors[name] = float("inf")
             shapes = f"{list(got.shape)}, expected {list(expected.shape)}"
             return self.require(False, f"{name}: shape {shapes}")
-        limit = 0.0 if name in COPIED else self._limit(name, expected.numel())
+        copied = name in COPIED
+        limit = 0.0 if copied else self._limit(name, expected.numel())
         if name in OF_EXPERTS:
             limit *= passes**0.5
-        tolerance = 0.0 if name in COPIED else self.element(name, got, expected)
+        tolerance: Tolerance = 0.0 if copied else self.element(name, got, expected)
+        if copied and self.in_e4m3 and name in OPERANDS:
+            limit, tolerance = E4M3_COPIED, _least_step(expected)
         return self.judge(name, got, expected, limit, tolerance)
 
     def compare_fp32(self, name: str, got: Tensor, expected: Tensor) -> None:
@@ -95,16 +111,38 @@ class GradientChecker(StageChecker):
         step = rounding_step(torch.maximum(got.double().abs(), expected.double().abs()), got.dtype)
         if name == "gate_up":
             return step + SUM_NOISE[self.precision] * rms(expected)
+        if self.in_e4m3 and name in OPERANDS:
+            larger = torch.maximum(got.double().abs(), expected.double().abs())
+            step = E4M3_STEP * larger + _least_step(expected)
         if name in ("dgu", "hs"):
             return step + PRODUCT_NOISE[self.precision] * rms(expected)
         noise = LARGE_ROW * self._sums(name)
         if name in OF_EXPERTS:  # an expert of one row has the noise of its dgu
             noise = max(noise, PRODUCT_NOISE[self.precision])
+            step = step + self._flipped(name, got, expected)
         return step + DEVIATIONS * noise * rms(expected, name in OF_EXPERTS)
+
+    def _flipped(self, name: str, got: Tensor, expected: Tensor) -> Tensor | float:
+        """Return how far one step in one number of dgu or hs moves the sums that it is part of.
+
+        That is a row of dw13 or a column of dw2, which is hardly more than that number contributes if the expert has
+        few rows. Among many rows it is less than the noise.
+        """
+        if not self.in_e4m3 or name == "db2" or not expected.numel():
+            return 0.0
+        larger = torch.maximum(got.double().abs(), expected.double().abs())
+        along = {"dw13": -1, "dw2": -2}.get(name)
+        return E4M3_STEP * (larger if along is None else larger.amax(along, keepdim=True))
 
     def _sums(self, name: str) -> float:
         # gate_up: forward's own
-        return LIMIT[self.precision] if name in ("gate_up", *OF_DX) else KERNEL_LIMIT
+        tipped = self.in_e4m3 and name in (*OPERANDS, *OF_EXPERTS)
+        return LIMIT[self.precision] if tipped or name in ("gate_up", *OF_DX) else KERNEL_LIMIT
+
+
+def _least_step(expected: Tensor) -> float:
+    """Return the largest distance of neighbours that are small in their blocks."""
+    return E4M3_LEAST * float(expected.abs().amax()) if expected.numel() else 0.0
 
 
 def _rounded_once(_: Tensor, stored: Tensor) -> Tensor:

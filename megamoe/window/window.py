@@ -95,8 +95,8 @@ class Window:
         self.timeout_ns = 0  # of the layers' launches; for messages
         self.broken: MegaMoEError | None = None
         self.resets = 0
-        self._workspaces: dict[tuple[Problem, int], Tensor] = {}
-        self._backward_workspaces: dict[tuple[Problem, int], Tensor] = {}
+        self._workspaces: dict[Any, Tensor] = {}
+        self._backward_workspaces: dict[Any, Tensor] = {}
         self._layers = 0
         self.last_launch: tuple[int, str] | None = None  # layer and kernel
         if not agreed:
@@ -172,10 +172,8 @@ class Window:
         """Return what backward needs besides, zeroed when new: made when a layer of this layout first trains."""
         return self._memory_for(self._backward_workspaces, plan, plan.backward_bytes)
 
-    def _memory_for(
-        self, made: dict[tuple[Problem, int], Tensor], plan: Plan, nbytes: int
-    ) -> Tensor:
-        key = (plan.strided, plan.pool_rows)
+    def _memory_for(self, made: dict[Any, Tensor], plan: Plan, nbytes: int) -> Tensor:
+        key = (plan.strided, plan.pool_rows, plan.weight_gradients)
         if key not in made:
             with on_device(self.device):
                 raw = torch.zeros(nbytes + layout.ALIGNMENT, dtype=torch.uint8, device=self.device)
@@ -258,7 +256,7 @@ class Window:
                 (self._workspaces, layout.workspace_regions, layout.WORKSPACE_CONTROL),
                 (self._backward_workspaces, layout.backward_regions, layout.BACKWARD_CONTROL),
             ):
-                for (problem, rows), memory in made.items():
+                for (problem, rows, _), memory in made.items():
                     table = regions(problem, rows)
                     for name in cells:
                         table[name].view(memory).zero_()

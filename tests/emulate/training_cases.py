@@ -20,7 +20,7 @@ from megamoe.launch import layout
 from megamoe.testing.gradients import GRADIENTS, GradientChecker
 from megamoe.testing.inputs import Inputs, calls_of, make_inputs, make_weights
 
-GROUP = 64  # an expert's rows are filled up to a multiple of it, by rows of zeros
+GROUP = 64  # an expert's rows are filled up to a multiple of it, by rows of zeros; to BLOCK for e4m3 products
 
 
 @dataclass
@@ -141,8 +141,9 @@ def judge(
         mixed[mine] = plan.train_state["gu"].view(states[r])[pool_row].flatten(1)
         gate_up.append(mixed)
     types = {g.dtype for of_rank in grads for g in of_rank[2:4] if g is not None}
-    expected = backward(*given, gate_up=gate_up, dw_dtype=types.pop())
-    checker = GradientChecker(problem, verbose=True)
+    products = emulation.weight_gradients
+    expected = backward(*given, gate_up=gate_up, dw_dtype=types.pop(), weight_gradients=products)
+    checker = GradientChecker(problem, verbose=True, weight_gradients=products)
     saved = forward(problem, xs, ids, scores, call.weights)["gate_up"]
     for r, (mine, pool_row) in enumerate(passes):
         _judge_state(checker, emulation, call, states[r], r, pool_row)
@@ -225,12 +226,9 @@ def _judge_regions(
     checker: GradientChecker, emulation: Emulation, expected: dict[str, list[Any]], rank: int
 ) -> None:
     rows: Rows = expected["rows"][rank]
-    zero = _zero_rows(rows)
-    found = {
-        name: emulation.region(rank, name).flatten(1)
-        for name in ("dy_rows", "x_rows", "dgu", "hs", "dx_rows")
-    }
-    found["row_weight"] = emulation.region(rank, "row_weight")
+    zero = _zero_rows(rows, BLOCK if emulation.weight_gradients == "e4m3" else GROUP)
+    found = emulation.operands(rank)
+    found |= {name: emulation.region(rank, name) for name in ("dx_rows", "row_weight")}
     for name, values in found.items():
         if name != "dx_rows":
             checker.require(not bool(values[zero].any()), f"{name}: rows of zeros are not zero")
@@ -248,13 +246,13 @@ def _judge_regions(
     checker.compare_kernel("partials", torch.cat(got), torch.cat(wanted))
 
 
-def _zero_rows(rows: Rows) -> Tensor:
-    """Return the pool rows behind each expert's last, up to a multiple of GROUP."""
+def _zero_rows(rows: Rows, unit: int = GROUP) -> Tensor:
+    """Return the pool rows behind each expert's last, up to a multiple of `unit`."""
     found = []
     for e in rows.expert.unique().tolist():
         mine = rows.pool_row[rows.expert == e]
         first, last = int(mine.min()), int(mine.max())
-        end = first + -(-(last + 1 - first) // GROUP) * GROUP
+        end = first + -(-(last + 1 - first) // unit) * unit
         found.append(torch.arange(last + 1, end))
     return torch.cat(found) if found else rows.pool_row
 

@@ -36,10 +36,15 @@ class EmulateBackend(Gathered):
         *,
         num_ctas: int = DEFAULT_CTAS,
         pool_rows: int | None = None,
+        weight_gradients: str = "bf16",
     ) -> None:
         layout.check_window(problem)
         super().__init__(problem, group)
-        self._options: dict[str, Any] = {"num_ctas": num_ctas, "pool_rows": pool_rows}
+        self._options: dict[str, Any] = {
+            "num_ctas": num_ctas,
+            "pool_rows": pool_rows,
+            "weight_gradients": weight_gradients,
+        }
         self._emulation: Emulation | None = None
         self._resets = 0
         self._prepared = False
@@ -113,7 +118,7 @@ class EmulateBackend(Gathered):
     @property
     def _plan(self) -> Plan:
         rows = self._options["pool_rows"] or layout.default_pool_rows(self.problem)
-        return Plan(self.problem, rows)
+        return Plan(self.problem, rows, weight_gradients=self._options["weight_gradients"])
 
     @property
     def max_kept(self) -> int:  # type: ignore[override]

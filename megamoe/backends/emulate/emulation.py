@@ -59,14 +59,17 @@ class Emulation:
         join_ns: int = 0,
         peers_ns: int = 10**6,
         profile: bool = False,
+        weight_gradients: str = "bf16",
     ) -> None:
         if not 2 <= num_ctas <= 64 or num_ctas % 2:
             raise ConfigError("num_ctas", num_ctas, "an even number, 2..64: CTAs run in pairs")
         self.problem, self.num_ctas, self.step_blocks = problem, num_ctas, step_blocks
+        self.weight_gradients = weight_gradients
         self.timeout_ns = int(env.timeout_s(timeout_s) * 1e9)
         self.join_ns, self.peers_ns = join_ns, peers_ns
         self.ranks = [
-            Rank.make(replace(problem, rank=r), pool_rows) for r in range(problem.ep_size)
+            Rank.make(replace(problem, rank=r), pool_rows, weight_gradients)
+            for r in range(problem.ep_size)
         ]
         self.profiles = [
             torch.zeros(
@@ -85,7 +88,9 @@ class Emulation:
         """Return the kernel of a direction."""
         profile = self.profiles[0].numel() > 0
         panels = any("panels" in rank.plan.workspace for rank in self.ranks)
-        return Variant(self.problem.precision, self.problem.activation.kind, profile, kind, panels)
+        of = self.problem.precision, self.problem.activation.kind
+        products = self.weight_gradients if kind == "backward" else "bf16"
+        return Variant(*of, profile, kind, panels, products)
 
     def kernel(self, kind: str = "forward") -> Any:
         """Compile, or load, the kernel of a direction."""
@@ -275,6 +280,13 @@ class Emulation:
         if name in r.plan.backward:
             return r.plan.backward[name].view(r.backward)
         return r.plan.views(r.workspace)[_ALSO_CALLED.get(name, name)]
+
+    def operands(self, rank: int) -> dict[str, Tensor]:
+        """Return what the last backward launch multiplied for weight gradients, see operands_of_weights()."""
+        r = self.ranks[rank]
+        views = r.plan.views(r.workspace)
+        views |= {name: region.view(r.backward) for name, region in r.plan.backward.items()}
+        return training.operands_of_weights(r.plan, views)
 
     def statistics(self, rank: int) -> Statistics:
         """Return what the last forward did on a rank."""

@@ -60,14 +60,15 @@ class Rank:
     def backward(self) -> Tensor:
         """Backward's part of the workspace; made when a call first needs it."""
         memory = aligned_zeros(self.plan.backward_bytes).fill_(0xFF)
-        for name in layout.BACKWARD_CONTROL:
-            self.plan.backward[name].view(memory).zero_()
+        for name in (*layout.BACKWARD_CONTROL, *layout.TRANSPOSED_SCALES):
+            if name in self.plan.backward:
+                self.plan.backward[name].view(memory).zero_()
         return memory
 
     @classmethod
-    def make(cls, problem: Problem, pool_rows: int | None) -> Rank:
+    def make(cls, problem: Problem, pool_rows: int | None, weight_gradients: str = "bf16") -> Rank:
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
-        plan = Plan(problem, rows)
+        plan = Plan(problem, rows, weight_gradients=weight_gradients)
         window = aligned_zeros(layout.total_bytes(plan.window))
         workspace = aligned_zeros(plan.workspace_bytes)
         for regions, memory in ((plan.window, window), (plan.workspace, workspace)):

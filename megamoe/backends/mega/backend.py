@@ -80,7 +80,8 @@ class MegaBackend(Backend):
     window: one to share with other layers; its own otherwise. pool_rows: rows held at a time; fewer cost passes,
     never results. reserve_sms: SMs left to others; None: see sm_share.py. timeout_s: longest wait in a
     launch. step_blocks: length of a step of the tile order (csrc/megamoe/schedule/order.h), None: automatic.
-    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). agreed: what each rank stated,
+    pdl: programmatic dependent launch. profile: in-kernel timestamps, see clock_ghz(). weight_gradients: what backward
+    multiplies for them, "bf16" or, in FP8, "e4m3". agreed: what each rank stated,
     where the ranks have compared that and the problem; None: they do so now.
 
     A CUDA graph may capture forward() after prepare(). Replays of one window's graphs and other calls of that window
@@ -100,6 +101,7 @@ class MegaBackend(Backend):
         profile: bool = False,
         step_blocks: int | None = None,
         device: torch.device | str | None = None,
+        weight_gradients: str = "bf16",
         agreed: Mapping[int, Stated] | None = None,
     ) -> None:
         from megamoe.jit.driver import device_attribute
@@ -123,7 +125,7 @@ class MegaBackend(Backend):
         self._ordinal = self.device.index or 0
         self._on_gpu = self.device.type == "cuda"
         rows = layout.default_pool_rows(problem) if pool_rows is None else pool_rows
-        self.plan = Plan(problem, rows, self.window.spec.max_tokens)
+        self.plan = Plan(problem, rows, self.window.spec.max_tokens, weight_gradients)
         _ = self.plan.workspace  # raises WorkspaceTooSmall
         self.state_bytes = self.plan.train_state_bytes
         self.variant = Variant(problem.precision, problem.activation.kind, profile)

@@ -45,6 +45,7 @@ from megamoe.launch.training import (
     fill_kept_weights,
     fill_train_state,
     move_gradients,
+    operands_of_weights,
 )
 from megamoe.window.window import Window
 
@@ -253,7 +254,9 @@ class Training:
 
     def __init__(self, kernels: LayerKernels, variant: Variant) -> None:
         self.kernels = kernels
-        both = [replace(variant, kernel=name) for name in ("train", "backward")]
+        products = kernels.plan.weight_gradients
+        backward = replace(variant, kernel="backward", weight_gradients=products)
+        both = [replace(variant, kernel="train"), backward]
         kernels.build(*both)
         train, backward = map(kernels.load, both)
         self.train = Launch(kernels, "train", train)
@@ -283,11 +286,9 @@ class Training:
         """Return what a backward launch of a single pass left by pool row; see MegaBackend.intermediates."""
         workspace = self._plan.views(self._window.workspace(self._plan))
         found = {n: r.view(self.workspace) for n, r in self._plan.backward.items()}
-        by_row = {"dy_rows": workspace["x_pool"], "hs": workspace["h"]} | found
-        by_row |= {"dgu": found["dgu"].flatten(1), "dx_rows": workspace["y_rows"]}
-        by_row["route_rows"] = workspace["route_rows"]
-        names = ("dy_rows", "dgu", "hs", "d_s", "dx_rows", "x_rows", "row_weight", "route_rows")
-        return {name: by_row[name] for name in names}
+        by_row = operands_of_weights(self._plan, workspace | found)
+        by_row |= {name: found[name] for name in ("d_s", "row_weight")}
+        return by_row | {"dx_rows": workspace["y_rows"], "route_rows": workspace["route_rows"]}
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]:
         """Return y [T, H] bf16 and the state of the call; see MegaBackend.forward."""

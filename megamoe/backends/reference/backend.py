@@ -35,9 +35,15 @@ class ReferenceBackend(Gathered):
 
     name = "reference"
 
-    def __init__(self, problem: Problem, group: Any = None, rounding: str = "kernel") -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        group: Any = None,
+        rounding: str = "kernel",
+        weight_gradients: str = "bf16",
+    ) -> None:
         super().__init__(problem, group)
-        self.rounding = rounding
+        self.rounding, self._products = rounding, weight_gradients
         self.number = next(_numbers)  # of the backend in this process: states carry it
         self.state_bytes = State.num_bytes(problem)
         self._num_recorded = 0
@@ -82,6 +88,7 @@ class ReferenceBackend(Gathered):
                 *(self.problem, dys, xs, ids, scores, stored),
                 rounding=self.rounding,
                 dw_dtype=torch.float32 if wanted.into else None,
+                weight_gradients=self._products,
             )
         masters = {"x": x, "topk_weights": routes[1], **vars(weights)}
         found: dict[str, Tensor] = {}

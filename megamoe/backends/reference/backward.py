@@ -11,8 +11,15 @@ from torch import Tensor
 from megamoe.backends.reference.combine import combine, reduce
 from megamoe.backends.reference.gemm import grouped_gemm, grouped_outer
 from megamoe.backends.reference.layer import keep_rows, kept_tokens
-from megamoe.backends.reference.quant import BLOCKS, ROWS, formulas
-from megamoe.backends.reference.route import Rows, route
+from megamoe.backends.reference.quant import (
+    BLOCKS,
+    GROUP,
+    ROWS,
+    formulas,
+    largest_of_groups,
+    round_blocks,
+)
+from megamoe.backends.reference.route import BLOCK, Rows, route
 from megamoe.core.config import Activation, Problem
 from megamoe.core.full_fp32 import full_fp32
 
@@ -29,6 +36,7 @@ def backward(
     gate_up: list[Tensor] | None = None,
     check_tokens: Tensor | list[Tensor] | None = None,
     dw_dtype: torch.dtype | None = None,
+    weight_gradients: str = "bf16",
 ) -> dict[str, list[Any]]:
     """Compute every intermediate of every rank; the lists have one entry per rank.
 
@@ -42,6 +50,8 @@ def backward(
         forward saved. None: from x and `weights`, as the kernel recomputes them. A clamp can flip between the two.
     check_tokens: as in layer.forward. dw13, dw2, db13 and db2 need all tokens; with it they are lists of None.
     dw_dtype: of dw13 and dw2 instead, as when they are added to fp32 main_grad.
+    weight_gradients: "bf16", or in FP8 "e4m3": with the kernel's rounding, what they multiply is rounded to e4m3 as by
+        a launch of one pass; x_rows, dy_rows, dgu and hs are those values.
     Returns, by home rank: dx [T, H], d_topk_weights [T, K]. By expert rank: rows (Rows), dy_rows, x_rows [M, H],
     row_weight [M], gate_up [M, P*I], dh, h [M, I], d_s [M], dgu [M, P*I], hs [M, I], dx_rows [M, H], partials
     [all T, H], dw13, dw2, db13, db2 (shapes of the weights). Raises ValueError for an unknown rounding, and lists or a
@@ -49,6 +59,11 @@ def backward(
     """
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
+    products = ("bf16", "e4m3") if problem.precision == "fp8" else ("bf16",)
+    if weight_gradients not in products:
+        expected = " or ".join(products)
+        raise ValueError(f"weight_gradients is {weight_gradients!r}, expected {expected}")
+    in_e4m3 = weight_gradients == "e4m3" and rounding == "kernel"
     _check(problem, gate_up, dy=dy, x=x, ids=topk_ids, scores=topk_weights, weights=weights)
     wide = torch.float64 if x[0].dtype == torch.float64 else torch.float32
     stored = torch.bfloat16 if rounding == "kernel" else wide
@@ -66,6 +81,7 @@ def backward(
         torch.cat([t[of] for t, of in zip(per_rank, kept, strict=True)])
         for per_rank in (x, dy, topk_weights)
     )
+    amax = [_amax(problem, rows) for rows in (x_NH, dy_NH)] if in_e4m3 else []
     x_NH = _values(problem, x_NH, wide)
     if rounding == "kernel":
         dy_NH = _values(problem, dy_NH, wide)
@@ -75,11 +91,18 @@ def backward(
         for rank, (rows, experts) in enumerate(zip(all_rows, weights, strict=True)):
             note("rows", rows)
             dy_values = dy_NH[rows.token].to(wide)
-            dy_rows = note("dy_rows", dy_values.to(stored)).to(wide)
-            x_rows = note("x_rows", x_NH[rows.token].to(stored)).to(wide)
+            x_values, block = x_NH[rows.token], rows.pool_row // BLOCK
+            if in_e4m3:
+                of_x, of_dy = (largest[rows.token] for largest in amax)
+                dy_rows = round_blocks(dy_values, block, of_dy, GROUP)
+                x_rows = round_blocks(x_values, block, of_x, GROUP)
+            else:
+                dy_rows, x_rows = (v.to(stored).to(wide) for v in (dy_values, x_values))
+            note("dy_rows", dy_rows if in_e4m3 else dy_rows.to(stored))
+            note("x_rows", x_rows if in_e4m3 else x_rows.to(stored))
             s = note("row_weight", score_NK[rows.token, rows.k]).to(wide)[:, None]
             given = None if gate_up is None else gate_up[rank]
-            gu = _gate_up(problem, rows, x_NH[rows.token], experts, given)
+            gu = _gate_up(problem, rows, x_values, experts, given)
             gu = note("gate_up", gu.to(stored)).to(wide)
 
             dh = note("dh", _times_w2(problem, rows, dy_values, experts))
@@ -89,16 +112,21 @@ def backward(
             if experts.b2 is not None:
                 d_s = d_s + (dy_values * experts.b2.to(wide)[rows.expert]).sum(1)
             d_scores[rows.token, rows.k] = note("d_s", d_s)  # a (token, k) has one expert
-            dgu = note("dgu", (s * unscaled).to(stored)).to(wide)
-            hs = note("hs", (s * h).to(stored)).to(wide)
+            dgu, hs = ((s * v).to(stored).to(wide) for v in (unscaled, h))
+            columns = dgu
+            if in_e4m3:
+                columns = round_blocks(dgu, block, dgu.abs(), 1)
+                hs = round_blocks(hs, block, largest_of_groups(hs), GROUP)
+            note("dgu", columns if in_e4m3 else dgu.to(stored))
+            note("hs", hs if in_e4m3 else hs.to(stored))
 
             multiplied = dgu if rounding == "none" else _by_plane(problem, dgu, wide)
             dx_rows = note("dx_rows", _times_w13(problem, rows, multiplied, experts).to(stored))
             note("partials", reduce(rows, dx_rows, torch.ones_like(score_NK), stored))
             found = dict.fromkeys(("dw13", "dw2", "db13", "db2"))
             if check_tokens is None:
-                operands = x_rows, dy_rows, s, dgu, hs
-                found = weight_gradients(rows, operands, experts, dw_dtype or stored)
+                operands = x_rows, dy_rows, s, columns, hs
+                found = expert_gradients(rows, operands, experts, dw_dtype or stored)
             for name, gradient in found.items():
                 note(name, gradient)
         dx = combine(out["partials"], stored)
@@ -146,7 +174,7 @@ def activation_gradient(
     return torch.cat((d_gate, d_up), dim=-1), value * u
 
 
-def weight_gradients(
+def expert_gradients(
     rows: Rows,
     operands: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     experts: Any,
@@ -189,6 +217,12 @@ def _values(problem: Problem, rows: Tensor, wide: torch.dtype) -> Tensor:
     """rows: [T, K] as given -> the numbers that a GEMM multiplies in their place."""
     codec = formulas(ROWS, problem.formats.x.name)
     return rows.to(wide) if codec is None else codec[1](*codec[0](rows)).to(wide)
+
+
+def _amax(problem: Problem, rows: Tensor) -> Tensor:
+    """rows: [T, K] as given -> what their scales say is the largest of each group of 128, [T, ceil(K/128)]."""
+    codec = formulas(ROWS, problem.formats.x.name)
+    return codec[0](rows)[1] * 448.0
 
 
 def _by_plane(problem: Problem, dgu: Tensor, wide: torch.dtype) -> Tensor:

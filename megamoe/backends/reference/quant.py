@@ -34,6 +34,35 @@ def dequantize_rows(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale[:, group]
 
 
+def power_of_two(amax: Tensor) -> Tensor:
+    """amax: fp32 -> the least powers of two that are not below amax / 448, of amax >= 1e-10."""
+    mantissa, exponent = torch.frexp(amax.clamp(min=1e-10))  # 448 is 0.875 * 2^9
+    return torch.ldexp(torch.ones_like(mantissa), exponent - 9 + (mantissa > 0.875).int())
+
+
+def round_blocks(v: Tensor, block: Tensor, amax: Tensor, width: int) -> Tensor:
+    """Round to e4m3, scaled by a power of two for each block of rows and `width` columns.
+
+    v: [M, N] fp32 or fp64. block: [M] int64, ascending. amax: [M, ceil(N/width)], at least the largest magnitude of the
+    row's columns. Returns [M, N] of v's type.
+    """
+    blocks, which = torch.unique_consecutive(block, return_inverse=True)
+    largest = torch.zeros(blocks.numel(), amax.shape[1], device=v.device)
+    index = which[:, None].expand(amax.shape)
+    largest = largest.scatter_reduce(0, index, amax.float(), "amax")
+    scale = power_of_two(largest)[which]
+    scale = scale.repeat_interleave(width, dim=1)[:, : v.shape[1]]
+    q = (v.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return (q.float() * scale).to(v.dtype)
+
+
+def largest_of_groups(v: Tensor) -> Tensor:
+    """v: [M, N] -> [M, ceil(N/128)], the largest magnitudes."""
+    groups = -(-v.shape[1] // GROUP)
+    padded = torch.nn.functional.pad(v, (0, groups * GROUP - v.shape[1]))
+    return padded.abs().unflatten(1, (groups, GROUP)).amax(2)
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [M, K] -> (q [M, K] e4m3, scale [M, 1] fp32), row by row."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

@@ -235,8 +235,8 @@ def scale_twice(monkeypatch):
         x_rows, dy_rows, s, dgu, hs = operands
         return right(rows, (x_rows, dy_rows, s, s * dgu, s * hs), experts, dtype)
 
-    right = oracle.weight_gradients
-    monkeypatch.setattr(oracle, "weight_gradients", weights_squared)
+    right = oracle.expert_gradients
+    monkeypatch.setattr(oracle, "expert_gradients", weights_squared)
 
 
 def swap_planes(monkeypatch):
