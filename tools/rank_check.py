@@ -45,6 +45,7 @@ def main() -> int:
     add("--precision", nargs="+", default=TRAINED, choices=PRECISIONS)
     add("--routing", nargs="+", default=["uniform"], choices=(*ROUTINGS, OVERLOADED, SKEWED))
     add("--int64-ids", action="store_true")
+    add("--weight-gradients", default="bf16", choices=("bf16", "e4m3"), help="operands, with FP8")
     add(
         "--least-pool",
         action="store_true",

@@ -25,8 +25,8 @@ from megamoe.testing.gradients import BACKWARD_STAGES, GRADIENTS, OF_EXPERTS, Gr
 MAX_MAIN_GRAD_BYTES = 8 << 30  # beyond, nothing is added to fp32 gradients
 MAIN_GRAD = 0.5  # what they hold before
 OTHER_CTAS = 4  # of emulate, which has 2
-ZERO_ROWS = 64  # an expert's rows are filled up to a multiple with zeros
-EMULATED = ("dy_rows", "x_rows", "row_weight", "dgu", "hs", "d_s", "dx_rows")
+ZERO_ROWS = {"bf16": 64, "e4m3": 128}  # an expert's rows are filled up to a multiple with zeros
+EMULATED = ("row_weight", "d_s", "dx_rows")
 
 
 Gradients = dict[str, Any]  # tensors; None where nobody needs one
@@ -70,7 +70,7 @@ def through_autograd(backend: str, d: Drawn) -> tuple[Tensor, Gradients]:
 
 
 def saved_gate_up(
-    backend: Any, problem: megamoe.Problem, state: Tensor | None, options: dict[str, int]
+    backend: Any, problem: megamoe.Problem, state: Tensor | None, options: dict[str, Any]
 ) -> Tensor | None:
     """Return [M, P*I] bf16 as a forward saved it, by pool row; None where the state has none of all rows."""
     if state is None or int(backend.statistics().passes) > 1:
@@ -90,7 +90,7 @@ def check_backward(case: Case, me: Rank, args: argparse.Namespace) -> GradientCh
     options = case.options()
     backend = make_backend(args.backend, problem, me.group, device=me.device, **options)
     flips = case.clamp is not None and (problem.formats.x.scaled or not backend.recomputes)
-    checker = GradientChecker(problem, args.verbose, flips)
+    checker = GradientChecker(problem, args.verbose, flips, case.weight_gradients)
     try:
         d = Drawn(case, me)
         oracle, saved = Oracle(d), None
@@ -153,6 +153,7 @@ def emulated_stages(backend: Any, me: Rank) -> dict[str, Tensor]:
     if me.is_first:
         for rank in range(me.size):
             found[rank] = {name: backend.emulation.region(rank, name) for name in EMULATED}
+            found[rank] |= backend.emulation.operands(rank)
             found[rank]["partials"] = backend.emulation.region(rank, "window_partials")
     if me.size > 1:
         dist.broadcast_object_list(found, src=0)
@@ -218,19 +219,19 @@ def compare_stages(
         checker.compare_kernel("partials", *oracle.partials(stages["partials"], want))
     for name in ("dy_rows", "x_rows"):
         if name in stages:
-            behind = stages[name][rows_behind(d.rows[rank])]
+            behind = stages[name][rows_behind(d.rows[rank], ZERO_ROWS[d.case.weight_gradients])]
             checker.require(
                 bool((behind == 0).all()), f"{name}: a row behind an expert's last is not zero"
             )
 
 
-def rows_behind(rows: Rows) -> Tensor:
-    """Return the pool rows behind each expert's last, up to a multiple of 64: their products have to be zeros."""
+def rows_behind(rows: Rows, unit: int) -> Tensor:
+    """Return the pool rows behind each expert's last, up to a multiple of `unit`: their products have to be zeros."""
     counts = rows.counts.sum(0)
     padded = -(-counts // 128) * 128
     first = padded.cumsum(0) - padded
     ends = zip(first.tolist(), counts.tolist(), strict=True)
-    parts = [torch.arange(a + n, a + -(-n // ZERO_ROWS) * ZERO_ROWS) for a, n in ends]
+    parts = [torch.arange(a + n, a + -(-n // unit) * unit) for a, n in ends]
     return torch.cat(parts).to(counts.device) if parts else counts[:0]
 
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ import megamoe
 from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from megamoe.core.config import ACTIVATIONS
-from megamoe.core.table import PRECISIONS
+from megamoe.core.table import PRECISIONS, weight_gradients_of
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -38,6 +39,7 @@ class Case:
     live: tuple[int, ...] | None = None  # num_tokens_device of each rank
     least_pool: bool = False  # the fewest pool rows: several passes
     clamp: float | None = None  # of swiglu_oai
+    weight_gradients: str = "bf16"
 
     def __str__(self) -> str:
         s = self.shape
@@ -45,6 +47,7 @@ class Case:
         further = "+bias" if s.bias else ""
         further += f" clamp={self.clamp:g}" if self.clamp else ""
         further += " least pool" if self.least_pool else ""
+        further += " e4m3 weights" if self.weight_gradients == "e4m3" else ""
         if self.live is not None:
             tokens += f" live={_joined(self.live)}"
         return (
@@ -59,12 +62,13 @@ class Case:
             return problem
         return replace(problem, activation=replace(problem.activation, limit=self.clamp))
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """Return those of the backend, equal on all ranks: the emulator has one pool size for them."""
-        if not self.least_pool:
-            return {}
-        problems = map(self.problem, range(len(self.tokens)))
-        return {"pool_rows": max(min_pool_rows(problem) for problem in problems)}
+        options: dict[str, Any] = {"weight_gradients": self.weight_gradients}
+        if self.least_pool:
+            problems = map(self.problem, range(len(self.tokens)))
+            options["pool_rows"] = max(min_pool_rows(problem) for problem in problems)
+        return options
 
     def inputs(self, rank: int, device: torch.device) -> Inputs:
         """Draw what a rank feeds the layer."""
@@ -127,8 +131,15 @@ def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) 
         routing=r.choice(ROUTINGS),
         ids_dtype=r.choice((torch.int32, torch.int64)),
         seed=args.seed + index,
+        weight_gradients=products_of(precision, args),
     )
     return case if args.direction == "forward" else of_backward(case, r)
+
+
+def products_of(precision: str, args: argparse.Namespace) -> str:
+    """Return what weight gradients are products of: as asked for, where the precision has it."""
+    asked: str = args.weight_gradients
+    return asked if asked in weight_gradients_of(precision) else "bf16"
 
 
 def of_multiples(shape: Shape, precision: str) -> Shape:
@@ -158,6 +169,7 @@ def listed_cases(ranks: int, args: argparse.Namespace) -> list[Case]:
         Case(
             *(shape, precision, (tokens,) * ranks, routing, dtype, args.seed),
             least_pool=args.least_pool,
+            weight_gradients=products_of(precision, args),
         )
         for shape, precision, tokens, routing in itertools.product(
             shapes_from(args), args.precision, args.tokens, args.routing

@@ -120,8 +120,12 @@ class Oracle:
         d, (problem, weights, kept) = self.d, self._given(rounding)
         call = d.dy, d.x, d.valid_ids, d.scores, weights
         return reference.backward(
-            problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept
-        )
+            problem, *call, rounding=rounding, gate_up=gate_up, check_tokens=kept,
+            weight_gradients=self._products(problem),
+        )  # fmt: skip
+
+    def _products(self, problem: Problem) -> str:
+        return self.d.case.weight_gradients if problem.precision == "fp8" else "bf16"
 
     def partials(self, found: Tensor, want: dict[str, list[Any]]) -> tuple[Tensor, Tensor]:
         """Return the partials that this rank was sent for kept tokens: as found, and as they should be.
@@ -163,8 +167,9 @@ class Oracle:
             gate_up = [saved[pool_row[rows.token * p.top_k + rows.k]]]
         dy, x, scores = ([torch.cat(column)] for column in (d.dy, d.x, d.scores))
         found = reference.backward(
-            alone, dy, x, [ids], scores, [weights], rounding=rounding, gate_up=gate_up
-        )
+            alone, dy, x, [ids], scores, [weights], rounding=rounding, gate_up=gate_up,
+            weight_gradients=self._products(alone),
+        )  # fmt: skip
         return {name: found[name][0] for name in OF_EXPERTS}
 
     def shared_gate_up(self, saved: Tensor) -> list[Tensor]:
