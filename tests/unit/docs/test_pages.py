@@ -151,7 +151,7 @@ def test_programs_of_the_readme_for_gpus(tmp_path):
         code = code.replace(large, small)
     code += "\nassert y.shape == (10, 64) and y.isfinite().all() and mesh.shape == (1, 1)"
     assert not under_torchrun(code, tmp_path, 1)
-    assert "hiden" in under_torchrun(code.replace("hidden=", "hiden="), tmp_path, 1)
+    assert "argument: 'hidden'" in under_torchrun(code.replace("hidden=", "hiden="), tmp_path, 1)
 
 
 def test_the_readme_calls_adapters_as_their_page_does():

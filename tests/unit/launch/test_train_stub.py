@@ -491,7 +491,7 @@ def test_statistics_and_intermediates_are_of_the_last_call(trained):
     del call
     assert last() == (11, rows | {"partials"})
     trained.forward(layer)
-    with pytest.raises(MegaMoEError, match="its state is gone"):
+    with pytest.raises(MegaMoEError, match="state of the call was freed"):
         layer.statistics()
     forward(layer, *given)
     assert last() == (11, stages)

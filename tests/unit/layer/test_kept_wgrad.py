@@ -197,7 +197,7 @@ def test_errors():
     layer = keeping()
     call = leaves(layer)
     layer(*call)
-    with pytest.raises(ArgumentError, match="without a backward pass that waits"):
+    with pytest.raises(ArgumentError, match="while no backward pass waits"):
         layer.backward_dw(passes=2)
     backward(layer)
     for wrong in (0, -1, True, 1.0, "all"):
