@@ -15,7 +15,7 @@ INSTRUCTION_BYTES = 16
 # A tile's epilogue that is longer waits for its own instructions: docs/tuning.md, "The compiler".
 MOST_EPILOGUE_BYTES = 42 * 1024
 ROLES = (
-    "load_a", "load_b", "store", "deal", "math",
+    "load_a", "load_b", "store", "scheduler", "math",
     "plan_pass", "fill", "reduce_and_combine", "stage", "route", "leave",
 )  # fmt: skip
 _LINE = re.compile(r'//## File "([^"]+)", line (\d+)')

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megamoe
 from megamoe.backends import select as functional
-from megamoe.backends.call import Backend, Call, Gradients, Wanted
+from megamoe.backends.call import Backend, Call, Gradients, GradRequest
 from megamoe.formats.quantization import quantize_tokens
 
 NAME = "gemms"
@@ -91,7 +91,7 @@ class Gemms(Backend):
         grouped_mm(self.x, w.w13.mT, ends)
         return grouped_mm(self.h, w.w2.mT, ends), ends if keep else None
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return dx's rows and the weights' gradients."""
         self._rows(call)
         grouped_mm(self.dy, call.weights.w2, self.ends)

@@ -14,7 +14,7 @@ from bench.floors import HBM_BYTES_PER_US, NVLINK_BYTES_PER_US, Load
 from bench.ranks import Rank
 from bench.shapes import problem_of
 from bench.timing import Contender
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.select import make_backend
 from megamoe.formats.quantization import codec
 from megamoe.formats.quantized import QuantizedRows
@@ -114,11 +114,11 @@ class TimedLayer:
                 named = self.masters.named()
                 into |= {n: torch.zeros_like(t, dtype=torch.float32) for n, t in named.items()}
             self.into = into
-        if entry.passes > self.backend.max_kept:
-            most = self.backend.max_kept
+        if entry.passes > self.backend.max_stashed:
+            most = self.backend.max_stashed
             raise SystemExit(f"--passes {entry.passes}: {entry.backend} keeps at most {most}")
         if entry.passes:
-            self.backend.prepare_kept()
+            self.backend.prepare_stash()
         if not training and self.problem.formats.w.scaled:
             self.fp8, self.masters = self.weights(), None
 
@@ -174,21 +174,21 @@ class TimedLayer:
             return self.backend.forward(Call(x, ids, scores, weights), keep=True)[1]
 
         def backward(state: Tensor) -> object:
-            wanted = Wanted(Needs(b13=biased, b2=biased), self.into or {})
-            rows, turned = Wanted(Needs(True, True, False, False, False, False)), None
+            wanted = GradRequest(Needs(b13=biased, b2=biased), self.into or {})
+            rows, transposed = GradRequest(Needs(True, True, False, False, False, False)), None
             if self.problem.formats.w.scaled:
-                turned = self.cache.turned(self.problem, self.masters)
+                transposed = self.cache.transposed(self.problem, self.masters)
             call, kept = Call(x, ids, scores, self.masters), []
             for _ in range(self.entry.passes):
-                kept.append(self.backend.new_kept())
-                one = rows._replace(turned=turned, kept=kept[-1])
+                kept.append(self.backend.new_stash())
+                one = rows._replace(transposed=transposed, kept=kept[-1])
                 self.backend.backward(call, dy, state, one)
             if kept:
                 needs = wanted.needs._replace(x=False, topk_weights=False)
                 return self.backend.weight_gradients(
                     self.masters, kept, wanted._replace(needs=needs)
                 )
-            return self.backend.backward(call, dy, state, wanted._replace(turned=turned))
+            return self.backend.backward(call, dy, state, wanted._replace(transposed=transposed))
 
         return forward, backward
 

@@ -159,7 +159,7 @@ LAUNCHES: dict[str, Any] = {
         "backward",
         "grouped",
         "grouped_weights",
-        "kept_weights",
+        "stashed_weights",
     )
 }
 FaultRecord: Any = STRUCTURES["FaultRecord"]

@@ -27,8 +27,8 @@ PRODUCTS = {
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
-    "kept-1": f"KeptWeightGradients<{TILE}, 1>",
-    "kept-2": f"KeptWeightGradients<{TILE}, 2>",
+    "kept-1": f"StashedWeightGradients<{TILE}, 1>",
+    "kept-2": f"StashedWeightGradients<{TILE}, 2>",
 }
 
 
@@ -43,7 +43,7 @@ class GroupedVariant:
     entry = "megamoe_grouped"
 
     @classmethod
-    def of_kept(cls, planes: int) -> GroupedVariant:
+    def of_stash(cls, planes: int) -> GroupedVariant:
         """Return the layer's, of rows that were kept. planes: of w13."""
         return cls(f"kept-{planes}")
 
@@ -65,7 +65,11 @@ class GroupedVariant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        found = {"weights": "grouped_weights", "kept-1": "kept_weights", "kept-2": "kept_weights"}
+        found = {
+            "weights": "grouped_weights",
+            "kept-1": "stashed_weights",
+            "kept-2": "stashed_weights",
+        }
         return found.get(self.product, "grouped")
 
     def source(self) -> str:

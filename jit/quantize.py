@@ -33,8 +33,8 @@ class _Args(ctypes.Structure):
         ("w", ctypes.c_void_p),
         ("q", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
-        ("turned", ctypes.c_void_p),
-        ("turned_scale", ctypes.c_void_p),
+        ("transposed", ctypes.c_void_p),
+        ("transposed_scale", ctypes.c_void_p),
         ("planes", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
@@ -88,13 +88,13 @@ def quantize_weights(
     w: Tensor,
     planes: int = 1,
     out: Pair | None = None,
-    turned: bool = False,
-    turned_out: Pair | None = None,
+    transposed: bool = False,
+    transposed_out: Pair | None = None,
 ) -> tuple[Pair, Pair | None]:
     """w: [L, P*I, H] or [L, P, I, H] bf16 on CUDA, strided as TMA takes it -> (q, scale), their transposes or None.
 
-    q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32. turned: make transposes, see
-    quantization.transpose_blocks; I is a multiple of 16. out, turned_out: where to put them. Runs on the current
+    q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32. transposed: make transposes, see
+    quantization.transpose_blocks; I is a multiple of 16. out, transposed_out: where to put them. Runs on the current
     stream; the same bits as quantization.quantize_blockwise. Raises ArgumentError for what it cannot read.
     """
     if w.dtype != torch.bfloat16 or w.dim() not in (3, 4) or not w.is_cuda:
@@ -102,8 +102,8 @@ def quantize_weights(
     check_strides("w", w)
     num, height, columns = stored_shape(w)
     rows = height // planes
-    if height % planes or columns % 8 or w.data_ptr() % 16 or (turned and rows % 16):
-        of_rows = "I, a multiple of 16" if turned else "I"
+    if height % planes or columns % 8 or w.data_ptr() % 16 or (transposed and rows % 16):
+        of_rows = "I, a multiple of 16" if transposed else "I"
         raise ArgumentError(
             "w.shape", list(w.shape), f"[L, {planes} * {of_rows}, multiple of 8], 16-byte aligned"
         )
@@ -113,21 +113,22 @@ def quantize_weights(
         scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
     else:
         q, scale = out
-    if turned and turned_out is None:
+    if transposed and transposed_out is None:
         shape = num, planes, columns, rows
-        turned_out = (
+        transposed_out = (
             torch.empty(shape, dtype=q.dtype, device=w.device),
             scale.new_empty(num, grid[0], grid[1]),
         )
     if w.numel():
         strides = by_plane(w, planes).stride()[:3]
         places = [
-            t.data_ptr() for t in (w, q, scale, *(turned_out if turned and turned_out else ()))
+            t.data_ptr()
+            for t in (w, q, scale, *(transposed_out if transposed and transposed_out else ()))
         ]
         places += [0] * (5 - len(places))
         args = _Args(*places, planes, rows, columns, *strides)
         _launch(QUANTIZE_ENTRY, w.device, grid, args)
-    return (q, scale), turned_out if turned else None
+    return (q, scale), transposed_out if transposed else None
 
 
 def quantize_rows(x: Tensor) -> Pair:

@@ -15,7 +15,7 @@ from bench.check.cases import Case
 from bench.check.oracle import Drawn, Oracle
 from bench.check.projections import check_everywhere
 from bench.ranks import Rank
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.reference.route import Rows
 from megamoe.backends.select import make_backend
 from megamoe.launch.arguments import Plan
@@ -45,7 +45,7 @@ def through_backend(
     needs = [name in wanted and (biased or not name.startswith("db")) for name in GRADIENTS]
     y, state = backend.forward(Call(x, ids, scores, d.weights, d.live), keep=True)
     alone = not any(needs[:2])
-    asked = Wanted(Needs(*needs), into or {}, only_weights=alone, turned=d.turned)
+    asked = GradRequest(Needs(*needs), into or {}, only_weights=alone, transposed=d.transposed)
     found = backend.backward(Call(x, ids, scores, masters, d.live), dy, state, asked)
     return y, dict(zip(GRADIENTS, found, strict=True)), state
 

@@ -14,7 +14,7 @@ from megamoe import ExpertWeights, Problem
 from megamoe.backends import reference
 from megamoe.backends.call import Call
 from megamoe.backends.reference.route import Rows, route
-from megamoe.formats.weights import TurnedWeights
+from megamoe.formats.weights import TransposedWeights
 from megamoe.testing.gradients import OF_EXPERTS
 
 CHECKED_ELEMENTS = 1 << 27  # of dw13 and dw2: sampled experts of a rank
@@ -66,11 +66,11 @@ class Drawn:
         release_memory(self.me.device)
 
     @cached_property
-    def turned(self) -> TurnedWeights | None:
+    def transposed(self) -> TransposedWeights | None:
         """What backward takes besides."""
         if not self.problem.formats.w.scaled:
             return None
-        return TurnedWeights.of(self.problem, self.weights)
+        return TransposedWeights.of(self.problem, self.weights)
 
     @property
     def own(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,7 +77,7 @@ struct PairUnit {
     int round;
 };
 
-// The units of every pair, as roles/deal.cuh has them in forward.
+// The units of every pair, as roles/scheduler.cuh has them in forward.
 std::vector<std::vector<PairUnit>> units_of_pairs(const Machine& m, const Launch& l, const int32_t* rows) {
     std::vector<Run> runs;
     std::vector<int> experts, last_rows;

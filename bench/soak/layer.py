@@ -13,7 +13,7 @@ import megamoe
 from bench import shapes
 from bench.ranks import Rank
 from megamoe.backends import reference
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.testing import ROUTINGS, Inputs, compare, gpu_of, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -143,7 +143,7 @@ class Layer:
 
     def backward(self, i: int, state: torch.Tensor) -> list[Any]:
         """Return the gradients for a gradient of ones; BF16 only, where the weights are their own masters."""
-        call, wanted = self._call(i), Wanted(Needs(b13=False, b2=False))
+        call, wanted = self._call(i), GradRequest(Needs(b13=False, b2=False))
         return list(self.backend.backward(call, torch.ones_like(self.inputs[i].x), state, wanted))
 
     def start(self) -> "Layer":

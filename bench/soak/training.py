@@ -12,7 +12,7 @@ from torch import Tensor
 import megamoe
 from bench.ranks import Rank
 from bench.soak.layer import Outcome, Static, chosen, each_precision, problem_of
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.launch.cache import QuantizedCache
 from megamoe.launch.layout import min_pool_rows
@@ -59,12 +59,12 @@ class Trainer:
     def _given(self, w: megamoe.ExpertWeights, cache: QuantizedCache) -> megamoe.ExpertWeights:
         return cache.weights(self.problem, w, trains=True) if self.problem.formats.w.scaled else w
 
-    def wanted(self, i: int, into: dict[str, Tensor] | None = None) -> Wanted:
+    def wanted(self, i: int, into: dict[str, Tensor] | None = None) -> GradRequest:
         """Return what a backward of layer i is to make."""
-        turned = None
+        transposed = None
         if self.problem.formats.w.scaled:
-            turned = self.caches[i].turned(self.problem, self.masters[i])
-        return Wanted(Needs(b13=False, b2=False), into or {}, turned=turned)
+            transposed = self.caches[i].transposed(self.problem, self.masters[i])
+        return GradRequest(Needs(b13=False, b2=False), into or {}, transposed=transposed)
 
     def call(self, i: int, x: Tensor, drawn: Inputs, count: Tensor | None) -> Call:
         """Return a call of layer i as its backward is given it."""

@@ -30,16 +30,16 @@ inline void check_finished(Fiber* fiber) {
     for (size_t i = 0; i < red_zone_bytes; ++i)
         if (cta.shared[cta.shared_bytes + i] != poison)
             machine.fail("byte %zu behind shared memory was overwritten", i);
-    int registers = 0, dealt = 0;
+    int registers = 0, scheduled = 0;
     for (const Warpgroup& g : cta.warpgroups) {
         registers += g.registers * warpgroup_size;
-        dealt += first_registers(cta.threads) * warpgroup_size;
+        scheduled += first_registers(cta.threads) * warpgroup_size;
         for (int changes : g.register_changes)
             if (changes != g.register_changes[0])
                 machine.fail("setmaxnreg by some warps of a warpgroup only");
     }
-    if (registers > dealt)
-        machine.fail("the warpgroups hold %d registers, the launch began with %d", registers, dealt);
+    if (registers > scheduled)
+        machine.fail("the warpgroups hold %d registers, the launch began with %d", registers, scheduled);
     // Writes of stores that nobody waited for still reach memory.
     for (const Store& store : cta.stores)
         if (!store.early_write) write_destination(store);

@@ -2,7 +2,7 @@
 //
 // wgmma() only notes the instruction: its operands, in shared memory and in registers, are read when the
 // warpgroup waits for it, the last moment the device may read them. There the last of the 128 threads
-// computes whole tiles and deals the results out to everybody's accumulators.
+// computes whole tiles and schedules the results out to everybody's accumulators.
 #pragma once
 #include "fibers/numeric.h"
 #include "fibers/warp.h"

@@ -49,7 +49,7 @@ from megamoe.adapters.megatron_experts import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.group.group import Facts, Group
+from megamoe.group.group import Group, RankConfig
 
 
 class _Undispatched(MoETokenDispatcher):
@@ -167,10 +167,10 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
         group = None if self._problem.ep_size == 1 else self.ep_group
         ranks = Group(group)
 
-        def state() -> Facts:
+        def state() -> RankConfig:
             check_experts(self.experts)  # again: they may have been wrapped
             check_types(self.experts)  # not before: Float16Module casts
-            return Facts(lie_descending(self.experts))
+            return RankConfig(lie_descending(self.experts))
 
         # A rank's ids name experts of all, so all have one order, which stays when parameters move.
         self._descending = all(ranks.agree("set-up", state).values())

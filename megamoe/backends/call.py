@@ -13,7 +13,7 @@ from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, TransposedWeights, check_tensor
 
 
 class Call(NamedTuple):
@@ -86,7 +86,7 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class StashedRows:
     """Hold the rows from which one backward pass's weight gradients are computed: [bytes] uint8, filled by the backend.
 
     resets: the number of resets of the backend at that time. After another reset the contents are invalid.
@@ -96,7 +96,7 @@ class KeptRows:
     resets: int = 0
 
 
-class Wanted(NamedTuple):
+class GradRequest(NamedTuple):
     """Request the results of a backward pass.
 
     Args:
@@ -104,15 +104,15 @@ class Wanted(NamedTuple):
         into: "w13", "w2", "b13" or "b2" -> a tensor of the master's shape, fp32 or bf16, to which the gradient is
             added. Gradients then has None for it. Only names that `needs` has.
         only_weights: True: no rank needs the first two of `needs`, so a backend may skip them.
-        turned: Transposes of e4m3 weights; None for other formats.
-        kept: Result of new_kept(), to be filled. Then no gradient of weights is needed.
+        transposed: Transposes of e4m3 weights; None for other formats.
+        kept: Result of new_stash(), to be filled. Then no gradient of weights is needed.
     """
 
     needs: Needs = Needs()
     into: Mapping[str, Tensor] = {}
     only_weights: bool = False
-    turned: TurnedWeights | None = None
-    kept: KeptRows | None = None
+    transposed: TransposedWeights | None = None
+    kept: StashedRows | None = None
 
 
 class Backend(Protocol):
@@ -121,15 +121,15 @@ class Backend(Protocol):
     Attributes:
         state_bytes: Size of the state that a forward pass saves.
         recomputes: True: backward() runs the call again and receives the weights of the forward pass. Other backends
-            receive the masters, and Wanted.turned if weights are stored with scales.
+            receive the masters, and GradRequest.transposed if weights are stored with scales.
         needs_close: True if close() has to free something together with other ranks.
-        max_kept: Largest number of kept passes that weight_gradients() takes; 0: new_kept() returns None.
+        max_stashed: Largest number of kept passes that weight_gradients() takes; 0: new_stash() returns None.
     """
 
     state_bytes: int = 0
     recomputes: bool = False
     needs_close: bool = False
-    max_kept: int = 0
+    max_stashed: int = 0
 
     def prepare(self, weights: ExpertWeights) -> None:
         """Compile, allocate and map what the first forward would. A second call is not collective."""
@@ -142,23 +142,23 @@ class Backend(Protocol):
         """
         raise NotImplementedError
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients of the call that saved `state`, which is not changed. dy: [T, H] bf16, contiguous.
 
         x is not quantized. Weights are bf16 masters if w13 or w2 need a gradient.
         """
         raise NotImplementedError
 
-    def prepare_kept(self) -> None:
+    def prepare_stash(self) -> None:
         """Compile what weight_gradients() needs, so that no rank compiles while the others run."""
         return
 
-    def new_kept(self) -> KeptRows | None:
+    def new_stash(self) -> StashedRows | None:
         """Allocate memory for the rows of a backward pass; None if this backend keeps none. Not collective."""
         return None
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Return the weight gradients, each summed in fp32 over the rows of all kept passes.
 
@@ -220,7 +220,7 @@ def check_call(problem: Problem, call: Call, device: torch.device | None = None)
         check_tensor("num_tokens_device", call.num_tokens_device, (1,), torch.int32, device)
 
 
-def check_kept(kept: Sequence[KeptRows], resets: int) -> None:
+def check_stash(kept: Sequence[StashedRows], resets: int) -> None:
     """Raise MegaMoEError if rows were kept before the last reset."""
     lost = sum(rows.resets != resets for rows in kept)
     if lost:

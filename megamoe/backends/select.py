@@ -19,7 +19,7 @@ from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
 from megamoe.core.table import weight_gradients_of
-from megamoe.group.group import Facts, Group
+from megamoe.group.group import Group, RankConfig
 from megamoe.group.hosts import Hosts, host_name, spans_hosts
 from megamoe.group.links import RAIL_CTAS, Links
 from megamoe.group.order import mark_of
@@ -146,7 +146,7 @@ def _choose(
 ) -> _Chosen:
     """Choose a backend as part of `opening`."""
 
-    def state() -> Facts:
+    def state() -> RankConfig:
         check_options(problem, group, options)
         asked = resolve(name)
         wanted, launches = asked in ("auto", "mega"), None
@@ -155,7 +155,7 @@ def _choose(
             backend_class(asked)
         if wanted and reason is None:
             launches = _mega().Stated.here(group, options.get("reserve_sms"))
-        return Facts(
+        return RankConfig(
             (host_name(), reason, launches),
             {
                 "backend": repr(asked),

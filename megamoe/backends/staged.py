@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Backend, Call, Gradients, Wanted
+from megamoe.backends.call import Backend, Call, Gradients, GradRequest
 from megamoe.backends.rail import Crossing, all_to_all, exchange_counts
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
@@ -106,7 +106,7 @@ class StagedBackend(Backend):
             state = number.view(torch.uint8)
         return y if call.out is None else call.out.copy_(y), state
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients. Collective. weights: as the forward pass had them, quantized ones too.
 
         Raises RankMismatch where ranks come with states of different calls.

@@ -179,9 +179,11 @@ def _holds(found: Any, expected: Any) -> bool:
 
 
 def _check_turned(name: str, recipe: Any, case: _Case) -> None:
-    turned = recipe.get("transform_config") if isinstance(recipe, dict) else None
-    if turned not in (None, {}, {"config_groups": {}}):
-        _refuse(f"{name}.transform_config", turned, "none: rows are multiplied as they are", case)
+    transposed = recipe.get("transform_config") if isinstance(recipe, dict) else None
+    if transposed not in (None, {}, {"config_groups": {}}):
+        _refuse(
+            f"{name}.transform_config", transposed, "none: rows are multiplied as they are", case
+        )
 
 
 def _check(name: str, recipe: Any, case: _Case, arrangement: str) -> None:

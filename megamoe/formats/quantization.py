@@ -166,10 +166,10 @@ def transpose_blocks(
     -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
     out: (q, scale) to write into.
     """
-    turned = by_plane(q.view(torch.uint8), planes).transpose(2, 3)
+    transposed = by_plane(q.view(torch.uint8), planes).transpose(2, 3)
     if out is None:
-        return turned.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
-    out[0].view(torch.uint8).copy_(turned)
+        return transposed.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
+    out[0].view(torch.uint8).copy_(transposed)
     out[1].copy_(scale.transpose(1, 2))
     return out
 

@@ -160,9 +160,9 @@ class ExpertWeights:
                 raise ArgumentError(name, type(pair).__name__, "a pair: of w13, of w2")
         made = [
             nvfp4.from_checkpoint(
-                *(name, w, scale, of_matrix), planes=p, interleaved=turned, inverse=inverse
+                *(name, w, scale, of_matrix), planes=p, interleaved=transposed, inverse=inverse
             )
-            for name, w, scale, of_matrix, p, turned in (
+            for name, w, scale, of_matrix, p, transposed in (
                 ("w13", w13, scales[0], outer[0], planes, interleaved),
                 ("w2", w2, scales[1], outer[1], 1, False),
             )
@@ -267,7 +267,7 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
-class TurnedWeights:
+class TransposedWeights:
     """Hold e4m3 weights and their transposes, which the backward pass multiplies; create it with `of`.
 
     Tensor cores take e4m3 operands only K-major, so dy w2 and dgu w13 need transposed copies. Numbers and scales are
@@ -288,7 +288,7 @@ class TurnedWeights:
     w2_scale: Tensor
 
     @classmethod
-    def of(cls, problem: Problem, weights: ExpertWeights) -> TurnedWeights:
+    def of(cls, problem: Problem, weights: ExpertWeights) -> TransposedWeights:
         """Transpose e4m3 weights. Raise ArgumentError for weights without scales."""
         if weights.w13_scale is None or weights.w2_scale is None:
             raise ArgumentError("weights.w13_scale", None, "e4m3 weights, with scales")
@@ -313,7 +313,7 @@ class TurnedWeights:
             "w2_scale": ((num, high, wide), torch.float32),
         }
         for name, (shape, dtype) in shapes.items():
-            check_tensor(f"turned.{name}", getattr(self, name), shape, dtype, device)
+            check_tensor(f"transposed.{name}", getattr(self, name), shape, dtype, device)
 
 
 def _kind(problem: Problem) -> str:

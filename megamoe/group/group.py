@@ -39,7 +39,7 @@ _made: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()  # what was ma
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankConfig:
     """What a rank says before memory is taken: `own` may differ; `equal`, name -> value, and `problem` must not."""
 
     own: Any = None
@@ -228,8 +228,8 @@ class Group:
 
     # --- what ranks agree on ---
 
-    def agree(self, call: str, state: Callable[[], Facts]) -> dict[int, Any]:
-        """Return rank -> Facts.own of what state() returned there. Collective.
+    def agree(self, call: str, state: Callable[[], RankConfig]) -> dict[int, Any]:
+        """Return rank -> RankConfig.own of what state() returned there. Collective.
 
         call: what this begins, of CALLS.
         Raises this rank's error, or else PeerFault with that of another rank, or RankMismatch where what has to be
@@ -237,13 +237,13 @@ class Group:
         """
         with self.together(call):
             facts = state()
-            by_rank: dict[int, Facts] = self.gather(mark_of(call), facts)
+            by_rank: dict[int, RankConfig] = self.gather(mark_of(call), facts)
             self.met = True  # what this raises all ranks do
             self._check_equal(by_rank)
         self.met = False
         return {rank: stated.own for rank, stated in by_rank.items()}
 
-    def _check_equal(self, by_rank: Mapping[int, Facts]) -> None:
+    def _check_equal(self, by_rank: Mapping[int, RankConfig]) -> None:
         for rank, facts in by_rank.items():
             if self.size > 1 and facts.problem is not None and facts.problem.rank != rank:
                 stated = facts.problem.rank

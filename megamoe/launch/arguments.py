@@ -110,10 +110,10 @@ class Plan:
     @cached_property
     def kept(self) -> dict[str, Region]:
         """Regions of what a backward pass keeps for weight gradients of several."""
-        return layout.kept_regions(self.strided, self.pool_rows)
+        return layout.stash_regions(self.strided, self.pool_rows)
 
     @cached_property
-    def kept_bytes(self) -> int:
+    def stash_bytes(self) -> int:
         """Bytes of what a backward pass keeps."""
         return layout.total_bytes(self.kept)
 

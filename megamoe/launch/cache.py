@@ -32,16 +32,21 @@ from megamoe.formats.versions import (
     uncounted,
     version_of,
 )
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch.passes import Pair, fused_kernels, on_hopper
 
 log = logging.getLogger("megamoe")
 
 
 def quantize_weights(
-    w: Tensor, planes: int, stored: Format, out: Pair | None, turned: bool, turned_out: Pair | None
+    w: Tensor,
+    planes: int,
+    stored: Format,
+    out: Pair | None,
+    transposed: bool,
+    transposed_out: Pair | None,
 ) -> tuple[Pair, Pair | None]:
-    """Return (q, scale), and their transposes if `turned`. The `out`s: memory for them.
+    """Return (q, scale), and their transposes if `transposed`. The `out`s: memory for them.
 
     To e4m3 by the fused kernel on Hopper where there is one, else by torch; the same bits.
     """
@@ -49,9 +54,11 @@ def quantize_weights(
     if stored != E4M3_BLOCKS and formulas is not None:
         return formulas.quantize(w, planes, out), None
     if on_hopper(w) and w.numel() and (fused := fused_kernels()) is not None:
-        return fused.quantize_weights(w, planes, out=out, turned=turned, turned_out=turned_out)
+        return fused.quantize_weights(
+            w, planes, out=out, transposed=transposed, transposed_out=transposed_out
+        )
     made = quantize_blockwise(w, planes, out=out)
-    return made, transpose_blocks(*made, planes, turned_out) if turned else None
+    return made, transpose_blocks(*made, planes, transposed_out) if transposed else None
 
 
 def _capturing(w: Tensor) -> bool:
@@ -86,7 +93,7 @@ class _Entry:
     q: Tensor
     scale: Tensor
     volatile: bool  # quantized inside a graph whose replays nobody counts
-    turned: Pair | None  # their transposes, once a backward pass needs them
+    transposed: Pair | None  # their transposes, once a backward pass needs them
 
 
 class _Seen(NamedTuple):
@@ -101,7 +108,7 @@ class _Seen(NamedTuple):
     counts: tuple[Any, ...]  # where they are, writes to them, optimizers' steps
     asks: bool  # a graph that is captured quantizes them itself
     weights: ExpertWeights
-    turned: TurnedWeights | None  # if their transposes were made
+    transposed: TransposedWeights | None  # if their transposes were made
 
     def holds(self, masters: ExpertWeights, trains: bool) -> bool:
         """Return True if the copies still match these masters."""
@@ -112,7 +119,7 @@ class _Seen(NamedTuple):
             and masters.b13 is self.weights.b13
             and masters.b2 is self.weights.b2
             and _counts(w13, w2) == self.counts
-            and (self.turned is not None or not trains)
+            and (self.transposed is not None or not trains)
             and not (self.asks and _capturing(w13))
         )
 
@@ -139,7 +146,7 @@ class QuantizedCache:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._seen: _Seen | None = None
-        self._turned: tuple[list[Tensor], list[Version], TurnedWeights] | None = None
+        self._turned: tuple[list[Tensor], list[Version], TransposedWeights] | None = None
 
     @torch.inference_mode(False)  # a copy made here is written anew outside of that mode, too
     @torch.no_grad()
@@ -158,21 +165,23 @@ class QuantizedCache:
         version = version_of(w)
         captured, unseen = trained(w) and _capturing(w), _uncounted(w, version)
         entry, volatile = self._entries.get(name), captured
-        out = turned_out = None
+        out = transposed_out = None
         if entry is not None:
-            trains |= entry.turned is not None
+            trains |= entry.transposed is not None
             counted = not (captured or entry.volatile or unseen)
             if counted and entry.version == version:
-                if trains and entry.turned is None:
+                if trains and entry.transposed is None:
                     _refuse_capture(w)
-                    entry.turned = transpose_blocks(entry.q, entry.scale, planes)
+                    entry.transposed = transpose_blocks(entry.q, entry.scale, planes)
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
-                out, turned_out = (entry.q, entry.scale), entry.turned
+                out, transposed_out = (entry.q, entry.scale), entry.transposed
                 entry.version = None  # until all is written
             volatile |= entry.volatile and same_storages(entry.kept, w)
-        (q, scale), turned = quantize_weights(w.detach(), planes, stored, out, trains, turned_out)
-        self._entries[name] = _Entry(storages_of(w), version, q, scale, volatile, turned)
+        (q, scale), transposed = quantize_weights(
+            w.detach(), planes, stored, out, trains, transposed_out
+        )
+        self._entries[name] = _Entry(storages_of(w), version, q, scale, volatile, transposed)
         return q, scale
 
     def weights(
@@ -180,7 +189,7 @@ class QuantizedCache:
     ) -> ExpertWeights:
         """Return quantized weights of bf16 masters; biases handed through.
 
-        trains: turned() will be asked for their transposes.
+        trains: transposed() will be asked for their transposes.
         """
         seen = self._seen
         if seen is not None and seen.holds(masters, trains):
@@ -194,14 +203,14 @@ class QuantizedCache:
             not t.is_inference() and origin_of(t) is None for t in (w13, w2)
         )
         if counted:
-            asks, turned = trained(w13) or trained(w2), self._copies(masters)
-            self._seen = _Seen(w13, w2, _counts(w13, w2), asks, made, turned)
+            asks, transposed = trained(w13) or trained(w2), self._copies(masters)
+            self._seen = _Seen(w13, w2, _counts(w13, w2), asks, made, transposed)
         return made
 
-    def turned(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
+    def transposed(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
         """Return what a backward pass multiplies: of bf16 masters what their forward pass made, biases as given.
 
-        Masters of another version than the last forward pass had are quantized again. e4m3 weights are turned around
+        Masters of another version than the last forward pass had are quantized again. e4m3 weights are transposed
         once per version, into the same storage; steps of optimizers are no part of that.
         Raises MegaMoEError while a graph is captured that would have to make what other calls find here: nothing runs
         then, and they would find garbage.
@@ -209,30 +218,30 @@ class QuantizedCache:
         if given.w13_scale is not None:
             return self._turned_of(problem, given)
         seen = self._seen
-        if seen is not None and seen.turned is not None and seen.holds(given, True):
-            return seen.turned
+        if seen is not None and seen.transposed is not None and seen.holds(given, True):
+            return seen.transposed
         masters = {"w13": given.w13, "w2": given.w2}
         for name, w in masters.items():
             entry = self._entries.get(name)
-            if entry is None or entry.turned is None or entry.version != version_of(w):
+            if entry is None or entry.transposed is None or entry.version != version_of(w):
                 self.weights(problem, given, trains=True)
         made = self._copies(given)
         assert made is not None
         return made
 
-    def _copies(self, given: ExpertWeights) -> TurnedWeights | None:
+    def _copies(self, given: ExpertWeights) -> TransposedWeights | None:
         """Return what was made of these masters, if their transposes were."""
         w13, w2 = self._entries["w13"], self._entries["w2"]
-        if w13.turned is None or w2.turned is None:
+        if w13.transposed is None or w2.transposed is None:
             return None
         forward = ExpertWeights(w13.q, w2.q, given.b13, given.b2, w13.scale, w2.scale)
-        (t13, u13), (t2, u2) = w13.turned, w2.turned
-        return TurnedWeights(forward, t13, t2, u13, u2)
+        (t13, u13), (t2, u2) = w13.transposed, w2.transposed
+        return TransposedWeights(forward, t13, t2, u13, u2)
 
     def _volatile(self) -> bool:
         return any(entry.volatile for entry in self._entries.values())
 
-    def _turned_of(self, problem: Problem, given: ExpertWeights) -> TurnedWeights:
+    def _turned_of(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
         sources = [
             t for t in (given.w13, given.w2, given.w13_scale, given.w2_scale) if t is not None
         ]
@@ -240,7 +249,7 @@ class QuantizedCache:
         if last is None or last[1] != versions:
             _refuse_capture(given.w13)
             with torch.inference_mode(False), torch.no_grad():
-                made = TurnedWeights.of(problem, given)
+                made = TransposedWeights.of(problem, given)
                 if last is not None and _alike(last[2].w13, made.w13):  # graphs read that storage
                     for name, kept in last[2].named().items():
                         kept.copy_(getattr(made, name))

@@ -205,7 +205,7 @@ def _backward(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
     planes = p.activation.planes
     for cell in BACKWARD_CONTROL:
         yield cell, (1,), torch.int32
-    yield "dealt", (3,), torch.int32
+    yield "scheduled", (3,), torch.int32
     yield "expert_rows", (p.num_local_experts(p.rank), 2), torch.int32
     yield "row_weight", (rows,), torch.float32
     yield "d_s", (rows, -(-p.intermediate // TILE_COLUMNS) + 1), torch.float32
@@ -247,7 +247,7 @@ def _transposed(p: Problem, rows: int) -> Iterator[_Spec]:
 # --- what a backward pass keeps, where weight gradients of several are made in one launch ---
 
 
-def kept_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+def stash_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
     """Return the regions that a backward launch fills in place of the workspace's, and a copy of what places its rows.
 
     A row has 2 * (2 * H + (P + 1) * I) + 4 bytes in every precision.
@@ -256,10 +256,10 @@ def kept_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
     return _place(_kept(problem, pool_rows))
 
 
-def max_kept_passes(problem: Problem) -> int:
+def max_stashed_passes(problem: Problem) -> int:
     """Return how many passes a launch makes weight gradients of at most."""
-    entries = abi.CONSTANTS["max_kept_entries"] // (problem.num_local_experts(problem.rank) + 1)
-    return min(abi.CONSTANTS["max_kept_passes"], entries)
+    entries = abi.CONSTANTS["max_stashed_entries"] // (problem.num_local_experts(problem.rank) + 1)
+    return min(abi.CONSTANTS["max_stashed_passes"], entries)
 
 
 def _kept(p: Problem, rows: int) -> Iterator[_Spec]:
@@ -369,13 +369,13 @@ def memory_report(
     train_state = train_state_regions(problem, rows) if trains else {}
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
     backward = backward_regions(problem, rows, weight_gradients) if trains else {}
-    kept = kept_regions(problem, rows) if trains else {}
+    kept = stash_regions(problem, rows) if trains else {}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),
         "backward_bytes": total_bytes(backward),
-        "kept_bytes": total_bytes(kept),
+        "stash_bytes": total_bytes(kept),
         "train_state_bytes": total_bytes(train_state),
         "train_state_used_bytes": train_state_used(problem, rows) if trains else 0,
         "train_state_worst_bytes": total_bytes(largest_state),
@@ -397,7 +397,7 @@ def memory_report(
         "training adds",
         f"backward's workspace{mib['backward_bytes']:>14}",
         f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
-        f"with delay_wgrad='keep', a pass that waits, in place of its state {mib['kept_bytes']}",
+        f"with delay_wgrad='keep', a pass that waits, in place of its state {mib['stash_bytes']}",
         *_largest(report["training_regions"]),
     ]
     report["text"] = "\n".join(lines + (training if trains else []))
@@ -408,7 +408,7 @@ def memory_report(
     if trains:
         report["line"] += (
             f"; training: backward's workspace {mib['backward_bytes']}, "
-            f"state of a call {mib['train_state_bytes']} ({of_call}), or kept of it {mib['kept_bytes']}"
+            f"state of a call {mib['train_state_bytes']} ({of_call}), or kept of it {mib['stash_bytes']}"
         )
     return report
 

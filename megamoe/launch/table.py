@@ -18,7 +18,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, map_strides, plane_strides
 from megamoe.core.table import BF16, SCALE_GROUP
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.launch.layout import transposed_widths
@@ -288,18 +288,18 @@ def master_rows(problem: Problem, weights: ExpertWeights, other: int) -> list[Ro
     ]
 
 
-def turned_rows(problem: Problem, turned: TurnedWeights, other: int) -> list[Row]:
+def turned_rows(problem: Problem, transposed: TransposedWeights, other: int) -> list[Row]:
     """Rows of a backward launch in FP8: transposed copies, and w13 as forward has it, for recompute.
 
-    turned: of weights with a contiguous b13. other: any legal address.
+    transposed: of weights with a contiguous b13. other: any legal address.
     """
-    p, forward, size = problem, turned.forward, problem.formats.w.bytes
+    p, forward, size = problem, transposed.forward, problem.formats.w.bytes
     local, planes, h, i = p.num_local_experts(p.rank), p.activation.planes, p.hidden, p.intermediate
     assert forward.w13_scale is not None
     found = []
     for gemm, name, w, scale, shape in (
-        ("gemm1", "turned.w2", turned.w2, turned.w2_scale, (local, 1, i, h)),
-        ("gemm2", "turned.w13", turned.w13, turned.w13_scale, (local, planes, h, i)),
+        ("gemm1", "transposed.w2", transposed.w2, transposed.w2_scale, (local, 1, i, h)),
+        ("gemm2", "transposed.w13", transposed.w13, transposed.w13_scale, (local, planes, h, i)),
         ("recompute", "forward.w13", forward.w13, forward.w13_scale, (local, planes, i, h)),
     ):
         place = place_of(name, w, shape[1], shape, other)

@@ -3,7 +3,7 @@
 A `train` launch: arguments.fill_static, fill_weights, fill_call, and fill_train_state here. A `backward` launch:
 arguments.fill_static; fill_backward and fill_backward_weights here, once for each layer and set of weights;
 fill_train_state, fill_gradients and fill_backward_call for each call. Each direction needs its own Args, because the
-operands they share are at different addresses. Weight gradients of kept passes: fill_kept_weights.
+operands they share are at different addresses. Weight gradients of kept passes: fill_stashed_weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.table import BF16, SCALE_GROUP
 from megamoe.formats.quantization import rows_of_blocks
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan, fill_call
 from megamoe.launch.table import (
@@ -56,7 +56,7 @@ def fill_train_state(args: Any, plan: Plan, base: int, encoder: Encoder) -> None
 def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int = 0) -> None:
     """Turn what fill_static filled into a backward launch: its pool, its GEMMs' operands, its tables.
 
-    base: address of plan.backward_bytes. kept: of plan.kept_bytes, for rows of weight gradients; 0: none.
+    base: address of plan.backward_bytes. kept: of plan.stash_bytes, for rows of weight gradients; 0: none.
     """
     p, workspace = plan.strided, _workspace_base(args, plan)
     address = {name: workspace + region.offset for name, region in plan.workspace.items()}
@@ -67,7 +67,7 @@ def fill_backward(args: Any, plan: Plan, base: int, encoder: Encoder, kept: int 
         if not p.formats.x.scaled:  # dy is pulled as it is kept
             address["x_pool"] = address["dy_rows"]
     own, args.x_pool = args.own, address["x_pool"]
-    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "dealt"):
+    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "scheduled"):
         setattr(own, name, address[name])
     if p.formats.x.scaled:
         own.dy_rows = address["dy_rows"]
@@ -112,13 +112,13 @@ def _workspace_base(args: Any, plan: Plan) -> int:
 
 
 def fill_backward_weights(
-    args: Any, plan: Plan, weights: ExpertWeights | TurnedWeights, encoder: Encoder
+    args: Any, plan: Plan, weights: ExpertWeights | TransposedWeights, encoder: Encoder
 ) -> None:
     """Fill the weights of a backward launch. A rank without experts gets maps that are never used.
 
-    weights: bf16 w13 and w2, of any strides that TMA takes, or in FP8 turned ones; with a contiguous b13.
+    weights: bf16 w13 and w2, of any strides that TMA takes, or in FP8 transposed ones; with a contiguous b13.
     """
-    if isinstance(weights, TurnedWeights):
+    if isinstance(weights, TransposedWeights):
         forward, rows = weights.forward, turned_rows(plan.problem, weights, args.y_rows)
     else:
         forward, rows = weights, master_rows(plan.problem, weights, args.y_rows)
@@ -183,7 +183,7 @@ def _fill_targets(
     return rows
 
 
-def fill_kept_weights(
+def fill_stashed_weights(
     args: Any,
     plan: Plan,
     encoder: Encoder,
@@ -194,7 +194,7 @@ def fill_kept_weights(
 ) -> None:
     """Fill a launch that makes the experts' gradients of passes that were kept.
 
-    passes: addresses of plan.kept_bytes each, at most layout.max_kept_passes() of them. targets, accumulate: as
+    passes: addresses of plan.stash_bytes each, at most layout.max_stashed_passes() of them. targets, accumulate: as
         fill_gradients takes them.
     """
     p, own, rows = plan.strided, args.own, plan.pool_rows

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Gradients, Needs, Wanted
+from megamoe.backends.call import Gradients, GradRequest, Needs
 from megamoe.core import transforms
 from megamoe.core.errors import ArgumentError
 from megamoe.formats.weights import ExpertWeights
@@ -23,12 +23,20 @@ from megamoe.layer.operators import forward, library
 from megamoe.layer.runtime import Runtime, runtime_of
 from megamoe.layer.signature import watched
 
-__all__ = ["How", "Runtime", "apply", "record", "refuse_tangents", "runtime_of", "watched"]
+__all__ = [
+    "RecordOptions",
+    "Runtime",
+    "apply",
+    "record",
+    "refuse_tangents",
+    "runtime_of",
+    "watched",
+]
 
 NO_WEIGHTS: dict[str, Any] = dict.fromkeys(ExpertWeights.__dataclass_fields__)
 
 
-class How(NamedTuple):
+class RecordOptions(NamedTuple):
     """How a call is recorded.
 
     state_bytes: that the backend keeps.
@@ -47,10 +55,10 @@ class How(NamedTuple):
 
 
 class _Call(torch.autograd.Function):
-    """One call whose gradients are recorded. Arguments: How; Delayed.anchor, or None; Inputs."""
+    """One call whose gradients are recorded. Arguments: RecordOptions; Delayed.anchor, or None; Inputs."""
 
     @staticmethod
-    def forward(ctx: Any, how: How, anchor: Tensor | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, how: RecordOptions, anchor: Tensor | None, *tensors: Any) -> Any:
         inputs = Inputs(*tensors)
         if how.delayed is not None:
             assert how.weights is not None
@@ -71,7 +79,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        how: How = ctx.how
+        how: RecordOptions = ctx.how
         if type(how.handle) is not Tensor:  # traced
             *tensors, handle, state = ctx.saved_tensors
             return _operator(Inputs(*tensors), dy, handle, _needs(ctx), state)
@@ -95,7 +103,7 @@ class _Call(torch.autograd.Function):
                 direct = how.direct and not torch.is_grad_enabled()
                 if not direct or (known is None and watched()):
                     return _operator(inputs, dy, how.handle, needs, state)
-                grads = gradients(runtime, inputs, dy, state, Wanted(needs), known)
+                grads = gradients(runtime, inputs, dy, state, GradRequest(needs), known)
             return None, None, grads.x, None, *grads[1:], *[None] * 4
 
 
@@ -123,7 +131,12 @@ def _asked(node: Any) -> bool:
 
 
 def _added(
-    how: How, runtime: Runtime, inputs: Inputs, dy: Tensor | None, state: Tensor, needs: Needs
+    how: RecordOptions,
+    runtime: Runtime,
+    inputs: Inputs,
+    dy: Tensor | None,
+    state: Tensor,
+    needs: Needs,
 ) -> Gradients:
     """Return the gradients; those of w13 and w2 are added to the main_grad of how.weights."""
     weights = how.weights
@@ -133,12 +146,12 @@ def _added(
     # grad(loss, inputs=[x]) adds nothing
     into = main_grad.targets(weights, (needs.w13, needs.w2), set())
     known = known_of(how.known, inputs)
-    grads = gradients(runtime, inputs, dy, state, Wanted(needs, into), known)
+    grads = gradients(runtime, inputs, dy, state, GradRequest(needs, into), known)
     return grads._replace(**{name: main_grad.added(getattr(weights, name)) for name in into})
 
 
 def _delayed(
-    how: How,
+    how: RecordOptions,
     runtime: Runtime,
     inputs: Inputs,
     dy: Tensor | None,
@@ -156,10 +169,10 @@ def _delayed(
     assert how.weights is not None
     kept = None
     if asked is not None and how.delayed.keeps:
-        kept = runtime.backend.new_kept()
+        kept = runtime.backend.new_stash()
     found = Gradients()
     if any(needs) or kept is not None:
-        found = gradients(runtime, inputs, dy, state, Wanted(needs, kept=kept))
+        found = gradients(runtime, inputs, dy, state, GradRequest(needs, kept=kept))
     if asked is not None:
         dy = None if dy is None else dy.detach()
         how.delayed.add(how.weights, asked, kept or (inputs, dy, state))
@@ -169,7 +182,7 @@ def _delayed(
 def _autograd(*args: Any) -> Any:
     *inputs, handle, state_bytes, keep = args
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-        return _Call.apply(How(handle, state_bytes), None, *inputs)
+        return _Call.apply(RecordOptions(handle, state_bytes), None, *inputs)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.megamoe.moe_forward(*inputs, handle, state_bytes, keep)
 
@@ -186,7 +199,7 @@ def refuse_tangents(tensors: Any) -> None:
         )
 
 
-def record(inputs: Inputs, how: How) -> Tensor:
+def record(inputs: Inputs, how: RecordOptions) -> Tensor:
     """Call the layer, whose gradients are recorded. inputs: checked."""
     if how.delayed is not None:
         # The weights are no inputs of the node: autograd would take it that their gradients are zero.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Gradients, KeptRows, Wanted
+from megamoe.backends.call import Gradients, GradRequest, StashedRows
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import check_memory, is_freed
@@ -38,13 +38,13 @@ def gradients(
     inputs: Inputs,
     dy: Tensor | None,
     state: Tensor,
-    wanted: Wanted,
+    wanted: GradRequest,
     known: Any = None,
 ) -> Gradients:
     """Return the gradients of a call in the dtypes, shapes and strides of its inputs. Collective.
 
     dy: like x; None is zero. state: that the call's forward kept, never changed.
-    wanted: without `turned`, which is made here. known: known_of(), None: all inputs are checked.
+    wanted: without `transposed`, which is made here. known: known_of(), None: all inputs are checked.
     Raises ArgumentError for a dy that is unlike y.
     """
     x = inputs.x
@@ -76,8 +76,8 @@ def _are_plain(dy: Tensor, x: Tensor, state: Tensor, state_bytes: int) -> bool:
     )
 
 
-def kept_gradients(
-    runtime: Runtime, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+def stashed_gradients(
+    runtime: Runtime, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
 ) -> Gradients:
     """Return the weights' gradients of passes that were kept, as gradients() does. Not collective."""
     with runtime.lock:
@@ -86,7 +86,7 @@ def kept_gradients(
 
 
 def _finished(
-    runtime: Runtime, found: Gradients, wanted: Wanted, of: Inputs | ExpertWeights
+    runtime: Runtime, found: Gradients, wanted: GradRequest, of: Inputs | ExpertWeights
 ) -> Gradients:
     """Return gradients as autograd takes them. of: what they are of, by name."""
     laid_out: dict[str, Tensor] = {}
@@ -103,14 +103,14 @@ def _finished(
 
 
 def _made(
-    runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: Wanted, known: Any
+    runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: GradRequest, known: Any
 ) -> Gradients:
     """Make the gradients, see gradients()."""
     given = inputs.weights
     if runtime.backend.recomputes:
         given = runtime.weights(given)
     else:
-        wanted = wanted._replace(turned=runtime.turned(given))
+        wanted = wanted._replace(transposed=runtime.transposed(given))
     return runtime.backend.backward(inputs.call(given, known), flat(dy), state, wanted)
 
 

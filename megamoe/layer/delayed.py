@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megamoe.backends.call import KeptRows, Needs, Wanted
+from megamoe.backends.call import GradRequest, Needs, StashedRows
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.core.transforms import lasting
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import main_grad
-from megamoe.layer.backward import gradients, kept_gradients
+from megamoe.layer.backward import gradients, stashed_gradients
 from megamoe.layer.inputs import Inputs
 from megamoe.layer.runtime import Runtime
 
@@ -41,14 +41,14 @@ class _Pending:
 
     weights: ExpertWeights
     asked: frozenset[str]
-    rows: KeptRows | Replayed
+    rows: StashedRows | Replayed
 
     def __post_init__(self) -> None:
         self.versions = [_version(t) for _, t in self.tensors]
 
     @property
     def tensors(self) -> list[tuple[str, Tensor]]:
-        if isinstance(self.rows, KeptRows):
+        if isinstance(self.rows, StashedRows):
             return [(f"weights.{name}", w) for name, w in self.weights.named().items()]
         inputs, dy, state = self.rows
         return [*([] if dy is None else [("dy", dy)]), ("state", state), *inputs.named()]
@@ -61,7 +61,7 @@ class _Pending:
                 raise ArgumentError(
                     name, freed, _CHANGED + "; delay_wgrad=False under fully_shard()"
                 )
-            if not isinstance(self.rows, KeptRows) and _version(t) != version:
+            if not isinstance(self.rows, StashedRows) and _version(t) != version:
                 how = "changed in place, or given other memory"
                 raise ArgumentError(name, how, _CHANGED)
 
@@ -121,7 +121,9 @@ class Delayed:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, weights: ExpertWeights, asked: frozenset[str], rows: KeptRows | Replayed) -> None:
+    def add(
+        self, weights: ExpertWeights, asked: frozenset[str], rows: StashedRows | Replayed
+    ) -> None:
         """Remember a backward pass whose gradients of x and topk_weights are made.
 
         asked: asked_of() the weights when the call was made. rows: that it has kept, or what is replayed.
@@ -137,7 +139,7 @@ class Delayed:
     def make(self, runtime: Runtime, passes: int) -> None:
         """Make the weight gradients of so many passes, from the oldest on. Collective unless they were kept."""
         written: set[int] = set()
-        if self.keeps and (most := runtime.backend.max_kept):  # no other rank waits
+        if self.keeps and (most := runtime.backend.max_stashed):  # no other rank waits
             self._check_passes(passes, most)
             self._make(runtime, passes, written)
             return
@@ -176,14 +178,14 @@ class Delayed:
         asked = {name: name in needs for name in NAMES}
         if self._adding:
             into = main_grad.targets(pending.weights, (asked["w13"], asked["w2"]), written)
-        kept = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, KeptRows)]
+        kept = [p.rows for p in islice(self._queue, passes) if isinstance(p.rows, StashedRows)]
         self.forget(passes)
         if not any(asked.values()):
             return
         with torch.no_grad():
-            wanted = Wanted(Needs(False, False, **asked), into, only_weights=True)
-            if isinstance(pending.rows, KeptRows):
-                found = kept_gradients(runtime, pending.weights, kept, wanted)._asdict()
+            wanted = GradRequest(Needs(False, False, **asked), into, only_weights=True)
+            if isinstance(pending.rows, StashedRows):
+                found = stashed_gradients(runtime, pending.weights, kept, wanted)._asdict()
             else:
                 found = gradients(runtime, *pending.rows, wanted)._asdict()
         for name in into:

@@ -30,10 +30,10 @@ from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
-from megamoe.group.group import ALONE, Facts, Group, Together
+from megamoe.group.group import ALONE, Group, RankConfig, Together
 from megamoe.group.hosts import host_name
 from megamoe.layer import main_grad
-from megamoe.layer.autograd import How, apply, record, refuse_tangents
+from megamoe.layer.autograd import RecordOptions, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
 from megamoe.layer.inputs import Inputs, flat
 from megamoe.layer.rows import Weighting, check_weights, checked, taken
@@ -62,8 +62,8 @@ class Layer:
         options: An Options record. With accumulate_into_main_grad or
             delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
             and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
-            2 * (P + 1) * I bytes per pool row (memory_report()["kept_bytes"]); backends other than "mega" and "emulate"
-            treat it as True. Default: Options().
+            2 * (P + 1) * I bytes per pool row (memory_report()["stash_bytes"]); backends other than "mega" and
+            "emulate" treat it as True. Default: Options().
         **given: Fields of the options, by name.
 
     Raises:
@@ -85,7 +85,7 @@ class Layer:
         self.ranks = ranks = Group.of(group)
         self.group = ranks.process_group
 
-        def state() -> Facts:
+        def state() -> RankConfig:
             made = problem(self.group) if callable(problem) else problem
             chosen = Options.of(options, given)
             check_options(made, ranks, chosen.of_backend())
@@ -102,7 +102,7 @@ class Layer:
             stated = *weighting, repr(chosen.delay_wgrad), of
             equal: dict[str, Any] = dict(zip(_AGREED, stated, strict=True))
             equal |= {"backend": repr(resolve(backend)), **agreed_options(vars(chosen))}
-            return Facts((made, host_name()), equal, made)
+            return RankConfig((made, host_name()), equal, made)
 
         said = ranks.agree("a new layer", state)
         self.problem: Problem = said[ranks.rank][0]
@@ -225,14 +225,14 @@ class Layer:
             return apply(inputs, runtime.handle, runtime.state_bytes, keep=True)
         adding, direct = self.accumulate_into_main_grad, known is not None
         further = weights, adding, self._delayed, known
-        how = How(runtime.handle, runtime.state_bytes, direct, *further)
+        how = RecordOptions(runtime.handle, runtime.state_bytes, direct, *further)
         return self._uncompiled(inputs, how) if self._elsewhere else record(inputs, how)
 
     @uncompiled(
         "a backward pass that adds to main_grad, or delays weight gradients, is not seen by torch.compile: "
         "leave the layer out of the graph, or accumulate_into_main_grad=False and delay_wgrad=False"
     )
-    def _uncompiled(self, inputs: Inputs, how: How) -> Tensor:
+    def _uncompiled(self, inputs: Inputs, how: RecordOptions) -> Tensor:
         """Make the call; its gradients of weights are added to their main_grad, or wait."""
         assert how.weights is not None
         if how.adding:
@@ -408,7 +408,7 @@ class Layer:
         assert self._runtime is not None
         self._runtime.backend.prepare(self._runtime.weights(weights))
         if self._delayed is not None and self._delayed.keeps:
-            self._runtime.backend.prepare_kept()
+            self._runtime.backend.prepare_stash()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """Return another one of the same arguments, not opened yet: collective, and the window is not shared out."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Gradients, Needs, Wanted
+from megamoe.backends.call import Gradients, GradRequest, Needs
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer.backward import gradients
@@ -91,7 +91,7 @@ def moe_backward_op(
     inputs = Inputs(x, topk_ids, topk_weights, *of_weights, num_tokens_device, x_scale)
     runtime = runtime_of(handle)
     with runtime.together:
-        found = gradients(runtime, inputs, dy, state, Wanted(Needs(*needs)))
+        found = gradients(runtime, inputs, dy, state, GradRequest(Needs(*needs)))
     return tuple(x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
 
 

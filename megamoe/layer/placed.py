@@ -19,7 +19,7 @@ from megamoe.experts.moves import Moves, check_rows
 from megamoe.experts.placement import ExpertPlacement
 from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights
-from megamoe.group.group import Facts
+from megamoe.group.group import RankConfig
 from megamoe.layer.layer import Layer
 
 
@@ -82,16 +82,16 @@ class PlacedLayer(Layer):
         """
         moves: list[Moves] = []
 
-        def stage() -> Facts:
+        def stage() -> RankConfig:
             tensors = check_rows(self.problem, weights)
             moves.append(self._moves_to(placement))
             moves[0].stage(tensors.values())
             kinds = [(name, str(t.dtype), tuple(t.shape[1:])) for name, t in tensors.items()]
-            return Facts(equal={"placement": placement.expert_of, "weights": kinds})
+            return RankConfig(equal={"placement": placement.expert_of, "weights": kinds})
 
-        def fetch() -> Facts:
+        def fetch() -> RankConfig:
             moves[0].fetch(self.ranks)
-            return Facts()
+            return RankConfig()
 
         self.ranks.agree("move_experts()", stage)
         self.ranks.agree("move_experts()", fetch)

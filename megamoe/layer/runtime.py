@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.backends.call import Backend
 from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.group.group import Group, Together
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.signature import Signatures
@@ -56,16 +56,16 @@ class Runtime:
     def weights(self, given: ExpertWeights, trains: bool = False) -> ExpertWeights:
         """Return what the forward pass takes: fp8 masters quantized once per version.
 
-        trains: the backend's backward pass follows, which takes turned().
+        trains: the backend's backward pass follows, which takes transposed().
         """
         if self.quantizes and given.w13_scale is None:
             return self.cache.weights(self.problem, given, trains)
         return given
 
-    def turned(self, given: ExpertWeights) -> TurnedWeights | None:
+    def transposed(self, given: ExpertWeights) -> TransposedWeights | None:
         """Return what the backward pass multiplies where it is not the weights themselves."""
         if self.quantizes:
-            return self.cache.turned(self.problem, given)
+            return self.cache.transposed(self.problem, given)
         return None
 
 

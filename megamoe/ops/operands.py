@@ -93,6 +93,6 @@ def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:
         (q, scale), _ = quantize_weights(w, w.shape[1], E4M3_BLOCKS, None, False, None)
         return q.view(w.shape), scale
     # Blocks of 128 x 128 are those of the transpose, too.
-    _, turned = quantize_weights(w[:, 0].transpose(1, 2), 1, E4M3_BLOCKS, None, True, None)
-    assert turned is not None
-    return turned
+    _, transposed = quantize_weights(w[:, 0].transpose(1, 2), 1, E4M3_BLOCKS, None, True, None)
+    assert transposed is not None
+    return transposed

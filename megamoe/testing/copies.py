@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megamoe.core.config import Problem
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch import cache
 from megamoe.launch.cache import QuantizedCache
 
@@ -29,10 +29,10 @@ def watched(trains: bool = True) -> Iterator[dict[str, int]]:
         got = weights(self, problem, masters, trains)
         fresh = masters.quantized(problem)
         pairs = [(getattr(got, n), t) for n, t in fresh.named().items() if n[0] == "w"]
-        turned = TurnedWeights.of(problem, fresh).named()
-        kept: dict[str, Any] = {n: entry.turned for n, entry in self._entries.items()}
+        transposed = TransposedWeights.of(problem, fresh).named()
+        kept: dict[str, Any] = {n: entry.transposed for n, entry in self._entries.items()}
         for n in kept if trains else ():
-            pairs += zip(kept[n], (turned[n], turned[f"{n}_scale"]), strict=True)
+            pairs += zip(kept[n], (transposed[n], transposed[f"{n}_scale"]), strict=True)
         seen["stale"] += not all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs
         )

@@ -26,7 +26,7 @@ from megamoe.core.errors import (
     WindowBroken,
     fault_to_error,
 )
-from megamoe.group.group import Facts, Group
+from megamoe.group.group import Group, RankConfig
 from megamoe.group.hosts import host_name, spans_hosts
 from megamoe.group.order import mark_of
 from megamoe.jit import abi, cache
@@ -142,10 +142,10 @@ class Window:
     def agree(self, problem: Problem) -> None:
         """Refuse ranks that were configured differently, naming rank and field. Collective."""
 
-        def state() -> Facts:
+        def state() -> RankConfig:
             if (size := self.group.size) != problem.ep_size:
                 raise ConfigError("ep_size", problem.ep_size, f"{size}, the group's size")
-            return Facts(host_name(), {SOURCES: cache.content_key("")}, problem)
+            return RankConfig(host_name(), {SOURCES: cache.content_key("")}, problem)
 
         hosts = self.group.agree("make its window", state)
         apart = spans_hosts(list(hosts.values()))

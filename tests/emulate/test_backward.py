@@ -13,7 +13,7 @@ from shapes import Case, cases
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge, least_pool, needing, zeros
 
-from megamoe.backends.call import Needs, Wanted
+from megamoe.backends.call import GradRequest, Needs
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.launch import layout
@@ -100,7 +100,7 @@ def test_long_tiles_are_dealt_by_fixed_shares(intermediate: int, fixed: bool) ->
     emulation = Emulation(problem, num_ctas=4)
     check(emulation, Call.make(problem, [10]), seed=1)
     assert emulation.region(0, "gemm2_done")[:5].tolist() == [1] * 5  # each block's tile, once
-    gemm1, gemm2, weights = emulation.region(0, "dealt").tolist()
+    gemm1, gemm2, weights = emulation.region(0, "scheduled").tolist()
     assert (gemm2 == 0) == fixed
     assert min(gemm1, weights) > 0
 
@@ -205,7 +205,7 @@ def test_any_needs(into: bool) -> None:
         sums = {}
         if into and needs[4]:
             sums = {"b13": torch.zeros_like(call.masters[0].b13)}
-        found = call.backward(emulation, states, [Wanted(Needs(*needs), sums)])[0]
+        found = call.backward(emulation, states, [GradRequest(Needs(*needs), sums)])[0]
         for i, (name, need, expected) in enumerate(zip(GRADIENTS, needs, full, strict=True)):
             got = sums["b13"] if i == 4 and sums else found[i]
             assert (got is not None) == need, (name, needs)
@@ -341,7 +341,7 @@ def test_weights_alone(seed: int) -> None:
     left = [emulation.region(r, n) for r in range(2) for n in ("dx_rows", "window_partials")]
     for region in left:
         region.fill_(7)
-    only = [Wanted(Needs(x=False, topk_weights=False), only_weights=True)] * 2
+    only = [GradRequest(Needs(x=False, topk_weights=False), only_weights=True)] * 2
     for order in (0, 1):
         found = calls[order].backward(emulation, states[order], only, seed=seed)
         assert_equal(found, [[None, None, *of_rank[2:]] for of_rank in full[order]])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge
 
-from megamoe.backends.call import Needs, Wanted
+from megamoe.backends.call import GradRequest, Needs
 from megamoe.backends.emulate import emulation as emulator
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
@@ -82,7 +82,7 @@ def test_a_rank_that_makes_weight_gradients_only(numbers: None) -> None:
     emulation = Emulation(PROBLEM)
     calls, states = two_calls(emulation)
     with pytest.raises(RankMismatch, match=FOREIGN):
-        calls[0].backward(emulation, states[0], [Wanted(), Wanted(only_weights=True)])
+        calls[0].backward(emulation, states[0], [GradRequest(), GradRequest(only_weights=True)])
     assert_no_numbers(emulation)
 
 
@@ -146,7 +146,7 @@ def test_sums_of_a_poisoned_launch_are_nan(numbers: None) -> None:
     into = [{"w13": torch.ones_like(w.w13, dtype=torch.float32)} for w in call.masters]
     needs = Needs(w2=False, b13=False, b2=False)
     with pytest.raises(ProtocolTimeout):
-        call.backward(emulation, states, [Wanted(needs, sums) for sums in into])
+        call.backward(emulation, states, [GradRequest(needs, sums) for sums in into])
     assert all(bool(tensors["w13"].isnan().all()) for tensors in into)
 
 

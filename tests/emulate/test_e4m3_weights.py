@@ -12,7 +12,7 @@ from flaws import SEEN, Flaw, names, plant
 from torch import Tensor
 from training_cases import Call, adding_to, check, judge, least_pool, zeros
 
-from megamoe.backends.call import Needs, Wanted
+from megamoe.backends.call import GradRequest, Needs
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import ACTIVATIONS, Problem
 from megamoe.core.errors import ConfigError
@@ -96,7 +96,7 @@ def test_added_to_fp32_and_alone() -> None:
     into = [{n: torch.randn(t.shape) for n, t in w.named().items()} for w in call.masters]
     before = [{n: t.clone() for n, t in sums.items()} for sums in into]
     call.backward(emulation, states, adding_to(into))
-    only = [Wanted(Needs(x=False, topk_weights=False), only_weights=True)] * 2
+    only = [GradRequest(Needs(x=False, topk_weights=False), only_weights=True)] * 2
     alone = call.backward(emulation, states, only)
     for r, of_rank in enumerate(plain):
         assert alone[r][:2] == [None, None]

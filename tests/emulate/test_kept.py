@@ -13,8 +13,8 @@ from flaws import Flaw, names, plant
 from torch import Tensor
 from training_cases import Call, adding_to, least_pool, zeros
 
-from megamoe.backends.call import Gradients, KeptRows, Needs, Wanted
-from megamoe.backends.emulate.emulation import Emulation, kept_gradients
+from megamoe.backends.call import Gradients, GradRequest, Needs, StashedRows
+from megamoe.backends.emulate.emulation import Emulation, stashed_gradients
 from megamoe.backends.emulate.memory import aligned_zeros
 from megamoe.core.config import Problem
 from megamoe.core.errors import WorkspaceTooSmall
@@ -30,13 +30,15 @@ PASSES = (("uniform", [70, 33]), ("one_expert", [9, 3]), ("uniform", [0, 0]), ("
 
 def keep(
     emulation: Emulation, call: Call, seed: int = 0
-) -> tuple[list[KeptRows], list[dict[str, Tensor]], list[list[Tensor | None]]]:
+) -> tuple[list[StashedRows], list[dict[str, Tensor]], list[list[Tensor | None]]]:
     """Run both launches; return by rank what a pass keeps, its gradients in fp32, and all of its gradients."""
-    kept = [KeptRows(aligned_zeros(r.plan.kept_bytes).fill_(0xFF)) for r in emulation.ranks]
+    kept = [StashedRows(aligned_zeros(r.plan.stash_bytes).fill_(0xFF)) for r in emulation.ranks]
     _, states = call.forward(emulation, seed=seed)
     sums = [{"w13": zeros(w.w13), "w2": zeros(w.w2)} for w in call.masters]
     whole = call.backward(emulation, states, adding_to(sums), seed=seed)
-    wanted = [Wanted(Needs(True, True, False, False, False, False), kept=rows) for rows in kept]
+    wanted = [
+        GradRequest(Needs(True, True, False, False, False, False), kept=rows) for rows in kept
+    ]
     found = call.backward(emulation, states, wanted, seed=seed)
     for made, expected in zip(found, whole, strict=True):
         for mine, theirs in zip(made[:2], expected[:2], strict=True):
@@ -50,13 +52,13 @@ def keep(
 
 
 def make(
-    emulation: Emulation, call: Call, rank: int, kept: Sequence[KeptRows], **options: int
+    emulation: Emulation, call: Call, rank: int, kept: Sequence[StashedRows], **options: int
 ) -> dict[str, Tensor]:
     """Return the gradients of a rank, w13's and w2's added to fp32 zeros."""
     master = call.masters[rank]
     sums = {"w13": zeros(master.w13), "w2": zeros(master.w2)}
-    plan, wanted = emulation.ranks[rank].plan, Wanted(OF_WEIGHTS, sums)
-    found = kept_gradients(plan, master, kept, wanted, **options)
+    plan, wanted = emulation.ranks[rank].plan, GradRequest(OF_WEIGHTS, sums)
+    found = stashed_gradients(plan, master, kept, wanted, **options)
     return sums | {n: getattr(found, n) for n in WEIGHTS[2:] if getattr(found, n) is not None}
 
 
@@ -112,14 +114,14 @@ def test_bf16_that_is_written_and_experts_without_rows() -> None:
     idle = {}
     for rank, master in enumerate(calls[0].masters):
         plan, every = emulation.ranks[rank].plan, [kept[rank] for kept, *_ in passes]
-        found = kept_gradients(plan, master, every, Wanted(OF_WEIGHTS))
+        found = stashed_gradients(plan, master, every, GradRequest(OF_WEIGHTS))
         fp32 = make(emulation, calls[0], rank, every)
         for name in WEIGHTS:
             got = getattr(found, name)
             assert torch.equal(got, fp32[name].to(got.dtype)), name
             idle[rank, name] = (got.flatten(1) == 0).all(1).tolist()
-        part = Wanted(Needs(False, False, False, True, False, True))
-        only: Gradients = kept_gradients(plan, master, every, part)
+        part = GradRequest(Needs(False, False, False, True, False, True))
+        only: Gradients = stashed_gradients(plan, master, every, part)
         assert only.w13 is None
         assert only.b13 is None
         assert torch.equal(only.w2, found.w2)
@@ -138,7 +140,7 @@ def test_a_pass_that_filled_its_pool_twice_is_named() -> None:
     plan, master = emulation.ranks[0].plan, few.masters[0]
     sums = {"w13": zeros(master.w13), "w2": zeros(master.w2)}
     with pytest.raises(WorkspaceTooSmall, match="not all rows of pass 1 .*pool_rows=") as caught:
-        kept_gradients(plan, master, [kept[0] for kept in passes], Wanted(OF_WEIGHTS, sums))
+        stashed_gradients(plan, master, [kept[0] for kept in passes], GradRequest(OF_WEIGHTS, sums))
     assert f"pool_rows={plan.pool_rows}" in str(caught.value)
     with_rows = sums["w13"].isnan().flatten(1).all(1)
     assert with_rows.all()
@@ -149,11 +151,11 @@ def test_a_pass_that_filled_its_pool_twice_is_named() -> None:
 def test_how_many_passes_fit() -> None:
     """The table of as many as a launch takes, and no more, has room."""
     of_dsv3 = replace(problem_of(), num_experts=256, ep_size=4)
-    assert layout.max_kept_passes(of_dsv3) == 8
-    assert layout.max_kept_passes(replace(of_dsv3, num_experts=383, ep_size=1)) == 8
-    assert layout.max_kept_passes(replace(of_dsv3, num_experts=384, ep_size=1)) == 7
+    assert layout.max_stashed_passes(of_dsv3) == 8
+    assert layout.max_stashed_passes(replace(of_dsv3, num_experts=383, ep_size=1)) == 8
+    assert layout.max_stashed_passes(replace(of_dsv3, num_experts=384, ep_size=1)) == 7
     problem = Problem(64, 48, 1023, 2, max_tokens=64, activation="relu2")
-    assert layout.max_kept_passes(problem) == 3
+    assert layout.max_stashed_passes(problem) == 3
     emulation, weights = Emulation(problem), make_weights(problem, quantize=False)
     calls = [Call.make(problem, [64], seed=seed) for seed in range(3)]
     passes = [keep(emulation, call) for call in calls]

@@ -11,12 +11,12 @@ import torch
 from training_cases import Call as OfRanks
 from training_cases import zeros
 
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.emulate.backend import EmulateBackend
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
-from megamoe.formats.weights import TurnedWeights
+from megamoe.formats.weights import TransposedWeights
 from megamoe.group.group import ThreadGroup
 from megamoe.testing.layouts import LAYOUTS
 
@@ -65,10 +65,10 @@ def test_ranks_as_threads(precision: str) -> None:
             c, master = calls[i], LAYOUTS["interleaved"](calls[i].masters[rank])
             given = Call(*(column[rank] for column in c.routed), master)
             needs = Needs() if i == 0 else Needs(True, False, True, True, False, True)
-            wanted = Wanted(needs, {} if i == 0 else into)
+            wanted = GradRequest(needs, {} if i == 0 else into)
             if precision == "fp8":
-                turned = TurnedWeights.of(backend.problem, c.weights[rank])
-                wanted = wanted._replace(turned=turned)
+                transposed = TransposedWeights.of(backend.problem, c.weights[rank])
+                wanted = wanted._replace(transposed=transposed)
             grads.append(backend.backward(given, c.dys[rank], states[i], wanted))
             if i == 0:
                 assert grads[0][2].shape == master.w13.shape
@@ -94,17 +94,19 @@ def test_weights_of_another_precision_are_refused() -> None:
     rows = [column[0] for column in call.routed]
     given, dy = Call(*rows, call.masters[0]), call.dys[0]
     _, state = backend.forward(Call(*rows, call.weights[0]), keep=True)
-    turned = TurnedWeights.of(problem, call.weights[0])
-    with pytest.raises(ArgumentError, match="turned is None"):
-        backend.backward(given, dy, state, Wanted())
-    wrong = replace(turned, w2=turned.w2.bfloat16())
-    with pytest.raises(ArgumentError, match="turned.w2.dtype"):
-        backend.backward(given, dy, state, Wanted(turned=wrong))
+    transposed = TransposedWeights.of(problem, call.weights[0])
+    with pytest.raises(ArgumentError, match="transposed is None"):
+        backend.backward(given, dy, state, GradRequest())
+    wrong = replace(transposed, w2=transposed.w2.bfloat16())
+    with pytest.raises(ArgumentError, match="transposed.w2.dtype"):
+        backend.backward(given, dy, state, GradRequest(transposed=wrong))
     with pytest.raises(ArgumentError, match="weights.w13.dtype"):
-        backend.backward(Call(*rows, call.weights[0]), dy, state, Wanted(turned=turned))
+        backend.backward(
+            Call(*rows, call.weights[0]), dy, state, GradRequest(transposed=transposed)
+        )
     with pytest.raises(ArgumentError, match="weights.w13_scale"):
-        TurnedWeights.of(problem, call.masters[0])
+        TransposedWeights.of(problem, call.masters[0])
     with pytest.raises(ArgumentError, match="weights.w13_scale|weights.w13"):
         backend.forward(given, keep=True)
     with pytest.raises(ArgumentError, match="state"):
-        backend.backward(given, dy, state[:-256], Wanted(turned=turned))
+        backend.backward(given, dy, state[:-256], GradRequest(transposed=transposed))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Needs, Wanted
+from megamoe.backends.call import GradRequest, Needs
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
@@ -73,7 +73,7 @@ class Call:
         self,
         emulation: Emulation,
         states: Sequence[Tensor],
-        wanted: Sequence[Wanted] | None = None,
+        wanted: Sequence[GradRequest] | None = None,
         counts: Sequence[Tensor] | None = None,
         **options: Any,
     ) -> list[list[Tensor | None]]:
@@ -100,14 +100,14 @@ def check(emulation: Emulation, call: Call, **options: Any) -> list[list[Tensor 
     return grads
 
 
-def adding_to(into: Sequence[dict[str, Tensor]]) -> list[Wanted]:
+def adding_to(into: Sequence[dict[str, Tensor]]) -> list[GradRequest]:
     """Return what ranks want that add gradients to these, by name."""
-    return [Wanted(into=sums) for sums in into]
+    return [GradRequest(into=sums) for sums in into]
 
 
-def needing(*needs: Sequence[bool]) -> list[Wanted]:
+def needing(*needs: Sequence[bool]) -> list[GradRequest]:
     """Return what ranks want that need these gradients."""
-    return [Wanted(Needs(*of_rank)) for of_rank in needs]
+    return [GradRequest(Needs(*of_rank)) for of_rank in needs]
 
 
 def zeros(master: Tensor) -> Tensor:

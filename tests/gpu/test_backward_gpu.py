@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega import backend as mega
 from megamoe.backends.mega import sm_share as reserve
 from megamoe.backends.mega.backend import MegaBackend
@@ -17,7 +17,7 @@ from megamoe.backends.reference.backward import backward as oracle
 from megamoe.backends.reference.route import route
 from megamoe.core.config import Problem
 from megamoe.core.errors import MegaMoEError, RankMismatch
-from megamoe.formats.weights import TurnedWeights
+from megamoe.formats.weights import TransposedWeights
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import assert_close, launch, make_inputs, make_weights, same_bits
 from megamoe.testing.gradients import KERNEL_LIMIT, LIMIT, OF_DX
@@ -56,9 +56,9 @@ class Case:
         )
         self.master = self.masters[rank]
         self.weights = self.master.quantized(self.problem)
-        self.turned = None
+        self.transposed = None
         if self.problem.formats.w.scaled:
-            self.turned = TurnedWeights.of(self.problem, self.weights)
+            self.transposed = TransposedWeights.of(self.problem, self.weights)
 
     def plain(self, backend):
         """Return y of a forward that keeps nothing."""
@@ -70,7 +70,7 @@ class Case:
 
     def backward(self, backend, state, needs=ALL, into=None, num_tokens_device=None):
         call = Call(self.x, self.ids, self.scores, self.master, num_tokens_device)
-        wanted = Wanted(Needs(*needs), into or {}, turned=self.turned)
+        wanted = GradRequest(Needs(*needs), into or {}, transposed=self.transposed)
         return list(backend.backward(call, self.dy, state, wanted))
 
     def step(self, backend, **options):

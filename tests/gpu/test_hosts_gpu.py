@@ -9,7 +9,7 @@ import torch.distributed as dist
 import megamoe
 from bench.hosts.model import Fabric
 from bench.hosts.spin import Spinning, over_hosts
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.core.config import Problem
 from megamoe.testing import assert_close, launch, make_inputs, make_weights
 from megamoe.testing.launch import gpu_of
@@ -67,7 +67,7 @@ def test_exact_and_static_have_equal_bits(spun):
 
 def test_a_step_is_captured(spun):
     backend, call = spun("static")
-    dy, wanted = torch.randn_like(call.x), Wanted(Needs(b13=False, b2=False))
+    dy, wanted = torch.randn_like(call.x), GradRequest(Needs(b13=False, b2=False))
 
     def step():
         y, state = backend.forward(call, keep=True)
@@ -156,7 +156,7 @@ def test_two_hosts_of_one_gpu_train_as_one_does(backend):
     assert launch(two_hosts, 2, backend=backend, timeout_s=120) == [[], []]
 
 
-def turned(rank, exchange):
+def transposed(rank, exchange):
     """Return the errors of backward passes of different calls: of the pass itself, and of what follows; then whether a
     reset makes the layer right."""
     os.environ["MEGAMOE_HOST"] = f"host-{rank}"
@@ -192,7 +192,7 @@ def turned(rank, exchange):
 @pytest.mark.parametrize("exchange", ["exact", "static"])
 def test_backward_passes_of_different_calls_are_named(exchange):
     """static: what a device saw, check() says, or a later call."""
-    for (first, then), right in launch(turned, 2, exchange, backend="nccl", timeout_s=120):
+    for (first, then), right in launch(transposed, 2, exchange, backend="nccl", timeout_s=120):
         assert first.startswith("RankMismatch: rank ")
         assert "comes for backward of call " in first
         assert then.startswith(("WindowBroken", "RankMismatch"))

@@ -42,11 +42,11 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
     expected = transpose_blocks(q, scale, planes)
     places = [tuple(t.clone().zero_() for t in pair) for pair in ((q, scale), expected)]
     for given in (None, None), places:
-        again, turned = quantize_weights(w, planes, given[0], True, given[1])
+        again, transposed = quantize_weights(w, planes, given[0], True, given[1])
         assert torch.equal(again[0].view(torch.uint8), q.view(torch.uint8))
         assert torch.equal(again[1], scale)
-        assert torch.equal(turned[0].view(torch.uint8), expected[0].view(torch.uint8))
-        assert torch.equal(turned[1], expected[1])
+        assert torch.equal(transposed[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(transposed[1], expected[1])
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (300, 272), (8192, 7168), (0, 256)])

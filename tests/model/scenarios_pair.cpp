@@ -74,18 +74,18 @@ void shared_stage(World& w, const Flaw& flaw, int stages, int halves) {
     }
 }
 
-// The ring of tiles that CTA 0's dealer fills in both CTAs, for two of the three threads that walk them in
-// either. One look of all is enough for a slot to be dealt again.
-struct DealtSlots {
-    std::vector<PairPhaseBarrier> full;  // the dealer arrives at both
+// The ring of tiles that CTA 0's scheduler fills in both CTAs, for two of the three threads that walk them in
+// either. One look of all is enough for a slot to be scheduled again.
+struct ScheduledSlots {
+    std::vector<PairPhaseBarrier> full;  // the scheduler arrives at both
     std::vector<PhaseBarrier> empty;     // CTA 0's
 };
 template <int slots>
-void dealt_tiles(World& w, const Flaw& flaw, int units) {
-    bool own_count = flaw("empty counts the threads of CTA 0 only"), ahead = flaw("tiles are dealt unasked"),
-         late = flaw("the tile is written behind the arrival"), one = flaw("only CTA 0 is told"),
-         early = flaw("a role gives the slot back before it read");
-    std::array<DealtSlots, 2> ring_of;            // [CTA]
+void scheduled_tiles(World& w, const Flaw& flaw, int units) {
+    bool own_count = flaw("empty counts the threads of CTA 0 only"),
+         ahead = flaw("tiles are scheduled unasked"), late = flaw("the tile is written behind the arrival"),
+         one = flaw("only CTA 0 is told"), early = flaw("a role gives the slot back before it read");
+    std::array<ScheduledSlots, 2> ring_of;        // [CTA]
     std::vector<std::array<int, 2>> unit(slots);  // [slot][CTA]
     for (int s = 0; s < slots; ++s) {
         std::array<PhaseBarrier, 2> full;
@@ -99,7 +99,7 @@ void dealt_tiles(World& w, const Flaw& flaw, int units) {
             ring_of[c].empty.push_back(empty);
         }
     }
-    w.thread("deal", 0, 0, [=](Mem& m) {
+    w.thread("scheduler", 0, 0, [=](Mem& m) {
         Ring<slots> ring;
         for (int i = 0; i < units; ++i, ring.advance()) {
             if (!ahead) ring.acquire(m, ring_of[0]);
@@ -122,15 +122,15 @@ void dealt_tiles(World& w, const Flaw& flaw, int units) {
         }
     }
 }
-void dealt_tiles_1(World& w, const Flaw& flaw) { dealt_tiles<1>(w, flaw, 2); }
-void dealt_tiles_2(World& w, const Flaw& flaw) { dealt_tiles<2>(w, flaw, 3); }
+void dealt_tiles_1(World& w, const Flaw& flaw) { scheduled_tiles<1>(w, flaw, 2); }
+void dealt_tiles_2(World& w, const Flaw& flaw) { scheduled_tiles<2>(w, flaw, 3); }
 
 // The ring of tiles that a thread fills ahead of its loaders and its store thread, which is behind: it
 // stores a tile when that is loaded, and only then asks for the next.
 template <int slots>
 void own_tiles(World& w, const Flaw& flaw) {
     constexpr int tiles = slots + 2;
-    bool one = flaw("empty counts one reader"), ahead = flaw("tiles are dealt unasked"),
+    bool one = flaw("empty counts one reader"), ahead = flaw("tiles are scheduled unasked"),
          late = flaw("the tile is written behind the arrival"),
          early = flaw("a role gives the slot back before it read");
     struct {
@@ -144,7 +144,7 @@ void own_tiles(World& w, const Flaw& flaw) {
         tile[s] = w.payload(name_of("tile", s));
     }
     for (int i = 0; i < tiles; ++i) loaded[i] = w.barrier(name_of("loaded", i), 1);
-    w.thread("deal", 0, 0, [=](Mem& m) {
+    w.thread("scheduler", 0, 0, [=](Mem& m) {
         Ring<slots> ring;
         for (int i = 0; i < tiles; ++i, ring.advance()) {
             if (!ahead) ring.acquire(m, barriers);
@@ -411,26 +411,26 @@ const std::vector<Scenario> pair_scenarios = {
      {"empty counts the math warps of its own CTA only", "both halves are expected of a short block",
       "math releases before it read"},
      {}},
-    {"dealt tiles of a pair, 1 slot",
+    {"scheduled tiles of a pair, 1 slot",
      dealt_tiles_1,
-     {"empty counts the threads of CTA 0 only", "tiles are dealt unasked",
+     {"empty counts the threads of CTA 0 only", "tiles are scheduled unasked",
       "the tile is written behind the arrival", "only CTA 0 is told",
       "a role gives the slot back before it read"},
      {}},
-    {"dealt tiles of a pair, 2 slots",
+    {"scheduled tiles of a pair, 2 slots",
      dealt_tiles_2,
-     {"empty counts the threads of CTA 0 only", "tiles are dealt unasked",
+     {"empty counts the threads of CTA 0 only", "tiles are scheduled unasked",
       "the tile is written behind the arrival", "only CTA 0 is told",
       "a role gives the slot back before it read"},
      {}},
-    {"dealt tiles of a CTA, 1 slot",
+    {"scheduled tiles of a CTA, 1 slot",
      own_tiles<1>,
-     {"empty counts one reader", "tiles are dealt unasked", "the tile is written behind the arrival",
+     {"empty counts one reader", "tiles are scheduled unasked", "the tile is written behind the arrival",
       "a role gives the slot back before it read"},
      {}},
-    {"dealt tiles of a CTA, 2 slots",
+    {"scheduled tiles of a CTA, 2 slots",
      own_tiles<2>,
-     {"empty counts one reader", "tiles are dealt unasked", "the tile is written behind the arrival",
+     {"empty counts one reader", "tiles are scheduled unasked", "the tile is written behind the arrival",
       "a role gives the slot back before it read"},
      {}},
     {"two loaders of a stage",

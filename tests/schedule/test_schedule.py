@@ -122,7 +122,7 @@ def check_streams(order, launch: Launch) -> None:
     for t in tiles:
         assert t.stage == GEMM1 or last_gemm1[t.block] < t.place, f"{t} stands before its inputs"
     if launch.seed == 0 and launch.rounds == 0:
-        check_deal(everything, launch)
+        check_shares(everything, launch)
     if launch.seed == 0 and launch.rounds > 0:
         check_even(everything, launch)
     if launch.fixed2:
@@ -178,19 +178,19 @@ def check_pairs(tiles: list[Tile]) -> None:
             assert a.n >= 0, "the first CTA of a pair always has a tile"
 
 
-def check_deal(tiles: list[Tile], launch: Launch) -> None:
+def check_shares(tiles: list[Tile], launch: Launch) -> None:
     """Every pair has its share of either stage, to one unit, and of both together, to one unit."""
     pairs = launch.ctas // 2
     counts = [[0] * pairs for _ in range(2)]
     odd = launch.tiles1 % 2 or launch.tiles2 % 2
     for t in tiles:
         counts[t.stage][t.cta // 2] += t.cta % 2
-    if odd:  # units without a tile are dealt too
+    if odd:  # units without a tile are scheduled too
         return
     both = [sum(pair) for pair in zip(*counts, strict=True)]
-    for name, dealt in (("gemm1", counts[GEMM1]), ("gemm2", counts[GEMM2]), ("both", both)):
-        assert max(dealt) - min(dealt) <= 1, f"{name} is dealt unevenly: {dealt}"
-    more = [[n > min(dealt) for n in dealt] for dealt in counts]
+    for name, scheduled in (("gemm1", counts[GEMM1]), ("gemm2", counts[GEMM2]), ("both", both)):
+        assert max(scheduled) - min(scheduled) <= 1, f"{name} is scheduled unevenly: {scheduled}"
+    more = [[n > min(scheduled) for n in scheduled] for scheduled in counts]
     if sum(map(sum, more)) <= pairs:  # else some pair must have both; the sum stays even
         assert not any(map(all, zip(*more, strict=True))), "a pair has the remainder of both stages"
 
@@ -204,7 +204,7 @@ def check_even(tiles: list[Tile], launch: Launch) -> None:
     load = [0] * pairs
     for t in tiles:
         load[t.cta // 2] += t.cta % 2 * (1 if t.stage == GEMM2 else launch.rounds)
-    assert max(load) - min(load) <= 1, f"dealt unevenly: {load}"
+    assert max(load) - min(load) <= 1, f"scheduled unevenly: {load}"
 
 
 def check_fixed_shares(tiles: list[Tile], launch: Launch) -> None:
@@ -348,8 +348,8 @@ def test_dealing_the_merged_order_is_seen(order):
     """What UnitStream replaced, on DSv3: 44 tiles a step tie 132 CTAs to one stage each."""
     launch = Launch([16] * 8, 16, 28, order.abi_max_run(), 132)
     merged = sorted((t for t in streams_of(order, launch) if t.cta % 2), key=lambda t: t.place)
-    with pytest.raises(AssertionError, match="dealt unevenly"):
-        check_deal([t._replace(cta=2 * (i % 66) + 1) for i, t in enumerate(merged)], launch)
+    with pytest.raises(AssertionError, match="scheduled unevenly"):
+        check_shares([t._replace(cta=2 * (i % 66) + 1) for i, t in enumerate(merged)], launch)
 
 
 def test_groups_partition_the_blocks(order):

@@ -18,7 +18,7 @@ COMPLETE = 0x5A
 class Saving(StagedBackend):
     """state: COMPLETE, then ids (int32) and weights (fp32) of max_tokens tokens."""
 
-    # of all instances: ("forward" | "train",) or ("backward", needs, weights, turned)
+    # of all instances: ("forward" | "train",) or ("backward", needs, weights, transposed)
     calls: ClassVar[list] = []
     recomputes = False
 
@@ -47,9 +47,9 @@ class Saving(StagedBackend):
 
     def backward(self, call, dy, state, wanted):
         needs, weights = wanted.needs, call.weights
-        self.calls.append(("backward", tuple(needs), weights, wanted.turned))
+        self.calls.append(("backward", tuple(needs), weights, wanted.transposed))
         assert not (wanted.only_weights and any(needs[:2]))
-        assert self.problem.formats.w.scaled == (wanted.turned is not None)
+        assert self.problem.formats.w.scaled == (wanted.transposed is not None)
         if weights.w13_scale is not None:
             weights = weights.dense(self.problem, torch.bfloat16)
         assert int(state[0]) == COMPLETE, "not the state of a forward pass"

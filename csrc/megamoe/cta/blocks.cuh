@@ -144,7 +144,7 @@ struct SortedBlocks : MapsOfTable {
 
 // Rows of pools that backward launches have kept, one for each of several passes; the table is
 // rows/kept.cuh's. Such a launch has no output with rows: of what SortedBlocks has for these, nothing runs.
-struct KeptBlocks : SortedBlocks {
+struct StashedBlocks : SortedBlocks {
     static constexpr bool by_plane = true, has_tails = false;
 
     // An expert's rows of all passes, as slots of 64 one after the other. Slots are asked for in order.
@@ -152,7 +152,7 @@ struct KeptBlocks : SortedBlocks {
       public:
         int pass;
         Rows() = default;
-        MEGAMOE_DEVICE Rows(const Context& ctx, const KeptWeights& kept, int expert)
+        MEGAMOE_DEVICE Rows(const Context& ctx, const StashedWeights& kept, int expert)
             : pass(0),
               entry_(ctx.smem.kept.entry + expert),
               stride_(ctx.args.num_local_experts + 1),
@@ -193,12 +193,12 @@ struct KeptBlocks : SortedBlocks {
 
     template <class T>
     static MEGAMOE_DEVICE const TensorMap* rows_map(const Args& args, GemmId id) {
-        const KeptPass& first = own<T>(args).passes[0];
+        const StashedPass& first = own<T>(args).passes[0];
         return id == GemmId::dw13 ? first.dgu : &first.dy;
     }
     template <class T>
     static MEGAMOE_DEVICE const TensorMap* weights_map(const Args& args, GemmId id) {
-        const KeptPass& first = own<T>(args).passes[0];
+        const StashedPass& first = own<T>(args).passes[0];
         return id == GemmId::dw13 ? &first.x : &first.hs;
     }
     struct RowsOfK {
@@ -207,10 +207,10 @@ struct KeptBlocks : SortedBlocks {
         MEGAMOE_DEVICE void at(int slot, int& k, const TensorMap*& map, const TensorMap*) {
             int row = rows.row_of(slot);
             k = row < 0 ? past : row;
-            map += rows.pass * static_cast<int>(sizeof(KeptPass) / sizeof(TensorMap));
+            map += rows.pass * static_cast<int>(sizeof(StashedPass) / sizeof(TensorMap));
         }
     };
-    static_assert(sizeof(KeptPass) % sizeof(TensorMap) == 0, "maps of a pass are a whole number further");
+    static_assert(sizeof(StashedPass) % sizeof(TensorMap) == 0, "maps of a pass are a whole number further");
     template <class T>
     static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
         return {Rows(ctx, own<T>(ctx.args), tile.expert()), ctx.args.pool_rows};
@@ -219,7 +219,7 @@ struct KeptBlocks : SortedBlocks {
     // Rows that are lost make every gradient NaN, those of biases by way of these.
     struct RowWeights {
         Rows rows;
-        const KeptPass* first;  // null: all weights are `all`
+        const StashedPass* first;  // null: all weights are `all`
         float all;
     };
     static MEGAMOE_DEVICE float weight(RowWeights& weights, int slot, int half) {

@@ -22,9 +22,9 @@ struct PassPlan {
     int num_rows;                // without padding
     int is_last;
     Phase phase;
-    int lot_rows;  // that a warp takes at a time, see rows/lots.cuh
-    Slices pulls;  // of a row in dispatch: rows_ready counts so many for each
-    int meets;     // do pairs meet in this pass?
+    int batch_rows;  // that a warp takes at a time, see rows/batches.cuh
+    Slices pulls;    // of a row in dispatch: rows_ready counts so many for each
+    int meets;       // do pairs meet in this pass?
 };
 
 // Reduce and combine are done by the transport warps, joined by math warps that have no tiles left: the
@@ -32,12 +32,12 @@ struct PassPlan {
 // flight take the registers. Each struct has an odd number of words, so that a warp's accesses meet no bank
 // conflicts. Those of math warps hold their tiles' column scales before (epilogue/column_scales.cuh).
 struct ReducerState {
-    int32_t row;       // the lot's first; no lot: negative
-    int32_t block;     // the last that has a row of the lot's closers
+    int32_t row;       // the batch's first; no batch: negative
+    int32_t block;     // the last that has a row of the batch's closers
     int32_t done;      // blocks before this one are done
-    uint32_t route;    // of this lane's row of the lot
-    uint16_t slice;    // of the lot: what is summed of its rows
-    uint16_t closers;  // lanes of the lot whose tokens are still to be summed
+    uint32_t route;    // of this lane's row of the batch
+    uint16_t slice;    // of the batch: what is summed of its rows
+    uint16_t closers;  // lanes of the batch whose tokens are still to be summed
 };
 struct CombinerState {  // of one (token, expert rank)
     int32_t token;      // or -1
@@ -104,9 +104,9 @@ struct GroupedSmem : ExpertTable {
 
 // Where the rows of experts stand that backward launches have kept: for each pass, of each expert and of one
 // behind the last, first block << 1 | whether its last block is not half full.
-struct KeptTable {
+struct StashedTable {
     int32_t lost;  // not 0: there are rows that were not kept, or never made
-    int32_t entry[max_kept_entries];
+    int32_t entry[max_stashed_entries];
 };
 
 // Where pairs meet before a tile, packed: a cell of args.meet.came << 8 | pairs; 0: nowhere.
@@ -119,37 +119,37 @@ struct PlacedMeeting {
 
 // Tiles that are looked up, on their way to the threads of a CTA that walk them. A slot is free when all have
 // read it; with three, one or two tiles are ahead of the loaders, as `store` is about one behind.
-constexpr int num_dealt = 3;
-constexpr int num_dealt_to = 3;  // threads of a CTA: load_a, load_b, store
-using DealRing = Ring<num_dealt>;
-struct DealSmem {
-    Tile tile[num_dealt];
+constexpr int num_scheduled = 3;
+constexpr int num_scheduled_to = 3;  // threads of a CTA: load_a, load_b, store
+using TileRing = Ring<num_scheduled>;
+struct SchedulerSmem {
+    Tile tile[num_scheduled];
     union {
-        Slots<num_dealt, uint64_t> own;                     // by a thread of this CTA
-        Slots<num_dealt, TakenBarrier, DealtBarrier> pair;  // by one of the pair's CTA 0, for both
+        Slots<num_scheduled, uint64_t> own;                         // by a thread of this CTA
+        Slots<num_scheduled, TakenBarrier, ScheduledBarrier> pair;  // by one of the pair's CTA 0, for both
     };
 };
 
-// What deal() needs where pairs may meet. It is here because deal() has no registers left.
+// What schedule() needs where pairs may meet. It is here because schedule() has no registers left.
 struct MeetSmem {
-    PlacedMeeting before[num_dealt];  // a tile that is dealt, of CTA 0's load_b
-    int32_t drafted;                  // before the next one, packed
-    int32_t rounds1;                  // of gemm1, before the pair's next unit of gemm2
-    int32_t tiles;                    // of a block in gemm1
-    int32_t patience;                 // of the pair in this pass, see protocol/edges.h
+    PlacedMeeting before[num_scheduled];  // a tile that is scheduled, of CTA 0's load_b
+    int32_t drafted;                      // before the next one, packed
+    int32_t rounds1;                      // of gemm1, before the pair's next unit of gemm2
+    int32_t tiles;                        // of a block in gemm1
+    int32_t patience;                     // of the pair in this pass, see protocol/edges.h
     UnitStream stream;
     Gemm2Shares shares;
 };
 
 struct Smem {
-    DealSmem deal;
+    SchedulerSmem scheduler;
     union {
         MoverSmem movers;
         GroupedSmem experts;
-        KeptTable kept;
+        StashedTable kept;
     };
-    int32_t row_lots_taken, token_lots_taken;  // by the movers of this CTA, in this pass
-    PassPlan draft;                            // this CTA's own; of a pair, CTA 0's is what both run
+    int32_t row_batches_taken, token_batches_taken;  // by the movers of this CTA, in this pass
+    PassPlan draft;                                  // this CTA's own; of a pair, CTA 0's is what both run
     PassPlan plan;
     int32_t tokens_of_rank[max_ranks];
     uint32_t epoch;         // of this launch; kept here, not in registers, like the counts below

@@ -13,7 +13,7 @@ struct Role {
 constexpr Role load_a_role = {"load_a", 0, 1};
 constexpr Role load_b_role = {"load_b", 1, 1};
 constexpr Role store_role = {"store", 2, 1};
-constexpr Role deal_role = {"deal", 3, 1};
+constexpr Role scheduler_role = {"scheduler", 3, 1};
 constexpr Role transport_role = {"transport", 4, 4};
 constexpr Role math_role = {"math", 8, 8};  // in groups of four warps
 

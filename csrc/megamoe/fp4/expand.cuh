@@ -1,5 +1,5 @@
 // Weights that transport warps expand in memory while they have nothing else to do, once for all tiles of an
-// expert that have the tall form. Patches of a panel are dealt out to the warps of all CTAs
+// expert that have the tall form. Patches of a panel are distributed to the warps of all CTAs
 // (fp4/panels.cuh): one a scheduler, as what stands between MMAs costs least when it is spread.
 //
 // Deadlock-free because panels are made in the order in which tiles need them, by warps that wait for nothing

@@ -14,7 +14,7 @@ using Forms = typename T::Tiling::Forms::template Of<T>;
 // Can pairs meet in a launch of this layer (schedule/order.h)? Packed weights are expanded for a few experts
 // at a time, in the order by steps; where pairs meet, the order is another.
 template <class T>
-constexpr bool can_meet = T::Deal::in_rounds && !Forms<T>::is_packed;
+constexpr bool can_meet = T::Scheduling::in_rounds && !Forms<T>::is_packed;
 
 // MMAs read weights as they arrive: one form, one step of K a slot.
 struct OneForm {

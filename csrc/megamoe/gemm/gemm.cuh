@@ -68,7 +68,8 @@ MEGAMOE_DEVICE int transposed_columns(const Args& args, GemmId id) {
 // rows multiplies zeros by.
 MEGAMOE_DEVICE int transposed_blocks(const Args& args) { return args.pool_rows / scale_group + 1; }
 
-// Facts about a layer's GEMMs, by GEMM: those of compile time, and the run-time sizes that follow from them.
+// RankConfig about a layer's GEMMs, by GEMM: those of compile time, and the run-time sizes that follow from
+// them.
 template <class T>
 struct Shape {
     static MEGAMOE_DEVICE int tiles(const Args& args, GemmId id) {  // of a block

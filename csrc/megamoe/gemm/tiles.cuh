@@ -1,4 +1,4 @@
-// What deal() looks up, and the stream of tiles that loaders and store thread walk.
+// What schedule() looks up, and the stream of tiles that loaders and store thread walk.
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/forms.cuh"
@@ -92,30 +92,31 @@ MEGAMOE_DEVICE bool meets(const Context& ctx) {
 
 // Where pairs meet before they begin a unit: in gemm1 alone.
 template <class T>
-MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit dealt) {
-    if (dealt.gemm() != GemmId::gemm1) return {0};
+MEGAMOE_DEVICE PlacedMeeting meeting_before(const Context& ctx, Unit scheduled) {
+    if (scheduled.gemm() != GemmId::gemm1) return {0};
     const volatile auto& known = ctx.smem.meet;
     int tiles = known.tiles, of_block = units_of(tiles);
-    Position p = {dealt.gemm(), dealt.number() / of_block, dealt.number() % of_block};
+    Position p = {scheduled.gemm(), scheduled.number() / of_block, scheduled.number() % of_block};
     Meeting m = meeting_of(T::Blocks::run(ctx, p.portion), p, tiles, ctx.args.meet.many,
-                           Round::of(dealt.number(), num_pairs(ctx)));
+                           Round::of(scheduled.number(), num_pairs(ctx)));
     return {m.pairs < 2 ? 0 : m.first << 8 | m.pairs};
 }
 
 // CTA `member`'s tile of a unit. False for a unit that holds no tile, of either CTA.
 template <class T>
-MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* out) {
+MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit scheduled, int member, Tile* out) {
     *out = Tile::none();
-    if (!dealt.valid()) return true;
-    bool done = dealt.gemm1_done();
+    if (!scheduled.valid()) return true;
+    bool done = scheduled.gemm1_done();
     if constexpr (T::WeightTiles::any) {
-        if (is_weight_gradient(dealt.gemm())) {
-            bool holds = weight_tile<T>(ctx, dealt.number(), member, adds_weight_gradients<T>(ctx), out);
+        if (is_weight_gradient(scheduled.gemm())) {
+            bool holds = weight_tile<T>(ctx, scheduled.number(), member, adds_weight_gradients<T>(ctx), out);
             out->gemm1_done = done;
             return holds;
         }
     }
-    Position p = dealt.position(units_of_block<T>(ctx, GemmId::gemm1), units_of_block<T>(ctx, GemmId::gemm2));
+    Position p =
+        scheduled.position(units_of_block<T>(ctx, GemmId::gemm1), units_of_block<T>(ctx, GemmId::gemm2));
     GemmId id = gemm_now<T>(ctx, p.gemm);
     int tiles = Shape<T>::tiles(ctx.args, id);
     UnitTile unit;
@@ -137,11 +138,11 @@ MEGAMOE_DEVICE bool tile_of(const Context& ctx, Unit dealt, int member, Tile* ou
 }
 
 template <class T>
-MEGAMOE_DEVICE auto& deal_slots(Smem& smem) {
-    if constexpr (T::Deal::for_pair) {
-        return smem.deal.pair;
+MEGAMOE_DEVICE auto& scheduled_slots(Smem& smem) {
+    if constexpr (T::Scheduling::for_pair) {
+        return smem.scheduler.pair;
     } else {
-        return smem.deal.own;
+        return smem.scheduler.own;
     }
 }
 
@@ -149,24 +150,24 @@ MEGAMOE_DEVICE auto& deal_slots(Smem& smem) {
 template <class T>
 class Tiles {
   public:
-    MEGAMOE_DEVICE Tiles(Context& ctx, DealRing& ring) : ctx_(ctx), ring_(ring) {}
+    MEGAMOE_DEVICE Tiles(Context& ctx, TileRing& ring) : ctx_(ctx), ring_(ring) {}
     MEGAMOE_DEVICE Tile next() {
         PlacedMeeting before;
         return next(before);
     }
     // `before`: where the pair meets others before it; CTA 0 does so for both.
     MEGAMOE_DEVICE Tile next(PlacedMeeting& before) {
-        ring_.await(ctx_.mem, deal_slots<T>(ctx_.smem));
-        Tile tile = ctx_.smem.deal.tile[ring_.slot()];
+        ring_.await(ctx_.mem, scheduled_slots<T>(ctx_.smem));
+        Tile tile = ctx_.smem.scheduler.tile[ring_.slot()];
         if constexpr (can_meet<T>) before = ctx_.smem.meet.before[ring_.slot()];
-        ring_.release(ctx_.mem, deal_slots<T>(ctx_.smem));
+        ring_.release(ctx_.mem, scheduled_slots<T>(ctx_.smem));
         ring_.advance();
         return tile;
     }
 
   private:
     Context& ctx_;
-    DealRing& ring_;
+    TileRing& ring_;
 };
 
 }  // namespace megamoe

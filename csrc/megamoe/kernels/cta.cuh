@@ -23,14 +23,14 @@ MEGAMOE_DEVICE void init_barriers() {
                 arch::mbar_init(&smem.outputs[g].empty[s], 1);   // the store thread
             }
         }
-        DealSmem& deal = cta_smem<T>().common.deal;
-        for (int s = 0; s < num_dealt; ++s) {
-            if constexpr (T::Deal::for_pair) {
-                arch::mbar_init(&deal.pair.full[s].bits, 1);
-                arch::mbar_init(&deal.pair.empty[s].bits, pair_ctas * num_dealt_to);
+        SchedulerSmem& scheduled = cta_smem<T>().common.scheduler;
+        for (int s = 0; s < num_scheduled; ++s) {
+            if constexpr (T::Scheduling::for_pair) {
+                arch::mbar_init(&scheduled.pair.full[s].bits, 1);
+                arch::mbar_init(&scheduled.pair.empty[s].bits, pair_ctas * num_scheduled_to);
             } else {
-                arch::mbar_init(&deal.own.full[s], 1);
-                arch::mbar_init(&deal.own.empty[s], num_dealt_to);
+                arch::mbar_init(&scheduled.own.full[s], 1);
+                arch::mbar_init(&scheduled.own.empty[s], num_scheduled_to);
             }
         }
         arch::mbar_fence_init();

@@ -50,7 +50,7 @@ struct GroupedWeightGradient : GroupedWeightsKind {
 
 // dw13 and dw2 over the rows that backward launches of several passes have kept.
 template <class S, int planes_>
-struct KeptWeightGradients : KeptWeightsKind {
+struct StashedWeightGradients : StashedWeightsKind {
     static constexpr bool profile = false;
     static constexpr int planes = planes_;
     using Tiling = S;
@@ -80,11 +80,11 @@ MEGAMOE_DEVICE void run_grouped_role(Context& ctx, int warp) {
     } else if (arch::lane_idx() == 0) {
         PipelineRing<T> ring;
         OutputRing<T> output;
-        DealRing dealt;
-        if (warp == load_a_role.first_warp) load_a<T>(ctx, ring, dealt);
-        if (warp == load_b_role.first_warp) load_b<T>(ctx, ring, dealt);
-        if (warp == store_role.first_warp) store<T>(ctx, output, dealt);
-        if (warp == deal_role.first_warp) deal<T>(ctx, dealt);
+        TileRing scheduled;
+        if (warp == load_a_role.first_warp) load_a<T>(ctx, ring, scheduled);
+        if (warp == load_b_role.first_warp) load_b<T>(ctx, ring, scheduled);
+        if (warp == store_role.first_warp) store<T>(ctx, output, scheduled);
+        if (warp == scheduler_role.first_warp) schedule<T>(ctx, scheduled);
     }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "megamoe/cta/blocks.cuh"
 #include "megamoe/gemm/gemm.cuh"
-#include "megamoe/roles/deal.cuh"
+#include "megamoe/roles/scheduler.cuh"
 #include "megamoe/rows/kept.cuh"
 #include "megamoe/rows/restore.cuh"
 #include "megamoe/rows/route.cuh"
@@ -15,7 +15,7 @@
 namespace megamoe {
 
 // row_gemms: how many GEMMs have rows for outputs.
-template <int row_gemms, class LaunchArgs_, class Blocks_, class Routes_, class Pool_, class Deal_,
+template <int row_gemms, class LaunchArgs_, class Blocks_, class Routes_, class Pool_, class Scheduling_,
           class Sums_, class State_, class WeightTiles_>
 struct Kind {
     static constexpr int num_row_gemms = row_gemms;
@@ -23,7 +23,7 @@ struct Kind {
     using Blocks = Blocks_;            // whose rows stand where
     using Routes = Routes_;            // where routes come from
     using Pool = Pool_;                // who fills it
-    using Deal = Deal_;                // how units come to pairs of CTAs
+    using Scheduling = Scheduling_;    // how units come to pairs of CTAs
     using Sums = Sums_;                // what reduce and combine make of rows
     using State = State_;              // what becomes of the call's state
     using WeightTiles = WeightTiles_;  // behind those of rows, alone, or none
@@ -35,14 +35,14 @@ struct NoPool {
 };
 
 // clang-format off: a table
-//                       GEMMs arguments           blocks        routes           pool          deal       sums          state       weight tiles
-using ForwardKind        = Kind<2, ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateKept,  NoWeightTiles>;
+//                       GEMMs arguments           blocks        routes           pool          scheduling sums          state       weight tiles
+using ForwardKind        = Kind<2, ForwardArgs,        PoolBlocks,   ExchangedRoutes, PulledRows,   Evenly,    WeightedSums, StateUnchanged,  NoWeightTiles>;
 using TrainKind          = Kind<2, TrainArgs,          PoolBlocks,   ExchangedRoutes, SavedRows,    Evenly,    WeightedSums, StateSaved, NoWeightTiles>;
-using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateKept,  WeightTilesBehindRows>;
-using TransposedKind     = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   TransposedRows, ByTickets, GradientSums, StateKept,  TransposedWeightTiles>;
-using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  NoWeightTiles>;
-using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
-using KeptWeightsKind    = Kind<0, KeptWeightsArgs,    KeptBlocks,   RoutesOfPasses,  NoPool,       InTurns,   NoSums,       StateKept,  WeightTilesAlone>;
+using BackwardKind       = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   RestoredRows, ByTickets, GradientSums, StateUnchanged,  WeightTilesBehindRows>;
+using TransposedKind     = Kind<2, BackwardArgs,       PoolBlocks,   RoutesOfState,   TransposedRows, ByTickets, GradientSums, StateUnchanged,  TransposedWeightTiles>;
+using GroupedKind        = Kind<1, GroupedArgs,        SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateUnchanged,  NoWeightTiles>;
+using GroupedWeightsKind = Kind<0, GroupedWeightsArgs, SortedBlocks, RoutesByExpert,  NoPool,       InTurns,   NoSums,       StateUnchanged,  WeightTilesAlone>;
+using StashedWeightsKind    = Kind<0, StashedWeightsArgs,    StashedBlocks,   RoutesOfPasses,  NoPool,       InTurns,   NoSums,       StateUnchanged,  WeightTilesAlone>;
 // clang-format on
 
 }  // namespace megamoe

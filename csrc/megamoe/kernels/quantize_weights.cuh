@@ -11,9 +11,9 @@ struct QuantizeWeightsArgs {
     const void* w;                                    // [L, P, I, H] bf16, strided
     void* q;                                          // [L, P * I, H] e4m3
     float* scale;                                     // [L, P * ceil(I/128), ceil(H/128)]
-    void* turned;                                     // [L, P, H, I] e4m3 or null
-    float* turned_scale;                              // [L, ceil(H/128), P * ceil(I/128)]
-    int planes, rows, columns;                        // P, I, H; multiples of 8, I of 16 with `turned`
+    void* transposed;                                 // [L, P, H, I] e4m3 or null
+    float* transposed_scale;                          // [L, ceil(H/128), P * ceil(I/128)]
+    int planes, rows, columns;                        // P, I, H; multiples of 8, I of 16 with `transposed`
     int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
 };
 
@@ -101,9 +101,9 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         int64_t at = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
         args.scale[at * gridDim.x + blockIdx.x] = group.scale();
         at = static_cast<int64_t>(blockIdx.z) * gridDim.x + blockIdx.x;
-        if (args.turned != nullptr) args.turned_scale[at * gridDim.y + blockIdx.y] = group.scale();
+        if (args.transposed != nullptr) args.transposed_scale[at * gridDim.y + blockIdx.y] = group.scale();
     }
-    if (args.turned == nullptr) return;
+    if (args.transposed == nullptr) return;
 
     MEGAMOE_UNROLL
     for (int quad = 0; quad < 2; ++quad) {
@@ -129,7 +129,7 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
         if (to >= args.columns || from >= args.rows) continue;
         E4m3x8 first = s_turned.at(of_block, piece), second = s_turned.at(of_block, piece + 1);
         int64_t at = (of_plane * args.columns + to) * args.rows + from;
-        *reinterpret_cast<Bf16x8*>(static_cast<uint8_t*>(args.turned) +
+        *reinterpret_cast<Bf16x8*>(static_cast<uint8_t*>(args.transposed) +
                                    at) = {{first.quads[0], first.quads[1], second.quads[0], second.quads[1]}};
     }
 }

@@ -1,4 +1,5 @@
-// What several hosts have made of each token -> y, in fp32 and in their order: megamoe/backends/hosts/backend.py.
+// What several hosts have made of each token -> y, in fp32 and in their order:
+// megamoe/backends/hosts/backend.py.
 #pragma once
 #include "megamoe/rows/vectors.cuh"
 

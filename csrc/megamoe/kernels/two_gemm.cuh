@@ -8,10 +8,10 @@
 #pragma once
 #include "megamoe/kernels/cta.cuh"
 #include "megamoe/kernels/kinds.cuh"
-#include "megamoe/roles/deal.cuh"
 #include "megamoe/roles/load.cuh"
 #include "megamoe/roles/math.cuh"
 #include "megamoe/roles/movers.cuh"
+#include "megamoe/roles/scheduler.cuh"
 #include "megamoe/roles/store.cuh"
 #include "megamoe/rows/plan.cuh"
 #include "megamoe/rows/route.cuh"
@@ -139,9 +139,9 @@ MEGAMOE_DEVICE void leave(Context& ctx) {
 template <class Ring, class Body>
 MEGAMOE_DEVICE void thread_passes(Context& ctx, Body body) {
     Ring ring;
-    DealRing dealt;
+    TileRing scheduled;
     each_pass(ctx, [&] {
-        if (arch::lane_idx() == 0) body(ring, dealt);
+        if (arch::lane_idx() == 0) body(ring, scheduled);
     });
 }
 
@@ -159,13 +159,16 @@ MEGAMOE_DEVICE void run_role(Context& ctx, int warp) {
     }
     arch::registers_shrink<load_registers<T>>();
     if (warp == load_a_role.first_warp) {
-        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_a<T>(ctx, ring, dealt); });
+        thread_passes<PipelineRing<T>>(ctx,
+                                       [&](auto& ring, auto& scheduled) { load_a<T>(ctx, ring, scheduled); });
     } else if (warp == load_b_role.first_warp) {
-        thread_passes<PipelineRing<T>>(ctx, [&](auto& ring, auto& dealt) { load_b<T>(ctx, ring, dealt); });
+        thread_passes<PipelineRing<T>>(ctx,
+                                       [&](auto& ring, auto& scheduled) { load_b<T>(ctx, ring, scheduled); });
     } else if (warp == store_role.first_warp) {
-        thread_passes<OutputRing<T>>(ctx, [&](auto& ring, auto& dealt) { store<T>(ctx, ring, dealt); });
+        thread_passes<OutputRing<T>>(ctx,
+                                     [&](auto& ring, auto& scheduled) { store<T>(ctx, ring, scheduled); });
     } else {
-        thread_passes<DealRing>(ctx, [&](auto& ring, auto&) { deal<T>(ctx, ring); });
+        thread_passes<TileRing>(ctx, [&](auto& ring, auto&) { schedule<T>(ctx, ring); });
     }
 }
 

@@ -11,8 +11,8 @@
 namespace megamoe {
 
 constexpr int max_ranks = 8;
-constexpr int max_kept_passes = 8;      // of a launch of KeptWeightsArgs, and
-constexpr int max_kept_entries = 3072;  // at most so many / (L + 1)
+constexpr int max_stashed_passes = 8;      // of a launch of StashedWeightsArgs, and
+constexpr int max_stashed_entries = 3072;  // at most so many / (L + 1)
 
 // 128 opaque bytes: a CUtensorMap on the GPU, the fibers' EmulatedTensorMap in emulation.
 struct alignas(64) TensorMap {
@@ -86,7 +86,7 @@ struct Gemm {
     float* out_scale;        // scaled out: [ceil(n/128), M]
     uint32_t* done;          // [M/128] finished tiles
     int32_t m;               // of a weight gradient: rows of a plane; 0: not requested
-    int32_t n;               // of a weight gradient, 0: stash its rows for a KeptWeightsArgs launch instead
+    int32_t n;               // of a weight gradient, 0: stash its rows for a StashedWeightsArgs launch instead
     int32_t k;               // of a plane
 };
 
@@ -106,7 +106,7 @@ struct Backward {
     float* d_s;              // [M, ceil(I/256) + 1] parts of the gradient of the routing weight; the last is b2's
     int32_t* expert_rows;    // [L, 2] first block and rows in this pass
     uint32_t* grads_ready;   // [1] arrivals: of each CTA the store warp and the four transport warps
-    uint32_t* dealt;         // [3] tickets taken in this pass: gemm1, gemm2, weight gradients; none where shares are fixed
+    uint32_t* scheduled;         // [3] tickets taken in this pass: gemm1, gemm2, weight gradients; none where shares are fixed
     // the call
     const void* x;           // [T, H] bf16 as forward had it
     float* d_topk_weights;   // [T, K]
@@ -143,7 +143,7 @@ struct GroupedWeights {
 };
 
 // What a backward launch has kept of its pass, in memory of its own, for weight gradients of several passes.
-struct alignas(128) KeptPass {
+struct alignas(128) StashedPass {
     TensorMap dgu[2];        // A of dw13, by plane: [M, I]
     TensorMap dy;            // A of dw2: [M, H]
     TensorMap x;             // B of dw13: [1, 1, M, H]
@@ -153,8 +153,8 @@ struct alignas(128) KeptPass {
     const int32_t* chunk_prefix;  // [L, C+1]
 };
 // The rows of an expert are those of all passes, one after the other. It has two GEMMs, dw13 and dw2.
-struct KeptWeights {
-    KeptPass passes[max_kept_passes];
+struct StashedWeights {
+    StashedPass passes[max_stashed_passes];
     int32_t num_passes;
     int32_t dw_bytes;        // as above
     int32_t accumulate;
@@ -289,10 +289,10 @@ struct GroupedWeightsArgs {
     Gemm<2> gemm[1];
     GroupedWeights own;
 };
-struct KeptWeightsArgs {
+struct StashedWeightsArgs {
     Args args;
     Gemm<2> gemm[2];
-    KeptWeights own;
+    StashedWeights own;
 };
 
 // clang-format on

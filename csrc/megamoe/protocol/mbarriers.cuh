@@ -19,13 +19,13 @@ struct Mbarriers {
         arch::mbar_arrive_at(&bar.bits, 0, warps);
         arch::mbar_arrive_at(&bar.bits, 1, warps);
     }
-    MEGAMOE_DEVICE void wait(DealtBarrier& bar, uint32_t parity) const {
+    MEGAMOE_DEVICE void wait(ScheduledBarrier& bar, uint32_t parity) const {
         arch::mbar_wait_cluster(&bar.bits, parity);
     }
     MEGAMOE_DEVICE void wait(TakenBarrier& bar, uint32_t parity) const {
         arch::mbar_wait_cluster(&bar.bits, parity);
     }
-    MEGAMOE_DEVICE void arrive(DealtBarrier& bar) const {
+    MEGAMOE_DEVICE void arrive(ScheduledBarrier& bar) const {
         arch::mbar_arrive_cluster(&bar.bits, 0);
         arch::mbar_arrive_cluster(&bar.bits, 1);
     }

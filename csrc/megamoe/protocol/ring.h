@@ -22,9 +22,10 @@ namespace megamoe {
 struct PairBarrier {
     uint64_t bits;
 };
-// From one thread of the pair's CTA 0 to threads of both CTAs. It arrives at the DealtBarriers of both, and
-// what it wrote in both CTAs before is visible behind a wait. They all arrive at the TakenBarrier of CTA 0.
-struct DealtBarrier {
+// From one thread of the pair's CTA 0 to threads of both CTAs. It arrives at the ScheduledBarrier of both,
+// and what it wrote in both CTAs before is visible behind a wait. They all arrive at the TakenBarrier of CTA
+// 0.
+struct ScheduledBarrier {
     uint64_t bits;
 };
 struct TakenBarrier {

@@ -41,11 +41,11 @@ class Gradients {
 };
 
 template <class T>
-MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
+MEGAMOE_DEVICE void load_a(Context& ctx, PipelineRing<T>& ring, TileRing& scheduled) {
     using A = RowsOperand<T>;
     const Args& args = ctx.args;
     auto& smem = tile_smem<T>();
-    Tiles<T> tiles(ctx, dealt);
+    Tiles<T> tiles(ctx, scheduled);
     Gradients<T> gradients;
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         Profile<T>::timed(
@@ -108,7 +108,7 @@ MEGAMOE_DEVICE void keep_in_step(Context& ctx, PlacedMeeting meeting, int slots)
 }
 
 template <class T>
-MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt) {
+MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, TileRing& scheduled) {
     using B = WeightsOperand<T>;
     using W = typename T::Gemm1::B;
     using Scales = typename W::Scales;
@@ -117,7 +117,7 @@ MEGAMOE_DEVICE void load_b(Context& ctx, PipelineRing<T>& ring, DealRing& dealt)
     // This comes after the plan's barriers, where other CTAs' TMA stores of pre-activations in the phase
     // before are complete.
     if constexpr (T::WeightTiles::beside_rows) ctx.mem.fence_proxy_async();
-    Tiles<T> tiles(ctx, dealt);
+    Tiles<T> tiles(ctx, scheduled);
     Gradients<T> gradients;
     // In this form ptxas sees that one thread's loop does not diverge, and has coordinates in uniform
     // registers.

@@ -47,7 +47,7 @@ MEGAMOE_DEVICE void reduce_and_combine(Context& ctx) {
         bool give_up = ctx.mem.aborted();
         if (now - idle_since > ctx.mem.coarse_timeout()) {  // no progress for the whole time-out
             give_up = true;
-            reduced = reducer.finished(ctx);  // since the look above the last lots may have been empty
+            reduced = reducer.finished(ctx);  // since the look above the last batches may have been empty
             if (!reduced && arch::lane_idx() == 0) {
                 ctx.mem.fault(reducer.waits_for(ctx), Shape<T>::tiles(ctx.args, reduced_gemm<T>(ctx.args)),
                               reducer.seen(ctx));

@@ -90,11 +90,11 @@ MEGAMOE_DEVICE void store_output(Context& ctx, const Tile& tile, int slot, const
 }
 
 template <class T>
-MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, DealRing& dealt) {
+MEGAMOE_DEVICE void store(Context& ctx, OutputRing<T>& output, TileRing& scheduled) {
     const Args& args = ctx.args;
     // This comes after the plan's barriers: other CTAs no longer read the last pass's h and y_rows.
     ctx.mem.fence_proxy_async();
-    Tiles<T> tiles(ctx, dealt);
+    Tiles<T> tiles(ctx, scheduled);
     Gemm1Stored<T> stored(ctx);
     for (Tile tile = tiles.next(); tile.valid(); tile = tiles.next()) {
         // This is said before this tile, because its loaders may wait for it, and also after units of gemm1

@@ -1,7 +1,7 @@
 // combine: movers sum the partials of each of this rank's own tokens, once those of all expert ranks are
 // there.
 #pragma once
-#include "megamoe/rows/lots.cuh"
+#include "megamoe/rows/batches.cuh"
 #include "megamoe/rows/routes.cuh"
 #include "megamoe/rows/sum.cuh"
 
@@ -103,26 +103,26 @@ class Combiner {
         return arch::ballot(mine(ctx).token >= 0) != 0;
     }
 
-    // Tokens of a lot, of which it has one slice: few enough that every mover has some.
-    static MEGAMOE_DEVICE int tokens_per_lot(const Context& ctx) {
+    // Tokens of a batch, of which it has one slice: few enough that every mover has some.
+    static MEGAMOE_DEVICE int tokens_per_batch(const Context& ctx) {
         int tokens = 32 / max_ranks;
         while (tokens > 1 && ctx.smem.own_tokens < tokens * num_movers * num_ctas(ctx)) tokens /= 2;
         return tokens;
     }
-    static MEGAMOE_DEVICE int first_token(const Context& ctx, int lot) {
-        return lot / ctx.smem.sum_slices.count * tokens_per_lot(ctx);
+    static MEGAMOE_DEVICE int first_token(const Context& ctx, int batch) {
+        return batch / ctx.smem.sum_slices.count * tokens_per_batch(ctx);
     }
-    // Looks at a count that others add to: an old value costs one empty lot.
+    // Looks at a count that others add to: an old value costs one empty batch.
     static MEGAMOE_DEVICE bool all_taken(const Context& ctx) {
-        int taken = arch::look_at_count(&ctx.smem.token_lots_taken);
+        int taken = arch::look_at_count(&ctx.smem.token_batches_taken);
         int next = arch::shfl(taken, 0) * num_ctas(ctx) + cta_idx(ctx);
         return first_token(ctx, next) >= ctx.smem.own_tokens;
     }
     static MEGAMOE_DEVICE void take(const Context& ctx) {
-        int lot = next_lot(ctx, &ctx.smem.token_lots_taken), i = arch::lane_idx() / max_ranks;
-        int token = first_token(ctx, lot) + i;
-        mine(ctx).token = i < tokens_per_lot(ctx) && token < ctx.smem.own_tokens ? token : -1;
-        mine(ctx).slice = lot % ctx.smem.sum_slices.count;
+        int batch = next_batch(ctx, &ctx.smem.token_batches_taken), i = arch::lane_idx() / max_ranks;
+        int token = first_token(ctx, batch) + i;
+        mine(ctx).token = i < tokens_per_batch(ctx) && token < ctx.smem.own_tokens ? token : -1;
+        mine(ctx).slice = batch % ctx.smem.sum_slices.count;
     }
 
     // Does this lane's expert rank owe the token a partial? A token's lanes look at its routes together.

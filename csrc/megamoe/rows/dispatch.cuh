@@ -5,7 +5,7 @@
 #include "megamoe/formats/format.h"
 #include "megamoe/gemm/operands.cuh"
 #include "megamoe/gemm/tiles.cuh"
-#include "megamoe/rows/lots.cuh"
+#include "megamoe/rows/batches.cuh"
 #include "megamoe/rows/routes.cuh"
 
 namespace megamoe {
@@ -13,11 +13,11 @@ namespace megamoe {
 // A transport warp's part of the rows that have to be zeros: zero(row) for each.
 template <class T, class Zero>
 MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
-    constexpr int rows = 4, lots = rows_at_a_time<T> / rows;  // of one block, at a time
+    constexpr int rows = 4, batches = rows_at_a_time<T> / rows;  // of one block, at a time
     int lane = arch::lane_idx();
-    for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * lots; i += num_transports(ctx)) {
-        int block = i / lots, used = T::Blocks::entry(ctx, block, T::Tiling::rows).rows();
-        int of_block = used + i % lots * rows + lane;
+    for (int i = transport_index(ctx); i < ctx.smem.plan.num_blocks * batches; i += num_transports(ctx)) {
+        int block = i / batches, used = T::Blocks::entry(ctx, block, T::Tiling::rows).rows();
+        int of_block = used + i % batches * rows + lane;
         for (uint32_t left = arch::ballot(lane < rows && of_block < rows_filled<T>(used)); left != 0;
              left &= left - 1)
             zero(block * T::Tiling::rows + arch::shfl(of_block, arch::ffs0(left)));
@@ -26,20 +26,21 @@ MEGAMOE_DEVICE void walk_zeros(const Context& ctx, Zero zero) {
 
 // A transport warp's part of the pool. First zero(row) is called for each row that has to be zeros, which
 // waits for nothing; then token(ordered, slice), for each slice at each leader, until it returns false.
-// Returns false if token() did. One look covers as many of the warp's lots as there are lanes for their rows.
+// Returns false if token() did. One look covers as many of the warp's batches as there are lanes for their
+// rows.
 template <class T, class Token, class Zero>
 MEGAMOE_DEVICE bool walk_pool(const Context& ctx, int slices, Token token, Zero zero) {
     if constexpr (T::Pool::padded) walk_zeros<T>(ctx, zero);
     const PassPlan& plan = ctx.smem.plan;
-    int rows = plan.lot_rows, num_rows = plan.num_rows, stride = num_transports(ctx);
-    int lots = ceil_div(num_rows, rows) * slices;
-    for (int first = transport_index(ctx); first < lots; first += stride * (32 / rows)) {
-        int lot = first + arch::lane_idx() / rows * stride;
-        int row = lot / slices * rows + arch::lane_idx() % rows;
-        uint32_t route = lot < lots && row < num_rows ? ctx.args.pool_routes[row] : 0;
+    int rows = plan.batch_rows, num_rows = plan.num_rows, stride = num_transports(ctx);
+    int batches = ceil_div(num_rows, rows) * slices;
+    for (int first = transport_index(ctx); first < batches; first += stride * (32 / rows)) {
+        int batch = first + arch::lane_idx() / rows * stride;
+        int row = batch / slices * rows + arch::lane_idx() % rows;
+        uint32_t route = batch < batches && row < num_rows ? ctx.args.pool_routes[row] : 0;
         for (uint32_t left = arch::ballot((route & route_leader) != 0); left != 0; left &= left - 1) {
             int from = arch::ffs0(left);
-            if (!token(route_token(arch::shfl(route, from)), arch::shfl(lot, from) % slices)) return false;
+            if (!token(route_token(arch::shfl(route, from)), arch::shfl(batch, from) % slices)) return false;
         }
     }
     return true;

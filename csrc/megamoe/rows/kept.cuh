@@ -12,7 +12,7 @@ struct RoutesOfPasses {
     static MEGAMOE_DEVICE void make_table(Context& ctx) {
         const Args& args = ctx.args;
         const auto& kept = own<T>(args);
-        KeptTable& table = ctx.smem.kept;
+        StashedTable& table = ctx.smem.kept;
         bool lost = arch::ballot(ctx.mem.aborted()) != 0;
         MEGAMOE_UNROLL_BY(1)
         for (int p = 0; p < kept.num_passes; ++p) {
@@ -33,7 +33,7 @@ struct RoutesOfPasses {
     template <class T>
     static MEGAMOE_DEVICE int place(Context& ctx, int pass) {
         const Args& args = ctx.args;
-        const KeptPass& kept = own<T>(args).passes[pass];
+        const StashedPass& kept = own<T>(args).passes[pass];
         int num = args.num_local_experts, lane = arch::lane_idx(), most = 0, blocks = 0;
         int32_t* entry = ctx.smem.kept.entry + pass * (num + 1);
         MEGAMOE_UNROLL_BY(1)

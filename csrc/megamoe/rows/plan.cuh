@@ -3,7 +3,7 @@
 // without talking.
 #pragma once
 #include "megamoe/gemm/forms.cuh"
-#include "megamoe/rows/lots.cuh"
+#include "megamoe/rows/batches.cuh"
 #include "megamoe/rows/routes.cuh"
 
 namespace megamoe {
@@ -219,12 +219,12 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
                     use.rows,
                     is_last ? 1 : 0,
                     phase,
-                    rows_per_lot(ctx, use.rows),
+                    rows_per_batch(ctx, use.rows),
                     pull_slices<T>(ctx, phase),
                     pairs_meet(ctx.args, use.rows) ? 1 : 0};
         }
     }
-    if (leads) ctx.smem.row_lots_taken = ctx.smem.token_lots_taken = 0;
+    if (leads) ctx.smem.row_batches_taken = ctx.smem.token_batches_taken = 0;
     transport_sync();
     if (plan.num_blocks != 0) {
         write_block_table<T>(ctx, begin, plan.chunk_end, can_meet<T> && plan.meets != 0);
@@ -234,7 +234,7 @@ MEGAMOE_DEVICE void plan_pass(Context& ctx, PassStart start) {
         if (leads && cta_idx(ctx) == 0) {
             *own<T>(ctx.args).grads_ready = 0;
             MEGAMOE_UNROLL
-            for (int i = 0; i < 3; ++i) own<T>(ctx.args).dealt[i] = 0;
+            for (int i = 0; i < 3; ++i) own<T>(ctx.args).scheduled[i] = 0;
         }
     }
     arch::fence_proxy_async_shared();

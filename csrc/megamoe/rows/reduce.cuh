@@ -1,13 +1,13 @@
 // reduce: movers walk the pool in row order; at a token's closer, once every block up to there is done, they
 // sum its rows, or a slice of each, into its home's window.
 #pragma once
-#include "megamoe/rows/lots.cuh"
+#include "megamoe/rows/batches.cuh"
 #include "megamoe/rows/routes.cuh"
 #include "megamoe/rows/sum.cuh"
 
 namespace megamoe {
 
-// Walks the pool in lots of rows behind gemm2; remembers up to where blocks are known to be done.
+// Walks the pool in batches of rows behind gemm2; remembers up to where blocks are known to be done.
 template <class T>
 class Reducer {
     static constexpr int block_rows = T::Tiling::rows;
@@ -28,14 +28,14 @@ class Reducer {
         return ctx.mem.load(tiles_done(ctx.args) + mine(ctx).done, Order::relaxed, Scope::gpu);
     }
 
-    // Begins the next token's sum, if the blocks of its lot, and all before them, are done. Must not be
+    // Begins the next token's sum, if the blocks of its batch, and all before them, are done. Must not be
     // called when finished.
     MEGAMOE_DEVICE bool next(Context& ctx, int num_tiles) {
         ReducerState& s = mine(ctx);
         while (s.closers == 0) {
             if (s.row < 0) take(ctx);
             if (finished(ctx)) return false;
-            load_lot(ctx);
+            load_batch(ctx);
             if (s.closers == 0) s.row = -1;
         }
         if (!blocks_done(ctx, num_tiles)) return false;
@@ -43,7 +43,8 @@ class Reducer {
         return true;
     }
 
-    // Called when the job of next() is done. After the last one of a lot, the lot's partials are published.
+    // Called when the job of next() is done. After the last one of a batch, the batch's partials are
+    // published.
     MEGAMOE_DEVICE void done(Context& ctx) {
         ReducerState& s = mine(ctx);
         uint32_t left = s.closers & (s.closers - 1u);
@@ -64,11 +65,11 @@ class Reducer {
     static MEGAMOE_DEVICE uint32_t* tiles_done(const Args& args) {
         return gemm_of<T>(args, reduced_gemm<T>(args)).done;
     }
-    // A lot: so many rows, and one slice of their partials.
+    // A batch: so many rows, and one slice of their partials.
     static MEGAMOE_DEVICE void take(const Context& ctx) {
-        int lot = next_lot(ctx, &ctx.smem.row_lots_taken), slices = ctx.smem.sum_slices.count;
-        mine(ctx).row = lot / slices * ctx.smem.plan.lot_rows;
-        mine(ctx).slice = static_cast<uint16_t>(lot % slices);
+        int batch = next_batch(ctx, &ctx.smem.row_batches_taken), slices = ctx.smem.sum_slices.count;
+        mine(ctx).row = batch / slices * ctx.smem.plan.batch_rows;
+        mine(ctx).slice = static_cast<uint16_t>(batch % slices);
     }
 
     MEGAMOE_DEVICE bool blocks_done(Context& ctx, int num_tiles) {
@@ -91,11 +92,11 @@ class Reducer {
         return true;
     }
 
-    MEGAMOE_DEVICE void load_lot(const Context& ctx) {
+    MEGAMOE_DEVICE void load_batch(const Context& ctx) {
         const Args& args = ctx.args;
         ReducerState& s = mine(ctx);
         int lane = arch::lane_idx(), row = s.row + lane;
-        bool mine = lane < ctx.smem.plan.lot_rows && row < ctx.smem.plan.num_rows;
+        bool mine = lane < ctx.smem.plan.batch_rows && row < ctx.smem.plan.num_rows;
         s.route = mine ? args.pool_routes[row] : 0;
         bool closes = (s.route & route_closer) != 0;
         uint32_t closers = arch::ballot(closes);
@@ -104,7 +105,7 @@ class Reducer {
         int64_t route = int64_t{route_token(s.route)} * args.top_k + s.route % max_top_k;  // its k
         int block = closes ? args.route_rows[route] / block_rows : 0;
         MEGAMOE_UNROLL
-        for (int mask = max_lot_rows / 2; mask > 0; mask /= 2)
+        for (int mask = max_batch_rows / 2; mask > 0; mask /= 2)
             block = max_of(block, arch::shfl_xor(block, mask));
         s.block = arch::shfl(block, 0);
     }

@@ -4,7 +4,7 @@
 
 namespace megamoe {
 
-struct StateKept {  // or there is none
+struct StateUnchanged {  // or there is none
     template <class T>
     static MEGAMOE_DEVICE void invalidate(const Args&) {}
     template <class T>

@@ -121,7 +121,7 @@ struct Round {
 // the CTAs that share a weight tile run it side by side and it is read from memory once: with steps of one
 // block, BF16 tiles waited for data a third of the time.
 //
-// The units of one pair, in the order above. Each GEMM is dealt out by itself, since dealing the merged
+// The units of one pair, in the order above. Each GEMM is distributed by itself, since scheduling the merged
 // order can tie a pair to one GEMM (measured on DSv3 with steps of one block: 44 tiles a step on 132 CTAs,
 // 11.8 ms instead of 7). A pair holds its next unit of either; the first ones are given, gemm2's from the
 // other end, so that no pair begins with both remainders, and `take` says what comes behind one: a ticket

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_kept
-from megamoe.backends.emulate.emulation import DEFAULT_CTAS, Emulation, kept_gradients
+from megamoe.backends.call import Call, Gradients, GradRequest, StashedRows, check_stash
+from megamoe.backends.emulate.emulation import DEFAULT_CTAS, Emulation, stashed_gradients
 from megamoe.backends.emulate.memory import aligned_zeros
 from megamoe.backends.gathered import Gathered
 from megamoe.backends.statistics import Statistics
@@ -89,7 +89,7 @@ class EmulateBackend(Gathered):
         y, state = y.to(device), None if state is None else state.to(device)
         return y if call.out is None else call.out.copy_(y), state
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients. Collective."""
         weights, device = call.weights, dy.device
         masters = weights.w13_scale is None
@@ -102,12 +102,12 @@ class EmulateBackend(Gathered):
             calls, dys, states, all_wanted = map(list, zip(*everyone, strict=True))
             for r, w in enumerate(all_wanted):
                 if w.kept is not None:  # as memory that was not zeroed
-                    memory = aligned_zeros(self.emulation.ranks[r].plan.kept_bytes).fill_(0xFF)
-                    all_wanted[r] = w._replace(kept=KeptRows(memory))
+                    memory = aligned_zeros(self.emulation.ranks[r].plan.stash_bytes).fill_(0xFF)
+                    all_wanted[r] = w._replace(kept=StashedRows(memory))
             found = self.emulation.backward_all(calls, dys, states, all_wanted)
             return [(made, w.into, w.kept) for made, w in zip(found, all_wanted, strict=True)]
 
-        sent = wanted if wanted.kept is None else wanted._replace(kept=KeptRows(dy[:0]))
+        sent = wanted if wanted.kept is None else wanted._replace(kept=StashedRows(dy[:0]))
         mine = call._replace(out=None, known=None, state=None), dy, state, sent
         found, sums, kept = self._run(run, BACKWARD, mine)
         if wanted.kept is not None:
@@ -121,37 +121,39 @@ class EmulateBackend(Gathered):
         return Plan(self.problem, rows, weight_gradients=self._options["weight_gradients"])
 
     @property
-    def max_kept(self) -> int:  # type: ignore[override]
+    def max_stashed(self) -> int:  # type: ignore[override]
         """How many kept passes a launch takes."""
-        return layout.max_kept_passes(self.problem)
+        return layout.max_stashed_passes(self.problem)
 
-    def new_kept(self) -> KeptRows:
+    def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps, on the CPU."""
-        return KeptRows(aligned_zeros(self._plan.kept_bytes), self._resets)
+        return StashedRows(aligned_zeros(self._plan.stash_bytes), self._resets)
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Emulate the launch of this rank, here: it meets no other one."""
-        check_kept(kept, self._resets)
+        check_stash(kept, self._resets)
         device, into = weights.w13.device, {n: t.cpu() for n, t in wanted.into.items()}
         here, num_ctas = wanted._replace(into=into), self._options["num_ctas"]
-        found = kept_gradients(self._plan, weights, kept, here, num_ctas=num_ctas)
+        found = stashed_gradients(self._plan, weights, kept, here, num_ctas=num_ctas)
         return _returned(found, into, wanted, vars(weights), device)
 
-    def _check(self, call: Call, state: Tensor, wanted: Wanted) -> None:
+    def _check(self, call: Call, state: Tensor, wanted: GradRequest) -> None:
         """Raise ArgumentError for what a backward launch cannot take."""
-        turned, device = wanted.turned, call.x.device
-        if self.problem.formats.w.scaled != (turned is not None):
-            value = None if turned is None else "given"
-            raise ArgumentError("turned", value, "TurnedWeights with precision 'fp8', else None")
+        transposed, device = wanted.transposed, call.x.device
+        if self.problem.formats.w.scaled != (transposed is not None):
+            value = None if transposed is None else "given"
+            raise ArgumentError(
+                "transposed", value, "TransposedWeights with precision 'fp8', else None"
+            )
         check_tensor("state", state, (self.state_bytes,), torch.uint8, device)
         for name in ("w13", "w2"):
             dtype = getattr(call.weights, name).dtype
             if getattr(wanted.needs, name) and dtype != torch.bfloat16:
                 raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
-        if turned is not None:
-            turned.validate(self.problem, device)
+        if transposed is not None:
+            transposed.validate(self.problem, device)
 
     def _run(self, run: Callable[[list[Any]], list[Any]], flags: int, mine: Any) -> Any:
         """Return this rank's part of what run() returns of what each rank brings."""
@@ -173,7 +175,7 @@ class EmulateBackend(Gathered):
 def _returned(
     found: Gradients,
     sums: Mapping[str, Tensor],
-    wanted: Wanted,
+    wanted: GradRequest,
     of: Mapping[str, Any],
     device: torch.device,
 ) -> Gradients:

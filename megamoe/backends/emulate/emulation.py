@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, KeptRows, Wanted
+from megamoe.backends.call import Call, Gradients, GradRequest, StashedRows
 from megamoe.backends.emulate.memory import Kept, Rank, aligned_zeros, encode_emulated, nan_like
 from megamoe.backends.mega.gradients import Targets
 from megamoe.backends.statistics import Statistics
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import AbiMismatch, ConfigError, MegaMoEError, WindowBroken, fault_to_error
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.jit import abi, host
 from megamoe.jit.grouped import GroupedVariant
 from megamoe.jit.source import Variant
@@ -156,19 +156,19 @@ class Emulation:
         calls: Sequence[Call],
         dys: Sequence[Tensor],
         states: Sequence[Tensor],
-        wanted: Sequence[Wanted] | None = None,
+        wanted: Sequence[GradRequest] | None = None,
         *,
         seed: int = 0,
         layer: int = 0,
     ) -> list[Gradients]:
         """Run one backward launch of all ranks. Return the gradients of each.
 
-        calls: with the bf16 masters as weights. states: train_all's. wanted: without `turned`, in FP8 that is made from
-        the masters; None: all gradients.
+        calls: with the bf16 masters as weights. states: train_all's. wanted: without `transposed`, in FP8 the
+        masters are quantized; None: all gradients.
         """
         kept = Kept()
         ranks = range(len(self.ranks))
-        asked = [Wanted()] * len(ranks) if wanted is None else wanted
+        asked = [GradRequest()] * len(ranks) if wanted is None else wanted
         masters = [kept.weights(call.weights) for call in calls]
         targets = [
             Targets.make(masters[r], w.needs.of_weights, w.into, nan_like)
@@ -184,12 +184,12 @@ class Emulation:
             rows = of_rank.kept
             where = rank.backward.data_ptr(), encode_emulated, rows.memory.data_ptr() if rows else 0
             training.fill_backward(args, rank.plan, *where)
-            given: ExpertWeights | TurnedWeights = masters[index].with_flat_bias()
+            given: ExpertWeights | TransposedWeights = masters[index].with_flat_bias()
             if self.problem.formats.w.scaled:
-                turned, problem = of_rank.turned, rank.plan.problem
-                if turned is None:
-                    turned = TurnedWeights.of(problem, call.weights.quantized(problem))
-                given = kept.turned(turned)
+                transposed, problem = of_rank.transposed, rank.plan.problem
+                if transposed is None:
+                    transposed = TransposedWeights.of(problem, call.weights.quantized(problem))
+                given = kept.transposed(transposed)
             training.fill_backward_weights(args, rank.plan, given, encode_emulated)
             state = kept.flat(states[index])
             training.fill_train_state(args, rank.plan, state.data_ptr(), encode_emulated)
@@ -296,24 +296,24 @@ class Emulation:
         return Statistics.of_tables(*tables, self.ranks[rank].plan.pool_rows, layout.BLOCK_ROWS)
 
 
-def kept_gradients(
+def stashed_gradients(
     plan: arguments.Plan,
     masters: ExpertWeights,
-    kept: Sequence[KeptRows],
-    wanted: Wanted,
+    kept: Sequence[StashedRows],
+    wanted: GradRequest,
     *,
     num_ctas: int = DEFAULT_CTAS,
     seed: int = 0,
 ) -> Gradients:
     """Run the launch of one rank that makes weights' gradients of passes that were kept. kept: aligned, on the CPU."""
     targets = Targets.make(Kept().weights(masters), wanted.needs.of_weights, wanted.into, nan_like)
-    variant = GroupedVariant.of_kept(plan.problem.activation.planes)
+    variant = GroupedVariant.of_stash(plan.problem.activation.planes)
     args, fault = abi.aligned(abi.LAUNCHES[variant.launch]), abi.FaultRecord()
     cells = torch.zeros(2, dtype=torch.int32, device="cpu")
     args.fault, args.fault_ticket = ctypes.addressof(fault), cells[0:].data_ptr()
     args.abort = cells[1:].data_ptr()
     passes = [rows.memory.data_ptr() for rows in kept]
-    training.fill_kept_weights(
+    training.fill_stashed_weights(
         *(args, plan, encode_emulated, passes, targets.tensors), accumulate=targets.accumulate
     )
     run_alone(variant, args, num_ctas, seed)

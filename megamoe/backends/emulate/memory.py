@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.core.config import Problem
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.jit import abi
 from megamoe.launch import layout
 from megamoe.launch.arguments import Plan
@@ -116,10 +116,10 @@ class Kept:
         }
         return ExpertWeights(**kept)
 
-    def turned(self, given: TurnedWeights) -> TurnedWeights:
+    def transposed(self, given: TransposedWeights) -> TransposedWeights:
         """Return the transposes in place, beside forward's weights as weights() has them."""
         kept = {n: self.in_place(t) for n, t in given.named().items()}
-        return TurnedWeights(self.weights(given.forward).with_flat_bias(), **kept)
+        return TransposedWeights(self.weights(given.forward).with_flat_bias(), **kept)
 
 
 def nan_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Backend, Call, Gradients, Wanted
+from megamoe.backends.call import Backend, Call, Gradients, GradRequest
 from megamoe.backends.gathered import Gathered
-from megamoe.backends.hosts.plan import EXCHANGES, Trip
+from megamoe.backends.hosts.plan import EXCHANGES, DispatchPlan
 from megamoe.backends.rail import Exchange, Waiter, all_to_all
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
@@ -111,15 +111,15 @@ class HostsBackend(Backend):
             _, self._groups = problem.formats.x.scale_shape(1, problem.hidden)
         self.mark = links.group.mark(problem)  # counted on all ranks, also where make() fails
         travel = self._groups, self.mark, engine or _along(links.rail)
-        self.trips = EXCHANGES[exchange](problem, links.rail, bounds, self.chunks, *travel)
-        self.num_hosts, self._first_expert = len(hosts.names), bounds[self.trips.host]
+        self.planner = EXCHANGES[exchange](problem, links.rail, bounds, self.chunks, *travel)
+        self.num_hosts, self._first_expert = len(hosts.names), bounds[self.planner.host]
         self.inner = make(self.inside)
         self.plan = getattr(self.inner, "plan", None)
         self._counts: list[Callable[[], Statistics]] = []  # of the chunks of a call
         self._at_rail = True  # not inside the inner backend
         self._prepared = False
         self._row_bytes = problem.hidden * (2 if self._codec is None else 1), 4 * self._groups
-        rows = self.num_hosts * self.trips.chunk
+        rows = self.num_hosts * self.planner.chunk
         self._sizes = [
             -(-n // ALIGNMENT) * ALIGNMENT
             for n in (rows * sum(self._row_bytes), rows * problem.top_k * 4, self.inner.state_bytes)
@@ -134,25 +134,25 @@ class HostsBackend(Backend):
 
     def prepare(self, weights: ExpertWeights) -> None:
         """As the inner backend; also connect the rail, which a graph cannot do. Collective at first, errors too."""
-        self.trips.device = device = weights.w13.device
+        self.planner.device = device = weights.w13.device
         if self._prepared:
             self.inner.prepare(weights)
             return
         group = self.links.group
         group.all_or_none("prepare the kernel", lambda: self.inner.prepare(weights))
         self.links.rail.barrier()
-        self.trips.reset()
-        _ = self.trips.numbers  # not in a graph, which cannot load a kernel either
+        self.planner.reset()
+        _ = self.planner.numbers  # not in a graph, which cannot load a kernel either
         row = torch.zeros(1, self.problem.hidden, dtype=torch.bfloat16, device=device)
         self._given(*self._stored(row))
         sum_rows(row, *torch.zeros(2, 1, dtype=torch.int64, device=device))
         ones = [1] * self.num_hosts
-        self.trips.engine(torch.zeros(self.num_hosts, 1, device=device), ones, ones)()
+        self.planner.engine(torch.zeros(self.num_hosts, 1, device=device), ones, ones)()
         self._prepared = True
 
     def forward(self, call: Call, keep: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return y [T, H] bf16 and the state. Collective."""
-        state, self.trips.device = None, call.x.device
+        state, self.planner.device = None, call.x.device
         with self._guarded():
             if keep:
                 device = call.x.device
@@ -160,7 +160,7 @@ class HostsBackend(Backend):
             y = self._forward(call, state)
         return y if call.out is None else call.out.copy_(y), state
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients: dy goes where x went, dx comes back where y came back. Collective."""
         with self._guarded():
             return self._backward(call, dy, state, wanted)
@@ -181,7 +181,7 @@ class HostsBackend(Backend):
         if self.links.broken is not None:
             return
         self.links.refuse(error)
-        for ends in (self.trips.abort, self.inner.abort):
+        for ends in (self.planner.abort, self.inner.abort):
             with suppress(MegaMoEError):
                 ends(error)
         self.links.end_incident(None if self._stops_clean else f"this rank raised {error}")
@@ -193,13 +193,13 @@ class HostsBackend(Backend):
         except MegaMoEError as error:
             self._at_rail = False
             raise self._of_the_job(error) from error
-        self.trips.check_all()
+        self.planner.check_all()
 
     def reset(self) -> None:
         """Make rail and host anew, and what the inner backend has. Collective over the whole group."""
         self.links.renew()
         self._prepared = False
-        self.trips.reset()
+        self.planner.reset()
         self.inner.reset()
 
     def close(self) -> None:
@@ -211,17 +211,17 @@ class HostsBackend(Backend):
     @property
     def _stops_clean(self) -> bool:
         """Whether a call that ranks refuse leaves nothing under way: all of them met before, or meet for chunk 0."""
-        return self.trips.waits and isinstance(self.inner, Gathered)
+        return self.planner.waits and isinstance(self.inner, Gathered)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Raise an error that names who broke the call, on all ranks, and remember what only reset() mends."""
         self.group.met = True  # errors are told here
         self.links.check()
-        self.trips.check_capture()
+        self.planner.check_capture()
         self._at_rail = True
         try:
-            self.trips.check()
+            self.planner.check()
             with torch.no_grad():
                 yield
         except Exception as caught:
@@ -261,17 +261,17 @@ class HostsBackend(Backend):
     def _forward(self, call: Call, state: Tensor | None) -> Tensor:
         flags = RECORDED * (state is not None)
         ids = self._valid(call.computed_ids())
-        trip = self.trips.begin(ids)
+        plan = self.planner.begin(ids)
         x, scale = self._stored(call.x)
         columns = [ids, call.topk_weights, *([] if scale is None else [scale])]
-        meta = self.trips.beside(columns, trip, flags)
-        first = self._first(x, trip)
-        trip = self.trips.met(trip, flags)
+        meta = self.planner.pack_metadata(columns, plan, flags)
+        first = self._first(x, plan)
+        plan = self.planner.confirm(plan, flags)
         if state is not None:
             self.links.num_recorded += 1
             _number(state).fill_(self.links.num_recorded)
-        met = self.trips.exchange(meta, trip, columns)
-        sizes = [sum(of) for of in trip.receive]
+        met = self.planner.exchange(meta, plan, columns)
+        sizes = [sum(of) for of in plan.receive]
         # ids as the inner backend counts experts; those of others lie outside of its own
         local = (met[0] - self._first_expert).split(sizes)
         floats = [t.contiguous().view(torch.float32).split(sizes) for t in met[1:]]
@@ -283,7 +283,7 @@ class HostsBackend(Backend):
             if state is not None:
                 *places, kept_ids, kept = self._views(state, i, len(rows))
                 kept_ids.copy_(local[i])
-                order = self.trips.order(local[i])
+                order = self.planner.order(local[i])
             if order is not None:
                 given = tuple(t[order] for t in given)
             rows, inner_ids, scores, *beside = given
@@ -299,33 +299,33 @@ class HostsBackend(Backend):
                 kept.copy_(made)
             return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
-        return self._summed(trip, self._pipelined(trip, x, first, compute))
+        return self._summed(plan, self._pipelined(plan, x, first, compute))
 
-    def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def _backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         needs, only_weights = wanted.needs, wanted.only_weights
         # Another rank may want what this one does not.
         there = needs._replace(x=not only_weights, topk_weights=not only_weights)
-        trip = self.trips.begin(self._valid(call.computed_ids()))
+        plan = self.planner.begin(self._valid(call.computed_ids()))
         rows, scale = self._stored(dy)
         columns, number = [] if scale is None else [scale], _number(state)
-        meta = self.trips.beside(columns, trip, BACKWARD, number)
-        first = self._first(rows, trip)
-        trip = self.trips.met(trip, BACKWARD, number)
-        met = self.trips.exchange(meta, trip, columns)
-        sizes = [sum(of) for of in trip.receive]
+        meta = self.planner.pack_metadata(columns, plan, BACKWARD, number)
+        first = self._first(rows, plan)
+        plan = self.planner.confirm(plan, BACKWARD, number)
+        met = self.planner.exchange(meta, plan, columns)
+        sizes = [sum(of) for of in plan.receive]
         floats = [t.contiguous().view(torch.float32).split(sizes) for t in met]
         sums, made, of_routes = dict(wanted.into), {}, []
 
         def compute(i: int, rows: Tensor) -> Tensor:
-            kept_rows, kept_scale, local, kept = self._views(state, i, len(rows))
+            stashed_rows, kept_scale, local, kept = self._views(state, i, len(rows))
             given: tuple[Tensor, ...] = (local, rows, *(of[i] for of in floats))
-            order = self.trips.order(local)
+            order = self.planner.order(local)
             if order is not None:
                 given = tuple(t[order] for t in given)
             local, *moved = given
             # The state has the weights that count.
             scores = torch.zeros(local.shape, dtype=torch.float32, device=dy.device)
-            inside = Call(self._given(kept_rows, kept_scale), local, scores, call.weights)
+            inside = Call(self._given(stashed_rows, kept_scale), local, scores, call.weights)
             of_chunk = wanted._replace(needs=there, into=sums)
             with self._inside():
                 found = self.inner.backward(inside, self._given(*moved), kept, of_chunk)
@@ -342,19 +342,19 @@ class HostsBackend(Backend):
             of_routes.append(both[1])
             return both[0]
 
-        back = self._pipelined(trip, rows, first, compute, returns=not only_weights)
+        back = self._pipelined(plan, rows, first, compute, returns=not only_weights)
         if not only_weights:
-            found = self.trips.once(torch.cat(of_routes), trip.receive, trip.send)
+            found = self.planner.once(torch.cat(of_routes), plan.receive, plan.send)
             if needs.x:
-                made["x"] = self._summed(trip, back)
+                made["x"] = self._summed(plan, back)
             if needs.topk_weights:  # of each route all hosts' but one are zero
                 padded = torch.nn.functional.pad(found, (0, 0, 1, 0))
-                made["topk_weights"] = self._summed(trip, padded)
+                made["topk_weights"] = self._summed(plan, padded)
         return Gradients(**made)
 
     def _pipelined(
         self,
-        trip: Trip,
+        plan: DispatchPlan,
         rows: Tensor,
         first: Tensor,
         compute: Callable[[int, Tensor], Tensor],
@@ -365,12 +365,12 @@ class HostsBackend(Backend):
         first: those of chunk 0. A collective waits for what its issuing stream holds: so chunk i + 1 goes out before
         chunk i is computed.
         """
-        sent = [sum(of) for of in trip.send]
-        tokens = trip.tokens.split(sent)
+        sent = [sum(of) for of in plan.send]
+        tokens = plan.tokens.split(sent)
 
         def start(i: int) -> Waiter:
             taken = self._taken(rows, tokens[i]) if i else first[: sent[0]]
-            return self.trips.engine(taken, trip.send[i], trip.receive[i])
+            return self.planner.engine(taken, plan.send[i], plan.receive[i])
 
         back = rows.new_empty(1 + sum(sent), self.problem.hidden, dtype=torch.bfloat16)
         pieces = back[1:].split(sent)
@@ -380,7 +380,7 @@ class HostsBackend(Backend):
             result = compute(i, coming())
             if returns:
                 under_way.append(
-                    self.trips.engine(result, trip.receive[i], trip.send[i], pieces[i])
+                    self.planner.engine(result, plan.receive[i], plan.send[i], pieces[i])
                 )
             coming = following
         for arrived in under_way:
@@ -393,9 +393,9 @@ class HostsBackend(Backend):
         """[T, K] of any integers -> int32: in 32 bits another number could be an expert's."""
         return ids if ids.dtype == torch.int32 else ids.clamp(-1, self.problem.num_experts).int()
 
-    def _first(self, rows: Tensor, trip: Trip) -> Tensor:
-        """Return the rows of chunk 0, and before Trips.met() others behind them."""
-        return self._taken(rows, trip.tokens[: sum(trip.send[0])])
+    def _first(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
+        """Return the rows of chunk 0, and before DispatchPlans.confirm() others behind them."""
+        return self._taken(rows, plan.tokens[: sum(plan.send[0])])
 
     def _taken(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows that travel. static: zeros, where there is no token at all."""
@@ -403,10 +403,10 @@ class HostsBackend(Backend):
             return rows.new_zeros(len(tokens), rows.shape[1])
         return rows[tokens]
 
-    def _summed(self, trip: Trip, rows: Tensor) -> Tensor:
+    def _summed(self, plan: DispatchPlan, rows: Tensor) -> Tensor:
         """Sum what came back of each token, in the order of hosts."""
-        bags = self.trips.numbers.bags[: len(trip.places) // self.num_hosts]
-        return sum_rows(rows, trip.places, bags)
+        bags = self.planner.numbers.bags[: len(plan.places) // self.num_hosts]
+        return sum_rows(rows, plan.places, bags)
 
     # --- rows as they travel ---
 

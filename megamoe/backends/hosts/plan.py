@@ -1,8 +1,8 @@
 """Plan which rows of a call travel to which host and back, and what the hosts exchange before.
 
-Exact: only the needed rows travel, by counts, for which the host waits once per pass. Static: every token travels to
-every host in a fixed number of slots; nothing waits, and a CUDA graph can capture it. Both compute the same rows, and
-in the same order if gradients are recorded.
+DynamicCounts: only the needed rows travel, by counts, for which the host waits once per pass. FixedCapacity: every
+token travels to every host in a fixed number of slots; nothing waits, and a CUDA graph can capture it. Both compute
+the same rows, and in the same order if gradients are recorded.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megamoe.group.order import (
 from megamoe.launch.launches import refuse_capture
 
 
-class Trip(NamedTuple):
+class DispatchPlan(NamedTuple):
     """Which rows of a call go where. They lie by chunk, and those of a chunk by host.
 
-    tokens: of each row that is sent; before Trips.met() behind them any. places: [T * N], which row of what comes back
+    tokens: of each row that is sent; before confirm() behind them any. places: [T * N], which row of what comes back
     each host has made of a token; 0: of no token. send, receive: how many rows to and from each host, by chunk; before
-    met() all that there could be. slots: Static: tokens, but T where there is none, which hold any row in `tokens`, and
-    T + 1 of marks, which are sent like another chunk. counts: Exact: `send`, [C, N].
+    confirm() all that there could be. slots: FixedCapacity: tokens, but T where there is none, which hold any row in
+    `tokens`, and T + 1 of marks, which are sent like another chunk. counts: DynamicCounts: `send`, [C, N].
     """
 
     tokens: Tensor
@@ -54,7 +54,7 @@ class Numbers(NamedTuple):
     counts: Tensor  # [C, N] in the host's memory
 
 
-class Trips:
+class DispatchPlans:
     """Those of one layer. What a call does with them, in this order: begin(), beside(), met(), exchange().
 
     problem: of all hosts. rail: the equal ranks of all hosts, of which this is number `host`. bounds: [N + 1], the
@@ -94,12 +94,16 @@ class Trips:
             torch.cuda.current_stream(device).synchronize()
         return made
 
-    def begin(self, ids: Tensor) -> Trip:
-        """Return the trip of a call. ids: [T, K] int32. No host waits: what follows is queued before met() does."""
+    def begin(self, ids: Tensor) -> DispatchPlan:
+        """Return the plan of a call. ids: [T, K] int32. No host waits: what follows is queued before met() does."""
         raise NotImplementedError
 
-    def beside(
-        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    def pack_metadata(
+        self,
+        columns: Sequence[Tensor],
+        plan: DispatchPlan,
+        flags: int,
+        number: Tensor | None = None,
     ) -> Tensor | None:
         """Return what goes beside the rows, [M, n] of 4 bytes, of all chunks; None: nothing.
 
@@ -108,19 +112,21 @@ class Trips:
         """
         raise NotImplementedError
 
-    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
-        """Return the trip as hosts agree on it. RankMismatch where they come for different calls."""
+    def confirm(self, plan: DispatchPlan, flags: int, number: Tensor | None = None) -> DispatchPlan:
+        """Return the plan as hosts agree on it. RankMismatch where they come for different calls."""
         raise NotImplementedError
 
-    def exchange(self, sent: Tensor | None, trip: Trip, columns: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(
+        self, sent: Tensor | None, plan: DispatchPlan, columns: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Exchange what beside() made of the columns. Return what comes of each, as views, by chunk."""
         if sent is None:
             return []
-        found, widths = self._exchanged(sent, trip), [t.shape[1] for t in columns]
+        found, widths = self._exchanged(sent, plan), [t.shape[1] for t in columns]
         _, *of_columns = found.split([found.shape[1] - sum(widths), *widths], 1)
         return of_columns
 
-    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
+    def _exchanged(self, sent: Tensor, plan: DispatchPlan) -> Tensor:
         raise NotImplementedError
 
     def once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
@@ -149,12 +155,12 @@ class Trips:
         """Forget how hosts differed, and make anew what graphs read."""
 
 
-class Exact(Trips):
+class DynamicCounts(DispatchPlans):
     """Rows as needed. Hosts meet along the rail for how many will come: there each tells what it comes for."""
 
     waits = True
 
-    def begin(self, ids: Tensor) -> Trip:
+    def begin(self, ids: Tensor) -> DispatchPlan:
         (tokens, top_k), chunks, num = ids.shape, self.chunks, self.num_hosts
         numbers, part = self.numbers, -(-tokens // chunks)
         owner = torch.bucketize(ids, numbers.begins, right=True, out_int32=True)
@@ -167,27 +173,31 @@ class Exact(Trips):
         taken[places] = numbers.slots[: part * chunks].view(chunks, 1, part)
         places = places.transpose(1, 2).reshape(-1)[: tokens * num]
         most = [[part] * num for _ in range(chunks)]
-        return Trip(taken[1:], places, most, most, counts=goes.sum(2))
+        return DispatchPlan(taken[1:], places, most, most, counts=goes.sum(2))
 
-    def beside(
-        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    def pack_metadata(
+        self,
+        columns: Sequence[Tensor],
+        plan: DispatchPlan,
+        flags: int,
+        number: Tensor | None = None,
     ) -> Tensor | None:
         if len(columns) > 1:
-            return torch.cat([t.view(torch.int32) for t in columns], 1)[trip.tokens]
-        return columns[0][trip.tokens] if columns else None
+            return torch.cat([t.view(torch.int32) for t in columns], 1)[plan.tokens]
+        return columns[0][plan.tokens] if columns else None
 
-    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
-        assert trip.counts is not None
+    def confirm(self, plan: DispatchPlan, flags: int, number: Tensor | None = None) -> DispatchPlan:
+        assert plan.counts is not None
         counts = self.numbers.counts
-        counts.copy_(trip.counts, non_blocking=True)  # there when the others' are
-        told = trip.counts.T
+        counts.copy_(plan.counts, non_blocking=True)  # there when the others' are
+        told = plan.counts.T
         _, found = exchange_counts(self.rail, self.mark.ints(flags), told, number)
         send, receive = counts.tolist(), found.T.tolist()
-        tokens = trip.tokens[: sum(map(sum, send))]
-        return trip._replace(tokens=tokens, send=send, receive=receive)
+        tokens = plan.tokens[: sum(map(sum, send))]
+        return plan._replace(tokens=tokens, send=send, receive=receive)
 
-    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
-        return self.once(sent[: len(trip.tokens)], trip.send, trip.receive)
+    def _exchanged(self, sent: Tensor, plan: DispatchPlan) -> Tensor:
+        return self.once(sent[: len(plan.tokens)], plan.send, plan.receive)
 
     def check_capture(self) -> None:
         if self.device.type == "cuda":  # before ranks meet: all capture
@@ -197,7 +207,7 @@ class Exact(Trips):
         self.rail.fail(self.mark.ints(), error, self.device)
 
 
-class Static(Trips):
+class FixedCapacity(DispatchPlans):
     """Send every token to every host. Each exchange carries its purpose, and the device records differences.
 
     Invariant: a rank in a forward pass and a rank in a backward pass exchange equally many bytes, until both have an
@@ -209,8 +219,8 @@ class Static(Trips):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         # Plans: of the last call, with its tokens and stream; and those that CUDA graphs read, which are never freed.
-        self._last: tuple[int, int, Trip] | None = None
-        self._captured: dict[int, Trip] = {}
+        self._last: tuple[int, int, DispatchPlan] | None = None
+        self._captured: dict[int, DispatchPlan] = {}
         self._marks: dict[int, Tensor] = {}  # by flags: an empty row with a mark and a number
         # Marks of the last call in which hosts differed: on the device, and in memory that the host reads.
         self._seen: tuple[Tensor, Tensor] | None = None
@@ -220,14 +230,14 @@ class Static(Trips):
         """Numbers beside a row, in forward ids, weights and scales; marks have a row, too."""
         return max(2 * self.problem.top_k + self.groups, MARK_INTS + 1)
 
-    def begin(self, ids: Tensor) -> Trip:
+    def begin(self, ids: Tensor) -> DispatchPlan:
         # Capture of a graph begins when all streams are done.
         tokens, on_gpu = ids.shape[0], self.device.type == "cuda"
         captures = on_gpu and torch.cuda.is_current_stream_capturing()
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        last, (size, of, trip) = self._captured.get(tokens), self._last or (-1, 0, None)
+        last, (size, of, plan) = self._captured.get(tokens), self._last or (-1, 0, None)
         if last is None and size == tokens and (captures or of == stream):
-            last = trip
+            last = plan
         made = last or self._made(tokens)
         if not captures:
             self._last = tokens, stream, made
@@ -235,7 +245,7 @@ class Static(Trips):
             self._captured[tokens] = last
         return made
 
-    def _made(self, tokens: int) -> Trip:
+    def _made(self, tokens: int) -> DispatchPlan:
         chunks, chunk, num = self.chunks, self.chunk, self.num_hosts
         slots, hosts = self.numbers.slots, self.numbers.hosts
         part = -(-tokens // chunks)
@@ -247,12 +257,18 @@ class Static(Trips):
         of, slot = slots[:tokens] // max(part, 1), slots[:tokens] % max(part, 1)
         places = (1 + of * num * chunk + slot)[:, None] + (hosts.view(-1) - 1) * chunk
         rows = [[chunk] * num for _ in range(chunks)]
-        return Trip(token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked)
+        return DispatchPlan(
+            token.clamp(max=max(tokens - 1, 0)), places.view(-1), rows, rows, marked
+        )
 
-    def beside(
-        self, columns: Sequence[Tensor], trip: Trip, flags: int, number: Tensor | None = None
+    def pack_metadata(
+        self,
+        columns: Sequence[Tensor],
+        plan: DispatchPlan,
+        flags: int,
+        number: Tensor | None = None,
     ) -> Tensor | None:
-        tokens, more = len(trip.places) // self.num_hosts, self._width
+        tokens, more = len(plan.places) // self.num_hosts, self._width
         more -= sum(t.shape[1] for t in columns)
         parts = [t.view(torch.int32) for t in columns]
         if more:  # before them, where forward has ids and weights
@@ -263,16 +279,16 @@ class Static(Trips):
         if number is not None:
             marks = marks.clone()
             marks[1, MARK_INTS : MARK_INTS + 1] = number
-        return torch.cat([torch.cat(parts, 1), marks])[trip.slots]
+        return torch.cat([torch.cat(parts, 1), marks])[plan.slots]
 
-    def met(self, trip: Trip, flags: int, number: Tensor | None = None) -> Trip:
+    def confirm(self, plan: DispatchPlan, flags: int, number: Tensor | None = None) -> DispatchPlan:
         # On a CPU hosts wait anyway, and gloo ends who is sent more than expected.
         if self.device.type == "cpu":
             self.rail.meet(self.mark.ints(flags))
-        return trip
+        return plan
 
-    def _exchanged(self, sent: Tensor, trip: Trip) -> Tensor:
-        more = [*trip.send, [1] * self.num_hosts]
+    def _exchanged(self, sent: Tensor, plan: DispatchPlan) -> Tensor:
+        more = [*plan.send, [1] * self.num_hosts]
         found, marks = self.once(sent, more, more).tensor_split([-self.num_hosts])
         self._look(marks[:, : MARK_INTS + 1])
         return found
@@ -303,7 +319,7 @@ class Static(Trips):
             self._check(seen)
 
     def order(self, local: Tensor) -> Tensor | None:
-        """What is for an expert of this host first: rows are computed in the order of Exact, with its bits."""
+        """What is for an expert of this host first: rows are computed in the order of DynamicCounts, with its bits."""
         held = self.bounds[self.host + 1] - self.bounds[self.host]
         here = ((local >= 0) & (local < held)).any(1)
         return torch.argsort((~here).to(torch.uint8), stable=True)
@@ -320,7 +336,7 @@ class Static(Trips):
 
 
 # By what a layer's `exchange` is.
-EXCHANGES = {"exact": Exact, "static": Static}
+EXCHANGES = {"exact": DynamicCounts, "static": FixedCapacity}
 
 
 def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Backend, Call, Gradients, KeptRows, Wanted
+from megamoe.backends.call import Backend, Call, Gradients, GradRequest, StashedRows
 from megamoe.backends.mega import launches as kinds
 from megamoe.backends.mega.launches import (
     MAX_RUN,
     PAIR_CTAS,
     Forward,
-    KeptWeights,
     LayerKernels,
+    StashedWeights,
     Training,
 )
 from megamoe.backends.mega.sm_share import Share, check_shares, share_of
@@ -26,7 +26,7 @@ from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, RankMismatch
 from megamoe.formats.weights import ExpertWeights
-from megamoe.group.group import Facts, Group
+from megamoe.group.group import Group, RankConfig
 from megamoe.jit import cache
 from megamoe.jit.source import Variant
 from megamoe.launch import layout
@@ -118,7 +118,7 @@ class MegaBackend(Backend):
                 self.window.agree(problem)
         if agreed is None:
             mine = partial(Stated.here, group, reserve_sms)
-            agreed = self.window.group.agree("make_backend()", lambda: Facts(mine()))
+            agreed = self.window.group.agree("make_backend()", lambda: RankConfig(mine()))
             check_stated(agreed)
         self._stated = agreed
         self.device = self.window.device
@@ -151,7 +151,7 @@ class MegaBackend(Backend):
         )
         self._forward: Forward | None = None
         self._training: Training | None = None
-        self._kept_weights: KeptWeights | None = None
+        self._stashed_weights: StashedWeights | None = None
 
     @property
     def needs_close(self) -> bool:  # type: ignore[override]
@@ -200,7 +200,7 @@ class MegaBackend(Backend):
             self._training = group.all_or_none("prepare the kernels of training", make)
         return self._training
 
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Launch the backward pass. Ranks may need different gradients: the launch is the same.
 
         In the same order of calls on all ranks; the host waits for nothing. `only_weights` is a fault by name unless it
@@ -216,31 +216,31 @@ class MegaBackend(Backend):
         return self._training.gradients(call, dy, state, wanted)
 
     @property
-    def max_kept(self) -> int:  # type: ignore[override]
+    def max_stashed(self) -> int:  # type: ignore[override]
         """How many kept passes a launch of weight_gradients() takes."""
-        return layout.max_kept_passes(self.problem)
+        return layout.max_stashed_passes(self.problem)
 
-    def prepare_kept(self) -> None:
+    def prepare_stash(self) -> None:
         """Compile or load the kernel of weight_gradients(). Collective."""
-        if self._kept_weights is None:
-            make = partial(KeptWeights, self._kernels)
+        if self._stashed_weights is None:
+            make = partial(StashedWeights, self._kernels)
             what = "prepare the kernels of training"
-            self._kept_weights = self.window.group.all_or_none(what, make)
+            self._stashed_weights = self.window.group.all_or_none(what, make)
 
-    def new_kept(self) -> KeptRows:
+    def new_stash(self) -> StashedRows:
         """Return memory for what a backward pass keeps."""
-        memory = torch.empty(self.plan.kept_bytes, dtype=torch.uint8, device=self.device)
-        return KeptRows(memory, self.window.resets)
+        memory = torch.empty(self.plan.stash_bytes, dtype=torch.uint8, device=self.device)
+        return StashedRows(memory, self.window.resets)
 
     def weight_gradients(
-        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Launch on the current stream, see Backend.weight_gradients. The host waits for nothing."""
         self.window.poll()
-        if self._kept_weights is None:
-            raise ArgumentError("weight_gradients()", "called first", "prepare_kept() before")
+        if self._stashed_weights is None:
+            raise ArgumentError("weight_gradients()", "called first", "prepare_stash() before")
         with on_device(self.device):
-            return self._kept_weights(weights, kept, wanted)
+            return self._stashed_weights(weights, kept, wanted)
 
     def abort(self, error: Exception) -> None:
         """End the launch of the other ranks, see Window.abort()."""
@@ -328,6 +328,6 @@ class MegaBackend(Backend):
         if self.closed:
             return
         self.closed = True
-        self._forward = self._training = self._kept_weights = None
+        self._forward = self._training = self._stashed_weights = None
         if self._owns_window:
             self.window.close()

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.backends.call import Call, Gradients, KeptRows, Wanted, check_call, check_kept
+from megamoe.backends.call import Call, Gradients, GradRequest, StashedRows, check_call, check_stash
 from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, TurnedWeights, check_tensor
+from megamoe.formats.weights import ExpertWeights, TransposedWeights, check_tensor
 from megamoe.group.group import Group
 from megamoe.jit import abi, compiler
 from megamoe.jit.grouped import GroupedVariant
@@ -42,7 +42,7 @@ from megamoe.launch.training import (
     fill_backward_call,
     fill_backward_weights,
     fill_gradients,
-    fill_kept_weights,
+    fill_stashed_weights,
     fill_train_state,
     move_gradients,
     operands_of_weights,
@@ -166,26 +166,26 @@ class Launch:
         self._known: Any = None  # what stands for the call that the argument block was filled for
         self._state = 0  # address of the state that it points to
         # Addresses and strides of the weights that maps were encoded for. Calls of other sizes, which are not known,
-        # may have the same weights, and no signature knows the turned copies of a backward pass.
+        # may have the same weights, and no signature knows the transposed copies of a backward pass.
         self._key: tuple[Any, ...] | None = None
         self._kept: tuple[Tensor | None, ...] = ()  # copies of biases must live as long
 
-    def point_at(self, weights: ExpertWeights, turned: TurnedWeights | None = None) -> None:
+    def point_at(self, weights: ExpertWeights, transposed: TransposedWeights | None = None) -> None:
         """Point the launch at these weights; a map is encoded once per address and strides."""
-        w = weights if turned is None else turned.forward
+        w = weights if transposed is None else transposed.forward
         w = w if w.b13 is None else w.with_flat_bias()
         key = weights_key(w)
-        if turned is not None:
-            key += weights_key(weights) + tuple(t.data_ptr() for t in turned.named().values())
+        if transposed is not None:
+            key += weights_key(weights) + tuple(t.data_ptr() for t in transposed.named().values())
         if key == self._key:
             return
         self._known = self._key = None  # until all is filled
         self._use_device()
-        self._fill_weights(weights, w, turned)
+        self._fill_weights(weights, w, transposed)
         self._key, self._kept = key, (w.b13, w.b2, w.w13_scale, w.w2_scale)
 
     def _fill_weights(
-        self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None
+        self, weights: ExpertWeights, w: ExpertWeights, transposed: TransposedWeights | None
     ) -> None:
         """w: what is multiplied, with flat biases."""
         w.validate(self.problem, self.device)
@@ -309,7 +309,7 @@ class Training:
             self._begin = int(state.storage_offset())
         return y, state
 
-    def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def gradients(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
         with launch_lock:
             self.backward.keep_in(self._plan, self.workspace, wanted.kept)
@@ -328,11 +328,11 @@ class Backward(Launch):
     """The gradients of a call that `train` made."""
 
     _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
-    _turned: TurnedWeights | None = None  # that the argument block points to, beside _known
+    _turned: TransposedWeights | None = None  # that the argument block points to, beside _known
     # If gradients went to new tensors: the call's Signature and needs, tensors like these, scratch, rows of the table.
     _fresh: tuple[Any, ...] | None = None
 
-    def keep_in(self, plan: Plan, workspace: Tensor, kept: KeptRows | None) -> None:
+    def keep_in(self, plan: Plan, workspace: Tensor, kept: StashedRows | None) -> None:
         """Say where rows for weight gradients go: to the workspace, or to what is kept."""
         base = 0 if kept is None else kept.memory.data_ptr()
         if base != self._rows_at:
@@ -341,7 +341,7 @@ class Backward(Launch):
             fill_backward(self.argument, plan, workspace.data_ptr(), self._encode, base)
             self._rows_at = base
 
-    def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def __call__(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients, see MegaBackend.backward."""
         known, (x, _) = call.known, call.rows
         if known is None:
@@ -352,12 +352,12 @@ class Backward(Launch):
         dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
         with launch_lock:
-            if known is None or known is not self._known or wanted.turned is not self._turned:
+            if known is None or known is not self._known or wanted.transposed is not self._turned:
                 self._known = None
-                self.point_at(call.weights, wanted.turned)
+                self.point_at(call.weights, wanted.transposed)
                 b13 = call.weights.b13  # a copy of which is made of its values
                 self._known = known if b13 is None or b13.is_contiguous() else None
-                self._turned = wanted.turned
+                self._turned = wanted.transposed
             self._keep_in(state)
             targets = self._fill_targets(call, wanted)
             fill_backward_call(
@@ -374,7 +374,7 @@ class Backward(Launch):
         of_rows = dx if needs.x else None, d_scores if needs.topk_weights else None
         return Gradients(*of_rows, *targets.results())
 
-    def _fill_targets(self, call: Call, wanted: Wanted) -> Targets:
+    def _fill_targets(self, call: Call, wanted: GradRequest) -> Targets:
         """Fill where gradients of weights go. A call like the last one has tensors like its."""
         fresh, of_call = self._fresh, (call.known, wanted.needs)
         plain = not (wanted.into or wanted.only_weights or wanted.kept is not None)
@@ -401,19 +401,19 @@ class Backward(Launch):
         return targets
 
     def _fill_weights(
-        self, weights: ExpertWeights, w: ExpertWeights, turned: TurnedWeights | None
+        self, weights: ExpertWeights, w: ExpertWeights, transposed: TransposedWeights | None
     ) -> None:
         """Point at the masters, or in FP8 at what stands in for them."""
         masters = weights.w13_scale is None
         of = replace(self.problem, precision="bf16") if masters else self.problem
         weights.validate(of, self.device)
-        if turned is not None:
-            turned = replace(turned, forward=w)
-            turned.validate(self.problem, self.device)
-        given = w if turned is None else turned
+        if transposed is not None:
+            transposed = replace(transposed, forward=w)
+            transposed.validate(self.problem, self.device)
+        given = w if transposed is None else transposed
         fill_backward_weights(self.argument, self._plan, given, self._encode)
 
-    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> None:
+    def _check(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> None:
         """Raise ArgumentError for what a backward launch cannot take."""
         check_call(self.problem, call, self.device)
         x, _ = call.rows
@@ -428,13 +428,13 @@ class Backward(Launch):
         if wanted.only_weights and (needs.x or needs.topk_weights):
             expected = "no dx and no d_topk_weights with only_weights"
             raise ArgumentError("needs", list(needs), expected)
-        if self.problem.formats.w.scaled != (wanted.turned is not None):
-            value = None if wanted.turned is None else "given"
-            expected = "TurnedWeights of these weights with precision 'fp8', else None"
-            raise ArgumentError("turned", value, expected)
+        if self.problem.formats.w.scaled != (wanted.transposed is not None):
+            value = None if wanted.transposed is None else "given"
+            expected = "TransposedWeights of these weights with precision 'fp8', else None"
+            raise ArgumentError("transposed", value, expected)
 
 
-class KeptWeights:
+class StashedWeights:
     """The weights' gradients of backward passes that were kept: a launch that meets no other rank."""
 
     def __init__(self, kernels: LayerKernels) -> None:
@@ -444,7 +444,10 @@ class KeptWeights:
 
         self._plan, self._window, self._encode = kernels.plan, kernels.window, encode
         device, plan = self._window.device, kernels.plan
-        ordinal, variant = device.index or 0, GroupedVariant.of_kept(plan.problem.activation.planes)
+        ordinal, variant = (
+            device.index or 0,
+            GroupedVariant.of_stash(plan.problem.activation.planes),
+        )
         self._use_device, self._order = partial(use_device, ordinal), launch_order(ordinal)
         with on_device(device):
             kernel = load_kernel(variant, ordinal)
@@ -456,16 +459,16 @@ class KeptWeights:
         args.abort = self._window.bases[plan.problem.rank] + abort.offset
 
     def __call__(
-        self, weights: ExpertWeights, kept: Sequence[KeptRows], wanted: Wanted
+        self, weights: ExpertWeights, kept: Sequence[StashedRows], wanted: GradRequest
     ) -> Gradients:
         """Return the gradients, see Backend.weight_gradients."""
-        check_kept(kept, self._window.resets)
+        check_stash(kept, self._window.resets)
         self._use_device()
         with launch_lock:
             targets = Targets.make(weights, wanted.needs.of_weights, wanted.into)
             memory = [one.memory for one in kept]
             passes = [rows.data_ptr() for rows in memory]
-            fill_kept_weights(
+            fill_stashed_weights(
                 *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),
                 accumulate=targets.accumulate,
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.backends.call import Call, Gradients, Wanted
+from megamoe.backends.call import Call, Gradients, GradRequest
 from megamoe.backends.gathered import Gathered
 from megamoe.backends.reference.backward import backward
 from megamoe.backends.reference.layer import forward
@@ -69,19 +69,19 @@ class ReferenceBackend(Gathered):
         return y if call.out is None else call.out.copy_(y), state
 
     @torch.no_grad()
-    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: Wanted) -> Gradients:
+    def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients; routes and the number of tokens are the state's own. Collective.
 
-        Without `turned`, in FP8, that is made from the masters. Raises ArgumentError for a state that is
+        Without `transposed`, in FP8, that is made from the masters. Raises ArgumentError for a state that is
         not of this layer and call; RankMismatch where ranks come with states of different calls.
         """
         *routes, number = State.unpack(self.problem, self.number, state, call.topk_ids)
-        (x, _), weights, turned = call.rows, call.weights, wanted.turned
-        given = weights if turned is None else turned.forward
+        (x, _), weights, transposed = call.rows, call.weights, wanted.transposed
+        given = weights if transposed is None else transposed.forward
         everyone = self._gather(BACKWARD, (number, dy, x, *routes, given), x.device)
         numbers, dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
         check_numbers(numbers, self.group.rank, self.group.label)
-        if self.problem.formats.w.scaled and turned is None:
+        if self.problem.formats.w.scaled and transposed is None:
             stored = [quantize_experts(self.problem, experts) for experts in stored]
         with torch.autocast(x.device.type, enabled=False):
             out = backward(

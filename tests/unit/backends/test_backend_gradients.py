@@ -9,7 +9,7 @@ from ambient import default_dtype
 from test_reference_backward import EDGES, NAMES, make_call
 
 from megamoe.backends import reference
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.emulate.emulation import Emulation
 from megamoe.backends.reference import ReferenceBackend
 from megamoe.backends.reference.quant import quantize_experts
@@ -73,7 +73,7 @@ def by_reference(call, rank, group, count):
     y, state = backend.forward(call_of_rank, keep=True)
     assert torch.equal(y, backend.forward(call_of_rank)[0])
     assert tuple(state.shape) == (backend.state_bytes,)
-    wanted = Wanted(Needs(b13=problem.bias, b2=problem.bias))
+    wanted = GradRequest(Needs(b13=problem.bias, b2=problem.bias))
     given = Call(call.x[rank], *routes, weights)
     return list(backend.backward(given, call.dy[rank], state, wanted))
 
@@ -248,13 +248,13 @@ def a_call(problem=PROBLEM, tokens=9):
 
 def test_gradients_are_added_where_asked_and_laid_out_as_the_masters():
     backend, call, state = a_call()
-    plain = backend.backward(*call, state, Wanted())
+    plain = backend.backward(*call, state, GradRequest())
     assert all(g.dtype == torch.bfloat16 for g in (plain[0], plain[2], plain[3]))
     needs = Needs(False, True, False, True, False, True)
-    some = backend.backward(*call, state, Wanted(needs))
+    some = backend.backward(*call, state, GradRequest(needs))
     assert [g is None for g in some] == [True, False] * 3
     main = {"w13": torch.ones(5, 64, 48), "b2": torch.ones(5, 48)}
-    added = backend.backward(*call, state, Wanted(into=main))
+    added = backend.backward(*call, state, GradRequest(into=main))
     assert added[2] is added[5] is None
     assert torch.equal(added[4], plain[4])
     torch.testing.assert_close(main["w13"].sub(1).bfloat16(), plain[2], rtol=1e-2, atol=1e-5)
@@ -267,7 +267,7 @@ def test_gradients_are_added_where_asked_and_laid_out_as_the_masters():
     mixed = torch.empty(5, 32, 2, 48, dtype=torch.bfloat16).transpose(1, 2)
     mixed.copy_(weights.w13.unflatten(1, (2, 32)))
     given = given._replace(weights=replace(weights, w13=mixed))
-    strided = backend.backward(given, dy, state, Wanted())
+    strided = backend.backward(given, dy, state, GradRequest())
     assert strided[2].stride() == mixed.stride()
     assert torch.equal(strided[2].flatten(1, 2), plain[2])
 
@@ -283,15 +283,15 @@ def test_a_foreign_state_is_named():
     }
     for message, given in wrong.items():
         with pytest.raises(ArgumentError, match=f"state is {message}"):
-            backend.backward(*call, given, Wanted())
+            backend.backward(*call, given, GradRequest())
     right, dy = call
     x, ids, scores, weights, *_ = right
     with pytest.raises(ArgumentError, match="state is that of other topk_ids"):
-        backend.backward(right._replace(topk_ids=ids.flip(0)), dy, state, Wanted())
+        backend.backward(right._replace(topk_ids=ids.flip(0)), dy, state, GradRequest())
     with pytest.raises(ArgumentError, match="state is that of 9 tokens, expected one of 8"):
-        backend.backward(Call(x[:8], ids[:8], scores[:8], weights), dy[:8], state, Wanted())
+        backend.backward(Call(x[:8], ids[:8], scores[:8], weights), dy[:8], state, GradRequest())
     moved = torch.cat([state.new_zeros(1), state])[1:]  # offloaded and back: anywhere
-    assert backend.backward(*call, moved, Wanted())[0].any()
+    assert backend.backward(*call, moved, GradRequest())[0].any()
 
 
 def refuse_on_rank_0(rank):
@@ -305,11 +305,11 @@ def refuse_on_rank_0(rank):
     of_rank = torch.zeros_like(state) if rank == 0 else state
     try:
         with backend.group.together("a first call", lambda: backend):
-            backend.backward(*arguments, of_rank, Wanted())
+            backend.backward(*arguments, of_rank, GradRequest())
         first = None
     except (ArgumentError, PeerFault) as error:
         first = f"{type(error).__name__}: {error}"
-    wanted = Wanted(Needs(b13=False, b2=False))
+    wanted = GradRequest(Needs(b13=False, b2=False))
     return first, backend.backward(*arguments, state, wanted)[0]
 
 
@@ -333,7 +333,7 @@ def test_quantization_of_the_oracle_has_the_bits_of_the_layers():
 def test_defaults_of_torch_are_not_followed():
     def gradients():
         backend, call, state = a_call(replace(PROBLEM, precision="fp8"))
-        return backend.backward(*call, state, Wanted())
+        return backend.backward(*call, state, GradRequest())
 
     expected = gradients()
     with default_dtype(torch.float64):
@@ -341,7 +341,7 @@ def test_defaults_of_torch_are_not_followed():
         with torch.device("meta"):
             backend, call, state = a_call()
     assert state.device == call[1].device
-    assert backend.backward(*call, state, Wanted())[2].any()
+    assert backend.backward(*call, state, GradRequest())[2].any()
     for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == wanted.dtype
         assert torch.equal(got, wanted)

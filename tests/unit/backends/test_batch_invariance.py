@@ -91,8 +91,8 @@ def test_what_the_bits_do_depend_on(precision):
     watched.topk_ids[:, 1] = watched.topk_ids[:, 0]  # a - a + b, and b - a + a
     watched.topk_weights[:] = torch.tensor([1e6, -1e6, 1.0])
     y = Kernel(problem).watched(next(crowds(problem, watched)))
-    turned = Inputs(watched.x, watched.topk_ids.flip(1), watched.topk_weights.flip(1))
-    assert not torch.equal(Kernel(problem).watched(next(crowds(problem, turned))), y)
+    transposed = Inputs(watched.x, watched.topk_ids.flip(1), watched.topk_weights.flip(1))
+    assert not torch.equal(Kernel(problem).watched(next(crowds(problem, transposed))), y)
     watched, alone = watched_of(problem), replace(problem, ep_size=1)
     y = Kernel(problem).watched(next(crowds(problem, watched)))
     assert not torch.equal(Kernel(alone).watched(next(crowds(alone, watched))), y)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.gathered import mapped, pack, unpack
 from megamoe.core.config import Problem
 from megamoe.formats.quantization import quantize_rows
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import TurnedWeights
+from megamoe.formats.weights import TransposedWeights
 from megamoe.testing import make_inputs, make_weights
 
 PROBLEM = Problem(144, 48, 3, 2, max_tokens=8, bias=True, precision="fp8")
@@ -103,15 +103,15 @@ def test_a_call_and_what_is_wanted_go_round(quantized):
     i, weights = make_inputs(PROBLEM, 5), make_weights(PROBLEM)
     x = QuantizedRows(*quantize_rows(i.x)) if quantized else i.x
     call = Call(x, i.topk_ids, i.topk_weights, weights, torch.tensor([3], dtype=torch.int32))
-    turned = TurnedWeights.of(PROBLEM, weights)
+    transposed = TransposedWeights.of(PROBLEM, weights)
     into = {"w13": torch.ones(3, 96, 144), "b2": torch.ones(3, 144).bfloat16()}
-    wanted = Wanted(Needs(x=False, b13=False), into, True, turned)
+    wanted = GradRequest(Needs(x=False, b13=False), into, True, transposed)
     given = call, i.x, torch.arange(64, dtype=torch.uint8), wanted
     found = through(given)
     assert_same(found, given)
-    assert found[0].weights.w13.dtype == found[3].turned.w13.dtype == E4M3
+    assert found[0].weights.w13.dtype == found[3].transposed.w13.dtype == E4M3
     plain = call._replace(num_tokens_device=None)
-    assert_same(through((plain, None, Wanted())), (plain, None, Wanted()))
+    assert_same(through((plain, None, GradRequest())), (plain, None, GradRequest()))
 
 
 def test_what_is_packed_is_a_copy():

@@ -59,7 +59,7 @@ class Rank:
         calls = [self.layer(t.clone().requires_grad_(), ids, weights) for t in (x, 2 * x)]
         calls[second].backward(dy)
 
-    def turned(self, back):
+    def transposed(self, back):
         """Make a call, and then its backward pass or another call."""
         x, ids, weights, dy = self.call
         y = self.layer(x.clone().requires_grad_(), ids, weights)
@@ -212,9 +212,9 @@ def lateness(rank):
     found["static passes"] = failed(lambda: other.passes(second=rank < 2))
     other.layer.reset()
     found["after passes"] = other.is_right()
-    found["static turned"] = failed(lambda: other.turned(back=rank < 2))
+    found["static transposed"] = failed(lambda: other.transposed(back=rank < 2))
     other.layer.reset()
-    found["after turned"] = other.is_right()
+    found["after transposed"] = other.is_right()
     wide = Rank(rank, replace(STATIC, layer={"top_k": 4}))
     order = [other, wide] if rank < 2 else [wide, other]
     found["static sizes"] = failed(lambda: [one.step() for one in order])
@@ -275,7 +275,7 @@ def test_a_refusal_is_named_where_nothing_is_met(late):
     ("what", "words"),
     [
         ("static order", ("forward of layer 3", "forward of layer 4")),
-        ("static turned", ("forward of layer 3", "backward of layer 3")),
+        ("static transposed", ("forward of layer 3", "backward of layer 3")),
         ("static sizes", ("forward of layer 3", "forward of layer 5")),
     ],
 )
@@ -295,22 +295,22 @@ def test_what_a_device_has_seen_stays_until_a_host_looks():
     backend = spin.over_hosts(problem, 2, "reference", torch.device("cpu"), engine, **options)
     given, weights = make_inputs(problem, 8), make_weights(problem)
     call = Call(given.x, given.topk_ids, given.topk_weights, weights)
-    backend.trips.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
+    backend.plans.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
     backend.forward(call)
-    marks = torch.tensor([[*backend.trips.mark.ints(), 0]] * 2, dtype=torch.int32)
-    backend.trips._seen = marks.clone(), marks.clone()
+    marks = torch.tensor([[*backend.plans.mark.ints(), 0]] * 2, dtype=torch.int32)
+    backend.plans._seen = marks.clone(), marks.clone()
     backend.forward(call)
     other = marks.clone()
     other[1, 0] += 1 << 8  # the mark of the next layer
-    backend.trips._look(other)
-    backend.trips._look(marks)
+    backend.plans._look(other)
+    backend.plans._look(marks)
     for late in (lambda: backend.forward(call), backend.check):
         with pytest.raises(RankMismatch, match=r"forward of layer 2 .*forward of layer 1"):
             late()
 
 
 RIGHT = ("after reset()", "new layer", "old layer", "after own", "after static", "after order")
-RIGHT += ("after passes", "after turned", "after sizes")
+RIGHT += ("after passes", "after transposed", "after sizes")
 
 
 @pytest.mark.parametrize("what", RIGHT)

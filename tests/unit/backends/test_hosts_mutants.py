@@ -15,10 +15,10 @@ from torch.multiprocessing.spawn import ProcessException
 from megamoe import ExpertWeights, Layer, Problem
 from megamoe.backends import select as functional
 from megamoe.backends.hosts import backend as hosts
-from megamoe.backends.hosts import plan as trips
+from megamoe.backends.hosts import plan as plans
 from megamoe.testing import launch
 
-SOURCES = {module: Path(module.__file__).read_text() for module in (trips, hosts)}
+SOURCES = {module: Path(module.__file__).read_text() for module in (plans, hosts)}
 CASES = {
     "exact": Case(routing="dropped", over={"chunks": 3}),
     "static": Case(routing="dropped", over={"chunks": 2, "exchange": "static"}),
@@ -33,8 +33,8 @@ MUTANTS = {
         "exact", "places.transpose(1, 2).reshape(-1)",
         "(places * torch.tensor([[1], [0]])).transpose(1, 2).reshape(-1)"),
     "a sum that takes the largest": (
-        "exact", "sum_rows(rows, trip.places, bags)",
-        "torch.embedding_bag(rows, trip.places, bags, False, 2, False, None, False, 0)[0]"),
+        "exact", "sum_rows(rows, plan.places, bags)",
+        "torch.embedding_bag(rows, plan.places, bags, False, 2, False, None, False, 0)[0]"),
     "chunk 0 is cut at the wrong end": ("exact", "first[: sent[0]]", "first[len(first) - sent[0] :]"),
     "a chunk's state is the next one's": (
         "exact", "local, kept = self._views(state, i, len(rows))",
@@ -44,8 +44,8 @@ MUTANTS = {
     "ids of chunks in another order": (
         "exact", "return _turned(found, [*zip(*receive, strict=True)])", "return found"),
     "d_topk_weights of one host only": (
-        "exact", "= self._summed(trip, padded)",
-        "= self._summed(trip, padded) * (self.trips.host == 0)"),
+        "exact", "= self._summed(plan, padded)",
+        "= self._summed(plan, padded) * (self.planner.host == 0)"),
     "a refusal is not reported": ("refusal", "        self.links.refuse(error)\n        for", "        for"),
     "hosts in reverse order": (
         "order", "places.transpose(1, 2).reshape(-1)", "places.flip(1).transpose(1, 2).reshape(-1)"),
@@ -69,7 +69,7 @@ def planted(old, new):
     for module, source in SOURCES.items():  # backend.py takes what plan.py has
         made[module] = types.ModuleType("planted")
         text = source.replace(old, new) if module is of else source
-        with mock.patch.dict(sys.modules, {trips.__name__: made.get(trips)}):
+        with mock.patch.dict(sys.modules, {plans.__name__: made.get(plans)}):
             sys.modules["planted"] = made[module]  # where dataclasses look
             exec(compile(text, "planted", "exec"), made[module].__dict__)
     return made[hosts].HostsBackend
@@ -115,8 +115,8 @@ def program(rank, expected, cases, mutants):
 
 SAME = ("MAX_CHUNKS = ", "MAX_CHUNKS = ")
 WRONG_SIZES = (
-    "self.trips.engine(result, trip.receive[i], trip.send[i], pieces[i])",
-    "self.trips.engine(result, trip.receive[i], trip.receive[i])",
+    "self.planner.engine(result, plan.receive[i], plan.send[i], pieces[i])",
+    "self.planner.engine(result, plan.receive[i], plan.receive[i])",
 )
 
 

@@ -5,11 +5,11 @@ import torch
 from driver_stub import PROBLEM, argument, config, forward, tensors, weights_of
 
 from megamoe import Layer
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.backends.mega.sm_share import JOIN_NS, PEERS_NS, Share, check_shares, share_of
 from megamoe.core.errors import RankMismatch
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.group.group import Group
 from megamoe.window.window import Window
 
@@ -70,7 +70,9 @@ def train(layer):
     _, state = layer.forward(Call(x, ids, scores, weights), keep=True)
     yield
     masters = ExpertWeights(weights.w13.bfloat16(), weights.w2.bfloat16())
-    wanted = Wanted(Needs(b13=False, b2=False), turned=TurnedWeights.of(PROBLEM, weights))
+    wanted = GradRequest(
+        Needs(b13=False, b2=False), transposed=TransposedWeights.of(PROBLEM, weights)
+    )
     layer.backward(Call(x, ids, scores, masters), x, state, wanted)
     yield
 

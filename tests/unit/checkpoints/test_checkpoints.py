@@ -538,8 +538,8 @@ def test_the_recipe_of_mxfp4(tmp_path, recipe, message):
 def test_rotated_rows_of_bf16(tmp_path):
     """Weights that no recipe quantizes may still be made for rows that it rotates."""
     checkpoint(tmp_path / "a", "hf-per-expert")
-    turned = {"config_groups": {"R4": {"type": "hadamard"}}}
-    config = {"quantization_config": FP8_DYNAMIC | {"transform_config": turned}}
+    transposed = {"config_groups": {"R4": {"type": "hadamard"}}}
+    config = {"quantization_config": FP8_DYNAMIC | {"transform_config": transposed}}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     refuse(tmp_path / "a", "hf-fused", "transform_config is .*hadamard.*, expected none", tmp_path)
 

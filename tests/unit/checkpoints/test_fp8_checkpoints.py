@@ -368,14 +368,14 @@ TOWERS = [  # where experts are, and whether that is in the vision tower, or may
 
 
 @pytest.mark.parametrize(("prefix", "vision"), TOWERS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_recipe_of_the_vision_tower_alone(tmp_path, prefix, vision, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_recipe_of_the_vision_tower_alone(tmp_path, prefix, vision, transposed):
     """It says nothing of the language model's experts; a part of any other name does, and the whole does."""
     tensors, _, config = published("Qwen3-VL")
     tensors = {name.replace(MOE, prefix): tensor for name, tensor in tensors.items()}
     other = compressed(OF_CHANNEL, None)
     key, message = "quantization_config", "quant_method is 'compressed-tensors', expected 'fp8'"
-    if turned:
+    if transposed:
         other["transform_config"] = {"config_groups": {"R4": {"type": "hadamard"}}}
         message = "transform_config is .*hadamard"
     said = {"vision_config": {key: other}}

@@ -130,11 +130,11 @@ def test_checkpoints_are_read_in_place() -> None:
     there = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (1 / powers, powers))
     back = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (powers, 1 / powers), inverse=True)
     assert all(torch.equal(t, back.named()[n]) for n, t in there.named().items())
-    turned = ExpertWeights.from_nvfp4(
+    transposed = ExpertWeights.from_nvfp4(
         w13, w2, (s13.view(torch.uint8), s2), (o13[:, None], o2), interleaved=True,
         biases=(torch.arange(192.0).expand(4, 192), torch.zeros(4, 160)),
     )  # fmt: skip
-    found = turned.dense(PROBLEM, torch.float32)
+    found = transposed.dense(PROBLEM, torch.float32)
     assert torch.equal(found.w13[:, :96], numbers[:, 0::2] * o13[:, None, None])
     assert found.b13[0, :3].tolist() == [0, 2, 4]
 
@@ -261,8 +261,8 @@ def test_checkpoints_go_round(tmp_path) -> None:
         y = first(*call)
         assert bool(y.isfinite().all())
         assert torch.equal(second(*call), y)
-        turned = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (2 * o13, o2), biases=biases)
-        second.w13_scale.copy_(turned.w13_scale)  # written in place: seen
+        transposed = ExpertWeights.from_nvfp4(w13, w2, (s13, s2), (2 * o13, o2), biases=biases)
+        second.w13_scale.copy_(transposed.w13_scale)  # written in place: seen
         assert not torch.equal(second(*call), y)
     mxfp4 = layer_of("bf16xmxfp4")
     with pytest.raises(ArgumentError, match="weights.w13_scale.shape"):

@@ -18,7 +18,7 @@ from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, map_strides, plane_strides
 from megamoe.formats.quantization import quantize_blockwise
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.launch.cache import QuantizedCache
 from megamoe.layer.inputs import Inputs
 from megamoe.testing import make_inputs, make_weights
@@ -57,9 +57,9 @@ def test_transposes_of_given_e4m3_are_those_of_contiguous_weights(layout: str) -
     problem = replace(PROBLEM, precision="fp8")
     weights = make_weights(problem)
     strided = LAYOUTS[layout](weights)
-    found = TurnedWeights.of(problem, strided)
+    found = TransposedWeights.of(problem, strided)
     found.validate(problem, strided.w13.device)
-    expected = TurnedWeights.of(problem, weights).named()
+    expected = TransposedWeights.of(problem, weights).named()
     for name, tensor in found.named().items():
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
 
@@ -268,7 +268,7 @@ def test_scales_of_one_column_may_have_any_stride() -> None:
     scale = weights.w2_scale
     assert scale is not None
     assert scale.shape[-1] == 1
-    turned = replace(weights, w2_scale=scale.as_strided(scale.shape, (*scale.stride()[:-1], 2)))
-    packed = pack(turned)
+    transposed = replace(weights, w2_scale=scale.as_strided(scale.shape, (*scale.stride()[:-1], 2)))
+    packed = pack(transposed)
     assert torch.equal(packed.w2_scale.numbers.view(torch.float32), scale.flatten())
     assert torch.equal(unpack(packed).w2_scale, scale)

@@ -112,7 +112,7 @@ def test_roles_are_the_warps_of_a_cta():
     assert warps == list(range(16))
     names = [abi.role_name(warp) for warp in (0, 1, 2, 3, 4, 7, 8, 11, 12, 15, 16)]
     assert names == [
-        *("load_a", "load_b", "store", "deal", "transport", "transport"),
+        *("load_a", "load_b", "store", "scheduler", "transport", "transport"),
         *("math 0", "math 0", "math 1", "math 1", "warp 16"),
     ]
 

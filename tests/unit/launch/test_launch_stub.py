@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe import Layer
 from megamoe.backends import select
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega import backend as mega
 from megamoe.core.config import Problem
 from megamoe.core.errors import (
@@ -477,7 +477,7 @@ def test_tensors_of_a_launch_are_kept_for_its_stream(monkeypatch, weights, strea
     y, state = trained.forward(given, keep=True)
     check(x, ids, scores, y, state, count)
     dy = torch.zeros_like(x)
-    dx, d_scores, *_ = trained.backward(given, dy, state, Wanted(Needs(b13=False, b2=False)))
+    dx, d_scores, *_ = trained.backward(given, dy, state, GradRequest(Needs(b13=False, b2=False)))
     check(dy, x, ids, state, dx, d_scores, count)
 
 

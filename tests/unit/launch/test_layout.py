@@ -12,7 +12,7 @@ import torch
 from megamoe.core import table
 from megamoe.core.config import ACTIVATIONS, MAX_GROUP_TOKENS, MAX_LOCAL_EXPERTS, MAX_TOP_K, Problem
 from megamoe.core.errors import ArgumentError, WorkspaceTooSmall
-from megamoe.formats.weights import ExpertWeights, TurnedWeights, expected_weights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights, expected_weights
 from megamoe.jit import abi, paths
 from megamoe.jit.source import TILE
 from megamoe.launch import arguments, layout, training
@@ -426,13 +426,13 @@ def test_a_shared_window_sets_the_strides():
             Recorder(),
         )
         train, backward, kept = (
-            abi.aligned(abi.LAUNCHES[n]) for n in ("train", "backward", "kept_weights")
+            abi.aligned(abi.LAUNCHES[n]) for n in ("train", "backward", "stashed_weights")
         )
         arguments.fill_static(train, each, place, recorder)
         arguments.fill_static(backward, each, place, recorder)
         training.fill_train_state(train, each, STATE, recorder)
         training.fill_backward(backward, each, BACKWARD, recorder)
-        training.fill_kept_weights(kept, each, recorder, [1 << 22], {}, accumulate=False)
+        training.fill_stashed_weights(kept, each, recorder, [1 << 22], {}, accumulate=False)
         assert (train.max_tokens, train.max_chunks, kept.max_chunks) == (100, 8, 8)
         train.config_hash = backward.config_hash = 0
         made.append([bytes(train), bytes(backward), bytes(kept), recorder.maps])
@@ -488,9 +488,9 @@ def filled_backward(problem, dtype=torch.bfloat16, accumulate=False, **targets):
     assert not recorder.maps  # the table is backward's own
     training.fill_backward(forward, plan, BACKWARD, recorder)
     if problem.formats.w.scaled:
-        turned = TurnedWeights.of(problem, weights.quantized(problem))
-        training.fill_backward_weights(forward, plan, turned, recorder)
-        given_back = weights, turned
+        transposed = TransposedWeights.of(problem, weights.quantized(problem))
+        training.fill_backward_weights(forward, plan, transposed, recorder)
+        given_back = weights, transposed
     else:
         training.fill_backward_weights(forward, plan, weights, recorder)
         given_back = weights, None
@@ -532,7 +532,7 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
     )
     db13 = torch.zeros(4, planes * 144)
     args, plan, maps, found = filled_backward(problem, dtype, accumulate=True, b13=db13)
-    weights, turned, given = found
+    weights, transposed, given = found
     workspace = {n: (1 << 40) + r.offset for n, r in plan.workspace.items()}
     own = {n: BACKWARD + r.offset for n, r in plan.backward.items()}
     m, box = plan.pool_rows, (64, 64)
@@ -558,9 +558,9 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
     dgu_rows = [plane(own["dgu_rows"], p, 1) for p in range(planes)] if fp8 else dgu
     if fp8:
         x_pool, x_of_forward = rows(pool, 272, size=1), rows(pool, 272, size=1)
-        w2 = matrix(turned.w2, 272, 144, 1, in_fp8, 1)
-        w13 = matrix(turned.w13, 144, 272, planes, in_fp8, 1)
-        again = matrix(turned.forward.w13, 272, 144, planes, in_fp8, 1)
+        w2 = matrix(transposed.w2, 272, 144, 1, in_fp8, 1)
+        w13 = matrix(transposed.w13, 144, 272, planes, in_fp8, 1)
+        again = matrix(transposed.forward.w13, 272, 144, planes, in_fp8, 1)
     else:
         x_pool, x_of_forward = rows(pool, 272), rows(own["x_rows"], 272)
         w2 = matrix(weights.w2, 144, 272, 1, as_they_lie, 2)
@@ -583,9 +583,9 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
     if fp8:
         at, turned_scale = (
             own["dgu_scale"],
-            [t.data_ptr() for t in (turned.w2_scale, turned.w13_scale)],
+            [t.data_ptr() for t in (transposed.w2_scale, transposed.w13_scale)],
         )
-        again = turned.forward.w13_scale.data_ptr()
+        again = transposed.forward.w13_scale.data_ptr()
         scales["gemm1"] = workspace["x_pool_scale"], turned_scale[0], at
         scales["gemm2"] = at, turned_scale[1], None
         scales["recompute"] = workspace["x_pool_scale"], again, None
@@ -606,7 +606,7 @@ def test_maps_of_a_backward_launch(precision, activation, planes, dtype, size):
     assert maps[bytes(args.hs)[0] - 1] == rows(hs, 144)
     assert args.x_pool == pool
     assert args.own.dy_rows == (dy_rows if fp8 else None)
-    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "dealt"):
+    for name in ("x_rows", "row_weight", "d_s", "expert_rows", "grads_ready", "scheduled"):
         assert getattr(args.own, name) == own[name]
     assert args.own.b2 == weights.b2.data_ptr()
     assert (args.own.dw_bytes, args.own.accumulate) == (size, 1)

@@ -19,10 +19,10 @@ from driver_stub import (
     tensors,
 )
 
-from megamoe.backends.call import Call, Needs, Wanted
+from megamoe.backends.call import Call, GradRequest, Needs
 from megamoe.backends.mega.backend import MegaBackend
 from megamoe.core.errors import ArgumentError, MegaMoEError, PeerFault, RankMismatch, WindowBroken
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.group.group import Group
 from megamoe.jit import abi, module
 from megamoe.launch import launches
@@ -45,9 +45,9 @@ class Trained:
         self.problem = replace(driver_stub.PROBLEM, precision=precision, bias=True)
         self.weights = driver_stub.weights_of(self.problem)
         self.master = driver_stub.weights_of(replace(self.problem, precision="bf16"))
-        self.turned = None
+        self.transposed = None
         if precision == "fp8":
-            self.turned = TurnedWeights.of(self.problem, self.weights)
+            self.transposed = TransposedWeights.of(self.problem, self.weights)
         made = kernel()
 
         def load(variant, device):
@@ -67,10 +67,10 @@ class Trained:
         self, layer, call, needs=(True,) * 6, dy=None, w=None, num_tokens_device=None, **options
     ):
         x, ids, scores, _, state = call
-        options = {"turned": self.turned, **options}
+        options = {"transposed": self.transposed, **options}
         given = Call(x, ids, scores, self.master if w is None else w, num_tokens_device)
         dy = torch.zeros_like(x) if dy is None else dy
-        return layer.backward(given, dy, state, Wanted(Needs(*needs), **options))
+        return layer.backward(given, dy, state, GradRequest(Needs(*needs), **options))
 
 
 @pytest.fixture
@@ -91,7 +91,10 @@ def map_of(tensor_map):
 
 
 def test_a_step_launches_both_kernels_with_their_arguments(trained):
-    layer, turned = trained.layer(reserve_sms=20, timeout_s=2), trained.turned or trained.master
+    layer, transposed = (
+        trained.layer(reserve_sms=20, timeout_s=2),
+        trained.transposed or trained.master,
+    )
     layer.prepare(trained.weights)
     assert trained.loaded == [f"{trained.precision}-swiglu"]
     count = torch.ones(1, dtype=torch.int32)
@@ -133,8 +136,11 @@ def test_a_step_launches_both_kernels_with_their_arguments(trained):
         t.d_topk_weights,
         two.num_tokens_device,
     ) == tuple(given.data_ptr() for given in (dy, x, dx, ids, d_scores, count))
-    assert [row.b.words[0] for row in two.gemm[:2]] == [turned.w2.data_ptr(), turned.w13.data_ptr()]
-    biased = trained.turned.forward if trained.turned else trained.master
+    assert [row.b.words[0] for row in two.gemm[:2]] == [
+        transposed.w2.data_ptr(),
+        transposed.w13.data_ptr(),
+    ]
+    biased = trained.transposed.forward if trained.transposed else trained.master
     assert (rows["recompute"].bias, t.b2) == (biased.b13.data_ptr(), biased.b2.data_ptr())
     assert (two.state.header, two.state.tokens) == (s, at("tokens", s, table))
     assert (two.gu[0].words[0], t.x_rows) == (gate, at("x_rows", work, plan.backward))
@@ -225,10 +231,10 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
     plan, window = layer.plan, layer.window
     state = plan.train_state["header"].view(call[-1]).fill_(5)
     prefix = plan.train_state["chunk_prefix"].view(call[-1]).fill_(6)
-    layer.prepare_kept()
+    layer.prepare_stash()
     assert trained.loaded.pop() == "grouped-kept-2"
     trained.loaded.clear()
-    passes = [layer.new_kept() for _ in range(3)]
+    passes = [layer.new_stash() for _ in range(3)]
     workspace = window.workspace(plan).data_ptr()
     for kept in [*passes, None]:
         gradients = trained.backward(layer, call, needs=[True] * 2 + [not kept] * 4, kept=kept)
@@ -258,10 +264,10 @@ def test_rows_that_are_kept_and_the_launch_of_several_passes(trained):
         for name, given in (("header", state), ("chunk_prefix", prefix)) if kept else ():
             assert torch.equal(plan.kept[name].view(kept.memory), given)
     into = {"w13": torch.zeros_like(master.w13, dtype=torch.float32)}
-    wanted = Wanted(Needs(False, False, True, False, True, True), into)
+    wanted = GradRequest(Needs(False, False, True, False, True, True), into)
     gradients = layer.weight_gradients(master, passes, wanted)
     assert [g is None for g in gradients] == [True] * 4 + [False] * 2
-    three = argument("kept_weights")
+    three = argument("stashed_weights")
     own, (dw13, dw2) = three.own, three.gemm
     assert trained.loaded == []
     assert (own.num_passes, own.dw_bytes, own.accumulate) == (3, 4, 1)
@@ -397,20 +403,20 @@ def test_bad_backward_calls_are_refused_by_name_before_the_launch(trained):
 
 
 def test_weights_refused_halfway_are_not_taken_for_those_before(trained):
-    layer, weights, turned = trained.layer(), trained.weights, trained.turned
+    layer, weights, transposed = trained.layer(), trained.weights, trained.transposed
     call = trained.forward(layer)
 
     def crooked(w):  # w2 where no tensor map can begin
         raw = torch.zeros(w.w2.numel() + 1, dtype=w.w2.dtype)
         shifted = raw[1:].view(w.w2.shape)
-        return replace(turned if w is turned else driver_stub.copies(w), w2=shifted)
+        return replace(transposed if w is transposed else driver_stub.copies(w), w2=shifted)
 
     for kind, good, first, launch in (
         ("forward", weights, 0, lambda w: forward(layer, *tensors(), w)),
         ("train", weights, 0, lambda w: layer.forward(Call(*tensors(), w), keep=True)),
         (
-            *("backward", turned or trained.master, 1),
-            lambda w: trained.backward(layer, call, **{"turned" if turned else "w": w}),
+            *("backward", transposed or trained.master, 1),
+            lambda w: trained.backward(layer, call, **{"transposed" if transposed else "w": w}),
         ),
     ):
         launch(good)

@@ -13,7 +13,7 @@ from trained import backward, gradients, leaves, made, of_ranks, same, train, wa
 
 import megamoe
 from megamoe.adapters.library_parameters import joined, tie
-from megamoe.backends.call import KeptRows
+from megamoe.backends.call import StashedRows
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError, WorkspaceTooSmall
 from megamoe.testing import launch
 
@@ -43,7 +43,7 @@ def test_sums_of_passes(precision):
         calls = [backward(layer, seed) for seed in range(passes)]
         waits_for_weights(layer, calls, expected)
         waiting = layer._layer._delayed._queue
-        assert [type(p.rows) for p in waiting] == [KeptRows] * passes
+        assert [type(p.rows) for p in waiting] == [StashedRows] * passes
         layer.backward_dw(passes)
         assert layer.num_delayed == 0
         assert_near(gradients(layer, calls[0]), expected[:passes], 2**-7)
@@ -75,7 +75,7 @@ def test_main_grad_and_hooks(dtype):
         p.main_grad, p.grad_added_to_main_grad = torch.ones(p.shape, dtype=dtype), False
         p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
     layer.prepare()
-    assert layer._layer._runtime.backend.max_kept == 8
+    assert layer._layer._runtime.backend.max_stashed == 8
     for i in range(10):
         backward(layer, i % 2)
     with pytest.raises(
@@ -235,8 +235,8 @@ def test_a_pass_that_filled_its_pool_twice():
     y.float().square().sum().backward()
     assert int(layer.statistics().passes) > 1
     (waiting,) = layer._layer._delayed._queue
-    assert waiting.rows.memory.numel() == report["kept_bytes"]
-    assert report["kept_bytes"] >= least * (4 * 48 + 2 * 3 * 32)
+    assert waiting.rows.memory.numel() == report["stash_bytes"]
+    assert report["stash_bytes"] >= least * (4 * 48 + 2 * 3 * 32)
     with pytest.raises(WorkspaceTooSmall, match=f"not all rows of pass 0 .*pool_rows={least}"):
         layer.backward_dw()
     assert inputs.x.grad.isfinite().all()

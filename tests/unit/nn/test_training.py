@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from trained import TOKENS, gradients, leaves, made, no_calls, same, train  # noqa: F401
 
-from megamoe.backends.call import Wanted
+from megamoe.backends.call import GradRequest
 from megamoe.core.errors import ArgumentError, MegaMoEError
 from megamoe.formats.weights import ExpertWeights
 from megamoe.layer import backward
@@ -263,7 +263,7 @@ def test_a_wrong_dy_is_refused_before_the_backend_runs(wrong):
     Saving.calls.clear()
 
     def gradients_of(dy, state=state):
-        return backward.gradients(runtime, inputs, dy, state, Wanted())
+        return backward.gradients(runtime, inputs, dy, state, GradRequest())
 
     with pytest.raises(ArgumentError, match=f"dy.{wrong}"):
         gradients_of(WRONG_DY[wrong](torch.ones_like(y)))

@@ -1,4 +1,4 @@
-"""FP8 layers: the backward pass multiplies the copies that forward made, turned around, whoever gave the weights."""
+"""FP8 layers: the backward pass multiplies the transposed copies that forward made, whoever gave the weights."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import megamoe
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats import weights as weights_module
 from megamoe.formats.quantization import E4M3
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.testing import make_weights
 
 
@@ -22,7 +22,7 @@ def fp8_layer():
 
 
 def same(got, expected):
-    """Whether two TurnedWeights have equal bits, forward's beside the transposes."""
+    """Whether two TransposedWeights have equal bits, forward's beside the transposes."""
     pairs = [(got.named()[n], t) for n, t in expected.named().items()]
     pairs += [
         (getattr(got.forward, n), getattr(expected.forward, n))
@@ -33,33 +33,33 @@ def same(got, expected):
 
 def turned_of(layer):
     given = layer.expert_weights()
-    return TurnedWeights.of(layer.problem, given.quantized(layer.problem))
+    return TransposedWeights.of(layer.problem, given.quantized(layer.problem))
 
 
 def test_the_backward_pass_gets_masters_and_what_forward_made_of_them():
     layer = made(precision="fp8")
     train(layer)
-    _, _, given, turned = Saving.calls[-1]
+    _, _, given, transposed = Saving.calls[-1]
     assert given.w13 is layer.w13
     assert given.w2 is layer.w2
     assert given.w13_scale is None
-    assert turned.forward.b13 is layer.b13
-    assert same(turned, turned_of(layer))
+    assert transposed.forward.b13 is layer.b13
+    assert same(transposed, turned_of(layer))
 
 
 def test_transposes_are_those_of_the_numbers():
     problem = made(precision="fp8").problem
     w = make_weights(problem, seed=5)
-    turned = TurnedWeights.of(problem, w)
+    transposed = TransposedWeights.of(problem, w)
     planes, i, h = problem.activation.planes, problem.intermediate, problem.hidden
     dense = w.dense(problem, torch.float32)
     back = ExpertWeights(
-        turned.w13.transpose(2, 3).reshape(-1, planes * i, h),
-        turned.w2[:, 0].transpose(1, 2),
+        transposed.w13.transpose(2, 3).reshape(-1, planes * i, h),
+        transposed.w2[:, 0].transpose(1, 2),
         None,
         None,
-        turned.w13_scale.transpose(1, 2).contiguous(),
-        turned.w2_scale.transpose(1, 2).contiguous(),
+        transposed.w13_scale.transpose(1, 2).contiguous(),
+        transposed.w2_scale.transpose(1, 2).contiguous(),
     ).dense(problem, torch.float32)
     assert torch.equal(back.w13, dense.w13)
     assert torch.equal(back.w2, dense.w2)
@@ -70,25 +70,25 @@ def test_e4m3_weights_are_turned_around_once_a_version():
     assert layer.w13.dtype == E4M3
     addresses = set()
 
-    def turned():
+    def transposed():
         train_inputs(layer)
         _, needs, given, found = Saving.calls[-1]
         assert needs == (True, True, False, False, True, True)
         assert given.b13 is layer.b13
         assert found.forward.w13 is layer.w13
-        expected = TurnedWeights.of(layer.problem, layer.expert_weights())
+        expected = TransposedWeights.of(layer.problem, layer.expert_weights())
         assert same(found, expected)
         addresses.add(found.w13.data_ptr())
         return found
 
     for _ in range(3):
-        turned()
+        transposed()
     with torch.no_grad():  # new contents, a new version, the same storage
         layer.w13.copy_(layer.w13.float().mul(-1).to(E4M3))
-    turned()
+    transposed()
     layer.w13_scale.data.mul_(2)  # not counted
     layer.invalidate()
-    turned()
+    transposed()
     assert len(addresses) == 1
 
 
@@ -138,12 +138,12 @@ def test_a_layer_has_transposes_once_it_trains_and_follows_with_both():
     with torch.no_grad():
         layer(*call)
     cache = layer._layer._runtime.cache
-    assert all(entry.turned is None for entry in cache._entries.values())
+    assert all(entry.transposed is None for entry in cache._entries.values())
     train(layer)
-    q = cache._entries["w13"].turned[0]
+    q = cache._entries["w13"].transposed[0]
     with torch.no_grad():
         layer.w13.mul_(-2)
         layer(*call)  # evaluation, after a step: the copy and its transpose
-    assert cache._entries["w13"].turned[0] is q
+    assert cache._entries["w13"].transposed[0] is q
     train(layer)
     assert same(Saving.calls[-1][3], turned_of(layer))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bench.gemms import Gemms
 from bench.sweep import entries
 from megamoe import Problem
-from megamoe.backends.call import Call, Wanted
+from megamoe.backends.call import Call, GradRequest
 from megamoe.formats.quantization import quantize_tokens
 from megamoe.group.group import Group
 from megamoe.testing import launch, make_inputs, make_weights
@@ -34,7 +34,7 @@ def test_products_are_those_of_the_routes():
     torch.testing.assert_close(
         y_rows, torch.cat(by_expert(drawn.topk_ids, lambda e, r: alone.h[r] @ w.w2[e].T)), **close
     )
-    found = alone.backward(call, drawn.x, state, Wanted())
+    found = alone.backward(call, drawn.x, state, GradRequest())
     expected = {
         "x": torch.cat(by_expert(drawn.topk_ids, lambda e, r: alone.dgu[r] @ w.w13[e])),
         "w13": torch.stack(by_expert(drawn.topk_ids, lambda e, r: alone.dgu[r].T @ alone.x[r])),

@@ -10,11 +10,11 @@ from programs import passes, run
 
 from bench.hosts import plan, spin
 from bench.hosts.model import Fabric, Given, interpolated, other_hosts, pipeline_us, predict
-from megamoe.backends.call import Backend, Call, Needs, Wanted
+from megamoe.backends.call import Backend, Call, GradRequest, Needs
 from megamoe.backends.hosts.backend import HostsBackend
 from megamoe.backends.select import make_backend
 from megamoe.core.config import Problem
-from megamoe.formats.weights import ExpertWeights, TurnedWeights
+from megamoe.formats.weights import ExpertWeights, TransposedWeights
 from megamoe.testing import assert_close, make_inputs, make_weights
 from megamoe.testing.shapes import SHAPES
 
@@ -118,13 +118,13 @@ class Sleeping(Backend):
         return SimpleNamespace(tokens_per_expert=torch.zeros(2), passes=torch.ones(1))
 
 
-def one_behind_the_other(self, trip, rows, _, compute, *more):
+def one_behind_the_other(self, plan, rows, _, compute, *more):
     """A flaw: nothing travels while a chunk is computed."""
-    tokens = trip.tokens.split([sum(of) for of in trip.send])
+    tokens = plan.tokens.split([sum(of) for of in plan.send])
     back = [torch.zeros(1, rows.shape[1]).bfloat16()]
     for i in range(self.chunks):
-        result = compute(i, self.trips.engine(rows[tokens[i]], trip.send[i], trip.receive[i])())
-        back.append(self.trips.engine(result, trip.receive[i], trip.send[i])())
+        result = compute(i, self.planner.engine(rows[tokens[i]], plan.send[i], plan.receive[i])())
+        back.append(self.planner.engine(result, plan.receive[i], plan.send[i])())
     return torch.cat(back)
 
 
@@ -195,7 +195,7 @@ def test_mirrored_hosts_compute_a_layer(name, precision):
     dy, needs = torch.randn_like(drawn.x), Needs(w13=in_bf16, w2=in_bf16, b13=False, b2=False)
 
     def wanted(p, w):
-        return Wanted(needs, turned=None if in_bf16 else TurnedWeights.of(p, w))
+        return GradRequest(needs, transposed=None if in_bf16 else TransposedWeights.of(p, w))
 
     found = {}
     for exchange in ("exact", "static"):

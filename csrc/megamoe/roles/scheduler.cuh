@@ -1,6 +1,6 @@
-// deal: one thread, ahead of the loaders and of the store thread, which looks up the tiles that they walk. To
-// look one up takes some 1500 clk by estimate (divisions, two loads from L2), in which a loader would refill
-// no slot.
+// scheduler: one thread, ahead of the loaders and of the store thread, which looks up the tiles that they
+// walk. To look one up takes some 1500 clk by estimate (divisions, two loads from L2), in which a loader
+// would refill no slot.
 //
 // In backward there is one for each pair, in CTA 0, for both CTAs. It takes units as the pair gets to them,
 // since a quarter of gemm1's may hold no tile and others are not equally long, so that shares made in advance
@@ -13,16 +13,16 @@
 
 namespace megamoe {
 
-// A gemm2 whose tiles have at least so many pipeline slots of K is dealt in fixed shares. The hypothesis is
-// that pairs that take units so long by ticket drift apart, and each reads a shared weight tile from memory
-// for itself. One H200, 2026-11-23, all of backward, tickets -> fixed shares: 448 slots 17344 -> 16538 us, 48
-// slots 7981 -> 8172, 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
+// A gemm2 whose tiles have at least so many pipeline slots of K is scheduled in fixed shares. The hypothesis
+// is that pairs that take units so long by ticket drift apart, and each reads a shared weight tile from
+// memory for itself. One H200, 2026-11-23, all of backward, tickets -> fixed shares: 448 slots 17344 -> 16538
+// us, 48 slots 7981 -> 8172, 24 slots 2300 -> 2380; nothing between 48 and 448 was measured.
 constexpr int long_tile_slots = 256;
 
-// How units are dealt. Next<T>(ctx, stream) says which unit the pair has behind one that it begins, and may
-// move where `stream` begins. for_pair: one thread of a pair deals for both CTAs; otherwise each CTA has its
-// own. in_rounds: each GEMM is dealt in rounds of all pairs, so it follows from a unit's number which pairs
-// begin theirs beside it, and they can meet.
+// How units are scheduled. Next<T>(ctx, stream) says which unit the pair has behind one that it begins, and
+// may move where `stream` begins. for_pair: one thread of a pair schedules for both CTAs; otherwise each CTA
+// has its own. in_rounds: each GEMM is scheduled in rounds of all pairs, so it follows from a unit's number
+// which pairs begin theirs beside it, and they can meet.
 struct ByTickets {
     static constexpr bool for_pair = true, in_rounds = false;
     template <class T>
@@ -32,8 +32,8 @@ struct ByTickets {
             : gemm2_is_long_(Shape<T>::k_slots(ctx.args, GemmId::gemm2) >= long_tile_slots) {}
         MEGAMOE_DEVICE int behind(Context& ctx, GemmId id, int unit) const {
             if (id == GemmId::gemm2 && gemm2_is_long_) return unit + num_pairs(ctx);
-            uint32_t* dealt = own<T>(ctx.args).dealt + static_cast<int>(id);
-            return num_pairs(ctx) + static_cast<int>(ctx.mem.fetch_add(dealt, 1));
+            uint32_t* scheduled = own<T>(ctx.args).scheduled + static_cast<int>(id);
+            return num_pairs(ctx) + static_cast<int>(ctx.mem.fetch_add(scheduled, 1));
         }
 
       private:
@@ -74,14 +74,14 @@ struct Evenly {
 };
 
 template <class T>
-MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
-    if (T::Deal::for_pair && pair_member() != 0) return;
-    auto& slots = deal_slots<T>(ctx.smem);
+MEGAMOE_DEVICE void schedule(Context& ctx, TileRing& ring) {
+    if (T::Scheduling::for_pair && pair_member() != 0) return;
+    auto& slots = scheduled_slots<T>(ctx.smem);
     volatile auto& known = ctx.smem.meet;
     UnitStream in_registers = unit_stream<T>(ctx);
     UnitStream& stream = can_meet<T> ? ctx.smem.meet.stream : in_registers;
     if constexpr (can_meet<T>) stream = in_registers;
-    typename T::Deal::template Next<T> next(ctx, stream);
+    typename T::Scheduling::template Next<T> next(ctx, stream);
     if constexpr (can_meet<T>) known.tiles = Shape<T>::tiles(ctx.args, GemmId::gemm1);
     auto gemm1_first = [&] {
         if constexpr (can_meet<T>) {
@@ -105,13 +105,13 @@ MEGAMOE_DEVICE void deal(Context& ctx, DealRing& ring) {
             known.drafted = comes ? meeting_before<T>(ctx, unit).packed : 0;
         }
         Tile tile;
-        if (!tile_of<T>(ctx, unit, T::Deal::for_pair ? 0 : pair_member(), &tile)) continue;
+        if (!tile_of<T>(ctx, unit, T::Scheduling::for_pair ? 0 : pair_member(), &tile)) continue;
         ring.acquire(ctx.mem, slots);
-        ctx.smem.deal.tile[ring.slot()] = tile;
+        ctx.smem.scheduler.tile[ring.slot()] = tile;
         if constexpr (can_meet<T>) ctx.smem.meet.before[ring.slot()].packed = known.drafted;
-        if constexpr (T::Deal::for_pair) {
+        if constexpr (T::Scheduling::for_pair) {
             tile_of<T>(ctx, unit, 1, &tile);
-            *arch::in_member(&ctx.smem.deal.tile[ring.slot()], 1) = tile;
+            *arch::in_member(&ctx.smem.scheduler.tile[ring.slot()], 1) = tile;
         }
         ring.commit(ctx.mem, slots);
         ring.advance();

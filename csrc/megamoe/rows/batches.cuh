@@ -6,9 +6,9 @@ namespace megamoe {
 
 // Rows that a warp takes at a time: few, so that the first blocks are complete first; fewer yet when there
 // are not many rows, so that every warp has some. Affects timing only.
-constexpr int max_lot_rows = 4;
-MEGAMOE_DEVICE int rows_per_lot(const Context& ctx, int num_rows) {
-    int rows = max_lot_rows;
+constexpr int max_batch_rows = 4;
+MEGAMOE_DEVICE int rows_per_batch(const Context& ctx, int num_rows) {
+    int rows = max_batch_rows;
     while (rows > 1 && num_rows < rows * num_transports(ctx)) rows /= 2;
     return rows;
 }
@@ -39,9 +39,9 @@ MEGAMOE_DEVICE uint32_t* ready_cell(const Context& ctx, int home, int rank, int 
            token * ctx.smem.sum_slices.count + slice;
 }
 
-// Work of reduce and combine is dealt out to CTAs in lots, round robin; a CTA's movers take its lots as
-// they come. Which warp does a sum changes no bit of it.
-MEGAMOE_DEVICE int next_lot(const Context& ctx, int32_t* taken) {
+// Work of reduce and combine is distributed to CTAs in batches, round robin; a CTA's movers take its batches
+// as they come. Which warp does a sum changes no bit of it.
+MEGAMOE_DEVICE int next_batch(const Context& ctx, int32_t* taken) {
     int n = arch::lane_idx() == 0 ? arch::take_ticket(taken) : 0;
     return arch::shfl(n, 0) * num_ctas(ctx) + cta_idx(ctx);
 }
