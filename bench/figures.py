@@ -25,7 +25,7 @@ EP4, FEW = "2026-11-26-938254c-ep4.csv", "2026-11-26-6b15deb-ep4.csv"
 PEER, HF = "2026-11-26-938254c-deepgemm.csv", "2026-11-26-0198aff-hf.csv"
 H100, H200 = "2026-11-25-565007b-h100.csv", "2026-11-26-31d8be9-h200.csv"
 SPUN, PRINTED = "2026-11-26-31d8be9-hosts-spin.csv", "printed.csv"
-LOOP = "2026-11-27-43b46f1-loop.csv"
+LOOP, E4M3 = "2026-11-27-43b46f1-loop.csv", "2026-11-27-716cce0-e4m3.csv"
 FP4, OPS = "2026-11-24-9f14869-fp4.csv", "2026-11-24-9f14869-ops.csv"
 FORWARD, BACKWARD = "2026-11-23-8d5c926-shapes.csv", "2026-11-23-e841b3a-backward-shapes.csv"
 
@@ -298,6 +298,28 @@ def dram() -> str:
     return table(origin(H100), ["model, tokens", "model GB", "ncu GB"], rows)
 
 
+def e4m3_weights() -> str:
+    """Return speeds with weight gradients in e4m3: of backward, and of a step, a forward that saves and backward."""
+
+    def us(name: str, tree: str, precision: str, weights: str, *directions: str) -> float:
+        where = {"name": name, "tree": tree, "precision": precision, "weight_gradients": weights}
+        return sum(mean(E4M3, direction=d, **where) for d in directions)
+
+    rows = []
+    for name, model in MODELS.items():
+        new = us(name, "here", "fp8", "e4m3", "all")
+        saving = us(name, "here", "fp8", "bf16", "train")
+        speeds = (
+            us(name, "base", "fp8", "", "all") / new,
+            us(name, "here", "fp8", "bf16", "all") / new,
+            us(name, "base", "bf16", "", "train", "all") / (saving + new),
+            us(name, "here", "bf16", "", "train", "all") / (saving + new),
+        )
+        rows.append([model, *(f"{speed:.2f}x" for speed in speeds)])
+    head = ["model", "backward over dac9b21's", "over BF16 operands'", "step over dac9b21's BF16"]
+    return table(origin(E4M3), [*head, "over this commit's BF16"], rows)
+
+
 LOOPED = {"file": LOOP, "precision": "fp8"}
 _BEFORE: dict[str, Any] = {"tree": "base"}
 _AFTER: dict[str, Any] = {"tree": lambda tree: tree != "base"}
@@ -309,6 +331,7 @@ _PASSES: dict[str, dict[str, Any]] = {
     "8,192": {"part": "large", "direction": "forward"},
 }
 ONE_GPU: dict[str, Callable[[], str]] = {
+    "e4m3": e4m3_weights,
     "loop": partial(
         pivot,
         "model, GPU",
