@@ -21,7 +21,7 @@ class Options:
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: of kept rows
         weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
-        init_seed: draw experts by seed and global expert; default: torch's generator
+        init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`
         window: window to share with other layers; default: the layer creates its own
         reserve_sms: SMs left to other kernels; default: a training launch takes the SMs that are free
