@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megamoe.core.errors import ConfigError
-from megamoe.core.table import PRECISIONS, TRAINED, weight_gradients_of
+from megamoe.core.table import PRECISIONS, TRAINED
 
 ACTIVATIONS = {
     "swiglu": "SwiGlu",
@@ -78,7 +78,7 @@ class Variant:
     @staticmethod
     def _products(precision: str, kernel: str) -> tuple[str, ...]:
         """Return what weight gradients may be products of."""
-        return weight_gradients_of(precision) if kernel == "backward" else ("bf16",)
+        return PRECISIONS[precision].weight_gradients if kernel == "backward" else ("bf16",)
 
     @property
     def entry(self) -> str:
@@ -94,13 +94,13 @@ class Variant:
     def __str__(self) -> str:
         prefix = "" if self.kernel == "forward" else f"{self.kernel}-"
         panels, profile = "-panels" * self.panels, "-profile" * self.profile
-        weights = "" if self.weight_gradients == "bf16" else f"-{self.weight_gradients}-weights"
+        weights = "-e4m3-weights" * (self.weight_gradients == "e4m3")
         return f"{prefix}{self.precision}-{self.activation}{weights}{panels}{profile}"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""
         tile = f"{TILE}, true" if self.panels else TILE
-        tile += "" if self.weight_gradients == "bf16" else ", E4m3Operands"
+        tile += ", E4m3Operands" * (self.weight_gradients == "e4m3")
         return f"""\
 #include "megamoe/kernels/{self.kernel}.cuh"
 

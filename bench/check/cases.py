@@ -14,7 +14,7 @@ import megamoe
 from bench.ranks import Rank
 from bench.shapes import problem_of, shapes_from
 from megamoe.core.config import ACTIVATIONS
-from megamoe.core.table import PRECISIONS, weight_gradients_of
+from megamoe.core.table import PRECISIONS
 from megamoe.launch.layout import min_pool_rows
 from megamoe.testing import OVERLOADED, ROUTINGS, Inputs, make_inputs, make_weights
 from megamoe.testing.shapes import Shape
@@ -139,7 +139,7 @@ def random_case(index: int, ranks: int, args: argparse.Namespace, largest: int) 
 def products_of(precision: str, args: argparse.Namespace) -> str:
     """Return what weight gradients are products of: as asked for, where the precision has it."""
     asked: str = args.weight_gradients
-    return asked if asked in weight_gradients_of(precision) else "bf16"
+    return asked if asked in PRECISIONS[precision].weight_gradients else "bf16"
 
 
 def of_multiples(shape: Shape, precision: str) -> Shape:

@@ -125,7 +125,8 @@ class Oracle:
         )  # fmt: skip
 
     def _products(self, problem: Problem) -> str:
-        return self.d.case.weight_gradients if problem.precision == "fp8" else "bf16"
+        asked, known = self.d.case.weight_gradients, problem.formats.weight_gradients
+        return asked if asked in known else known[0]
 
     def partials(self, found: Tensor, want: dict[str, list[Any]]) -> tuple[Tensor, Tensor]:
         """Return the partials that this rank was sent for kept tokens: as found, and as they should be.

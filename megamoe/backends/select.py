@@ -18,7 +18,6 @@ from megamoe.backends.hosts.plan import EXCHANGES
 from megamoe.core import env
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
-from megamoe.core.table import weight_gradients_of
 from megamoe.group.group import Group, RankConfig
 from megamoe.group.hosts import Hosts, host_name, spans_hosts
 from megamoe.group.links import RAIL_CTAS, Links
@@ -225,7 +224,7 @@ def check_options(problem: Problem, group: Any, options: Mapping[str, Any]) -> N
         raise ConfigError("chunks", repr(chunks), expected)
     if exchange not in tuple(EXCHANGES):
         raise ConfigError("exchange", repr(exchange), " or ".join(map(repr, EXCHANGES)))
-    products, known = options.get("weight_gradients"), weight_gradients_of(problem.precision)
+    products, known = options.get("weight_gradients"), problem.formats.weight_gradients
     if products not in (None, *known):
         expected = " or ".join(map(repr, known)) + f" with precision {problem.precision!r}"
         raise ConfigError("weight_gradients", repr(products), expected)

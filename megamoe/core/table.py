@@ -131,6 +131,7 @@ class Precision:
     w: Format  # w13 and w2 as the GEMMs read them
     h: Format
     trains: bool = True  # else for inference only
+    weight_gradients: tuple[str, ...] = ("bf16",)  # what they may multiply, the default first
 
     @property
     def multiple(self) -> int:
@@ -154,7 +155,7 @@ PRECISIONS: dict[str, Precision] = {
     p.name: p
     for p in (
         Precision("bf16", x=BF16, w=BF16, h=BF16),
-        Precision("fp8", x=E4M3_ROWS, w=E4M3_BLOCKS, h=E4M3_ROWS),
+        Precision(*("fp8", E4M3_ROWS, E4M3_BLOCKS, E4M3_ROWS), weight_gradients=("bf16", "e4m3")),
         Precision("fp8_channel", x=E4M3_TOKENS, w=E4M3_CHANNELS, h=E4M3_ROWS, trains=False),
         Precision("fp8xmxfp4", x=E4M3_QUADS, w=MXFP4, h=E4M3_QUADS, trains=False),
         Precision("bf16xmxfp4", x=BF16, w=MXFP4, h=BF16, trains=False),
@@ -167,8 +168,3 @@ REFUSED = {
     "with four, would quantize the weights again"
 }
 TRAINED = [p.name for p in PRECISIONS.values() if p.trains]
-
-
-def weight_gradients_of(precision: str) -> tuple[str, ...]:
-    """Return what gradients of weights may be products of in a precision, the default first."""
-    return ("bf16", "e4m3") if precision == "fp8" else ("bf16",)

@@ -59,7 +59,7 @@ def backward(
     """
     if rounding not in ("kernel", "none"):
         raise ValueError(f'rounding is {rounding!r}, expected "kernel" or "none"')
-    products = ("bf16", "e4m3") if problem.precision == "fp8" else ("bf16",)
+    products = problem.formats.weight_gradients
     if weight_gradients not in products:
         expected = " or ".join(products)
         raise ValueError(f"weight_gradients is {weight_gradients!r}, expected {expected}")

@@ -133,7 +133,7 @@ def of_bits(rank, tokens, backend, repeats):
 def shuffle(backend, rank):
     """Delay what is sent, and what is waited for, by chance."""
     dice = torch.Generator().manual_seed(rank)
-    good = backend.plans.engine
+    good = backend.planner.engine
 
     def later():
         time.sleep(float(torch.rand(1, generator=dice)) * 2e-3)
@@ -148,7 +148,7 @@ def shuffle(backend, rank):
 
         return wait
 
-    backend.plans.engine = exchange
+    backend.planner.engine = exchange
 
 
 FEW, MANY = (9, 10, 11), (70, 61, 0, 66)  # the kernel routes 32 tokens at a time
@@ -175,14 +175,14 @@ def of_bytes(rank, layer, exchange):
     module = made(case, dist.group.WORLD, **case.over)
     module.prepare()
     backend, sent = along(module), []
-    good = backend.plans.engine
+    good = backend.planner.engine
 
     def counting(rows, send, receive, *place):
         pieces = rows.split(send)
-        sent.append(sum(p.nbytes for h, p in enumerate(pieces) if h != backend.plans.host))
+        sent.append(sum(p.nbytes for h, p in enumerate(pieces) if h != backend.planner.host))
         return good(rows, send, receive, *place)
 
-    backend.plans.engine = counting
+    backend.planner.engine = counting
     step(module, case, *inputs(case, rank))
 
     def owners(ids):

@@ -295,15 +295,15 @@ def test_what_a_device_has_seen_stays_until_a_host_looks():
     backend = spin.over_hosts(problem, 2, "reference", torch.device("cpu"), engine, **options)
     given, weights = make_inputs(problem, 8), make_weights(problem)
     call = Call(given.x, given.topk_ids, given.topk_weights, weights)
-    backend.plans.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
+    backend.planner.mark = Mark(1, problem.fingerprint() & 0x7FFFFFFF)
     backend.forward(call)
-    marks = torch.tensor([[*backend.plans.mark.ints(), 0]] * 2, dtype=torch.int32)
-    backend.plans._seen = marks.clone(), marks.clone()
+    marks = torch.tensor([[*backend.planner.mark.ints(), 0]] * 2, dtype=torch.int32)
+    backend.planner._seen = marks.clone(), marks.clone()
     backend.forward(call)
     other = marks.clone()
     other[1, 0] += 1 << 8  # the mark of the next layer
-    backend.plans._look(other)
-    backend.plans._look(marks)
+    backend.planner._look(other)
+    backend.planner._look(marks)
     for late in (lambda: backend.forward(call), backend.check):
         with pytest.raises(RankMismatch, match=r"forward of layer 2 .*forward of layer 1"):
             late()

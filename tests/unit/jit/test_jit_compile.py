@@ -247,6 +247,7 @@ def test_variants_are_all_that_a_layer_asks_for():
     wanted |= {f"fp8xmxfp4-{a}-panels" for a in ACTIVATIONS}
     for kernel in ("train", "backward"):
         wanted |= {f"{kernel}-{p}-{a}" for p in ("bf16", "fp8") for a in ACTIVATIONS}
+    wanted |= {f"backward-fp8-{a}-e4m3-weights" for a in ACTIVATIONS}
     assert {str(v) for v in variants()} == wanted
     assert len(variants()) == len(wanted)
 
