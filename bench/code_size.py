@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from megamoe.jit import paths
+
 INSTRUCTION_BYTES = 16
 # A tile's epilogue that is longer waits for its own instructions: docs/tuning.md, "The compiler".
 MOST_EPILOGUE_BYTES = 42 * 1024
@@ -40,8 +42,9 @@ def _definitions(path: Path) -> list[tuple[int, str]]:
 
 
 def _call(path: str, line: int) -> Call:
-    names = [name for number, name in _definitions(Path(path)) if number <= line]
-    return Call(names[-1] if names else "", path.rpartition("/megamoe/")[2], line)
+    file = path.rpartition("/megamoe/")[2]  # a cubin from the cache may name another checkout
+    names = [name for number, name in _definitions(paths.CSRC / "megamoe" / file) if number <= line]
+    return Call(names[-1] if names else "", file, line)
 
 
 def paths_of(sass: str) -> Iterator[list[Call]]:

@@ -417,8 +417,9 @@ def test_compile_report_refuses_a_log_without_figures():
     ]
 
 
-def test_code_is_counted_by_the_calls_around_it(tmp_path):
+def test_code_is_counted_by_the_calls_around_it(tmp_path, monkeypatch):
     """Two calls of one epilogue are two copies; lines stand innermost first, and fillings do not count."""
+    monkeypatch.setattr(code_size.paths, "CSRC", tmp_path)
     source = tmp_path / "megamoe" / "roles" / "math.cuh"
     source.parent.mkdir(parents=True)
     source.write_text(
@@ -431,7 +432,9 @@ def test_code_is_counted_by_the_calls_around_it(tmp_path):
     )
 
     def code(*calls, of=2):
-        lines = [f'//## File "{file}", line {line} inlined at "x", line 1' for file, line in calls]
+        # the cubin was compiled in a folder that is gone
+        files = [(str(file).replace(str(tmp_path), "/gone"), line) for file, line in calls]
+        lines = [f'//## File "{file}", line {line} inlined at "x", line 1' for file, line in files]
         return "\n".join([*lines, *["        /*0a10*/  @!P0 IADD3 R1, R1 ;"] * of])
 
     size = code_size.code_size(
