@@ -19,7 +19,7 @@ class Options:
         routed_scaling_factor: factor of y, applied to topk_weights in fp32
         apply_router_weight_on_input: y = expert(x * topk_weights); top_k 1 only
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
-        delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: of kept rows
+        delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: from rows that calls stash
         weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
         init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`

@@ -105,7 +105,7 @@ class Layout:
             whole = whole.unflatten(-1, (-1, BLOCK))
         if kind == "powers" and self.arranged:
             whole = arrange_scales(whole[None], len(parts))[0]
-        return whole.T if self._turned(kind) else whole
+        return whole.T if self._transposed(kind) else whole
 
     def split(self, whole: Tensor, kind: str, num: int, rows: int, columns: int) -> list[Tensor]:
         """Invert join(); rows, columns: sizes of a part."""
@@ -115,7 +115,7 @@ class Layout:
             whole = plain_scales(whole[None], num, rows, columns)[0]
         if kind == "channels" and self.alike:
             whole = whole.reshape(1, 1).expand(num * rows, 1)
-        whole = whole.T if self._turned(kind) else whole
+        whole = whole.T if self._transposed(kind) else whole
         if self.interleaved:
             return [whole[first::num] for first in range(num)]
         return list(whole.unflatten(0, (num, whole.shape[0] // num)))
@@ -133,11 +133,11 @@ class Layout:
             "codes": (num * rows, *(blocked if self.blocked else (columns // 2,))),
             "powers": arranged if self.arranged else (num * rows, groups),
         }
-        return shapes[kind][::-1] if self._turned(kind) else shapes[kind]
+        return shapes[kind][::-1] if self._transposed(kind) else shapes[kind]
 
     def sizes(self, kind: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return rows and columns of one expert's numbers, of kind "weight" or "codes"; None: of no such shape."""
-        shape = shape[::-1] if self._turned(kind) else shape
+        shape = shape[::-1] if self._transposed(kind) else shape
         if kind == "codes" and self.blocked:
             shape = (shape[0], MXFP4_GROUP * shape[1]) if shape[2:] == (BLOCK,) else ()
         elif kind == "codes":
@@ -146,7 +146,7 @@ class Layout:
             return None
         return shape[0], shape[1]
 
-    def _turned(self, kind: str) -> bool:
+    def _transposed(self, kind: str) -> bool:
         return self.transposed and kind == "weight"
 
 

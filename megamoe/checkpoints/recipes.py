@@ -100,7 +100,7 @@ def check_recipes(
         for layout in (experts.layout, *written):
             case = _Case(experts, layout, dynamic_activations)
             for name, recipe in recipes:
-                _check_turned(name, recipe, case)
+                _check_transposed(name, recipe, case)
                 if case.arrangement is not None:
                     _check(name, recipe, case, case.arrangement)
 
@@ -178,7 +178,7 @@ def _holds(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def _check_turned(name: str, recipe: Any, case: _Case) -> None:
+def _check_transposed(name: str, recipe: Any, case: _Case) -> None:
     transposed = recipe.get("transform_config") if isinstance(recipe, dict) else None
     if transposed not in (None, {}, {"config_groups": {}}):
         _refuse(

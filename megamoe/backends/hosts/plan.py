@@ -55,7 +55,7 @@ class Numbers(NamedTuple):
 
 
 class DispatchPlans:
-    """Those of one layer. What a call does with them, in this order: begin(), beside(), met(), exchange().
+    """Those of one layer. What a call does with them, in this order: begin(), pack_metadata(), confirm(), exchange().
 
     problem: of all hosts. rail: the equal ranks of all hosts, of which this is number `host`. bounds: [N + 1], the
     first expert of each host, and E. groups: scales of a row as it travels. mark: of the layer. engine: what carries
@@ -95,7 +95,7 @@ class DispatchPlans:
         return made
 
     def begin(self, ids: Tensor) -> DispatchPlan:
-        """Return the plan of a call. ids: [T, K] int32. No host waits: what follows is queued before met() does."""
+        """Return the plan of a call. ids: [T, K] int32. No host waits: what follows is queued before confirm() waits."""
         raise NotImplementedError
 
     def pack_metadata(
@@ -119,7 +119,7 @@ class DispatchPlans:
     def exchange(
         self, sent: Tensor | None, plan: DispatchPlan, columns: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Exchange what beside() made of the columns. Return what comes of each, as views, by chunk."""
+        """Exchange what pack_metadata() made of the columns. Return what comes of each, as views, by chunk."""
         if sent is None:
             return []
         found, widths = self._exchanged(sent, plan), [t.shape[1] for t in columns]
@@ -132,8 +132,8 @@ class DispatchPlans:
     def once(self, rows: Tensor, send: list[list[int]], receive: list[list[int]]) -> Tensor:
         """Exchange small rows of all chunks at once. They lie by chunk, and so does what comes."""
         totals = [[sum(of) for of in zip(*n, strict=True)] for n in (send, receive)]
-        found = self.engine(_turned(rows, send), *totals)()
-        return _turned(found, [*zip(*receive, strict=True)])
+        found = self.engine(_swap_levels(rows, send), *totals)()
+        return _swap_levels(found, [*zip(*receive, strict=True)])
 
     def order(self, local: Tensor) -> Tensor | None:
         """Return the order in which the rows of a chunk are computed, None: as they came. local: [M, K], ids there."""
@@ -339,7 +339,7 @@ class FixedCapacity(DispatchPlans):
 EXCHANGES = {"exact": DynamicCounts, "static": FixedCapacity}
 
 
-def _turned(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+def _swap_levels(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     """Rows in pieces of sizes [A][B], by A and then by B -> by B and then by A."""
     if min(len(sizes), len(sizes[0])) == 1:
         return rows

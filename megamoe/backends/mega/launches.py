@@ -328,7 +328,7 @@ class Backward(Launch):
     """The gradients of a call that `train` made."""
 
     _rows_at = 0  # address of the rows that are kept of the last launch; 0: nowhere
-    _turned: TransposedWeights | None = None  # that the argument block points to, beside _known
+    _transposed: TransposedWeights | None = None  # that the argument block points to, beside _known
     # If gradients went to new tensors: the call's Signature and needs, tensors like these, scratch, rows of the table.
     _fresh: tuple[Any, ...] | None = None
 
@@ -352,12 +352,12 @@ class Backward(Launch):
         dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
         with launch_lock:
-            if known is None or known is not self._known or wanted.transposed is not self._turned:
+            if known is None or known is not self._known or wanted.transposed is not self._transposed:
                 self._known = None
                 self.point_at(call.weights, wanted.transposed)
                 b13 = call.weights.b13  # a copy of which is made of its values
                 self._known = known if b13 is None or b13.is_contiguous() else None
-                self._turned = wanted.transposed
+                self._transposed = wanted.transposed
             self._keep_in(state)
             targets = self._fill_targets(call, wanted)
             fill_backward_call(
