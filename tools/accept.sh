@@ -65,7 +65,7 @@ shared() { # a step that shares the only GPU; those that hold much memory in one
     case $1 in
     *shapes* | overload*) lane 0 "$@" ;;
     random* | panels* | channel*) lane 1 "$@" ;;
-    backward_random* | fp4*) lane 2 "$@" ;;
+    backward_random* | e4m3* | fp4*) lane 2 "$@" ;;
     tests) lane 3 "$@" ;;
     soak | train_faults) lane 4 "$@" ;;
     *) lane 5 "$@" ;;
@@ -82,6 +82,8 @@ check() { # how: step, single or shared; ranks; tokens
         $how "random_ep$ranks" 180 $judge --random 200 --repeat 2 --csv "$out/random_ep$ranks.csv"
         $how "backward_random_ep$ranks" 300 $judge --direction backward --random 100 --repeat 2 --fewer-sms 40 \
             --csv "$out/backward_random_ep$ranks.csv"
+        $how "e4m3_random_ep$ranks" 180 $judge --direction backward --random 50 --repeat 2 --precision fp8 \
+            --weight-gradients e4m3 --csv "$out/e4m3_random_ep$ranks.csv"
         $how "shapes_ep$ranks" 120 $judge $forward --tokens $tokens --precision bf16 fp8 \
             --csv "$out/shapes_ep$ranks.csv"
         $heavy "backward_shapes_ep$ranks" 240 $judge --direction backward $large --tokens 1024 --precision bf16 fp8 \
@@ -157,6 +159,7 @@ if "$python" -c 'import nvshmem.core' >/dev/null 2>&1; then # the same calls ove
 fi
 step sweep_routing 90 "$python" tools/latency_sweep.py --shape qwen3-235b qwen3-30b --precision bf16 fp8 --tokens 4096 \
     --routing uniform skewed hot one_rank --samples 8 --backend mega --baseline staged --out "$out" --name sweep_routing
+[ "$gpus" -eq 1 ] || step placement 120 "$python" tools/placement.py --shape qwen3-235b --tokens 4096 --slots 8
 step sweep_fp4 60 "$python" tools/latency_sweep.py --shape dsv3 flash --precision fp8xmxfp4 --tokens 8 64 8192 \
     --backend mega --out "$out" --name sweep_fp4
 # On one GPU, the local experts of EP4, beside the GEMMs alone, with bytes of DRAM where ncu is.
