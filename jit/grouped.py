@@ -9,6 +9,10 @@ from megamoe.jit.source import ACTIVATIONS, TILE
 
 _BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
 _TOKENS, _CHANNELS = (f"E4m3{rows}Rows, E4m3ChannelWeights" for rows in ("Token", ""))
+_STASHED = {
+    "": "Bf16Columns, Bf16Columns, StashedWeightsKind",
+    "e4m3-": f"{_E4M3}, StashedE4m3Kind",
+}
 # -> its layer type; those with {} are of an activation
 PRODUCTS = {
     "product": f"GroupedProduct<{TILE}, {_BF16}>",
@@ -27,8 +31,11 @@ PRODUCTS = {
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
     "weights": f"GroupedWeightGradient<{TILE}>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
-    "kept-1": f"StashedWeightGradients<{TILE}, 1>",
-    "kept-2": f"StashedWeightGradients<{TILE}, 2>",
+    **{
+        f"kept-{name}{planes}": f"StashedWeightGradients<{TILE}, {planes}, {of}>"
+        for name, of in _STASHED.items()
+        for planes in (1, 2)
+    },
 }
 
 
@@ -43,9 +50,9 @@ class GroupedVariant:
     entry = "megamoe_grouped"
 
     @classmethod
-    def of_stash(cls, planes: int) -> GroupedVariant:
-        """Return the layer's, of rows that were kept. planes: of w13."""
-        return cls(f"kept-{planes}")
+    def of_stash(cls, planes: int, weight_gradients: str = "bf16") -> GroupedVariant:
+        """Return the layer's, of rows that were kept. planes: of w13. weight_gradients: the layer's option."""
+        return cls(f"kept-e4m3-{planes}" if weight_gradients == "e4m3" else f"kept-{planes}")
 
     def __post_init__(self) -> None:
         if self.product not in PRODUCTS:
@@ -65,12 +72,9 @@ class GroupedVariant:
     @property
     def launch(self) -> str:
         """Which of abi.LAUNCHES it takes."""
-        found = {
-            "weights": "grouped_weights",
-            "kept-1": "stashed_weights",
-            "kept-2": "stashed_weights",
-        }
-        return found.get(self.product, "grouped")
+        if self.product.startswith("kept"):
+            return "stashed_weights"
+        return "grouped_weights" if self.product == "weights" else "grouped"
 
     def source(self) -> str:
         """Render the translation unit; the emulator compiles the same text."""

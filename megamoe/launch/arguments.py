@@ -110,7 +110,7 @@ class Plan:
     @cached_property
     def kept(self) -> dict[str, Region]:
         """Regions of what a backward pass keeps for weight gradients of several."""
-        return layout.stash_regions(self.strided, self.pool_rows)
+        return layout.stash_regions(self.strided, self.pool_rows, self.weight_gradients)
 
     @cached_property
     def stash_bytes(self) -> int:

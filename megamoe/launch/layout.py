@@ -247,13 +247,15 @@ def _transposed(p: Problem, rows: int) -> Iterator[_Spec]:
 # --- what a backward pass keeps, where weight gradients of several are made in one launch ---
 
 
-def stash_regions(problem: Problem, pool_rows: int) -> dict[str, Region]:
+def stash_regions(
+    problem: Problem, pool_rows: int, weight_gradients: str = "bf16"
+) -> dict[str, Region]:
     """Return the regions that a backward launch fills in place of the workspace's, and a copy of what places its rows.
 
-    A row has 2 * (2 * H + (P + 1) * I) + 4 bytes in every precision.
+    A row has 2 * (2 * H + (P + 1) * I) + 4 bytes in every precision; with weight_gradients "e4m3" about half.
     """
     _check_pool(problem, pool_rows)
-    return _place(_kept(problem, pool_rows))
+    return _place(_kept(problem, pool_rows, weight_gradients == "e4m3"))
 
 
 def max_stashed_passes(problem: Problem) -> int:
@@ -262,12 +264,15 @@ def max_stashed_passes(problem: Problem) -> int:
     return min(abi.CONSTANTS["max_stashed_passes"], entries)
 
 
-def _kept(p: Problem, rows: int) -> Iterator[_Spec]:
+def _kept(p: Problem, rows: int, transposed: bool) -> Iterator[_Spec]:
     yield "row_weight", (rows,), torch.float32
-    yield "dgu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
-    yield "x_rows", (rows, p.hidden), torch.bfloat16
-    yield "dy_rows", (rows, p.hidden), torch.bfloat16
-    yield "hs", (rows, p.intermediate), torch.bfloat16
+    if transposed:
+        yield from (spec for spec in _transposed(p, rows) if spec[0] != "row_tokens")
+    else:
+        yield "dgu", (rows, p.activation.planes, p.intermediate), torch.bfloat16
+        yield "x_rows", (rows, p.hidden), torch.bfloat16
+        yield "dy_rows", (rows, p.hidden), torch.bfloat16
+        yield "hs", (rows, p.intermediate), torch.bfloat16
     yield "header", _header(), torch.int32
     yield from (spec for spec in _state(p) if spec[0] == "chunk_prefix")
 
@@ -369,7 +374,7 @@ def memory_report(
     train_state = train_state_regions(problem, rows) if trains else {}
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
     backward = backward_regions(problem, rows, weight_gradients) if trains else {}
-    kept = stash_regions(problem, rows) if trains else {}
+    kept = stash_regions(problem, rows, weight_gradients) if trains else {}
     report: dict[str, Any] = {
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),

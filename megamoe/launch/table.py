@@ -195,11 +195,13 @@ def hs_map(plan: Any, base: int) -> Map:
     return transposed_map(base, plan.pool_rows // BLOCK, transposed_widths(plan.strided)[1])
 
 
-def _gradient_operands(plan: Any, address: Mapping[str, int], dgu: list[Map]) -> list[Row]:
-    """Rows of dw13 and dw2: what they multiply."""
+def gradient_operands(plan: Any, address: Mapping[str, int]) -> list[Row]:
+    """Rows of dw13 and dw2: what they multiply. address: of the regions of a workspace, or of a stash."""
     p, rows = plan.strided, plan.pool_rows
     if not plan.transposes:
-        dy = rows_map(address.get("dy_rows", address["x_pool"]), rows, p.hidden, BF16.bytes)
+        dgu = plane_maps(address["dgu"], rows, p.activation.planes, p.intermediate)
+        dy_rows = address["dy_rows"] if "dy_rows" in address else address["x_pool"]
+        dy = rows_map(dy_rows, rows, p.hidden, BF16.bytes)
         x = rows_map(address["x_rows"], rows, p.hidden, BF16.bytes, rank=4)
         hs = rows_map(address["hs"], rows, p.intermediate, BF16.bytes, rank=4)
         return [Row("dw13", a=dgu, b=x), Row("dw2", a=[dy], b=hs)]
@@ -231,7 +233,7 @@ def backward_rows(plan: Any, address: Mapping[str, int]) -> list[Row]:
             done=address["gemm1_done"], n=width, k=hidden),
         Row("gemm2", a=dgu_rows, out=[rows_map(address["y_rows"], rows, hidden, BF16.bytes)],
             a_scale=dgu_scale, done=address["gemm2_done"], n=hidden, k=width),
-        *_gradient_operands(plan, address, dgu),
+        *gradient_operands(plan, address),
         Row("recompute", a=[recomputed], out=dgu, a_scale=scale, n=width, k=hidden),
     ]  # fmt: skip
 

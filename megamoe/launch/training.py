@@ -25,11 +25,11 @@ from megamoe.launch.table import (
     Row,
     address_of,
     backward_rows,
+    gradient_operands,
     gradient_rows,
     hs_map,
     master_rows,
     plane_maps,
-    rows_map,
     set_map,
     set_maps,
     turned_rows,
@@ -183,6 +183,15 @@ def _fill_targets(
     return rows
 
 
+def stash_zeros(plan: Plan, device: torch.device) -> Tensor | None:
+    """Return the scales that fill_stashed_weights() gives to experts without rows, fp32; None: there are no scales."""
+    if not plan.transposes:
+        return None
+    hidden, width = layout.transposed_widths(plan.strided)
+    columns = max(hidden, plan.strided.activation.planes * width)
+    return torch.zeros(columns, dtype=torch.float32, device=device)
+
+
 def fill_stashed_weights(
     args: Any,
     plan: Plan,
@@ -191,25 +200,30 @@ def fill_stashed_weights(
     targets: Mapping[str, Tensor],
     *,
     accumulate: bool,
+    zeros: Tensor | None = None,
 ) -> None:
     """Fill a launch that makes the experts' gradients of passes that were kept.
 
     passes: addresses of plan.stash_bytes each, at most layout.max_stashed_passes() of them. targets, accumulate: as
-        fill_gradients takes them.
+        fill_gradients takes them. zeros: of stash_zeros().
     """
     p, own, rows = plan.strided, args.own, plan.pool_rows
+    own.zeros = address_of(zeros)
     args.num_ranks, args.rank = p.ep_size, p.rank
     args.num_local_experts, args.max_chunks = p.num_local_experts(p.rank), layout.max_chunks(p)
     args.pool_rows = rows
     own.num_passes = len(passes)
     for to, base in zip(own.passes, passes, strict=False):
         at = {name: base + region.offset for name, region in plan.kept.items()}
-        set_maps(to.dgu, plane_maps(at["dgu"], rows, p.activation.planes, p.intermediate), encoder)
-        for name, region, width, rank in (
-            ("dy", "dy_rows", p.hidden, 2), ("x", "x_rows", p.hidden, 4), ("hs", "hs", p.intermediate, 4)
-        ):  # fmt: skip
-            of_rows = rows_map(at[region], rows, width, BF16.bytes, rank=rank)
-            set_map(getattr(to, name), encoder(*of_rows))
+        dw13, dw2 = gradient_operands(plan, at)
+        assert dw13.a is not None
+        assert dw2.a is not None
+        set_maps(to.dgu, dw13.a, encoder)
+        for name, operand in (("dy", dw2.a[0]), ("x", dw13.b), ("hs", dw2.b)):
+            assert operand is not None
+            set_map(getattr(to, name), encoder(*operand))
+        for i, gemm in enumerate((dw13, dw2)):
+            to.a_scale[i], to.b_scale[i] = gemm.a_scale, gemm.b_scale
         for name in ("row_weight", "header", "chunk_prefix"):
             setattr(to, name, at[name])
     _fill_targets(args, plan, encoder, targets, (accumulate, False, passes[0]))

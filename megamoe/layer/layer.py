@@ -62,8 +62,9 @@ class Layer:
         options: An Options record. With accumulate_into_main_grad or
             delay_wgrad, the layer is not called inside torch.compile. With delay_wgrad=True, a backward pass keeps dy
             and what its call saved until backward_dw(). "keep" keeps the rows of the weight gradients instead, 4 * H +
-            2 * (P + 1) * I bytes per pool row (memory_report()["stash_bytes"]); backends other than "mega" and
-            "emulate" treat it as True. Default: Options().
+            2 * (P + 1) * I bytes per pool row, half of that with weight_gradients="e4m3"
+            (memory_report()["stash_bytes"]); backends other than "mega" and "emulate" treat it as True. Default:
+            Options().
         **given: Fields of the options, by name.
 
     Raises:
@@ -92,9 +93,6 @@ class Layer:
             if chosen.delay_wgrad not in (False, True, "keep"):
                 expected = "False, True or 'keep'"
                 raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
-            if chosen.delay_wgrad == "keep" and chosen.weight_gradients == "e4m3":
-                expected = "False or True with weight_gradients='e4m3'"
-                raise ConfigError("delay_wgrad", "'keep'", expected)
             if chosen.placement is not self.placement:
                 raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
             weighting = Weighting.of(made, chosen)

@@ -191,7 +191,7 @@ FLAWS: dict[str, Flaw] = {
     "a bias' rows in the order of memory": (
         BIAS, "int of_16 = 2 * w + j / 2 + j % 2 * 8;", "int of_16 = 4 * w + j;"
     ),
-    "weights of a bias' first slot in all": (BIAS, "weights_ += T::Tiling::rows;", "weights_ += 0;"),
+    "weights of a bias' first slot in all": ("cta/blocks.cuh", "weights += block_rows;", "weights += 0;"),
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from megamoe.testing import make_weights
 
 WEIGHTS = ("w13", "w2", "b13", "b2")
 OF_WEIGHTS = Needs(x=False, topk_weights=False)
+E4M3: dict[str, object] = {"precision": "fp8", "weight_gradients": "e4m3"}
 SHAPE = {"num_experts": 5, "top_k": 3, "max_tokens": 70, "bias": True}
 # Passes of two ranks: expert 0 has all rows of one, a rank has no tokens in others, and in one nobody has.
 PASSES = (("uniform", [70, 33]), ("one_expert", [9, 3]), ("uniform", [0, 0]), ("dropped", [0, 64]))
@@ -74,18 +75,26 @@ def problem_of(ranks: int = 2, **options: object) -> Problem:
     return Problem(**{"hidden": 272, "intermediate": 144, "ep_size": ranks, **SHAPE, **options})
 
 
+def emulation_of(options: dict[str, object]) -> Emulation:
+    of_problem = {name: value for name, value in options.items() if name != "weight_gradients"}
+    products = str(options.get("weight_gradients", "bf16"))
+    return Emulation(problem_of(**of_problem), weight_gradients=products)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         *({}, {"precision": "fp8"}, {"activation": "relu2", "bias": False}, {"ranks": 1}),
         {"num_experts": 1, "top_k": 1},
+        E4M3,
+        E4M3 | {"activation": "relu2", "ranks": 1},
     ],
-    ids=["bf16", "fp8", "relu2", "alone", "a rank without experts"],
+    ids=["bf16", "fp8", "relu2", "alone", "a rank without experts", "e4m3", "e4m3, relu2, alone"],
 )
 def test_passes_at_once(options: dict[str, object]) -> None:
     """Each alone has the bits of the fused weight tiles; all together are the sum, with equal bits in every run."""
-    problem = problem_of(**options)
-    emulation = Emulation(problem)
+    emulation = emulation_of(options)
+    problem = emulation.problem
     calls = [
         Call.make(problem, tokens[: problem.ep_size], seed=s, routing=routing)
         for s, (routing, tokens) in enumerate(PASSES)
@@ -105,10 +114,11 @@ def test_passes_at_once(options: dict[str, object]) -> None:
         assert all(torch.equal(again[n], value) for n, value in found.items())
 
 
-def test_bf16_that_is_written_and_experts_without_rows() -> None:
+@pytest.mark.parametrize("options", [{}, E4M3], ids=["bf16", "e4m3"])
+def test_bf16_that_is_written_and_experts_without_rows(options: dict[str, object]) -> None:
     """What is not added is written, zeros too, into memory that may hold anything; only what is needed is made."""
-    problem = problem_of()
-    emulation = Emulation(problem)
+    emulation = emulation_of(options)
+    problem = emulation.problem
     calls = [Call.make(problem, [9, 3], seed=s, routing="one_expert") for s in range(2)]
     passes = [keep(emulation, call) for call in calls]
     idle = {}
@@ -164,13 +174,20 @@ def test_how_many_passes_fit() -> None:
     assert_close(found, {n: sum(sums[0][n] for _, sums, _ in passes) for n in ("w13", "w2")})
 
 
-BLOCKS, TABLE = "cta/blocks.cuh", "rows/kept.cuh"
+BLOCKS, OPERANDS, TABLE = "cta/blocks.cuh", "gemm/operands.cuh", "rows/kept.cuh"
 FLAWS: dict[str, Flaw] = {
     "the half of a last block that is not there is read": (TABLE, "<< 1 | half", "<< 1"),
     "rows of another pass": (BLOCKS, "entry_ += stride_;", "entry_ += 0 * stride_;"),
-    "maps of another pass": (BLOCKS, "map += rows.pass *", "map += 0 *"),
+    "maps of another pass": (BLOCKS, "return map + pass *", "return map + 0 *"),
     "weights of another pass": (BLOCKS, "weights.first[weights.rows.pass]", "weights.first[0]"),
     "slots of a pass from its second on": (BLOCKS, "+ slot - begin_)", "+ slot)"),
+    "e4m3: A's scales of another pass": (OPERANDS, "passes[pass].a_scale", "passes[0].a_scale"),
+    "e4m3: B's scales of another pass": (OPERANDS, "passes[pass].b_scale", "passes[0].b_scale"),
+    "e4m3: scales of an expert without rows": (
+        OPERANDS,
+        "row < 0 ? kept.zeros",
+        "row < -1 ? kept.zeros",
+    ),
     "lost rows are not seen": (TABLE, "if (rows <= args.pool_rows) continue;", "continue;"),
     "lost rows spoil nothing": (TABLE, "table.lost = lost ? 1 : 0;", "table.lost = 0;"),
 }
@@ -180,9 +197,11 @@ FLAWS: dict[str, Flaw] = {
 @pytest.mark.parametrize("flaw", names(FLAWS))
 def test_flaws_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flaw: str) -> None:
     plant(FLAWS[flaw], monkeypatch, tmp_path)
-    lost = test_a_pass_that_filled_its_pool_twice_is_named
-    run = lost if flaw.startswith("lost") else lambda: test_passes_at_once({})
-    lost = test_a_pass_that_filled_its_pool_twice_is_named
-    run = lost if flaw.startswith("lost") else partial(test_passes_at_once, {})
+    options = E4M3 if flaw.startswith("e4m3") else {}
+    run = partial(test_passes_at_once, options)
+    if flaw.startswith("lost"):
+        run = test_a_pass_that_filled_its_pool_twice_is_named
+    elif "without rows" in flaw:
+        run = partial(test_bf16_that_is_written_and_experts_without_rows, options)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run()

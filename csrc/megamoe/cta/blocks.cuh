@@ -19,9 +19,15 @@ struct MapsOfTable {
     static MEGAMOE_DEVICE void spoil(const Context&, Sums&) {}
 };
 
+// Routing weights of a block's rows; null: all are `all`.
+struct BlockWeights {
+    const float* first;
+    float all;
+};
+
 // Rows of the pool, where the plan of the pass has placed them.
 struct PoolBlocks : MapsOfTable {
-    static constexpr bool in_pool = true, by_plane = true, has_tails = false;
+    static constexpr bool in_pool = true, by_plane = true, has_tails = false, of_passes = false;
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int) {
         return {ctx.args.block_table[int64_t{2} * block]};
     }
@@ -62,6 +68,12 @@ struct PoolBlocks : MapsOfTable {
     static MEGAMOE_DEVICE float weight(RowWeights weights, int slot, int half) {
         return weights != nullptr ? weights[slot * warpgroup_rows + 32 * half + arch::lane_idx()] : 1.0f;
     }
+    // Of the next block of transposed rows.
+    static MEGAMOE_DEVICE BlockWeights next_weights(RowWeights& weights, int block_rows) {
+        BlockWeights found = {weights, 1.0f};
+        if (weights != nullptr) weights += block_rows;
+        return found;
+    }
     static MEGAMOE_DEVICE int first_row(const ExpertTable&, const Tile& tile, int block_rows) {
         return tile.block * block_rows;
     }
@@ -73,7 +85,7 @@ struct PoolBlocks : MapsOfTable {
 
 // Rows that the caller has sorted by expert, where they follow each other; the table is rows/sorted.cuh's.
 struct SortedBlocks : MapsOfTable {
-    static constexpr bool in_pool = false, by_plane = false, has_tails = true;
+    static constexpr bool in_pool = false, by_plane = false, has_tails = true, of_passes = false;
     static MEGAMOE_DEVICE BlockEntry entry(const Context& ctx, int block, int block_rows) {
         const ExpertTable& table = ctx.smem.experts;
         int expert = expert_of(ctx, block);
@@ -144,10 +156,14 @@ struct SortedBlocks : MapsOfTable {
 
 // Rows of pools that backward launches have kept, one for each of several passes; the table is
 // rows/kept.cuh's. Such a launch has no output with rows: of what SortedBlocks has for these, nothing runs.
+// transposed: they are blocks of 128 rows in e4m3.
+template <bool transposed>
 struct StashedBlocks : SortedBlocks {
-    static constexpr bool by_plane = true, has_tails = false;
+    static constexpr bool by_plane = true, has_tails = false, of_passes = true;
+    static constexpr int slot_rows = transposed ? 2 * warpgroup_rows : warpgroup_rows;
 
-    // An expert's rows of all passes, as slots of 64 one after the other. Slots are asked for in order.
+    // An expert's rows of all passes, as slots of 64, or 128, one after the other. Slots are asked for in
+    // order.
     class Rows {
       public:
         int pass;
@@ -172,9 +188,10 @@ struct StashedBlocks : SortedBlocks {
                 begin_ = end_;
                 end_ += num_slots(entry_);
             }
-            return ((*entry_ & ~1) + slot - begin_) * warpgroup_rows;
+            return ((transposed ? *entry_ >> 1 : *entry_ & ~1) + slot - begin_) * slot_rows;
         }
         static MEGAMOE_DEVICE int num_slots(const int32_t* entry) {
+            if (transposed) return (entry[1] >> 1) - (entry[0] >> 1);
             return (entry[1] & ~1) - (entry[0] & ~1) - (entry[0] & 1);
         }
 
@@ -188,7 +205,7 @@ struct StashedBlocks : SortedBlocks {
         MEGAMOE_UNROLL_BY(1)
         for (int p = 0; p < own<T>(ctx.args).num_passes; ++p)
             slots += Rows::num_slots(ctx.smem.kept.entry + p * (ctx.args.num_local_experts + 1) + expert);
-        return slots * warpgroup_rows;
+        return slots * slot_rows;
     }
 
     template <class T>
@@ -207,9 +224,12 @@ struct StashedBlocks : SortedBlocks {
         MEGAMOE_DEVICE void at(int slot, int& k, const TensorMap*& map, const TensorMap*) {
             int row = rows.row_of(slot);
             k = row < 0 ? past : row;
-            map += rows.pass * static_cast<int>(sizeof(StashedPass) / sizeof(TensorMap));
+            map = of_pass(map, rows.pass);
         }
     };
+    static MEGAMOE_DEVICE const TensorMap* of_pass(const TensorMap* map, int pass) {
+        return map + pass * static_cast<int>(sizeof(StashedPass) / sizeof(TensorMap));
+    }
     static_assert(sizeof(StashedPass) % sizeof(TensorMap) == 0, "maps of a pass are a whole number further");
     template <class T>
     static MEGAMOE_DEVICE RowsOfK rows_of_k(const Context& ctx, const Tile& tile, bool) {
@@ -221,11 +241,19 @@ struct StashedBlocks : SortedBlocks {
         Rows rows;
         const StashedPass* first;  // null: all weights are `all`
         float all;
+        int slot = 0;  // the next, of next_weights()
     };
-    static MEGAMOE_DEVICE float weight(RowWeights& weights, int slot, int half) {
+    static MEGAMOE_DEVICE BlockWeights slot_weights(RowWeights& weights, int slot) {
         int row = weights.first != nullptr ? weights.rows.row_of(slot) : -1;
-        if (row < 0) return weights.all;
-        return weights.first[weights.rows.pass].row_weight[row + 32 * half + arch::lane_idx()];
+        if (row < 0) return {nullptr, weights.all};
+        return {weights.first[weights.rows.pass].row_weight + row, weights.all};
+    }
+    static MEGAMOE_DEVICE BlockWeights next_weights(RowWeights& weights, int) {
+        return slot_weights(weights, weights.slot++);
+    }
+    static MEGAMOE_DEVICE float weight(RowWeights& weights, int slot, int half) {
+        BlockWeights of_slot = slot_weights(weights, slot);
+        return of_slot.first != nullptr ? of_slot.first[32 * half + arch::lane_idx()] : of_slot.all;
     }
     template <class T>
     static MEGAMOE_DEVICE RowWeights row_weights(const Context& ctx, const Tile& tile) {

@@ -161,15 +161,16 @@ class BiasGradient<T, true> : public BiasOfTile<T> {
     // The weights of the next slot: lanes 2 r + h have those of row r of each 16 of half h.
     MEGAMOE_DEVICE void ask_for_weights() {
         int lane = arch::lane_idx();
+        BlockWeights weights = T::Blocks::next_weights(weights_, T::Tiling::rows);
         MEGAMOE_UNROLL
         for (int c = 0; c < 4; ++c)
-            next_[c] = weights_ != nullptr ? weights_[lane % 2 * warpgroup_rows + 16 * c + lane / 2] : 1.0f;
-        if (weights_ != nullptr) weights_ += T::Tiling::rows;
+            next_[c] = weights.first != nullptr ? weights.first[lane % 2 * warpgroup_rows + 16 * c + lane / 2]
+                                                : weights.all;
     }
     static MEGAMOE_DEVICE int column() { return (arch::warp_idx() & 3) * 16 + arch::lane_idx() / 2; }
 
     bool wanted_;
-    const float* weights_;
+    typename T::Blocks::RowWeights weights_;
     int slots_left_;
     float next_[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float sum_ = 0.0f;

@@ -26,6 +26,9 @@ struct WeightTilesAlone {
     static constexpr bool any = true, beside_rows = false, transposed = false;
     static constexpr int asked_ahead = 1;
 };
+struct TransposedTilesAlone : WeightTilesAlone {
+    static constexpr bool transposed = true;
+};
 
 // One GEMM of a layer: rows of the pool in one format, times weights in another, and an epilogue. Its K is
 // `k_planes` planes of the k of the launch's row.

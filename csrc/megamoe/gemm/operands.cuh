@@ -81,6 +81,9 @@ struct RowsOperand {
     bool mn_major;  // or, of a gradient, transposed
     int m, plane_slots, slot_k, block_columns;
     const TensorMap* small;
+    const TensorMap* block_map;  // with these: of the block that seek() has found
+    const float* block_scale;
+    int block_m;
     MEGAMOE_DEVICE RowsOperand(const Context& ctx, const Tile& tile) {
         const auto& gemm = gemm_of<T>(ctx.args, tile.gemm);
         mn_major = has_rows_of_k<T>(tile);
@@ -95,8 +98,10 @@ struct RowsOperand {
             if constexpr (T::WeightTiles::transposed) {
                 block_columns = transposed_columns<T>(ctx.args, tile.gemm);
                 // Planes are whole blocks of m.
-                if (mn_major)
-                    m = rows_of_k.first / T::Tiling::rows * block_columns + tile.block * T::Tiling::rows;
+                if (mn_major) m = tile.block * T::Tiling::rows;
+                if constexpr (!T::Blocks::of_passes) {
+                    if (mn_major) m += rows_of_k.first / T::Tiling::rows * block_columns;
+                }
             } else if (mn_major) {
                 GradientBlock<T> block(ctx.args, tile);
                 m = block.row;
@@ -125,10 +130,23 @@ struct RowsOperand {
         }
         return scales + scale_row0<T>(tile);
     }
+    // Of rows that passes have kept, transposed: finds the slot's block.
+    MEGAMOE_DEVICE void seek(const Context& ctx, const Tile& tile, int slot) {
+        const auto& kept = own<T>(ctx.args);
+        int row = rows_of_k.rows.row_of(slot), pass = rows_of_k.rows.pass;
+        int at = (row < 0 ? rows_of_k.past : row) / T::Tiling::rows * block_columns;
+        block_m = m + at;
+        block_map = T::Blocks::of_pass(map, pass);
+        block_scale =
+            row < 0 ? kept.zeros + m : kept.passes[pass].a_scale[tile.gemm != GemmId::dw13] + block_m;
+    }
     MEGAMOE_DEVICE void load(void* to, uint64_t* full, int slot, int box, bool both) {
         int m0 = m + box * warpgroup_rows, k0 = slot * slot_k;
         const TensorMap* from = map;
-        if constexpr (T::WeightTiles::transposed) {
+        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) {
+            load_2d(both, to, block_map, full, 0, block_m + box * warpgroup_rows);
+            return;
+        } else if constexpr (T::WeightTiles::transposed) {
             if (mn_major) {
                 load_2d(both, to, from, full, 0, m0 + slot * block_columns);
                 return;
@@ -168,6 +186,7 @@ struct WeightsOperand {
     typename T::Blocks::RowsOfK rows_of_k;
     bool k_major;
     int expert, plane_slots, slot_k, first_block;
+    const TensorMap* block_map;  // of the block that seek() has found, first_block
     MEGAMOE_DEVICE WeightsOperand(const Context& ctx, const Tile& tile)
         : halves(halves_of<T>(tile.gemm, tile.n)) {
         k_major = Shape<T>::b_k_major(tile.gemm);
@@ -177,7 +196,7 @@ struct WeightsOperand {
         expert = is_gradient ? 0 : tile.expert();
         if constexpr (T::WeightTiles::any)
             rows_of_k = T::Blocks::template rows_of_k<T>(ctx, tile, is_gradient);
-        if constexpr (T::WeightTiles::transposed)
+        if constexpr (T::WeightTiles::transposed && !T::Blocks::of_passes)
             first_block = is_gradient ? rows_of_k.first / T::Tiling::rows : -1;
         map = T::Blocks::template weights_map<T>(ctx.args, tile.gemm);
         if constexpr (T::WeightTiles::any && T::Blocks::has_tails) tails = &own<T>(ctx.args).tails_b;
@@ -186,16 +205,31 @@ struct WeightsOperand {
     template <class Scales>
     MEGAMOE_DEVICE Scales scales(const Args& args, const Tile& tile) const {
         const auto& gemm = gemm_of<T>(args, tile.gemm);
-        if constexpr (T::WeightTiles::transposed) {
+        if constexpr (T::WeightTiles::transposed && !T::Blocks::of_passes) {
             if (first_block >= 0)
                 return {gemm.b_scale + first_block, gemm.n, transposed_blocks(args), 0, halves};
         }
         return {gemm.b_scale, gemm.n, Shape<T>::scale_columns(args, tile.gemm, scale_group), tile.expert(),
                 halves};
     }
+    // As of rows above.
+    template <class Scales>
+    MEGAMOE_DEVICE void seek(const Context& ctx, const Tile& tile, int slot, Scales& scales) {
+        const auto& kept = own<T>(ctx.args);
+        int row = rows_of_k.rows.row_of(slot), pass = rows_of_k.rows.pass;
+        first_block = (row < 0 ? rows_of_k.past : row) / T::Tiling::rows;
+        block_map = T::Blocks::of_pass(map, pass);
+        const float* scale = kept.passes[pass].b_scale[tile.gemm != GemmId::dw13] + first_block;
+        int n = gemm_of<T>(ctx.args, tile.gemm).n;
+        scales = row < 0 ? Scales(kept.zeros, n, 0, 0, halves)
+                         : Scales(scale, n, transposed_blocks(ctx.args), 0, halves);
+    }
     MEGAMOE_DEVICE void load(uint8_t* to, uint64_t* full, int slot, int half, bool both) {
         int k0 = slot * slot_k, plane = 0;
-        if constexpr (T::WeightTiles::transposed) {
+        if constexpr (T::WeightTiles::transposed && T::Blocks::of_passes) {
+            load_4d(both, to, block_map, full, {0, halves.column(half), 0, first_block});
+            return;
+        } else if constexpr (T::WeightTiles::transposed) {
             if (first_block >= 0) {
                 load_4d(both, to, map, full, {0, halves.column(half), 0, first_block + slot});
                 return;

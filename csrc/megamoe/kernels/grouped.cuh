@@ -48,13 +48,13 @@ struct GroupedWeightGradient : GroupedWeightsKind {
     using Gemm2 = WeightGemm;
 };
 
-// dw13 and dw2 over the rows that backward launches of several passes have kept.
-template <class S, int planes_>
-struct StashedWeightGradients : StashedWeightsKind {
+// dw13 and dw2 over the rows that backward launches of several passes have kept, bf16 or transposed e4m3.
+template <class S, int planes_, class A, class B, class Kind>
+struct StashedWeightGradients : Kind {
     static constexpr bool profile = false;
     static constexpr int planes = planes_;
     using Tiling = S;
-    using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
+    using WeightGemm = GemmOf<A, B, WeightGradientEpilogue<S>>;
     using Gemm1 = WeightGemm;
     using Gemm2 = WeightGemm;
 };

@@ -151,10 +151,14 @@ struct alignas(128) StashedPass {
     const float* row_weight;      // [M]
     const StateHeader* header;    // of its call's state, as
     const int32_t* chunk_prefix;  // [L, C+1]
+    // In e4m3 the maps are of blocks of 128 rows, dgu's planes in one, and these their scales: see Backward.
+    const float* a_scale[2];      // of dw13 and dw2
+    const float* b_scale[2];
 };
 // The rows of an expert are those of all passes, one after the other. It has two GEMMs, dw13 and dw2.
 struct StashedWeights {
     StashedPass passes[max_stashed_passes];
+    const float* zeros;      // [max(P * I, H)] scales of an expert without rows, in e4m3
     int32_t num_passes;
     int32_t dw_bytes;        // as above
     int32_t accumulate;

@@ -307,14 +307,17 @@ def stashed_gradients(
 ) -> Gradients:
     """Run the launch of one rank that makes weights' gradients of passes that were kept. kept: aligned, on the CPU."""
     targets = Targets.make(Kept().weights(masters), wanted.needs.of_weights, wanted.into, nan_like)
-    variant = GroupedVariant.of_stash(plan.problem.activation.planes)
+    variant = GroupedVariant.of_stash(plan.problem.activation.planes, plan.weight_gradients)
     args, fault = abi.aligned(abi.LAUNCHES[variant.launch]), abi.FaultRecord()
     cells = torch.zeros(2, dtype=torch.int32, device="cpu")
     args.fault, args.fault_ticket = ctypes.addressof(fault), cells[0:].data_ptr()
     args.abort = cells[1:].data_ptr()
     passes = [rows.memory.data_ptr() for rows in kept]
+    zeros = training.stash_zeros(plan, cells.device)
     training.fill_stashed_weights(
-        *(args, plan, encode_emulated, passes, targets.tensors), accumulate=targets.accumulate
+        *(args, plan, encode_emulated, passes, targets.tensors),
+        accumulate=targets.accumulate,
+        zeros=zeros,
     )
     run_alone(variant, args, num_ctas, seed)
     if fault.edge:

@@ -95,7 +95,7 @@ class DispatchPlans:
         return made
 
     def begin(self, ids: Tensor) -> DispatchPlan:
-        """Return the plan of a call. ids: [T, K] int32. No host waits: what follows is queued before confirm() waits."""
+        """Return the plan of a call. ids: [T, K] int32. No host waits: others queue work before confirm()."""
         raise NotImplementedError
 
     def pack_metadata(

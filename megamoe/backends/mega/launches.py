@@ -46,6 +46,7 @@ from megamoe.launch.training import (
     fill_train_state,
     move_gradients,
     operands_of_weights,
+    stash_zeros,
 )
 from megamoe.window.window import Window
 
@@ -352,7 +353,11 @@ class Backward(Launch):
         dx = make(x.shape, dtype=torch.bfloat16, device=self.device)
         d_scores = make(topk_ids.shape, dtype=torch.float32, device=self.device)
         with launch_lock:
-            if known is None or known is not self._known or wanted.transposed is not self._transposed:
+            if (
+                known is None
+                or known is not self._known
+                or wanted.transposed is not self._transposed
+            ):
                 self._known = None
                 self.point_at(call.weights, wanted.transposed)
                 b13 = call.weights.b13  # a copy of which is made of its values
@@ -446,11 +451,12 @@ class StashedWeights:
         device, plan = self._window.device, kernels.plan
         ordinal, variant = (
             device.index or 0,
-            GroupedVariant.of_stash(plan.problem.activation.planes),
+            GroupedVariant.of_stash(plan.problem.activation.planes, plan.weight_gradients),
         )
         self._use_device, self._order = partial(use_device, ordinal), launch_order(ordinal)
         with on_device(device):
             kernel = load_kernel(variant, ordinal)
+        self._zeros = stash_zeros(plan, device)
         args = abi.aligned(abi.LAUNCHES[variant.launch])
         self._launcher = Launcher(kernel, kernels.grid, args, cooperative=False)
         args.fault = self._window.fault_address
@@ -471,6 +477,7 @@ class StashedWeights:
             fill_stashed_weights(
                 *(self._launcher.argument, self._plan, self._encode, passes, targets.tensors),
                 accumulate=targets.accumulate,
+                zeros=self._zeros,
             )
             self._launcher.launch(self._order.before_launch())
         for rows in memory:  # which nobody else knows, and which go now

@@ -33,11 +33,14 @@ def assert_near(found, expected, step):
         torch.testing.assert_close(got, wanted, rtol=step, atol=atol, msg=name)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_sums_of_passes(precision):
+E4M3 = {"precision": "fp8", "weight_gradients": "e4m3"}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "fp8"}, E4M3], ids=["bf16", "fp8", "e4m3"])
+def test_sums_of_passes(options):
     """One pass has the bits of one that did not wait, three are their sum; two rounds, of one layer."""
-    expected = [train(made("emulate", precision=precision), seed=seed) for seed in range(3)]
-    layer = keeping(precision=precision)
+    expected = [train(made("emulate", **options), seed=seed) for seed in range(3)]
+    layer = keeping(**options)
     for passes in (3, 1):
         layer.zero_grad()
         calls = [backward(layer, seed) for seed in range(passes)]

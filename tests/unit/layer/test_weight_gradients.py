@@ -63,9 +63,6 @@ def test_what_does_not_have_it_is_named():
         ConfigError, match="weight_gradients is 'e4m3', expected 'bf16' with backend 'staged'"
     ):
         gradients("staged", weight_gradients="e4m3")
-    expected = "delay_wgrad is 'keep', expected False or True with weight_gradients='e4m3'"
-    with pytest.raises(ConfigError, match=expected):
-        Layer(PROBLEM, backend="emulate", weight_gradients="e4m3", delay_wgrad="keep")
 
 
 def test_memory_is_reported_as_the_layer_has_it():
