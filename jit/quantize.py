@@ -15,16 +15,18 @@ from torch import Tensor
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import by_plane, check_strides
 from megamoe.core.table import E4M3_BLOCKS, SCALE_GROUP
-from megamoe.formats.quantization import stored_shape
+from megamoe.formats.quantization import new_transposes, stored_shape
 from megamoe.jit.compiler import CompileResult, compile_source
 from megamoe.jit.module import Kernel, Launcher
 from megamoe.jit.source import (
     DEQUANTIZE_ROWS_ENTRY,
     QUANTIZE,
     QUANTIZE_ENTRY,
+    QUANTIZE_FP32_ENTRY,
     QUANTIZE_ROWS_ENTRY,
     QUANTIZE_SOURCE,
     SUM_ROWS_ENTRY,
+    TRANSPOSE_ENTRY,
 )
 
 
@@ -82,6 +84,7 @@ def _launch(entry: str, device: torch.device, grid: tuple[int, int, int], args: 
 
 
 Pair = tuple[Tensor, Tensor]
+_ENTRIES = {torch.bfloat16: QUANTIZE_ENTRY, torch.float32: QUANTIZE_FP32_ENTRY}
 
 
 def quantize_weights(
@@ -91,44 +94,48 @@ def quantize_weights(
     transposed: bool = False,
     transposed_out: Pair | None = None,
 ) -> tuple[Pair, Pair | None]:
-    """w: [L, P*I, H] or [L, P, I, H] bf16 on CUDA, strided as TMA takes it -> (q, scale), their transposes or None.
+    """w: [L, P*I, H] or [L, P, I, H] bf16 or fp32 on CUDA, as TMA takes it -> (q, scale), their transposes or None.
 
     q: [L, P*I, H] e4m3, scale: [L, P*ceil(I/128), ceil(H/128)] fp32. transposed: make transposes, see
     quantization.transpose_blocks; I is a multiple of 16. out, transposed_out: where to put them. Runs on the current
     stream; the same bits as quantization.quantize_blockwise. Raises ArgumentError for what it cannot read.
     """
-    if w.dtype != torch.bfloat16 or w.dim() not in (3, 4) or not w.is_cuda:
-        raise ArgumentError("w", f"{w.dtype} {list(w.shape)} on {w.device}", "bf16 on CUDA")
+    if w.dtype not in _ENTRIES or w.dim() not in (3, 4) or not w.is_cuda:
+        value = f"{w.dtype} {list(w.shape)} on {w.device}"
+        raise ArgumentError("w", value, "bf16 or fp32 on CUDA")
     check_strides("w", w)
     num, height, columns = stored_shape(w)
-    rows = height // planes
-    if height % planes or columns % 8 or w.data_ptr() % 16 or (transposed and rows % 16):
-        of_rows = "I, a multiple of 16" if transposed else "I"
+    if out is None:
+        scales = num, planes * -(-(height // planes) // 128), -(-columns // 128)
+        q = torch.empty((num, height, columns), dtype=E4M3_BLOCKS.dtype, device=w.device)
+        out = q, torch.empty(scales, dtype=torch.float32, device=w.device)
+    if transposed and transposed_out is None:
+        transposed_out = new_transposes(*out, planes)
+    transposed_out = transposed_out if transposed else None
+    _launch_weights(_ENTRIES[w.dtype], w, planes, out, transposed_out)
+    return out, transposed_out
+
+
+def transpose_weights(q: Tensor, scale: Tensor, planes: int, out: Pair | None = None) -> Pair:
+    """Do as quantization.transpose_blocks(), on the current stream; q: on CUDA, I a multiple of 16."""
+    out = new_transposes(q, scale, planes) if out is None else out
+    _launch_weights(TRANSPOSE_ENTRY, q, planes, (q, scale), out)
+    return out
+
+
+def _launch_weights(entry: str, w: Tensor, planes: int, pair: Pair, turned: Pair | None) -> None:
+    num, height, columns = stored_shape(w)
+    rows, turns = height // planes, turned is not None
+    if height % planes or columns % 8 or w.data_ptr() % 16 or (turns and rows % 16):
+        of_rows = "I, a multiple of 16" if turns else "I"
         raise ArgumentError(
             "w.shape", list(w.shape), f"[L, {planes} * {of_rows}, multiple of 8], 16-byte aligned"
         )
-    grid = (-(-columns // 128), planes * -(-rows // 128), num)
-    if out is None:
-        q = torch.empty((num, height, columns), dtype=E4M3_BLOCKS.dtype, device=w.device)
-        scale = torch.empty((num, grid[1], grid[0]), dtype=torch.float32, device=w.device)
-    else:
-        q, scale = out
-    if transposed and transposed_out is None:
-        shape = num, planes, columns, rows
-        transposed_out = (
-            torch.empty(shape, dtype=q.dtype, device=w.device),
-            scale.new_empty(num, grid[0], grid[1]),
-        )
     if w.numel():
+        places = [t.data_ptr() for t in (w, *pair, *(turned or ()))]
         strides = by_plane(w, planes).stride()[:3]
-        places = [
-            t.data_ptr()
-            for t in (w, q, scale, *(transposed_out if transposed and transposed_out else ()))
-        ]
-        places += [0] * (5 - len(places))
-        args = _Args(*places, planes, rows, columns, *strides)
-        _launch(QUANTIZE_ENTRY, w.device, grid, args)
-    return (q, scale), transposed_out if transposed else None
+        args = _Args(*places, *[0] * (5 - len(places)), planes, rows, columns, *strides)
+        _launch(entry, w.device, (-(-columns // 128), planes * -(-rows // 128), num), args)
 
 
 def quantize_rows(x: Tensor) -> Pair:

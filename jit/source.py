@@ -22,11 +22,24 @@ KERNELS = {"forward": "ForwardLayer", "train": "TrainLayer", "backward": "Backwa
 TILE = "Tile128x256"  # of csrc/megamoe/schedule/tile_shape.h
 
 QUANTIZE = "quantize-weights"  # the other kernels, of jit/quantize.py
-QUANTIZE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_rows"
+QUANTIZE_ENTRY, QUANTIZE_FP32_ENTRY = "megamoe_quantize_weights", "megamoe_quantize_fp32_weights"
+TRANSPOSE_ENTRY, QUANTIZE_ROWS_ENTRY = "megamoe_transpose_weights", "megamoe_quantize_rows"
 DEQUANTIZE_ROWS_ENTRY, SUM_ROWS_ENTRY = "megamoe_dequantize_rows", "megamoe_sum_rows"
 # -> what it calls, its argument, threads of a CTA
 _ONE_PASS = {
-    QUANTIZE_ENTRY: ("quantize_weights", "QuantizeWeightsArgs", "quantize_threads"),
+    QUANTIZE_ENTRY: (
+        "quantize_weights<megamoe::Bf16x8>",
+        "QuantizeWeightsArgs",
+        "quantize_threads",
+    ),
+    QUANTIZE_FP32_ENTRY: (
+        *("quantize_weights<megamoe::Fp32x8>", "QuantizeWeightsArgs", "quantize_threads"),
+    ),
+    TRANSPOSE_ENTRY: (
+        "quantize_weights<megamoe::E4m3x8>",
+        "QuantizeWeightsArgs",
+        "quantize_threads",
+    ),
     QUANTIZE_ROWS_ENTRY: ("quantize_rows", "QuantizeRowsArgs", "quantize_threads"),
     DEQUANTIZE_ROWS_ENTRY: ("dequantize_rows", "QuantizeRowsArgs", "quantize_threads"),
     SUM_ROWS_ENTRY: ("sum_rows_of_hosts", "SumRowsArgs", "sum_rows_threads"),

@@ -166,12 +166,17 @@ def transpose_blocks(
     -> ([L, P, K, I] e4m3, [L, ceil(K/128), P*ceil(I/128)] fp32).
     out: (q, scale) to write into.
     """
-    transposed = by_plane(q.view(torch.uint8), planes).transpose(2, 3)
-    if out is None:
-        return transposed.contiguous().view(q.dtype), scale.transpose(1, 2).contiguous()
-    out[0].view(torch.uint8).copy_(transposed)
+    out = new_transposes(q, scale, planes) if out is None else out
+    out[0].view(torch.uint8).copy_(by_plane(q.view(torch.uint8), planes).transpose(2, 3))
     out[1].copy_(scale.transpose(1, 2))
     return out
+
+
+def new_transposes(q: Tensor, scale: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """Return memory for what transpose_blocks() makes of these."""
+    num, height, width = stored_shape(q)
+    made = torch.empty((num, planes, width, height // planes), dtype=q.dtype, device=q.device)
+    return made, scale.new_empty(num, scale.shape[2], scale.shape[1])
 
 
 def dequantize_blockwise(

@@ -40,11 +40,15 @@ int run(const Args* args, const unsigned* grid, uint64_t seed, char* report, siz
     return status;
 }
 
-MEGAMOE_HOST_EXPORT int quantize(const megamoe::QuantizeWeightsArgs* args, const unsigned* grid,
-                                 uint64_t seed, char* report, size_t report_bytes) {
-    return run<megamoe::QuantizeWeightsArgs, megamoe::quantize_weights>(args, grid, seed, report,
-                                                                        report_bytes);
-}
+#define MEGAMOE_OF_WEIGHTS(name, Eight)                                                          \
+    MEGAMOE_HOST_EXPORT int name(const megamoe::QuantizeWeightsArgs* args, const unsigned* grid, \
+                                 uint64_t seed, char* report, size_t report_bytes) {             \
+        return run<megamoe::QuantizeWeightsArgs, megamoe::quantize_weights<megamoe::Eight>>(     \
+            args, grid, seed, report, report_bytes);                                             \
+    }
+MEGAMOE_OF_WEIGHTS(quantize, Bf16x8)
+MEGAMOE_OF_WEIGHTS(quantize_fp32, Fp32x8)
+MEGAMOE_OF_WEIGHTS(transpose, E4m3x8)
 
 MEGAMOE_HOST_EXPORT int quantize_rows(const megamoe::QuantizeRowsArgs* args, const unsigned* grid,
                                       uint64_t seed, char* report, size_t report_bytes) {

@@ -40,7 +40,8 @@ def run(kernel: Any, w: Tensor, planes: int, expected: list[Tensor], seed: int) 
     def args_of(*places: int) -> Any:
         return quantize._Args(w.data_ptr(), *places, *[0] * (4 - len(places)), *sizes)
 
-    return launched(kernel.quantize, args_of, grid, expected, seed)
+    entry = kernel.quantize if w.dtype == torch.bfloat16 else kernel.quantize_fp32
+    return launched(entry, args_of, grid, expected, seed)
 
 
 def launched(
@@ -59,7 +60,7 @@ def launched(
     return outs
 
 
-def weights(*shape: int) -> Tensor:
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return weights with blocks far apart in size, one of zeros, one of tiny numbers."""
     generator = torch.Generator().manual_seed(sum(shape))
     w = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator)
@@ -69,7 +70,7 @@ def weights(*shape: int) -> Tensor:
         torch.randint(-9, 9, (shape[0], *blocks), generator=generator),
     )
     sizes = sizes.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : shape[1], : shape[2]]
-    w = (w * sizes).bfloat16()
+    w = (w * sizes).to(dtype)
     w[0, :128, :128] = 0
     w[-1, -1] = 1e-30
     return w
@@ -86,19 +87,40 @@ def weights(*shape: int) -> Tensor:
         ((1, 2 * 48, 24), 2),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bits_are_those_of_the_formula(
-    kernel: Any, shape: tuple[int, ...], planes: int, seed: int
+    kernel: Any, shape: tuple[int, ...], planes: int, dtype: torch.dtype, seed: int
 ) -> None:
-    w = weights(*shape)
+    w = weights(*shape, dtype=dtype)
     plain = quantize_blockwise(w, planes)
-    every = [*plain, *transpose_blocks(*plain, planes)]
-    for expected in (every[:2], every):
+    transposes = list(transpose_blocks(*plain, planes))
+    for expected in ([*plain], [*plain, *transposes]):
         assert all(map(same_bits, run(kernel, w, planes, expected, seed), expected))
+    # the transposes alone, of what is e4m3
+    q, scale = plain
+    num, _, rows, columns = quantize.by_plane(q, planes).shape
+    grid = (ctypes.c_uint * 3)(-(-columns // 128), planes * -(-rows // 128), num)
+    strides = quantize.by_plane(q, planes).stride()[:3]
+
+    def args_of(*places: int) -> Any:
+        whole = q.data_ptr(), 0, scale.data_ptr(), *places
+        return quantize._Args(*whole, planes, rows, columns, *strides)
+
+    found = launched(kernel.transpose, args_of, grid, transposes, seed)
+    assert all(map(same_bits, found, transposes))
 
 
+def test_fp32_weights_are_not_rounded_to_bf16_first(kernel: Any) -> None:
+    w = weights(2, 144, 136, dtype=torch.float32)
+    expected = list(quantize_blockwise(w))
+    found = run(kernel, w, 1, expected, 0)
+    assert not same_bits(found[0], quantize_blockwise(w.bfloat16())[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("change", [interleaved, apart, with_gaps])
-def test_weights_are_read_as_they_lie(kernel: Any, change: Any) -> None:
-    w = weights(2, 2 * 144, 136)
+def test_weights_are_read_as_they_lie(kernel: Any, change: Any, dtype: torch.dtype) -> None:
+    w = weights(2, 2 * 144, 136, dtype=dtype)
     expected = list(quantize_blockwise(w, 2))
     assert all(map(same_bits, run(kernel, change(w), 2, expected, 1), expected))
 

@@ -1,19 +1,20 @@
-// bf16 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the transposes of
-// both, in one pass over memory. [L, P * I, H]; blocks restart at each of the P planes, so the last block of
-// a plane may be ragged. One CTA a block. Same formula as everywhere (docs/numerics.md), so the bits equal
-// those of megamoe/formats/quantization.py. Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
+// bf16 or fp32 weights -> e4m3 and one fp32 scale per 128 x 128 block, and for a layer that trains the
+// transposes of both, in one pass over memory; or the transposes alone, of e4m3 weights. [L, P * I, H];
+// blocks restart at each of the P planes, so the last block of a plane may be ragged. One CTA a block. Same
+// formula as everywhere (docs/numerics.md), so the bits equal those of megamoe/formats/quantization.py.
+// Below, bf16 rows -> e4m3 and a scale per 1 x 128 group, and back.
 #pragma once
 #include "megamoe/formats/e4m3_group.cuh"
 
 namespace megamoe {
 
 struct QuantizeWeightsArgs {
-    const void* w;                                    // [L, P, I, H] bf16, strided
-    void* q;                                          // [L, P * I, H] e4m3
-    float* scale;                                     // [L, P * ceil(I/128), ceil(H/128)]
-    void* transposed;                                 // [L, P, H, I] e4m3 or null
-    float* transposed_scale;                          // [L, ceil(H/128), P * ceil(I/128)]
-    int planes, rows, columns;                        // P, I, H; multiples of 8, I of 16 with `transposed`
+    const void* w;              // [L, P, I, H], strided
+    void* q;                    // [L, P * I, H] e4m3; of e4m3 weights not used
+    float* scale;               // [L, P * ceil(I/128), ceil(H/128)]; of e4m3 weights read
+    void* transposed;           // [L, P, H, I] e4m3 or null
+    float* transposed_scale;    // [L, ceil(H/128), P * ceil(I/128)]
+    int planes, rows, columns;  // P, I, H; multiples of 8, I of 16 with `transposed`
     int64_t expert_stride, plane_stride, row_stride;  // of w, in elements; multiples of 8
 };
 
@@ -28,11 +29,39 @@ struct QuantizeRowsArgs {
 constexpr int quantize_threads = 256;
 constexpr int quantize_edge = 8;
 
+// Eight weights of a row: their part in the block's maximum, and four of them as e4m3.
 struct alignas(16) Bf16x8 {
+    using Element = uint16_t;
+    static constexpr bool is_quantized = false;
     uint32_t pairs[4];
+    MEGAMOE_DEVICE void join(E4m3Group& group) const {
+        MEGAMOE_UNROLL
+        for (uint32_t pair : pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
+    }
+    MEGAMOE_DEVICE uint32_t quad(int i, float inverse) const {
+        return e4m3_of_bf16(pairs[2 * i], pairs[2 * i + 1], inverse);
+    }
+};
+struct alignas(16) Fp32x8 {
+    using Element = float;
+    static constexpr bool is_quantized = false;
+    float values[8];
+    MEGAMOE_DEVICE void join(E4m3Group& group) const {
+        MEGAMOE_UNROLL
+        for (int i = 0; i < 8; i += 2) group.include(values[i], values[i + 1]);
+    }
+    MEGAMOE_DEVICE uint32_t quad(int i, float inverse) const {
+        const float* v = values + 4 * i;
+        return arch::pack_e4m3x2(v[0] * inverse, v[1] * inverse) |
+               arch::pack_e4m3x2(v[2] * inverse, v[3] * inverse) << 16;
+    }
 };
 struct alignas(8) E4m3x8 {
+    using Element = uint8_t;
+    static constexpr bool is_quantized = true;
     uint32_t quads[2];
+    MEGAMOE_DEVICE void join(E4m3Group&) const {}
+    MEGAMOE_DEVICE uint32_t quad(int i, float) const { return quads[i]; }
 };
 
 // 4 x 4 bytes, transposed.
@@ -55,6 +84,7 @@ struct TurnedBlock {
 };
 
 // gridDim: ceil(H/128), P * ceil(I/128), L
+template <class Eight>
 MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     constexpr int edge = quantize_edge, lanes = scale_group / edge;
     __shared__ E4m3Group s_groups[quantize_threads / 32];
@@ -65,43 +95,43 @@ MEGAMOE_DEVICE void quantize_weights(const QuantizeWeightsArgs& args) {
     int column = blockIdx.x * scale_group + thread % lanes * edge;
     int row0 = block * scale_group + thread / lanes * edge;
     int64_t of_plane = static_cast<int64_t>(blockIdx.z) * args.planes + plane;
-    const auto* w = static_cast<const uint16_t*>(args.w) + blockIdx.z * args.expert_stride +
+    const auto* w = static_cast<const typename Eight::Element*>(args.w) + blockIdx.z * args.expert_stride +
                     plane * args.plane_stride + column;
     auto is_inside = [&](int row) { return row < args.rows && column < args.columns; };
 
-    Bf16x8 v[edge];
+    Eight v[edge];
     E4m3Group group;
     MEGAMOE_UNROLL
     for (int i = 0; i < edge; ++i) {
         int row = row0 + i;
-        v[i] = is_inside(row) ? *reinterpret_cast<const Bf16x8*>(w + row * args.row_stride) : Bf16x8{};
-        MEGAMOE_UNROLL
-        for (uint32_t pair : v[i].pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
+        v[i] = is_inside(row) ? *reinterpret_cast<const Eight*>(w + row * args.row_stride) : Eight{};
+        v[i].join(group);
     }
-    group.join_lanes<32>();
-    if (thread % 32 == 0) s_groups[thread / 32] = group;
-    __syncthreads();
-    MEGAMOE_UNROLL
-    for (int warp = 0; warp < quantize_threads / 32; ++warp) group.include(s_groups[warp]);
-
-    float inverse = group.inverse();
+    float inverse = 0.0f;
+    if constexpr (!Eight::is_quantized) {
+        group.join_lanes<32>();
+        if (thread % 32 == 0) s_groups[thread / 32] = group;
+        __syncthreads();
+        MEGAMOE_UNROLL
+        for (int warp = 0; warp < quantize_threads / 32; ++warp) group.include(s_groups[warp]);
+        inverse = group.inverse();
+    }
     uint32_t quads[2][edge];  // 4 columns, by row
     MEGAMOE_UNROLL
     for (int i = 0; i < edge; ++i) {
         E4m3x8 out;
         MEGAMOE_UNROLL
-        for (int quad = 0; quad < 2; ++quad)
-            out.quads[quad] = quads[quad][i] =
-                e4m3_of_bf16(v[i].pairs[2 * quad], v[i].pairs[2 * quad + 1], inverse);
-        if (!is_inside(row0 + i)) continue;
+        for (int quad = 0; quad < 2; ++quad) out.quads[quad] = quads[quad][i] = v[i].quad(quad, inverse);
+        if (Eight::is_quantized || !is_inside(row0 + i)) continue;
         int64_t at = (of_plane * args.rows + row0 + i) * args.columns + column;
         *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + at) = out;
     }
     if (thread == 0) {
-        int64_t at = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-        args.scale[at * gridDim.x + blockIdx.x] = group.scale();
+        int64_t at = (static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+        float scale = Eight::is_quantized ? args.scale[at] : group.scale();
+        if constexpr (!Eight::is_quantized) args.scale[at] = scale;
         at = static_cast<int64_t>(blockIdx.z) * gridDim.x + blockIdx.x;
-        if (args.transposed != nullptr) args.transposed_scale[at * gridDim.y + blockIdx.y] = group.scale();
+        if (args.transposed != nullptr) args.transposed_scale[at * gridDim.y + blockIdx.y] = scale;
     }
     if (args.transposed == nullptr) return;
 
@@ -157,13 +187,11 @@ MEGAMOE_DEVICE void quantize_rows(const QuantizeRowsArgs& args) {
                    ? *reinterpret_cast<const Bf16x8*>(static_cast<const uint16_t*>(args.x) + place.at)
                    : Bf16x8{};
     E4m3Group group;
-    MEGAMOE_UNROLL
-    for (uint32_t pair : v.pairs) group.include(arch::bf16_lo(pair), arch::bf16_hi(pair));
+    v.join(group);
     group.join_lanes<scale_group / quantize_edge>();
     if (!place.is_inside) return;
     float inverse = group.inverse();
-    E4m3x8 out = {
-        {e4m3_of_bf16(v.pairs[0], v.pairs[1], inverse), e4m3_of_bf16(v.pairs[2], v.pairs[3], inverse)}};
+    E4m3x8 out = {{v.quad(0, inverse), v.quad(1, inverse)}};
     *reinterpret_cast<E4m3x8*>(static_cast<uint8_t*>(args.q) + place.at) = out;
     if (threadIdx.x % (scale_group / quantize_edge) == 0) args.scale[place.group] = group.scale();
 }
