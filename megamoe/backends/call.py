@@ -23,7 +23,7 @@ class Call(NamedTuple):
         x: [T, H] bf16 or, if the precision stores it so, quantized; ranks may differ in this.
         topk_ids: [T, K] int32 or int64. Ids outside [0, E) are dropped.
         topk_weights: [T, K] fp32.
-        weights: This rank's weights in the precision's format; in a backward pass the bf16 masters.
+        weights: This rank's weights in the precision's format; in a backward pass the masters.
         num_tokens_device: [1] int32. Tokens from this number on are not computed.
         out: [T, H] bf16 to write y into.
         known: Validation token. Two calls with the same token have identical shapes, dtypes, strides and weight
@@ -70,7 +70,7 @@ class Needs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Hold gradients; None: not needed. x: [T, H] bf16; topk_weights: [T, K] fp32; w13, w2: bf16; b13, b2: fp32."""
+    """Hold gradients; None: not needed. x: [T, H] bf16; w13, w2: the masters' type; topk_weights, b13, b2: fp32."""
 
     x: Tensor | None = None
     topk_weights: Tensor | None = None
@@ -145,7 +145,7 @@ class Backend(Protocol):
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients of the call that saved `state`, which is not changed. dy: [T, H] bf16, contiguous.
 
-        x is not quantized. Weights are bf16 masters if w13 or w2 need a gradient.
+        x is not quantized. Weights are masters if w13 or w2 need a gradient.
         """
         raise NotImplementedError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ class ExpertWeights:
     the blocks of scales restart at the first row of up.
 
     Args:
-        w13: [L, P*I, H] or [L, P, I, H], bf16 or e4m3. FP4: H/2 in place of H, uint8.
-        w2: [L, H, I], bf16 or e4m3. FP4: I/2 in place of I, uint8.
+        w13: [L, P*I, H] or [L, P, I, H], bf16 or e4m3. Masters of quantized weights may be fp32. FP4: H/2 in place of
+            H, uint8.
+        w2: [L, H, I], as w13. FP4: I/2 in place of I, uint8.
         b13: [L, P*I] or [L, P, I] fp32, any strides (copied in every call unless contiguous). Default: no biases.
         b2: [L, H] fp32. Default: no biases.
         w13_scale: fp32 [L, P*ceil(I/128), ceil(H/128)], with "fp8_channel" [L, P*I, 1]. FP4: uint8 [L, P*ceil(I/128),
@@ -182,18 +184,24 @@ class ExpertWeights:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
-    def validate(self, problem: Problem, device: torch.device | None = None) -> None:
+    def validate(
+        self, problem: Problem, device: torch.device | None = None, masters: bool = False
+    ) -> None:
         """Validate every tensor against a problem.
 
         Args:
             problem: The layer.
             device: Where the tensors must be. Default: the device of w13.
+            masters: True: also accept masters of weights that the problem stores with scales. Default: False.
 
         Raises:
             ArgumentError: A tensor is missing or unexpected, or has a wrong shape, dtype, stride or device.
         """
         have = self.named()
-        expected = expected_weights(problem)
+        wide = masters_of(problem, self.w13) if masters else None
+        expected: dict[str, tuple[tuple[int, ...], Any]] = {**expected_weights(problem, wide)}
+        if wide is not None:
+            expected["w13"] = expected["w13"][0], MASTERS  # w2 has the same one
         for name, (shape, dtype) in expected.items():
             if name not in have:
                 hint = ""
@@ -209,7 +217,7 @@ class ExpertWeights:
             raise ArgumentError(f"weights.{name}", "given", f"None for {_kind(problem)}")
 
     def quantized(self, problem: Problem) -> ExpertWeights:
-        """Quantize bf16 weights to the problem's precision (docs/numerics.md, "Quantization").
+        """Quantize bf16 or fp32 weights to the problem's precision (docs/numerics.md, "Quantization").
 
         Args:
             problem: The layer, with any number of experts.
@@ -320,14 +328,28 @@ def _kind(problem: Problem) -> str:
     return f"precision {problem.precision!r} with bias={problem.bias}"
 
 
-def expected_weights(problem: Problem) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return name -> (shape, dtype) of every tensor that ExpertWeights must have."""
+MASTERS = torch.bfloat16, torch.float32
+
+
+def masters_of(problem: Problem, w13: Tensor) -> torch.dtype | None:
+    """Return the dtype that masters like w13 must have; None for weights in the problem's own format."""
+    if not (problem.formats.w.scaled and w13.dtype.itemsize > 1):
+        return None
+    return w13.dtype if w13.dtype in MASTERS else MASTERS[0]
+
+
+def expected_weights(
+    problem: Problem, masters: torch.dtype | None = None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> (shape, dtype) of every tensor that ExpertWeights must have. masters: of masters in this dtype."""
+    if masters is not None:
+        problem = replace(problem, precision="bf16")
     num, planes = problem.num_local_experts(problem.rank), problem.activation.planes
     h, i = problem.hidden, problem.intermediate
     stored = problem.formats.w
     table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "w13": ((num, planes * i, stored.width(h)), stored.dtype),
-        "w2": ((num, h, stored.width(i)), stored.dtype),
+        "w13": ((num, planes * i, stored.width(h)), masters or stored.dtype),
+        "w2": ((num, h, stored.width(i)), masters or stored.dtype),
     }
     if problem.bias:
         table["b13"] = ((num, planes * i), torch.float32)
@@ -346,7 +368,7 @@ def _check_strided(
     name: str,
     value: object,
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device,
     problem: Problem,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -130,13 +129,11 @@ def checked(
 
 
 def check_weights(problem: Problem, weights: Any, device: torch.device | None) -> None:
-    """Raise ArgumentError unless weights fit the problem: bf16 masters, or as its precision stores them."""
+    """Raise ArgumentError unless weights fit the problem: masters, or as its precision stores them."""
     if not isinstance(weights, ExpertWeights):
         raise ArgumentError("weights", type(weights).__name__, "ExpertWeights")
     if not isinstance(weights.w13, Tensor):
         raise ArgumentError("weights.w13", type(weights.w13).__name__, "a tensor")
     if weights.w13.is_meta:
         raise ArgumentError("weights.w13.device", "meta", "a device with memory")
-    # Masters are wider than what is stored.
-    masters = problem.formats.w.scaled and weights.w13.dtype.itemsize > 1
-    weights.validate(replace(problem, precision="bf16") if masters else problem, device)
+    weights.validate(problem, device, masters=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -26,7 +25,7 @@ from megamoe.experts.placement import ExpertPlacement
 from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
-from megamoe.formats.weights import ExpertWeights, expected_weights
+from megamoe.formats.weights import MASTERS, ExpertWeights, expected_weights
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.nn.initial import draw
@@ -51,7 +50,7 @@ class MegaMoE(nn.Module):
         group: Process group over which the experts are distributed; or a DeviceMesh of one dimension, or of two:
             "hosts", and the ranks of each host. None or "alone": this rank holds all experts.
         precision: "bf16", "fp8" (e4m3, scales per block); for inference only: "fp8_channel" (e4m3, scales per token and
-            channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (FP4 weights with e4m3 or bf16 rows). bf16 masters are
+            channel), "fp8xmxfp4", "bf16xmxfp4", "bf16xnvfp4" (FP4 weights with e4m3 or bf16 rows). Masters are
             quantized once per version. Default: "bf16".
         activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh", "relu2" or an Activation. Default: "swiglu".
         max_tokens: Largest number of tokens per rank and call, equal on all ranks. Default: 8192.
@@ -59,6 +58,8 @@ class MegaMoE(nn.Module):
         backend: "auto", "mega", "staged", "emulate" or "reference". The first call or prepare() creates it. Default:
             "auto".
         device: Device of the parameters. Default: torch's.
+        dtype: Type of w13 and w2: torch.bfloat16 or, if the precision quantizes weights, torch.float32. Default:
+            torch.bfloat16.
         options: An Options record. With a placement, which is for inference,
             parameters are those of this rank's slots, and num_experts and topk_ids are logical: see PlacedLayer and
             move_experts(). Default: Options().
@@ -90,6 +91,7 @@ class MegaMoE(nn.Module):
         bias: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
         options: Options | None = None,
         **given: Any,
     ) -> None:
@@ -112,6 +114,10 @@ class MegaMoE(nn.Module):
                 bias=bias,
             )
             check_device(backend, made, ranks, device)
+            allowed = MASTERS if made.formats.w.scaled else MASTERS[:1]
+            if dtype not in allowed:
+                expected = " or ".join(map(str, allowed)) + f" with precision {precision!r}"
+                raise ConfigError("dtype", dtype, expected)
             return made
 
         placement = given.get("placement", getattr(options, "placement", None))
@@ -123,12 +129,10 @@ class MegaMoE(nn.Module):
         self.place = Place(self.problem, self.group)
         self._warned = False  # that FSDP2 rounds routing weights
         self.averaged = False  # whether average_expert_gradients() took it
-        masters = expected_weights(replace(self.problem, precision="bf16"))
-        shape = {name: entry[0] for name, entry in masters.items()}
-        self.w13 = nn.Parameter(torch.empty(shape["w13"], dtype=torch.bfloat16, device=device))
-        self.w2 = nn.Parameter(torch.empty(shape["w2"], dtype=torch.bfloat16, device=device))
-        for name in ("b13", "b2"):
-            empty = torch.empty(shape[name], dtype=torch.float32, device=device) if bias else None
+        masters = expected_weights(self.problem, dtype)
+        for name in ("w13", "w2", "b13", "b2"):
+            shape, of = masters.get(name, (None, None))
+            empty = None if shape is None else torch.empty(shape, dtype=of, device=device)
             self.register_parameter(name, None if empty is None else nn.Parameter(empty))
         for name in ("w13_scale", "w2_scale"):  # filled by load_..._weights
             self.register_buffer(name, None)
@@ -190,7 +194,7 @@ class MegaMoE(nn.Module):
         )
 
     def expert_weights(self) -> ExpertWeights:
-        """Return the parameters as ExpertWeights: bf16 masters, or the loaded quantized weights."""
+        """Return the parameters as ExpertWeights: masters, or the loaded quantized weights."""
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
@@ -278,7 +282,7 @@ class MegaMoE(nn.Module):
     def load_fp8_weights(
         self, w13: Tensor, w2: Tensor, w13_scale: Tensor, w2_scale: Tensor
     ) -> None:
-        """Replace the bf16 masters by e4m3 weights with fp32 scales per 128x128 block or per channel.
+        """Replace the masters by e4m3 weights with fp32 scales per 128x128 block or per channel.
 
         The tensors are used without a copy. The layer then trains only its input, its routing weights and its biases.
 
@@ -297,7 +301,7 @@ class MegaMoE(nn.Module):
 
     @torch.no_grad()
     def load_mxfp4_weights(self, weights: ExpertWeights) -> None:
-        """Replace the bf16 masters by MXFP4 weights. Biases are copied.
+        """Replace the masters by MXFP4 weights. Biases are copied.
 
         Args:
             weights: Result of ExpertWeights.from_mxfp4().
@@ -309,7 +313,7 @@ class MegaMoE(nn.Module):
 
     @torch.no_grad()
     def load_nvfp4_weights(self, weights: ExpertWeights) -> None:
-        """Replace the bf16 masters by NVFP4 weights. Biases are copied.
+        """Replace the masters by NVFP4 weights. Biases are copied.
 
         Args:
             weights: Result of ExpertWeights.from_nvfp4().
@@ -329,7 +333,7 @@ class MegaMoE(nn.Module):
             own.copy_(given[name].reshape(own.shape))
 
     def _take(self, stored: Format, given: dict[str, Tensor]) -> None:
-        """Take weights of the layer's format in place of bf16 masters."""
+        """Take weights of the layer's format in place of masters."""
         check_taken(self.problem, stored, given)
         for name, tensor in given.items():
             setattr(self, name, tensor if "scale" in name else nn.Parameter(tensor, False))
@@ -373,7 +377,7 @@ class MegaMoE(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
-        """Take this rank's experts out of what is given; let quantized weights replace bf16 masters."""
+        """Take this rank's experts out of what is given; let quantized weights replace masters."""
         check_state(self.problem, state_dict, prefix, self.w13.dtype)
         parameters = {name: getattr(self, name) for name in _NAMES}
         if isinstance(self._layer, PlacedLayer):

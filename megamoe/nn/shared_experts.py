@@ -21,7 +21,7 @@ from megamoe.core.table import SCALE_GROUP
 from megamoe.core.transforms import lasting
 from megamoe.experts.placement import SlotsOfShared
 from megamoe.formats.versions import made_of
-from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights
+from megamoe.formats.weights import ExpertWeights, check_tensor, expected_weights, masters_of
 from megamoe.layer import main_grad
 from megamoe.layer.rows import finite_factor
 
@@ -155,13 +155,19 @@ class SharedExperts:
     def _whole_shapes(self, whole: ExpertWeights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return name -> (shape, dtype) of what parts() is given."""
         n, width = self.count, self.problem.intermediate
-        of_part = replace(self._stored(whole), ep_size=1, rank=0, num_experts=1)
-        stored = of_part.formats.w
-        if stored.scaled and not stored.whole_rows and n > 1 and width % SCALE_GROUP:
+        of_part = replace(self.problem, ep_size=1, rank=0, num_experts=1)
+        stored, masters = of_part.formats.w, masters_of(of_part, whole.w13)
+        if (
+            masters is None
+            and stored.scaled
+            and not stored.whole_rows
+            and n > 1
+            and width % SCALE_GROUP
+        ):
             found = f"of parts of {width}, which end within a block of scales"
             raise ArgumentError("shared.w13", found, "bf16 masters")
         expected = {}
-        for name, ((_, rows, *rest), dtype) in expected_weights(of_part).items():
+        for name, ((_, rows, *rest), dtype) in expected_weights(of_part, masters).items():
             if name in ("w13", "w13_scale", "b13"):
                 shape = (n * rows, *rest)
             elif name == "w2_scale" and stored.whole_rows:
@@ -182,8 +188,7 @@ class SharedExperts:
         Returns:
             ExpertWeights with undefined values.
         """
-        of = replace(self.problem, precision="bf16") if masters else self.problem
-        wanted = expected_weights(of).items()
+        wanted = expected_weights(self.problem, torch.bfloat16 if masters else None).items()
         return ExpertWeights(**{n: torch.empty(s, dtype=d, device=device) for n, (s, d) in wanted})
 
     def split(self, weights: ExpertWeights) -> tuple[ExpertWeights, ExpertWeights]:
@@ -225,8 +230,9 @@ class SharedExperts:
             ArgumentError: The tensors do not belong together.
         """
         _check_kind(routed=routed, shared=shared)
-        problem, device = self._stored(routed), routed.w13.device
-        routed.validate(replace(problem, num_experts=self.routed_problem.num_experts), device)
+        problem, device = self.problem, routed.w13.device
+        of = replace(problem, num_experts=self.routed_problem.num_experts)
+        routed.validate(of, device, masters=True)
         made = {}
         for name, mine in routed.named().items():
             given = theirs = getattr(shared, name)
@@ -256,11 +262,6 @@ class SharedExperts:
         """
         num = self.routed_problem.num_local_experts()
         return replace(statistics, tokens_per_expert=statistics.tokens_per_expert[:num])
-
-    def _stored(self, weights: ExpertWeights) -> Problem:
-        """Return the problem in the format of these weights: its own, or that of bf16 masters."""
-        masters = getattr(weights.w13, "dtype", None) == torch.bfloat16
-        return replace(self.problem, precision="bf16") if masters else self.problem
 
 
 def _check_kind(**given: Any) -> None:

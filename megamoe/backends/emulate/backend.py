@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from megamoe.backends.gathered import Gathered
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, MegaMoEError
-from megamoe.formats.weights import ExpertWeights, check_tensor
+from megamoe.formats.weights import MASTERS, ExpertWeights, check_tensor
 from megamoe.group.group import Group
 from megamoe.group.order import BACKWARD, RECORDED, mark_of
 from megamoe.launch import layout
@@ -92,10 +91,7 @@ class EmulateBackend(Gathered):
     def backward(self, call: Call, dy: Tensor, state: Tensor, wanted: GradRequest) -> Gradients:
         """Return the gradients. Collective."""
         weights, device = call.weights, dy.device
-        masters = weights.w13_scale is None
-        weights.validate(
-            replace(self.problem, precision="bf16") if masters else self.problem, device
-        )
+        weights.validate(self.problem, device, masters=True)
         self._check(call, state, wanted)
 
         def run(everyone: list[Any]) -> list[Any]:
@@ -150,8 +146,8 @@ class EmulateBackend(Gathered):
         check_tensor("state", state, (self.state_bytes,), torch.uint8, device)
         for name in ("w13", "w2"):
             dtype = getattr(call.weights, name).dtype
-            if getattr(wanted.needs, name) and dtype != torch.bfloat16:
-                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
+            if getattr(wanted.needs, name) and dtype not in MASTERS:
+                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16 or fp32, for gradients")
         if transposed is not None:
             transposed.validate(self.problem, device)
 

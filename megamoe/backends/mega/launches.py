@@ -20,7 +20,7 @@ from megamoe.backends.mega.gradients import Targets
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantized import QuantizedRows
-from megamoe.formats.weights import ExpertWeights, TransposedWeights, check_tensor
+from megamoe.formats.weights import MASTERS, ExpertWeights, TransposedWeights, check_tensor
 from megamoe.group.group import Group
 from megamoe.jit import abi, compiler
 from megamoe.jit.grouped import GroupedVariant
@@ -391,8 +391,8 @@ class Backward(Launch):
         self._fresh = None  # until all is filled
         for name in ("w13", "w2"):
             dtype = getattr(call.weights, name).dtype
-            if getattr(wanted.needs, name) and dtype != torch.bfloat16:
-                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16, of what has gradients")
+            if getattr(wanted.needs, name) and dtype not in MASTERS:
+                raise ArgumentError(f"weights.{name}.dtype", dtype, "bf16 or fp32, for gradients")
         targets = Targets.make(call.weights, wanted.needs.of_weights, wanted.into)
         rows = fill_gradients(
             *(self.argument, self._plan, self._encode, targets.tensors),
@@ -409,9 +409,7 @@ class Backward(Launch):
         self, weights: ExpertWeights, w: ExpertWeights, transposed: TransposedWeights | None
     ) -> None:
         """Point at the masters, or in FP8 at what stands in for them."""
-        masters = weights.w13_scale is None
-        of = replace(self.problem, precision="bf16") if masters else self.problem
-        weights.validate(of, self.device)
+        weights.validate(self.problem, self.device, masters=True)
         if transposed is not None:
             transposed = replace(transposed, forward=w)
             transposed.validate(self.problem, self.device)

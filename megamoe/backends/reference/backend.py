@@ -78,6 +78,7 @@ class ReferenceBackend(Gathered):
         *routes, number = State.unpack(self.problem, self.number, state, call.topk_ids)
         (x, _), weights, transposed = call.rows, call.weights, wanted.transposed
         given = weights if transposed is None else transposed.forward
+        wide = bool(wanted.into) or weights.w13.dtype == torch.float32
         everyone = self._gather(BACKWARD, (number, dy, x, *routes, given), x.device)
         numbers, dys, xs, ids, scores, stored = map(list, zip(*everyone, strict=True))
         check_numbers(numbers, self.group.rank, self.group.label)
@@ -87,7 +88,7 @@ class ReferenceBackend(Gathered):
             out = backward(
                 *(self.problem, dys, xs, ids, scores, stored),
                 rounding=self.rounding,
-                dw_dtype=torch.float32 if wanted.into else None,
+                dw_dtype=torch.float32 if wide else None,
                 weight_gradients=self._products,
             )
         masters = {"x": x, "topk_weights": routes[1], **vars(weights)}

@@ -542,12 +542,15 @@ def test_a_layer_is_made_of_memory(backend):
             other.to("meta")(*(t.to("meta") for t in rows))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_masters_of_another_type_are_told_which(dtype):
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp8", torch.float64), ("fp8", torch.float16), ("bf16", torch.float32)],
+)
+def test_masters_of_another_type_are_told_which(precision, dtype):
     i = make_inputs(PROBLEM, 9)
     rows = i.x, i.topk_ids, i.topk_weights
     with pytest.raises(ArgumentError, match=f"w13.dtype is {dtype}, expected torch.bfloat16"):
-        make(precision="fp8").to(dtype)(*rows)
+        make(precision=precision).to(dtype)(*rows)
 
 
 def test_weights_of_lists_are_named_by_prepare():

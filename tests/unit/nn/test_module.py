@@ -149,7 +149,7 @@ def test_prepare_close_and_reopen():
 
 
 def test_bad_options_and_copies():
-    with pytest.raises(ConfigError, match="option is .dtype."):
+    with pytest.raises(ConfigError, match="dtype is torch.float16, expected torch.bfloat16"):
         make(dtype=torch.float16)
     with pytest.raises(ConfigError, match="backend is 'magic'"):
         make(backend="magic").prepare()
