@@ -21,6 +21,7 @@ class Options:
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: from rows that calls stash
         weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
+        transposes: of FP8 weights, for backward: `kept`, one byte per weight, or `made` in each backward pass
         init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`
         window: window to share with other layers; default: the layer creates its own
@@ -41,6 +42,7 @@ class Options:
     accumulate_into_main_grad: bool = False
     delay_wgrad: bool | Literal["keep"] = False
     weight_gradients: Literal["bf16", "e4m3"] = "bf16"
+    transposes: Literal["kept", "made"] = "kept"
     init_seed: int | None = None
     placement: Any = None
     window: Any = None
@@ -72,4 +74,4 @@ class Options:
 
 # What the layer itself reads; the other fields are for backends.
 OF_LAYER = {"routed_scaling_factor", "apply_router_weight_on_input", "accumulate_into_main_grad"}
-OF_LAYER |= {"delay_wgrad", "init_seed", "placement"}
+OF_LAYER |= {"delay_wgrad", "transposes", "init_seed", "placement"}

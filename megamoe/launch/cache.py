@@ -1,11 +1,18 @@
-"""Quantize bf16 parameters, and decide when to quantize them again."""
+"""Quantize masters, and decide when to quantize them again.
+
+masters  ->  w, scale [a layer's]  ->  transposes: kept [a layer's], once per version,
+bf16, fp32   once per version          or made [one buffer per device], in each backward pass
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,6 +40,7 @@ from megamoe.formats.versions import (
     version_of,
 )
 from megamoe.formats.weights import ExpertWeights, TransposedWeights
+from megamoe.launch.launches import launch_order
 from megamoe.launch.passes import Pair, fused_kernels, on_hopper
 
 log = logging.getLogger("megamoe")
@@ -59,6 +67,14 @@ def quantize_weights(
         )
     made = quantize_blockwise(w, planes, out=out)
     return made, transpose_blocks(*made, planes, transposed_out) if transposed else None
+
+
+def transpose_weights(q: Tensor, scale: Tensor, planes: int, out: Pair | None = None) -> Pair:
+    """Do as transpose_blocks(), by the fused kernel on Hopper where there is one."""
+    if on_hopper(q) and q.numel() and (fused := fused_kernels()) is not None:
+        made: Pair = fused.transpose_weights(q, scale, planes, out)
+        return made
+    return transpose_blocks(q, scale, planes, out)
 
 
 def _capturing(w: Tensor) -> bool:
@@ -131,8 +147,37 @@ def _counts(w13: Tensor, w2: Tensor) -> tuple[Any, ...]:
     return storages, places, w13._version, w2._version, steps[0]
 
 
+class _Buffer:
+    """Memory for the transposes of one layer at a time. It lives as long as layers hold it."""
+
+    def __init__(self, device: torch.device, size: int, dtype: torch.dtype) -> None:
+        self.memory = torch.empty(size, dtype=dtype, device=device)
+
+    @staticmethod
+    def of(device: torch.device, size: int, dtype: torch.dtype) -> _Buffer:
+        """Return the buffer of a device if it is large enough, else a new one."""
+        found = _buffers.get(device)
+        if found is None or found.memory.numel() < size:
+            found = _buffers[device] = _Buffer(device, size, dtype)
+        return found
+
+    def transposes(self, forward: ExpertWeights, planes: int) -> TransposedWeights:
+        """Return where the transposes of these weights go. Scales, 4 bytes per block, are the layer's."""
+        num, hidden, intermediate = forward.w2.shape
+        w13 = self.memory[: forward.w13.numel()].view(num, planes, hidden, intermediate)
+        w2 = self.memory[w13.numel() :][: forward.w2.numel()].view(num, 1, intermediate, hidden)
+        assert forward.w13_scale is not None
+        assert forward.w2_scale is not None
+        scales = (s.transpose(1, 2).contiguous() for s in (forward.w13_scale, forward.w2_scale))
+        return TransposedWeights(forward, w13, w2, *scales)
+
+
+_buffers: WeakValueDictionary[torch.device, _Buffer] = WeakValueDictionary()
+_turn = threading.RLock()  # of threads that use them
+
+
 class QuantizedCache:
-    """Quantized copies of bf16 parameters, made once per parameter version and refreshed in place.
+    """Quantized copies of masters, made once per parameter version and refreshed in place.
 
     A version is that of versions.py: at most one quantization per parameter and optimizer step, plus one per write that
     torch counts. Of a layer that trains each
@@ -141,9 +186,16 @@ class QuantizedCache:
     graphs. While a CUDA graph is captured, a parameter that requires a gradient is quantized at every use, so that
     replays follow it; from then on it is quantized at every use outside graphs as well, since a replay changes no
     counter.
+
+    makes: transposes are not kept but made for each backward pass, see _made_for().
     """
 
-    def __init__(self) -> None:
+    def __init__(self, makes: bool = False) -> None:
+        self.makes = makes
+        # Held from transposed() until the launch that reads them is enqueued.
+        self.turn: Any = _turn if makes else nullcontext()
+        self._made: TransposedWeights | None = None
+        self._buffer: _Buffer | None = None  # in which that is
         self._entries: dict[str, _Entry] = {}
         self._seen: _Seen | None = None
         self._turned: tuple[list[Tensor], list[Version], TransposedWeights] | None = None
@@ -172,7 +224,7 @@ class QuantizedCache:
             if counted and entry.version == version:
                 if trains and entry.transposed is None:
                     _refuse_capture(w)
-                    entry.transposed = transpose_blocks(entry.q, entry.scale, planes)
+                    entry.transposed = transpose_weights(entry.q, entry.scale, planes)
                 return entry.q, entry.scale
             if (tuple(entry.q.shape), entry.q.device) == (stored_shape(w, stored), w.device):
                 out, transposed_out = (entry.q, entry.scale), entry.transposed
@@ -187,11 +239,11 @@ class QuantizedCache:
     def weights(
         self, problem: Problem, masters: ExpertWeights, trains: bool = False
     ) -> ExpertWeights:
-        """Return quantized weights of bf16 masters; biases handed through.
+        """Return quantized weights of masters; biases handed through.
 
         trains: transposed() will be asked for their transposes.
         """
-        seen = self._seen
+        seen, trains = self._seen, trains and not self.makes
         if seen is not None and seen.holds(masters, trains):
             return seen.weights
         self._seen = None  # an error may come between the two
@@ -208,7 +260,7 @@ class QuantizedCache:
         return made
 
     def transposed(self, problem: Problem, given: ExpertWeights) -> TransposedWeights:
-        """Return what a backward pass multiplies: of bf16 masters what their forward pass made, biases as given.
+        """Return what a backward pass multiplies: of masters what their forward pass made, biases as given.
 
         Masters of another version than the last forward pass had are quantized again. e4m3 weights are transposed
         once per version, into the same storage; steps of optimizers are no part of that.
@@ -216,17 +268,43 @@ class QuantizedCache:
         then, and they would find garbage.
         """
         if given.w13_scale is not None:
-            return self._turned_of(problem, given)
+            make = self._made_for if self.makes else self._turned_of
+            return make(problem, given)
         seen = self._seen
-        if seen is not None and seen.transposed is not None and seen.holds(given, True):
-            return seen.transposed
-        masters = {"w13": given.w13, "w2": given.w2}
-        for name, w in masters.items():
+        if seen is not None and seen.holds(given, not self.makes):
+            return seen.transposed or self._made_for(problem, seen.weights)
+        for name, w in (("w13", given.w13), ("w2", given.w2)):
             entry = self._entries.get(name)
-            if entry is None or entry.transposed is None or entry.version != version_of(w):
+            lacks = entry is None or (entry.transposed is None and not self.makes)
+            if lacks or entry is None or entry.version != version_of(w):
                 self.weights(problem, given, trains=True)
+        if self.makes:
+            return self._made_for(problem, self._forward(given))
         made = self._copies(given)
         assert made is not None
+        return made
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _made_for(self, problem: Problem, forward: ExpertWeights) -> TransposedWeights:
+        """Write transposes to the buffer that the layers of a device share, for the next launch alone.
+
+        A layer keeps its place in one buffer, also when a larger layer has made another: graphs read that place.
+        """
+        w13, w2, planes, made = forward.w13, forward.w2, problem.activation.planes, self._made
+        assert forward.w13_scale is not None
+        assert forward.w2_scale is not None
+        if made is None or not (_alike(made.forward.w13, w13) and _alike(made.forward.w2, w2)):
+            _refuse_capture(w13)
+            self._buffer = _Buffer.of(w13.device, w13.numel() + w2.numel(), w13.dtype)
+            made = self._buffer.transposes(forward, planes)
+        elif made.forward is not forward:
+            made = replace(made, forward=forward)
+        if w13.is_cuda:  # the last launch may read the buffer, on another stream
+            launch_order(w13.device.index or 0).before_launch()
+        transpose_weights(w13, forward.w13_scale, planes, (made.w13, made.w13_scale))
+        transpose_weights(w2, forward.w2_scale, 1, (made.w2, made.w2_scale))
+        self._made = made
         return made
 
     def _copies(self, given: ExpertWeights) -> TransposedWeights | None:
@@ -234,9 +312,12 @@ class QuantizedCache:
         w13, w2 = self._entries["w13"], self._entries["w2"]
         if w13.transposed is None or w2.transposed is None:
             return None
-        forward = ExpertWeights(w13.q, w2.q, given.b13, given.b2, w13.scale, w2.scale)
         (t13, u13), (t2, u2) = w13.transposed, w2.transposed
-        return TransposedWeights(forward, t13, t2, u13, u2)
+        return TransposedWeights(self._forward(given), t13, t2, u13, u2)
+
+    def _forward(self, given: ExpertWeights) -> ExpertWeights:
+        w13, w2 = self._entries["w13"], self._entries["w2"]
+        return ExpertWeights(w13.q, w2.q, given.b13, given.b2, w13.scale, w2.scale)
 
     def _volatile(self) -> bool:
         return any(entry.volatile for entry in self._entries.values())

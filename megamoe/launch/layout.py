@@ -20,6 +20,7 @@ import torch
 from megamoe.core.config import CHUNK_TOKENS, Problem
 from megamoe.core.errors import ConfigError, WorkspaceTooSmall
 from megamoe.core.table import SCALE_GROUP
+from megamoe.formats.weights import expected_weights
 from megamoe.jit import abi
 from megamoe.jit.source import TILE
 from megamoe.launch import meetings, panels
@@ -375,7 +376,13 @@ def memory_report(
     largest_state = train_state_regions(problem, max(worst, rows)) if trains else {}
     backward = backward_regions(problem, rows, weight_gradients) if trains else {}
     kept = stash_regions(problem, rows, weight_gradients) if trains else {}
+    copies = 0
+    if problem.formats.w.scaled:
+        stored = expected_weights(problem).items()
+        copies = sum(math.prod(s) * d.itemsize for name, (s, d) in stored if name[0] == "w")
     report: dict[str, Any] = {
+        "copies_bytes": copies,
+        "transposes_bytes": copies if trains else 0,
         "window_bytes": total_bytes(window),
         "workspace_bytes": total_bytes(workspace),
         "state_bytes": total_bytes(state),
@@ -396,10 +403,12 @@ def memory_report(
         f"window (symmetric)  {mib['window_bytes']:>14}",
         f"workspace           {mib['workspace_bytes']:>14}, {rows} pool rows (worst case {worst})",
         f"state of a call     {mib['state_bytes']:>14}",
+        f"quantized weights   {mib['copies_bytes']:>14}",
         *_largest(report["regions"]),
     ]
     training = [
         "training adds",
+        f"their transposes    {mib['transposes_bytes']:>14}; with transposes='made' once per device",
         f"backward's workspace{mib['backward_bytes']:>14}",
         f"state of a call     {mib['train_state_bytes']:>14}, {of_call}",
         f"with delay_wgrad='keep', a pass that waits, in place of its state {mib['stash_bytes']}",

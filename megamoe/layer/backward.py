@@ -106,12 +106,13 @@ def _made(
     runtime: Runtime, inputs: Inputs, dy: Tensor, state: Tensor, wanted: GradRequest, known: Any
 ) -> Gradients:
     """Make the gradients, see gradients()."""
-    given = inputs.weights
+    given, dy = inputs.weights, flat(dy)
     if runtime.backend.recomputes:
-        given = runtime.weights(given)
-    else:
+        call = inputs.call(runtime.weights(given), known)
+        return runtime.backend.backward(call, dy, state, wanted)
+    with runtime.cache.turn:
         wanted = wanted._replace(transposed=runtime.transposed(given))
-    return runtime.backend.backward(inputs.call(given, known), flat(dy), state, wanted)
+        return runtime.backend.backward(inputs.call(given, known), dy, state, wanted)
 
 
 def _checked(dy: Tensor | None, x: Tensor) -> Tensor:

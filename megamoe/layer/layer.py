@@ -32,6 +32,7 @@ from megamoe.formats.quantized import QuantizedRows
 from megamoe.formats.weights import ExpertWeights, check_tensor
 from megamoe.group.group import ALONE, Group, RankConfig, Together
 from megamoe.group.hosts import host_name
+from megamoe.launch.cache import QuantizedCache
 from megamoe.layer import main_grad
 from megamoe.layer.autograd import RecordOptions, apply, record, refuse_tangents
 from megamoe.layer.delayed import Delayed
@@ -93,6 +94,8 @@ class Layer:
             if chosen.delay_wgrad not in (False, True, "keep"):
                 expected = "False, True or 'keep'"
                 raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
+            if chosen.transposes not in ("kept", "made"):
+                raise ConfigError("transposes", repr(chosen.transposes), "'kept' or 'made'")
             if chosen.placement is not self.placement:
                 raise ConfigError("placement", "given", "None: such a Layer is a PlacedLayer")
             weighting = Weighting.of(made, chosen)
@@ -396,7 +399,9 @@ class Layer:
                     opening = Opening(call, self._number, over)
                     where = self.problem, self.ranks, weights.w13.device
                     backend = open_backend(self.backend, *where, self._options, opening)
-                    self._runtime = Runtime(self.problem, self.ranks, backend, lock=self._lock)
+                    cache = QuantizedCache(makes=self.options.transposes == "made")
+                    own = self.problem, self.ranks, backend, cache
+                    self._runtime = Runtime(*own, lock=self._lock)
                     self._runtime.mean_over = self._mean_over
                 self._keep(weights)
         self.ranks.met = False  # a call follows

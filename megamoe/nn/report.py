@@ -6,6 +6,7 @@ from typing import Any
 
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
+from megamoe.experts.shards import local_part
 from megamoe.launch import layout
 from megamoe.layer.layer import Layer
 from megamoe.nn.module import MegaMoE
@@ -20,10 +21,12 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
 
     Returns:
         A dict. Inference: window_bytes (symmetric memory; layers may share a window), workspace_bytes (layers of equal
-        sizes that share a window share it), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes).
+        sizes that share a window share it), pool_rows, worst_pool_rows (no launch needs more), regions (name -> bytes),
+        copies_bytes (quantized weights with scales; 0 in BF16), and masters_bytes, of a MegaMoE its w13 and w2.
         Training, 0 if the precision does not train: backward_bytes (a second workspace, shared alike),
         train_state_bytes (per call that waits for its backward pass), train_state_used_bytes (the part used at an even
-        load), train_state_worst_bytes (with a pool for one pass), training_regions. The same as "text" and, in short,
+        load), train_state_worst_bytes (with a pool for one pass), transposes_bytes (of the copies; with
+        transposes="made" once per device), training_regions. The same as "text" and, in short,
         as "line".
 
     Raises:
@@ -36,4 +39,8 @@ def memory_report(of: Problem | Layer | MegaMoE, pool_rows: int | None = None) -
     if not isinstance(layer, Layer):
         raise ConfigError("of", type(of).__name__, "a Problem, a Layer or a MegaMoE")
     rows = layer.pool_rows if pool_rows is None else pool_rows
-    return layout.memory_report(layer.window_problem, rows, layer.options.weight_gradients)
+    found = layout.memory_report(layer.window_problem, rows, layer.options.weight_gradients)
+    if isinstance(of, MegaMoE):
+        found["masters_bytes"] = sum(local_part(w)[0].nbytes for w in (of.w13, of.w2))
+        found["text"] += f"\nw13 and w2          {found['masters_bytes'] / 2**20:>10.1f} MiB"
+    return found

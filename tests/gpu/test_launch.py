@@ -29,9 +29,10 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "planes"), [((3, 512, 256), 2), ((2, 2 * 144, 272), 2), ((5, 48, 4112), 1)]
 )
-def test_quantized_weights_have_torchs_bits(shape, planes):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quantized_weights_have_torchs_bits(shape, planes, dtype):
     torch.manual_seed(0)
-    w = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).bfloat16()
+    w = torch.randn(shape, device="cuda").mul_(torch.rand(shape, device="cuda") * 3).to(dtype)
     w[0, :16, :16] = 0
     w[-1, -1] = 1e-30
     (q, scale), none = quantize_weights(w, planes)
@@ -47,6 +48,10 @@ def test_quantized_weights_have_torchs_bits(shape, planes):
         assert torch.equal(again[1], scale)
         assert torch.equal(transposed[0].view(torch.uint8), expected[0].view(torch.uint8))
         assert torch.equal(transposed[1], expected[1])
+    for place in (None, places[1]):
+        alone = quantize.transpose_weights(q, scale, planes, place)
+        assert torch.equal(alone[0].view(torch.uint8), expected[0].view(torch.uint8))
+        assert torch.equal(alone[1], expected[1])
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (300, 272), (8192, 7168), (0, 256)])
