@@ -38,10 +38,12 @@ from megamoe.nn.module import MegaMoE  # noqa: E402
 from megamoe.nn.report import memory_report  # noqa: E402
 from megamoe.nn.shared_experts import SharedExperts  # noqa: E402
 from megamoe.nn.training import (  # noqa: E402
+    after_step,
     average_expert_gradients,
     clip_grad_norm_,
     grad_norm,
     ignore_experts_in_ddp,
+    quantize_experts,
 )
 
 from megamoe import ops as ops  # noqa: E402  isort: skip
@@ -75,6 +77,7 @@ __all__ = [
     "WindowBroken",
     "WorkspaceTooSmall",
     "__version__",
+    "after_step",
     "activation_by_name",
     "average_expert_gradients",
     "clip_grad_norm_",
@@ -82,4 +85,5 @@ __all__ = [
     "ignore_experts_in_ddp",
     "invalidate",
     "memory_report",
+    "quantize_experts",
 ]

@@ -192,6 +192,9 @@ class QuantizedCache:
 
     def __init__(self, makes: bool = False) -> None:
         self.makes = makes
+        self.follows = (
+            False  # masters are quantized behind each write, so graphs need not do it at each use
+        )
         # Held from transposed() until the launch that reads them is enqueued.
         self.turn: Any = _turn if makes else nullcontext()
         self._made: TransposedWeights | None = None
@@ -215,7 +218,8 @@ class QuantizedCache:
         trains: their transposes are needed too, from now on.
         """
         version = version_of(w)
-        captured, unseen = trained(w) and _capturing(w), _uncounted(w, version)
+        captured = trained(w) and not self.follows and _capturing(w)
+        unseen = _uncounted(w, version)
         entry, volatile = self._entries.get(name), captured
         out = transposed_out = None
         if entry is not None:
@@ -255,7 +259,8 @@ class QuantizedCache:
             not t.is_inference() and origin_of(t) is None for t in (w13, w2)
         )
         if counted:
-            asks, transposed = trained(w13) or trained(w2), self._copies(masters)
+            asks = (trained(w13) or trained(w2)) and not self.follows
+            transposed = self._copies(masters)
             self._seen = _Seen(w13, w2, _counts(w13, w2), asks, made, transposed)
         return made
 

@@ -120,6 +120,7 @@ class Layer:
         self._elsewhere = self.accumulate_into_main_grad or self._delayed is not None
         self._runtime: Runtime | None = None
         self._mean_over = 1
+        self._follows = False  # see quantize()
         self._signatures = Signatures()
         self._lock = Turns()  # of threads that call
         self._adjusts = self._weighting != Weighting()  # whether _adjusted() changes a call
@@ -403,6 +404,7 @@ class Layer:
                     own = self.problem, self.ranks, backend, cache
                     self._runtime = Runtime(*own, lock=self._lock)
                     self._runtime.mean_over = self._mean_over
+                    cache.follows = self._follows
                 self._keep(weights)
         self.ranks.met = False  # a call follows
 
@@ -444,6 +446,26 @@ class Layer:
         """Quantize again at the next call, after writes that torch does not count; see megamoe.invalidate()."""
         if self._runtime is not None:
             self._runtime.cache.invalidate()
+
+    def quantize(self, weights: ExpertWeights, follows: bool = False) -> None:
+        """Quantize masters now if they changed since the last call, as the next call would. Not collective.
+
+        A layer that is not open does nothing.
+
+        Args:
+            weights: This rank's experts.
+            follows: True: from now on, this call follows every write to the weights. CUDA graphs then do not quantize
+                at each call that they contain. Default: False.
+
+        Raises:
+            ArgumentError: A tensor does not fit the problem.
+        """
+        check_weights(self.problem, weights, None)
+        self._follows |= follows
+        if self._runtime is not None:
+            with self._runtime.lock:
+                self._runtime.cache.follows = self._follows
+                self._runtime.weights(weights)
 
     def check(self) -> None:
         """Wait for the device, and raise the error of a failed launch if there is one."""

@@ -453,6 +453,18 @@ class MegaMoE(nn.Module):
             expected = f"None where {call} is called: the layer's tensors are slots, not experts"
             raise ConfigError("placement", "given", expected)
 
+    def quantize_experts(self, follows: bool = False) -> None:
+        """Do as megamoe.quantize_experts(), for this layer.
+
+        Args:
+            follows: As for Layer.quantize(). Default: False.
+        """
+        whole = not is_dtensor(self.w13) or (
+            self.place.distributed and len(self.w13.to_local()) == self.problem.num_local_experts()
+        )
+        if whole:  # not FSDP2's shards
+            self._layer.quantize(self.expert_weights(), follows)
+
     def invalidate(self) -> None:
         """Quantize again at the next call, after writes that torch does not count; see megamoe.invalidate()."""
         self._layer.invalidate()

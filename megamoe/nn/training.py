@@ -6,6 +6,7 @@ averages and optimizer states that assume equal ranks are wrong for experts. doc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import is_dtensor
+from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.tensors import is_fsdp
 from megamoe.group.group import Group
 from megamoe.nn.module import MegaMoE
@@ -189,6 +192,63 @@ def ignore_experts_in_ddp(model: nn.Module) -> list[str]:
         ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     return names
+
+
+@torch.no_grad()
+def quantize_experts(model: nn.Module) -> None:
+    """Quantize the experts of all FP8 layers of `model` now if they were written, instead of at the next call.
+
+    No call is needed for correct results: layers notice steps and writes. Not collective, except where Megatron still
+    gathers parameters. FSDP2's shards and layers without a call yet are left alone.
+
+    Args:
+        model: The model.
+    """
+    _quantize(_model(model))
+
+
+def _quantize(model: nn.Module, follows: bool = False) -> None:
+    for module in model.modules():
+        quantize = getattr(type(module), "quantize_experts", None)  # of adapters' modules, too
+        if quantize is not None:
+            quantize(module, follows)
+
+
+def after_step(optimizer: Optimizer, model: nn.Module) -> None:
+    """Quantize the experts of `model` behind every step of `optimizer`, by torch's hook for optimizers.
+
+    A layer would do the same at its next call. But a CUDA graph quantizes in each call that it contains, unless it
+    knows that the step does: call this before the capture, for each optimizer of the experts. Then other writes between
+    replays need quantize_experts().
+
+    Args:
+        optimizer: A torch.optim.Optimizer, or accelerate's, that holds experts of `model`. After the step() of other
+            optimizers, such as Megatron's, call quantize_experts().
+        model: The model.
+
+    Raises:
+        ArgumentError: `optimizer` is something else, or holds no experts of `model`.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's
+    expected = "a torch.optim.Optimizer; call quantize_experts(model) after the step() of others"
+    if not isinstance(optimizer, Optimizer) or not isinstance(inner, Optimizer):
+        raise ArgumentError("optimizer", type(optimizer).__name__, expected)
+    held = {id(p) for group in inner.param_groups for p in group["params"]}
+    layers = [module for module in _model(model).modules() if isinstance(module, MegaMoE)]
+    if not any(id(p) in held for layer in layers for p in (layer.w13, layer.w2)):
+        raise ArgumentError("optimizer", "one without experts of the model", expected)
+    steps, of = weakref.ref(inner), weakref.ref(model)
+
+    @uncompiled("quantizing is not traced")
+    @torch.no_grad()
+    def quantize(stepped: Optimizer, *_: Any) -> None:
+        net = of()
+        if net is not None and stepped is steps():
+            _quantize(net, follows=True)
+
+    # Of all optimizers: these hooks run in order, and the first one counts the step.
+    handle = register_optimizer_step_post_hook(quantize)
+    weakref.finalize(inner, handle.remove)
 
 
 def _check_not_sharded(layer: MegaMoE) -> None:

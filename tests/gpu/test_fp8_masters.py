@@ -1,0 +1,106 @@
+"""fp32 masters and made transposes on a GPU: bits, streams, graphs."""
+
+import pytest
+import torch
+
+import megamoe
+from megamoe.testing.compare import same_bits
+
+pytestmark = pytest.mark.gpu
+
+
+def make(seed=0, **options):
+    return megamoe.MegaMoE(
+        *(512, 256, 8, 2), max_tokens=256, precision="fp8", backend="mega", device="cuda",
+        init_seed=seed, **options,
+    )  # fmt: skip
+
+
+def batch():
+    x = torch.randn(256, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    scores = torch.randn(256, 8, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+    weights, ids = scores.softmax(-1).topk(2)
+    return x.bfloat16().requires_grad_(), ids, weights
+
+
+def trained(layers, steps=3):
+    optimizer = torch.optim.AdamW(
+        [p for layer in layers for p in layer.parameters()], lr=1e-3, fused=True, capturable=True
+    )
+    for layer in layers:
+        megamoe.after_step(optimizer, layer)
+    x, ids, weights = batch()
+    for _ in range(steps):
+        x.grad = None
+        optimizer.zero_grad()
+        y = x
+        for layer in layers:
+            y = layer(y, ids, weights)
+        y.float().square().mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    found = [y.detach(), x.grad]
+    return found + [t for layer in layers for p in layer.parameters() for t in (p.grad, p.data)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_made_transposes_have_the_bits_of_kept_ones(dtype):
+    runs = [
+        trained([make(i, dtype=dtype, transposes=way) for i in range(2)])
+        for way in ("kept", "made")
+    ]
+    assert all(map(same_bits, *runs))
+
+
+def test_layers_on_two_streams_share_the_buffer():
+    """Each waits until the other's launch has read it."""
+    layers = [make(i, transposes="made") for i in range(2)]
+    alone = [trained([make(i, transposes="kept")], steps=1) for i in range(2)]
+    streams = [torch.cuda.Stream() for _ in layers]
+    for layer in layers:
+        trained([layer], steps=1)
+        layer.zero_grad()
+    layers = [make(i, transposes="made") for i in range(2)]
+    outs = []
+    for layer, stream in zip(layers, streams, strict=True):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            x, ids, weights = batch()
+            outs.append((layer(x, ids, weights).float().square().mean(), x))
+    for (loss, _), stream in zip(outs, streams, strict=True):
+        with torch.cuda.stream(stream):
+            loss.backward()
+    torch.cuda.synchronize()
+    for (_, x), (_, expected, *_) in zip(outs, alone, strict=True):
+        assert same_bits(x.grad, expected)
+
+
+@pytest.mark.parametrize("way", ["kept", "made"])
+def test_a_graph_of_a_step_follows_fp32_masters(way):
+    eager, graphed = make(dtype=torch.float32, transposes=way), None
+    expected = trained([eager], steps=6)
+    graphed = make(dtype=torch.float32, transposes=way)
+    optimizer = torch.optim.AdamW(graphed.parameters(), lr=1e-3, fused=True, capturable=True)
+    megamoe.after_step(optimizer, graphed)
+    x, ids, weights = batch()
+
+    def step():
+        x.grad = None
+        optimizer.zero_grad()
+        graphed(x, ids, weights).float().square().mean().backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(graphed.w13.data, expected[3])
+    assert same_bits(graphed.w2.data, expected[5])
