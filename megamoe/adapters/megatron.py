@@ -49,6 +49,7 @@ from megamoe.adapters.megatron_experts import (
 )
 from megamoe.core.config import Problem
 from megamoe.core.errors import ConfigError
+from megamoe.formats.weights import ExpertWeights
 from megamoe.group.group import Group, RankConfig
 
 
@@ -155,13 +156,25 @@ class MegaMoELayer(LibraryModule, MoELayer, metaclass=_EqualToItsBase):
         with together(layer):
             routed = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
             x, topk_ids, topk_weights = routed
-            await_parameters(self.experts)
-            adding = layer.accumulate_into_main_grad
-            reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
-            weights = weights_of(self.experts, adding=adding, **reads)
+            weights = self._weights(layer)
         if self._descending:
             topk_ids = turned_ids(topk_ids, self.num_local_experts)
         return layer(x, topk_ids, topk_weights, weights), None
+
+    def _weights(self, layer: LibraryLayer) -> ExpertWeights:
+        await_parameters(self.experts)
+        adding = layer.accumulate_into_main_grad
+        reads = {"descending": self._descending, "copies": self._problem.formats.w.scaled}
+        return weights_of(self.experts, adding=adding, **reads)
+
+    def quantize_experts(self, follows: bool = False) -> None:
+        """Do as megamoe.quantize_experts(), for this layer. It waits for parameters that Megatron still gathers.
+
+        Args:
+            follows: As for megamoe.Layer.quantize(). Default: False.
+        """
+        if self._layer is not None:
+            self._layer.quantize(self._weights(self._layer), follows)
 
     def _open(self, device: torch.device) -> LibraryLayer:
         group = None if self._problem.ep_size == 1 else self.ep_group

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pages import programs
 
+import megamoe
 from megamoe.core.config import ACTIVATIONS, Activation
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.layer import main_grad
@@ -402,6 +403,60 @@ def test_megatrons_ddp_finds_all_gradients(sharded, overlap, fused, delay):
     for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
         assert q.grad is None
         assert_close(q.main_grad, 2 * p.grad.float(), relative=0.06, name=name)
+
+
+class MainParameters:
+    """Do what Megatron's distributed optimizer does, which needs GPUs, to the buffers of its DDP.
+
+    fp32 main parameters are stepped by torch and copied to the model's, which are gathered at once or by the hooks of
+    the next forward pass.
+    """
+
+    def __init__(self, ddp):
+        self.ddp, self.buffers = ddp, [*ddp.buffers, *ddp.expert_parallel_buffers]
+        self.mains = [torch.nn.Parameter(b.param_data.detach().float()) for b in self.buffers]
+        self.inner = torch.optim.AdamW(self.mains, lr=1e-2, fused=True)
+
+    @torch.no_grad()
+    def step(self):
+        for main, buffer in zip(self.mains, self.buffers, strict=True):
+            main.grad = buffer.grad_data.float()
+        self.inner.step()
+        for main, buffer in zip(self.mains, self.buffers, strict=True):
+            buffer.param_data.copy_(main)
+        if not self.ddp.ddp_config.overlap_param_gather:
+            self.ddp.start_param_sync()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_main_parameters_are_followed_once_a_step(at_once, overlap):
+    ours = model_of(True, {"precision": "fp8"})
+    options = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, **options)
+    ddp = DistributedDataParallel(ours.config, config, ours)
+    optimizer, steps, of_calls = MainParameters(ddp), [], []
+    with watched() as seen:
+        for _ in range(3):
+            before = seen["q"]
+            for micro in range(2):
+                losses_of(ddp, micro).mean().backward()
+            ddp.finish_grad_sync()
+            of_calls.append(seen["q"] - before)
+            weight = ours.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight
+            old, before = weight.detach().clone(), seen["q"]
+            optimizer.step()
+            assert not torch.equal(old, weight)
+            if at_once:
+                megamoe.quantize_experts(ddp)
+            steps.append(seen["q"] - before)
+            ddp.zero_grad_buffer()
+    due = 2 * len(ours.decoder.layers)
+    assert seen["stale"] == 0
+    assert steps == ([due] * 3 if at_once else [0] * 3)
+    assert of_calls == ([due, 0, 0] if at_once else [due] * 3)
+    with pytest.raises(ArgumentError, match="quantize_experts"):
+        megamoe.after_step(optimizer.inner, ddp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
