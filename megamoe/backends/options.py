@@ -21,7 +21,7 @@ class Options:
         accumulate_into_main_grad: add gradients of w13, w2 to `main_grad` (Megatron)
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: from rows that calls stash
         weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
-        transposes: of FP8 weights, for backward: `kept`, one byte per weight, or `made` in each backward pass
+        transposes: of FP8 weights: `kept` by the layer, or `made` in each backward pass
         init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`
         window: window to share with other layers; default: the layer creates its own
