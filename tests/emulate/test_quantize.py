@@ -110,6 +110,28 @@ def test_bits_are_those_of_the_formula(
     assert all(map(same_bits, found, transposes))
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_the_host_fills_the_launch_that_transposes(
+    kernel: Any, placed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, scale = quantize_blockwise(weights(2, 2 * 144, 272), 2)
+    expected, found = transpose_blocks(q, scale, 2), []
+
+    def launch(entry: str, device: Any, grid: tuple[int, int, int], args: Any) -> None:
+        report = ctypes.create_string_buffer(1 << 12)
+        given = (ctypes.c_uint * 3)(*grid)
+        end = ctypes.c_uint64(3), report, ctypes.c_size_t(1 << 12)
+        assert kernel.transpose(ctypes.byref(args), given, *end) == 0, report.value.decode()
+        found.append(entry)
+
+    monkeypatch.setattr(quantize, "_launch", launch)
+    out = tuple(torch.zeros_like(t) for t in expected) if placed else None
+    made = quantize.transpose_weights(q, scale, 2, out)
+    assert out is None or made[0] is out[0]
+    assert all(map(same_bits, made, expected))
+    assert found == ["megamoe_transpose_weights"]
+
+
 def test_fp32_weights_are_not_rounded_to_bf16_first(kernel: Any) -> None:
     w = weights(2, 144, 136, dtype=torch.float32)
     expected = list(quantize_blockwise(w))

@@ -56,12 +56,7 @@ def test_layers_on_two_streams_share_the_buffer():
     """Each waits until the other's launch has read it."""
     layers = [make(i, transposes="made") for i in range(2)]
     alone = [trained([make(i, transposes="kept")], steps=1) for i in range(2)]
-    streams = [torch.cuda.Stream() for _ in layers]
-    for layer in layers:
-        trained([layer], steps=1)
-        layer.zero_grad()
-    layers = [make(i, transposes="made") for i in range(2)]
-    outs = []
+    streams, outs = [torch.cuda.Stream() for _ in layers], []
     for layer, stream in zip(layers, streams, strict=True):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -77,8 +72,7 @@ def test_layers_on_two_streams_share_the_buffer():
 
 @pytest.mark.parametrize("way", ["kept", "made"])
 def test_a_graph_of_a_step_follows_fp32_masters(way):
-    eager, graphed = make(dtype=torch.float32, transposes=way), None
-    expected = trained([eager], steps=6)
+    expected = trained([make(dtype=torch.float32, transposes=way)], steps=6)
     graphed = make(dtype=torch.float32, transposes=way)
     optimizer = torch.optim.AdamW(graphed.parameters(), lr=1e-3, fused=True, capturable=True)
     megamoe.after_step(optimizer, graphed)

@@ -4,11 +4,15 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import megamoe
 from megamoe.backends import reference as oracle
 from megamoe.backends.reference.quant import quantize_experts
 from megamoe.core.errors import ArgumentError, ConfigError
+from megamoe.testing import launch
 from megamoe.testing.compare import same_bits
 
 SHAPE = {"hidden": 144, "intermediate": 48, "num_experts": 4, "top_k": 2, "max_tokens": 32}
@@ -150,3 +154,25 @@ def test_both_matrices_have_one_type():
     weights = megamoe.ExpertWeights(layer.w13.data, layer.w2.data.bfloat16())
     with pytest.raises(ArgumentError, match=r"weights.w2.dtype.*bfloat16.*float32"):
         megamoe.Layer(layer.problem, backend="reference")(*batch()[:3], weights)
+
+
+def over_two_ranks(rank, folder):
+    layer = make(group=dist.group.WORLD)
+    trained(layer)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    optimizer.step()
+    model, optim = get_state_dict(layer, optimizer)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=folder)
+    alone = make(init_seed=4)
+    other = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    model, optim = get_state_dict(alone, other)
+    dcp.load({"model": model, "optim": optim}, checkpoint_id=folder)
+    set_state_dict(alone, other, model_state_dict=model, optim_state_dict=optim)
+    mine = slice(2 * rank, 2 * rank + 2)
+    moments = optimizer.state[layer.w2]["exp_avg"], other.state[alone.w2]["exp_avg"][mine]
+    return same_bits(layer.w13.data, alone.w13.data[mine]), same_bits(*moments), alone.w13.dtype
+
+
+def test_checkpoints_of_two_ranks_carry_them(tmp_path):
+    found = launch(over_two_ranks, 2, str(tmp_path / "checkpoint"), timeout_s=100)
+    assert found == [(True, True, torch.float32)] * 2
