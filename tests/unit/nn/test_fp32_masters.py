@@ -80,9 +80,11 @@ def test_gradients_have_the_bits_of_a_main_grad():
     assert adding.w13.grad is None
 
 
+@pytest.mark.parametrize("products", ["bf16", "e4m3"])
 @pytest.mark.parametrize("how", [True, "keep"])
-def test_delayed_gradients_have_the_same_bits(how):
-    plain, late = make("emulate"), make("emulate", delay_wgrad=how)
+def test_delayed_gradients_have_the_same_bits(how, products):
+    options = {"weight_gradients": products}
+    plain, late = make("emulate", **options), make("emulate", delay_wgrad=how, **options)
     trained(plain)
     trained(late)
     late.backward_dw()
