@@ -22,6 +22,7 @@ class Options:
         delay_wgrad: weight gradients in `backward_dw()`; `"keep"`: from rows that calls stash
         weight_gradients: what they multiply: `bf16`, or `e4m3` (FP8)
         transposes: of FP8 weights: `kept` by the layer, or `made` in each backward pass
+        gathers: what FSDP2 gathers of an FP8 layer: `masters`, or `e4m3` with scales
         init_seed: draw experts by seed and global expert, by torch version; default: torch's generator
         placement: redundant experts, for inference: which expert each slot holds, see `PlacedLayer`
         window: window to share with other layers; default: the layer creates its own
@@ -43,6 +44,7 @@ class Options:
     delay_wgrad: bool | Literal["keep"] = False
     weight_gradients: Literal["bf16", "e4m3"] = "bf16"
     transposes: Literal["kept", "made"] = "kept"
+    gathers: Literal["masters", "e4m3"] = "masters"
     init_seed: int | None = None
     placement: Any = None
     window: Any = None
@@ -74,4 +76,4 @@ class Options:
 
 # What the layer itself reads; the other fields are for backends.
 OF_LAYER = {"routed_scaling_factor", "apply_router_weight_on_input", "accumulate_into_main_grad"}
-OF_LAYER |= {"delay_wgrad", "transposes", "init_seed", "placement"}
+OF_LAYER |= {"delay_wgrad", "transposes", "gathers", "init_seed", "placement"}

@@ -250,6 +250,8 @@ class QuantizedCache:
         seen, trains = self._seen, trains and not self.makes
         if seen is not None and seen.holds(masters, trains):
             return seen.weights
+        if (gathered := _gathered(masters)) is not None:
+            return gathered
         self._seen = None  # an error may come between the two
         w13, w2, stored = masters.w13, masters.w2, problem.formats.w
         q13, s13 = self.get("w13", w13, problem.activation.planes, stored, trains)
@@ -272,12 +274,13 @@ class QuantizedCache:
         Raises MegaMoEError while a graph is captured that would have to make what other calls find here: nothing runs
         then, and they would find garbage.
         """
-        if given.w13_scale is not None:
-            make = self._made_for if self.makes else self._turned_of
-            return make(problem, given)
         seen = self._seen
         if seen is not None and seen.holds(given, not self.makes):
             return seen.transposed or self._made_for(problem, seen.weights)
+        given = _gathered(given) or given
+        if given.w13_scale is not None:
+            make = self._made_for if self.makes else self._turned_of
+            return make(problem, given)
         for name, w in (("w13", given.w13), ("w2", given.w2)):
             entry = self._entries.get(name)
             lacks = entry is None or (entry.transposed is None and not self.makes)
@@ -350,6 +353,15 @@ class QuantizedCache:
             self._turned = [], [], self._turned[2]
         for entry in self._entries.values():
             entry.version = None
+
+
+def _gathered(masters: ExpertWeights) -> ExpertWeights | None:
+    """Return what stands behind parameters that FSDP2 gathered in e4m3, see gathered.py; None for others."""
+    of13: Pair | None = getattr(masters.w13, "_megamoe_gathered", None)
+    of2: Pair | None = getattr(masters.w2, "_megamoe_gathered", None)
+    if of13 is None or of2 is None:
+        return None
+    return ExpertWeights(of13[0], of2[0], masters.b13, masters.b2, of13[1], of2[1])
 
 
 def _refuse_capture(w: Tensor) -> None:

@@ -25,6 +25,7 @@ from megamoe.backends.select import (
 from megamoe.backends.statistics import Statistics
 from megamoe.core.config import Problem
 from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
+from megamoe.core.table import E4M3_BLOCKS
 from megamoe.core.transforms import faked, lasting
 from megamoe.core.uncompiled import uncompiled
 from megamoe.experts.placement import ExpertPlacement
@@ -94,6 +95,9 @@ class Layer:
             if chosen.delay_wgrad not in (False, True, "keep"):
                 expected = "False, True or 'keep'"
                 raise ConfigError("delay_wgrad", repr(chosen.delay_wgrad), expected)
+            if chosen.gathers not in ("masters", *["e4m3"] * (made.formats.w == E4M3_BLOCKS)):
+                expected = "'masters', or 'e4m3' with precision 'fp8'"
+                raise ConfigError("gathers", repr(chosen.gathers), expected)
             if chosen.transposes not in ("kept", "made"):
                 raise ConfigError("transposes", repr(chosen.transposes), "'kept' or 'made'")
             if chosen.placement is not self.placement:
@@ -400,7 +404,8 @@ class Layer:
                     opening = Opening(call, self._number, over)
                     where = self.problem, self.ranks, weights.w13.device
                     backend = open_backend(self.backend, *where, self._options, opening)
-                    cache = QuantizedCache(makes=self.options.transposes == "made")
+                    makes = self.options.transposes == "made" or self.options.gathers == "e4m3"
+                    cache = QuantizedCache(makes)
                     own = self.problem, self.ranks, backend, cache
                     self._runtime = Runtime(*own, lock=self._lock)
                     self._runtime.mean_over = self._mean_over

@@ -26,6 +26,7 @@ from megamoe.experts.shards import Place, distributed, read, write
 from megamoe.experts.tensors import is_fsdp
 from megamoe.formats.quantized import keeping
 from megamoe.formats.weights import MASTERS, ExpertWeights, expected_weights
+from megamoe.launch.gathered import Shards, plain
 from megamoe.layer.layer import Layer
 from megamoe.layer.placed import PlacedLayer
 from megamoe.nn.initial import draw
@@ -127,6 +128,10 @@ class MegaMoE(nn.Module):
         self._init_seed = self._layer.options.init_seed
         self._delays = self._layer.options.delay_wgrad
         self.place = Place(self.problem, self.group)
+        self._shards: Shards | None = None
+        if self._layer.options.gathers == "e4m3":
+            planes = {"w13": self.problem.activation.planes, "w2": 1}
+            self._shards = Shards(self.problem.formats.w, planes)
         self._warned = False  # that FSDP2 rounds routing weights
         self.averaged = False  # whether average_expert_gradients() took it
         masters = expected_weights(self.problem, dtype)
@@ -198,7 +203,7 @@ class MegaMoE(nn.Module):
         b13 = None if self.b13 is None else self.b13.float()  # model.to(bf16) casts biases too
         b2 = None if self.b2 is None else self.b2.float()
         given = {"w13": self.w13, "w2": self.w2, "b13": b13, "b2": b2}
-        whole = {n: self.place.whole(n, t) for n, t in given.items() if t is not None}
+        whole = {n: plain(self.place.whole(n, t)) for n, t in given.items() if t is not None}
         return ExpertWeights(**whole, w13_scale=self.w13_scale, w2_scale=self.w2_scale)
 
     def _raise_on_all(self, error: Exception, call: str) -> NoReturn:
@@ -254,6 +259,8 @@ class MegaMoE(nn.Module):
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: bool) -> None:
         self.__dict__["_sharded"] = value
+        if self._shards is not None:
+            self._shards.attach(self)
         for p in self.parameters():
             self.place.rows(p)
             if self.averaged and is_dtensor(p):
@@ -343,6 +350,8 @@ class MegaMoE(nn.Module):
         """Move and cast; weights that were loaded quantized keep their types, as integers do, and their scales."""
         loaded = [getattr(self, n) for n in QUANTIZED] if self.w13_scale is not None else []
         super()._apply(keeping(loaded, fn), recurse)
+        if self._shards is not None and self._is_fsdp_managed_module:
+            self._shards.attach(self)
         self.invalidate()  # which lets go of what the parameters were
         return self
 
@@ -467,6 +476,8 @@ class MegaMoE(nn.Module):
 
     def invalidate(self) -> None:
         """Quantize again at the next call, after writes that torch does not count; see megamoe.invalidate()."""
+        if self._shards is not None:
+            self._shards.cache.invalidate()
         self._layer.invalidate()
 
     def close(self) -> None:
