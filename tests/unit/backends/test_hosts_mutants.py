@@ -42,7 +42,7 @@ MUTANTS = {
     "weight gradients of the last chunk only": (
         "exact", "sums[name] = made[name] = gradient", "made[name] = gradient"),
     "ids of chunks in another order": (
-        "exact", "return _turned(found, [*zip(*receive, strict=True)])", "return found"),
+        "exact", "return _swap_levels(found, [*zip(*receive, strict=True)])", "return found"),
     "d_topk_weights of one host only": (
         "exact", "= self._summed(plan, padded)",
         "= self._summed(plan, padded) * (self.planner.host == 0)"),
