@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from bench.gemms import grouped_mm as grouped
 from bench.gemms import scaled_mm
@@ -18,7 +19,6 @@ from bench.tables import header, write_table
 from bench.timing import Contender, Timer, modes_of
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
-from megamoe.formats.quantization import quantize_tokens
 from megamoe.testing.shapes import SHAPES
 
 FAMILY = {"swiglu": "swiglu", "geglu": "geglu", "srelu": "relu2"}
@@ -90,15 +90,14 @@ def family(name: str, args: argparse.Namespace) -> list[Case]:
     act, act_gradient = apply, gradient
     if args.compile:
         act, act_gradient = torch.compile(apply), torch.compile(gradient)
-    options: dict[str, Any] = {"activation": activation}
-    _, gu = ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options)
+    _, gu = ops.grouped_mm_act(x, w.mT, activation, offs=offs, return_pre=True)
     forward = contenders(
-        lambda _: ops.grouped_mm_swiglu(x, w, offs, save_pre_activation=True, **options),
-        lambda _: act(name, grouped(x, w.transpose(1, 2), offs)),
+        lambda _: ops.grouped_mm_act(x, w.mT, activation, offs=offs, return_pre=True),
+        lambda _: act(name, grouped(x, w.mT, offs)),
     )
     backward = contenders(
-        lambda _: ops.grouped_mm_dswiglu(x, w2, gu, offs, **options),
-        lambda _: act_gradient(name, gu.flatten(1), grouped(x, w2, offs)),
+        lambda _: ops.grouped_mm_dact(x, w2, gu, activation, offs=offs),
+        lambda _: act_gradient(name, gu, grouped(x, w2, offs)),
     )
     flops = 2.0 * total * k
     return [Case(name, flops * args.n, forward), Case(f"d{name}", flops * width, backward)]
@@ -114,7 +113,7 @@ def wgrad(args: argparse.Namespace) -> list[Case]:
     num, rows = args.experts_of_family, args.rows
     offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
     a, b = rand(num * rows, args.n), rand(num * rows, args.k)
-    made, theirs = partial(ops.grouped_mm_wgrad, a, b, offs), partial(grouped, a.T, b, offs)
+    made, theirs = partial(ops.grouped_mm, a.T, b, offs=offs), partial(grouped, a.T, b, offs)
     return [Case("wgrad", 2.0 * num * rows * args.n * args.k, alone(made, theirs))]
 
 
@@ -122,11 +121,13 @@ def channel(args: argparse.Namespace) -> list[Case]:
     """Return the product of the family in e4m3, by token and channel."""
     num, rows = args.experts_of_family, args.rows
     offs = torch.arange(1, num + 1, device=DEVICE, dtype=torch.int32) * rows
-    x, of_rows = quantize_tokens(rand(num * rows, args.k))
-    w, of_columns = ops.quantize_weights(rand(num, args.n, args.k), by_channel=True)
-    matrices, by_block = w.transpose(1, 2), ops.scales_by_block(of_rows, offs)
-    ours = partial(ops.grouped_mm, x, matrices, offs, scales=(by_block, of_columns))
-    theirs = partial(scaled_mm, x, matrices, (of_rows, of_columns), offs)
+    rows_in, recipe = rand(num * rows, args.k), ScalingType.RowWise
+    w, of_columns = ops.quantize(rand(num, args.k, args.n), recipe)
+    x, by_block = ops.quantize(rows_in, recipe, offs=offs)
+    _, of_rows = ops.quantize(rows_in, recipe)
+    scales = by_block, recipe, of_columns, recipe
+    ours = partial(ops.scaled_grouped_mm, x, w, *scales, offs=offs)
+    theirs = partial(scaled_mm, x, w, (of_rows[:, None], of_columns[..., None]), offs)
     return [Case("channel", 2.0 * num * rows * args.n * args.k, alone(ours, theirs))]
 
 
@@ -147,10 +148,11 @@ def model_wgrad(name: str, args: argparse.Namespace) -> Iterator[Case]:
         a, b = rand(num * rows, n1), rand(num * rows, n2)
         out = torch.zeros(num, n1, n2, device=DEVICE)
         case, flops = f"wgrad-{name} {rows} {matrix}", 2.0 * num * rows * n1 * n2
-        made = partial(ops.grouped_mm_wgrad, a, b, offs)
+        made = partial(ops.grouped_mm, a.T, b, offs=offs)
+        adds = partial(ops.grouped_mm_wgrad, a.T, b, out=out, offs=offs)
         theirs = partial(grouped, a.T, b, offs)
         yield Case(case, flops, alone(made, theirs))
-        yield Case(f"{case} +=", flops, alone(partial(made, out=out), partial(add, out, theirs)))
+        yield Case(f"{case} +=", flops, alone(adds, partial(add, out, theirs)))
 
 
 def gpt_oss(args: argparse.Namespace) -> list[Case]:
@@ -179,7 +181,8 @@ def gpt_oss(args: argparse.Namespace) -> list[Case]:
 
     def ours(_: Any) -> Tensor:
         x, w13, w2, *biases = leaves
-        return ops.grouped_mlp(x, w13, w2, offs, *biases, activation=act)
+        given = dict(zip(("b_up", "b_down"), biases, strict=False))
+        return ops.grouped_mlp(x, w13.mT, w2.mT, act, offs=offs, **given)
 
     def theirs(_: Any) -> Tensor:
         x, w13, w2, *biases = leaves

@@ -9,15 +9,15 @@ from megamoe.jit.source import ACTIVATIONS, TILE
 
 _BF16, _E4M3 = "Bf16Rows, Bf16Weights", "E4m3Rows, E4m3Weights"
 _TOKENS, _CHANNELS = (f"E4m3{rows}Rows, E4m3ChannelWeights" for rows in ("Token", ""))
+_COLUMNS = "Bf16Columns, Bf16Columns"
 _STASHED = {
-    "": "Bf16Columns, Bf16Columns, StashedWeightsKind",
+    "": f"{_COLUMNS}, StashedWeightsKind",
     "e4m3-": f"{_E4M3}, StashedE4m3Kind",
 }
 # -> its layer type; those with {} are of an activation
 PRODUCTS = {
     "product": f"GroupedProduct<{TILE}, {_BF16}>",
     "product-columns": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns>",
-    "product-planes": f"GroupedProduct<{TILE}, Bf16Rows, Bf16Columns, 2>",
     "product-e4m3": f"GroupedProduct<{TILE}, {_E4M3}>",
     "product-e4m3-tokens": f"GroupedProduct<{TILE}, {_TOKENS}>",
     "product-e4m3-channels": f"GroupedProduct<{TILE}, {_CHANNELS}>",
@@ -29,10 +29,10 @@ PRODUCTS = {
     "activation-e4m3-tokens-quantizes": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, E4m3Rows>",
     "saving": f"GroupedSaving<{TILE}, {{}}>",
     "gradient": f"GroupedGradient<{TILE}, {{}}>",
-    "weights": f"GroupedWeightGradient<{TILE}>",
+    "weights": f"GroupedWeightGradients<{TILE}, 1, {_COLUMNS}, GroupedWeightsKind>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
     **{
-        f"kept-{name}{planes}": f"StashedWeightGradients<{TILE}, {planes}, {of}>"
+        f"kept-{name}{planes}": f"GroupedWeightGradients<{TILE}, {planes}, {of}>"
         for name, of in _STASHED.items()
         for planes in (1, 2)
     },

@@ -71,8 +71,8 @@ class Gemm:
                 args.pool_rows = scale.shape[1]
         row = Row(
             "gemm1",
-            a=[_rows(t) for t in _planes(x)],
-            b=_k_major(w) if by_k(w) else _n_major(w.transpose(2, 3)),
+            a=[_rows(x)],
+            b=_matrices(w, HALF) if by_k(w) else _matrices(w.transpose(2, 3)),
             out=[_ragged(t) for t in _planes(self.out)],
             a_scale=address_of(x_scale),
             b_scale=address_of(w_scale),
@@ -106,12 +106,12 @@ class Outer:
         args.num_local_experts = out.shape[0]
         own.ends, own.num_rows = address_of(self.offs), self.a.shape[0]
         own.dw_bytes, own.accumulate = size, self.accumulate
-        set_map(own.tails_b, encode(*_n_major(self.tails[1][None, None])))
+        set_map(own.tails_b, encode(*_matrices(self.tails[1][None, None])))
         row = Row(
             "dw13",
             a=[_rows(self.a), _rows(self.tails[0])],
-            b=_n_major(self.b[None, None]),
-            out=[Map(*_place(out.unsqueeze(1)), box(size, rank=4), size)],
+            b=_matrices(self.b[None, None]),
+            out=[_matrices(out.unsqueeze(1))],
             bias=address_of(self.sums),
             m=out.shape[1],
             n=out.shape[2],
@@ -149,15 +149,12 @@ def _ragged(t: Tensor) -> Map:
     return Map(_base(t) - ROWS * row, dims, (row, row, row), box(size, rank=4), size)
 
 
-def _place(w: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return _base(w), tuple(w.shape[::-1]), map_strides(w)
-
-
-def _k_major(w: Tensor) -> Map:
-    """w: [E, P, N, K]."""
-    return Map(*_place(w), box(w.element_size(), HALF, 4), w.element_size())
-
-
-def _n_major(w: Tensor) -> Map:
-    """w: [E, P, K, N]."""
-    return Map(*_place(w), box(w.element_size(), rank=4), w.element_size())
+def _matrices(w: Tensor, rows: int = ROWS) -> Map:
+    """w: [E, P, R, C]; boxes of so many rows."""
+    return Map(
+        _base(w),
+        tuple(w.shape[::-1]),
+        map_strides(w),
+        box(w.element_size(), rows, 4),
+        w.element_size(),
+    )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from megamoe.backends.call import shares
 from megamoe.core import transforms
-from megamoe.core.config import MAX_LOCAL_EXPERTS
+from megamoe.core.config import MAX_LOCAL_EXPERTS, Activation
 from megamoe.core.errors import ArgumentError
 from megamoe.core.planes import (
     STRIDE_BYTES,
-    by_plane,
     check_kind,
     check_memory,
     check_strides,
@@ -22,9 +22,10 @@ from megamoe.core.planes import (
 )
 from megamoe.core.uncompiled import uncompiled
 from megamoe.formats.quantization import E4M3, num_groups
-from megamoe.ops.scales import by_block as scales_by_block
-from megamoe.ops.scales import num_places
+from megamoe.ops.operands import split
+from megamoe.ops.scales import by_block, num_places
 
+Placed = tuple[Tensor | None, Tensor | None, bool]
 MAX_ROWS = (1 << 31) - 256
 MAX_WIDTH = 1 << 24
 
@@ -35,7 +36,10 @@ def refuse(name: str, value: object, expected: str) -> None:
     raise ArgumentError(name, value, expected)
 
 
-_OPTIONAL = ("bias", "b13", "b2", "out")
+_OPTIONAL = ("bias", "b_up", "b_down")
+_ROWS, _GROUPS = ScalingType.RowWise, ScalingType.BlockWise1x128
+_BLOCKS = ScalingType.BlockWise128x128
+_PAIRS = (_GROUPS, _BLOCKS), (_ROWS, _ROWS), (_GROUPS, _ROWS)  # recipes of rows and weights
 
 
 def check_given(**given: Any) -> None:
@@ -89,20 +93,23 @@ def check_weights(name: str, w: Tensor, x: Tensor) -> None:
     check_place(name, w)
 
 
-def check_planes(name: str, w: Tensor, planes: int, x: Tensor, width: int) -> Tensor:
-    """w: [E, P*I, H] or [E, P, I, H] bf16, H contiguous and `width` -> [E, P, I, H]."""
-    of = f"[experts, {planes} * I, {width}] or [experts, {planes}, I, {width}]"
-    joined = w.dim() == 3 and w.shape[1] % planes == 0
-    apart = w.dim() == 4 and w.shape[1] == planes
-    if not (joined or apart) or w.shape[-1] != width:
-        refuse(f"{name}.shape", list(w.shape), of)
-    w = by_plane(w, planes)
-    _check_type(name, w, x, x.dtype)
-    check_experts(name, w.shape[0])
-    _check_width(f"{name}.shape", w.shape[2], w)
-    check_strides(name, w)
-    check_place(name, w)
-    return w
+def planes_of(
+    name: str, w: Tensor, bias: Tensor | None, planes: int, alternate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """w: [E, H, P*I], checked, bias: [E, P*I] -> w [E, P, I, H], a view, and the bias by plane [E, P*I]."""
+    unit = planes * STRIDE_BYTES // w.element_size()
+    if w.shape[2] % unit:
+        refuse(f"{name}.shape", list(w.shape), f"[experts, H, a multiple of {unit}]: gate and up")
+    if bias is not None:
+        bias = split(bias, planes, alternate).flatten(1)
+    return split(w.transpose(1, 2), planes, alternate), bias
+
+
+def alternates(glu: object, act: Activation) -> bool:
+    """Return True if gate and up columns alternate; False if they are halves, or not gated."""
+    if glu not in ("halves", "interleaved"):
+        refuse("glu", repr(glu), "'halves' or 'interleaved': blocks of columns are not supported")
+    return act.gated and glu == "interleaved"
 
 
 def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
@@ -123,65 +130,118 @@ def check_offs(offs: Tensor | None, num_experts: int, x: Tensor) -> None:
 
 def num_ends(offs: Tensor | None, x: Tensor) -> int:
     """Return the number of experts E, which `offs` determines."""
-    num = offs.numel() if isinstance(offs, Tensor) else 1
-    check_experts("offs", num)
+    check_experts("offs", num := offs.numel() if isinstance(offs, Tensor) else 1)
     check_offs(offs, num, x)
     return num
 
 
-def check_bias(
-    name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor, planes: int = 1
-) -> None:
-    """bias: [E, width], or by plane [E, P, width / P], fp32 or bf16."""
+def check_bias(name: str, bias: Tensor | None, num_experts: int, width: int, x: Tensor) -> None:
+    """bias: [E, width], fp32 or bf16."""
     if bias is None:
         return
     _check_type(name, bias, x, torch.float32, torch.bfloat16)
-    apart = (num_experts, planes, width // planes)
-    if tuple(bias.shape) not in ((num_experts, width), apart):
-        expected = f"[{num_experts}, {width}]" + (f" or {list(apart)}" if planes > 1 else "")
-        refuse(f"{name}.shape", list(bias.shape), expected)
+    if tuple(bias.shape) != (num_experts, width):
+        refuse(f"{name}.shape", list(bias.shape), f"[{num_experts}, {width}]")
 
 
-def is_dynamic(scales: object) -> bool:
-    """Return True if the call quantizes its operands."""
-    if isinstance(scales, str) and scales != "dynamic":
-        refuse("scales", repr(scales), "two tensors, 'dynamic' or None")
-    return isinstance(scales, str)
+class Given(NamedTuple):
+    """Hold the operands of a product: x [M, K], w [E, K, N], whose columns are `planes` that may alternate."""
+
+    x: Tensor
+    w: Tensor
+    offs: Tensor | None
+    bias: Tensor | None
+    planes: int = 1
+    alternate: bool = False
+    names: tuple[str, str, str] = ("mat_a", "mat_b", "bias")
+    of_product: bool = True  # alone, without an activation
+
+    def check(self, scales: tuple[Any, ...], recipe: object = None) -> Placed:
+        """Return the scales of x by block and of w [E, P, N, K], and whether the call makes both.
+
+        scales: of x, its recipe, of w, its recipe, or empty.
+        """
+        x, w, (of_x, of_w, of_bias) = self.x, self.w, self.names
+        if recipe not in (None, "blockwise") or (recipe is not None and scales):
+            refuse("recipe", repr(recipe), "'blockwise' or None, and None with scales")
+        if scales:  # no kernel has an activation behind the last pair
+            scale_a, recipe_a, scale_b, recipe_b = scales
+            recipes, known = (recipe_a, recipe_b), _PAIRS if self.of_product else _PAIRS[:2]
+            check_choice("(scale_recipe_a, scale_recipe_b)", recipes, known)
+        check_rows(of_x, x, dtype=E4M3 if scales else torch.bfloat16)
+        check_weights(of_w, w, x)
+        num, k, width = w.shape
+        if k != x.shape[1]:
+            refuse(f"{of_w}.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
+        check_offs(self.offs, num, x)
+        check_bias(of_bias, self.bias, num, width, x)
+        if recipe is not None and (k % STRIDE_BYTES or width // self.planes % STRIDE_BYTES):
+            # of copies in e4m3, the transposed ones too
+            refuse(f"{of_w}.shape", list(w.shape), f"widths that are multiples of {STRIDE_BYTES}")
+        if not scales:
+            return None, None, recipe is not None
+        return *self._placed(scale_a, scale_b, recipes), False
+
+    def _placed(self, a: Any, b: Any, recipes: Any) -> tuple[Tensor, Tensor]:
+        """Return scales as kernels read them."""
+        (num, k, width), rows, planes = self.w.shape, self.x.shape[0], self.planes
+        groups, places = num_groups(k), num_places(rows, num)
+        blocks, by_row = recipes[1] == _BLOCKS, recipes[0] == _ROWS
+        if blocks and self.alternate:
+            refuse("glu", "'interleaved'", "'halves': blocks of 128 x 128 would mix gate and up")
+        of_blocks = (num, groups, planes * num_groups(width // planes))
+        _check_scales("scale_b", b, (of_blocks if blocks else (num, width),), self.x)
+        shapes = ((rows,), (1, places)) if by_row else ((rows, groups), (groups, places))
+        _check_scales("scale_a", a, shapes, self.x)
+        if tuple(a.shape) == shapes[0]:
+            a = by_block(a.reshape(rows, -1), self.offs, num)
+        b = b.transpose(1, 2) if blocks else split(b, planes, self.alternate).reshape(num, -1, 1)
+        a, b = a.contiguous(), b.contiguous()
+        check_place("scale_a", a)
+        check_place("scale_b", b)
+        return a, b
 
 
-def type_of(scales: object) -> torch.dtype:
-    """Return the dtype that operands must have for this value of `scales`."""
-    return torch.bfloat16 if scales is None or is_dynamic(scales) else E4M3
+def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Raise ArgumentError unless the value, a dtype, a recipe or a pair of recipes, is known."""
+    if value not in known:
+        found = _text(value)
+        why = ": NVFP4's and MXFP8's scales have no meaning on Hopper, whose MMAs take none"
+        small = "BlockWise1x16" in found or "BlockWise1x32" in found
+        refuse(name, found, " or ".join(map(_text, known)) + why * small)
 
 
-def check_quantizable(name: str, w: Tensor, scales: object) -> None:
-    """w: [E, ..., N, K] bf16, whose copies in e4m3, the transposed ones too, have rows of 16-byte units."""
-    if is_dynamic(scales) and any(width % STRIDE_BYTES for width in w.shape[-2:]):
-        refuse(f"{name}.shape", list(w.shape), f"widths that are multiples of {STRIDE_BYTES}")
+def _text(recipe: Any) -> str:
+    if isinstance(recipe, tuple):
+        return f"({', '.join(map(_text, recipe))})"
+    return str(getattr(recipe, "name", recipe))
 
 
-def check_operands(
-    scales: Any, x: Tensor, offs: Tensor | None, sizes: tuple[int, ...], grouped: bool = True
-) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Return scales of x [M, K] by block and of w [E, P, N, K], and whether the call makes both. sizes: E, P, N.
+def check_quantized(x: Tensor, recipe: object, offs: Tensor | None, glu: object) -> None:
+    """x: rows [M, K] or weights [E, K, N]."""
+    rows = x.dim() == 2
+    if x.dim() not in (2, 3) or 0 in x.shape[1:] or (rows and x.shape[1] % 16):
+        refuse("x.shape", list(x.shape), "rows [M, a multiple of 16] or weights [experts, K, N]")
+    types = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    _check_type("x", x, None, *types[: 3 if rows else 4])
+    check_choice("recipe", recipe, (_GROUPS if rows else _BLOCKS, _ROWS))
+    if offs is not None and not rows:
+        refuse("offs", "given", "None with weights")
+    if glu is not None and (glu != "halves" or recipe != _BLOCKS or x.shape[-1] % 2):
+        refuse("glu", repr(glu), "None, or 'halves' with BlockWise128x128 and even columns")
 
-    grouped: may rows beside weights by channel have scales of groups of columns? They have one a row else.
-    """
-    if scales is None or is_dynamic(scales):
-        return None, None, scales is not None
-    if not isinstance(scales, tuple | list) or len(scales) != 2:
-        refuse("scales", type(scales).__name__, "two tensors: of rows, of weights")
-    (of_rows, of_weights), (num, planes, height) = scales, sizes
-    rows, groups, places = x.shape[0], num_groups(x.shape[1]), num_places(x.shape[0], num)
-    blocks, channels = (num, planes * num_groups(height), groups), (num, planes * height, 1)
-    _check_scales("scales[1]", of_weights, (blocks, channels), x)
-    shapes: tuple[tuple[int, ...], ...] = ((groups, places),)
-    if tuple(of_weights.shape) == channels:
-        shapes = (1, places), (rows, 1), (rows,), *(shapes if grouped else ())
-    _check_scales("scales[0]", of_rows, shapes, x)
-    if of_rows.shape[-1] != places:
-        of_rows = scales_by_block(of_rows.reshape(rows, 1), offs, num)
-    return of_rows, of_weights, False
+
+def outer(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """mat_a: [N1, M], mat_b: [M, N2] -> both as rows [M, N], and the number of experts E, which `offs` determines."""
+    a, b = by_row(mat_a.mT if mat_a.dim() == 2 else mat_a), by_row(mat_b)
+    check_rows("mat_a.mT", a)
+    check_rows("mat_b", b, a)
+    return a, b, num_ends(offs, a)
+
+
+def by_row(t: Tensor) -> Tensor:
+    """t: [M, N] -> itself, or a copy if it is not contiguous in N."""
+    return t.contiguous() if t.dim() == 2 and t.stride(1) != 1 else t
 
 
 def check_experts(name: str, num_experts: int) -> None:
@@ -198,23 +258,20 @@ def check_place(name: str, t: Tensor) -> None:
 def _check_scales(
     name: str, scale: Tensor | None, shapes: Sequence[tuple[int, ...]], like: Tensor
 ) -> None:
-    """scale: of one of these shapes, fp32, contiguous, 16-byte aligned."""
+    """scale: of one of these shapes, fp32."""
 
     # Not made unless it is said: dynamic sizes of torch.compile have no text.
     def expected() -> str:
-        return " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        return " or ".join(str(list(shape)) for shape in shapes)
 
     if not isinstance(scale, Tensor):
         refuse(name, scale, f"scales {expected()} of e4m3")
         return
-    _check_type(name, scale, like, torch.float32)
     check_kind(name, scale)
+    check_memory(name, scale)
+    _check_type(name, scale, like, torch.float32)
     if tuple(scale.shape) not in shapes:
         refuse(f"{name}.shape", list(scale.shape), expected())
-    if not scale.is_contiguous():
-        refuse(f"{name}.stride()", scale.stride(), "those of a contiguous tensor")
-    check_place(name, scale)
-    check_memory(name, scale)
 
 
 def _check_type(name: str, t: Tensor, like: Tensor | None, *types: torch.dtype) -> None:

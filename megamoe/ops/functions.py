@@ -1,223 +1,250 @@
-"""Define the functions of megamoe.ops: they validate their arguments and call the operators."""
+"""Define the functions of megamoe.ops: they validate their arguments and call the operators.
+
+Every weight is [E, in, out], as mat_b of torch's grouped_mm. The operators have [E, P, out, in] instead, as the layer.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
 
 from megamoe.core.config import Activation, activation_by_name
 from megamoe.formats import quantization
 from megamoe.ops import checks, gradients, operators
-from megamoe.ops.operands import rows_by_block
+from megamoe.ops.checks import Given
+from megamoe.ops.operands import join, split
 from megamoe.ops.scales import by_block
 
-Scales = tuple[Tensor, Tensor] | Literal["dynamic"]
+Glu = Literal["halves", "interleaved"]
+Recipe = Literal["blockwise"]
+Scales = tuple[
+    Tensor, ScalingType, Tensor, ScalingType
+]  # torch's scale_a, scale_recipe_a, scale_b, scale_recipe_b
 gradients.register()
 
 
 def grouped_mm(
-    x: Tensor,
-    w: Tensor,
+    mat_a: Tensor,
+    mat_b: Tensor,
+    *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
+    recipe: Recipe | None = None,
 ) -> Tensor:
-    """Multiply each row by the matrix of its expert; differentiable unless x and w are e4m3.
+    """Multiply each row by the matrix of its group, as torch.nn.functional.grouped_mm does.
 
     Args:
-        x: [M, K] bf16, rows sorted by expert; e4m3 with two scales. K is a multiple of 8 (e4m3: 16).
-        w: [E, K, N] of x's dtype, contiguous in K (a transposed [E, N, K]) or in N; e4m3: in K. N is a multiple of 8
-            (e4m3: 16).
-        offs: [E] int32, the end of each expert's rows, ascending, as for torch's grouped_mm. The last may be less than
-            M. Default: one expert has all rows.
+        mat_a: [M, K] bf16, rows sorted by group; or [N1, M] next to a 2-D mat_b. K and N1 are multiples of 8. A
+            transposed mat_a is copied, and so is an [N1, M] that is not transposed rows.
+        mat_b: [E, K, N] bf16, contiguous in K or in N; differentiable. Or [M, N2]: the result is mat_a mat_b over the M
+            of each group, a weight gradient; its own derivative raises an error. N and N2 are multiples of 8.
+        offs: [E] int32, the end of each group's rows, ascending. The last may be less than M. Default: one group has
+            all rows.
         bias: [E, N] fp32 or bf16. Default: no bias.
-        scales: None: bf16. "dynamic": quantize bf16 x and w to FP8 in this call (docs/ops.md). Two tensors: the scales
-            of e4m3 x and w. Those of x are by block (quantize_rows(), scales_by_block()); those of w are [E,
-            ceil(N/128), ceil(K/128)] fp32, or by channel [E, N, 1], and then x may have one scale per row, by block,
-            [M] or [M, 1]. Default: None.
+        out_dtype: bf16, or of two 2-D operands fp32. Default: bf16.
+        recipe: "blockwise": quantize both operands to FP8 in this call (docs/ops.md). Default: None, bf16.
+
+    Returns:
+        [M, N], zeros in rows after offs[-1]; or [E, N1, N2], zeros for a group without rows.
+
+    Raises:
+        ArgumentError: A tensor has a wrong shape, dtype, stride, alignment or device.
+    """
+    checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
+    types = None, torch.bfloat16, torch.float32
+    checks.check_choice("out_dtype", out_dtype, types if mat_b.dim() == 2 else types[:2])
+    if mat_b.dim() == 2:
+        if bias is not None or recipe is not None:
+            checks.refuse("mat_b.shape", list(mat_b.shape), "[experts, K, N] beside bias or recipe")
+        a, b, num = checks.outer(mat_a, mat_b, offs)
+        fp32 = out_dtype == torch.float32
+        made: Tensor = operators.grouped_wgrad(a, b, offs, num, fp32, False)[0]
+        return made
+    return _product(Given(mat_a, mat_b, offs, bias), (), recipe)
+
+
+def scaled_grouped_mm(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    scale_a: Tensor,
+    scale_recipe_a: ScalingType,
+    scale_b: Tensor,
+    scale_recipe_b: ScalingType,
+    swizzle_a: SwizzleType | None = None,
+    swizzle_b: SwizzleType | None = None,
+    bias: Tensor | None = None,
+    offs: Tensor | None = None,
+    output_dtype: torch.dtype | None = torch.bfloat16,
+    contraction_dim: tuple[int, ...] = (),
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Multiply rows by the matrix of their group in FP8, as torch.nn.functional.scaled_grouped_mm does.
+
+    Recipes: (BlockWise1x128, BlockWise128x128), (RowWise, RowWise), (BlockWise1x128, RowWise). Not differentiable.
+
+    Args:
+        mat_a: [M, K] e4m3, rows sorted by group. K is a multiple of 16.
+        mat_b: [E, K, N] e4m3, contiguous in K. N is a multiple of 16.
+        scale_a: fp32 [M, ceil(K/128)] (RowWise: [M]), moved in each call to where the kernel reads it; or as quantize()
+            with offs and grouped_mm_act() return it, where it stays.
+        scale_recipe_a: The ScalingType of scale_a.
+        scale_b: fp32 [E, ceil(K/128), ceil(N/128)] (RowWise: [E, N]), copied unless its transpose is contiguous.
+        scale_recipe_b: The ScalingType of scale_b.
+        swizzle_a: None or NO_SWIZZLE.
+        swizzle_b: None or NO_SWIZZLE.
+        bias: [E, N] fp32 or bf16. Default: no bias.
+        offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        output_dtype: bf16. Default: bf16.
+        contraction_dim: Empty.
+        use_fast_accum: Changes nothing: the recipe alone decides how products are summed (docs/numerics.md).
 
     Returns:
         [M, N] bf16. Rows after offs[-1] are zeros.
 
     Raises:
-        ArgumentError: A tensor has a wrong shape, dtype, stride, alignment or device.
+        ArgumentError: A tensor or recipe is invalid.
     """
-    checks.check_mode(x=x, w=w, bias=bias)
-    checks.check_rows("x", x, dtype=checks.type_of(scales))
-    checks.check_weights("w", w, x)
-    if w.shape[1] != x.shape[1]:
-        checks.refuse("w.shape", list(w.shape), f"[experts, {x.shape[1]}, N]")
-    checks.check_quantizable("w", w, scales)
-    return _product(x, w, offs, bias, scales)
+    checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
+    checks.check_choice("swizzle_a", swizzle_a, (None, SwizzleType.NO_SWIZZLE))
+    checks.check_choice("swizzle_b", swizzle_b, (None, SwizzleType.NO_SWIZZLE))
+    checks.check_choice("output_dtype", output_dtype, (None, torch.bfloat16))
+    checks.check_choice("contraction_dim", contraction_dim, ((), []))
+    scales = scale_a, scale_recipe_a, scale_b, scale_recipe_b
+    return _product(Given(mat_a, mat_b, offs, bias), scales)
 
 
-def grouped_mm_swiglu(
-    x: Tensor,
-    w_up: Tensor,
+def grouped_mm_act(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    activation: str | Activation = "swiglu",
+    *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    activation: str | Activation = "swiglu",
-    save_pre_activation: bool = False,
-    scales: Scales | None = None,
-    quantize: bool = False,
+    glu: Glu = "halves",
+    return_pre: bool = False,
+    scales: Scales | tuple[()] = (),
+    output_dtype: torch.dtype = torch.bfloat16,
+    recipe: Recipe | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Multiply each row by the gate and up projection of its expert and apply the activation; differentiable.
+    """Multiply each row by the gate and up projection of its group and apply the activation; differentiable.
 
     Args:
-        x: [M, H] bf16, rows sorted by expert; e4m3 with two scales. H is a multiple of 8 (e4m3: 16).
-        w_up: [E, 2*I, H], gate rows and then up rows, or [E, 2, I, H] with any strides that TMA can read. Without the 2
-            if the activation is not gated. I is a multiple of 8.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
-        bias: [E, 2*I] or [E, 2, I], fp32 or bf16. Default: no bias.
+        mat_a: [M, H] bf16, rows sorted by group; e4m3 with scales. H is a multiple of 8 (e4m3: 16).
+        mat_b: [E, H, 2*I] of mat_a's dtype, or [E, H, I] if the activation is not gated. I is a multiple of 8. The
+            kernel reads it contiguous in H; one contiguous in 2*I is copied in each call.
         activation: A name or an Activation. Default: "swiglu".
-        save_pre_activation: True: also return the pre-activations; not with scales or quantize. Default: False.
-        scales: None, "dynamic", or the scales of e4m3 x and w_up, see grouped_mm(). Those of w_up are [E,
-            2*ceil(I/128), ceil(H/128)], or by channel [E, 2*I, 1], and then x has one scale per row. Default: None.
-        quantize: True: quantize h to e4m3 in groups of 128 columns, for grouped_mm_downproj(); not differentiable, and
-            I is a multiple of 16. Default: False.
+        offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        bias: [E, 2*I] fp32 or bf16, in the order of mat_b's columns. Default: no bias.
+        glu: Where gate and up lie in mat_b's columns. "halves": gate columns, then up columns. "interleaved": g0 u0 g1
+            u1, as in GPT-OSS. Default: "halves".
+        return_pre: True: also return the pre-activations; in bf16 alone. Default: False.
+        scales: scale_a, scale_recipe_a, scale_b, scale_recipe_b of scaled_grouped_mm(), if any RowWise for both.
+            Blocks restart at the first up column: [E, ceil(H/128), 2*ceil(I/128)], with "halves" alone. RowWise
+            scales are in the order of mat_b's columns. Default: none, bf16.
+        output_dtype: bf16, or e4m3: quantize h in groups of 128 columns for scaled_grouped_mm(); not differentiable,
+            and I is a multiple of 16. Default: bf16.
+        recipe: "blockwise": quantize both operands to FP8 in this call. Default: None.
 
     Returns:
-        h [M, I] bf16. With save_pre_activation: h and the pre-activations [M, 2, I] bf16, bias included. With quantize:
-        h as e4m3 and its scales by block. Rows after offs[-1] are zeros.
+        h [M, I] bf16. With return_pre: h and the pre-activations [M, 2*I] bf16, bias included, in the order of mat_b's
+        columns ("interleaved": a copy). In e4m3: h and its scales. Rows after offs[-1] are zeros.
 
     Raises:
         ArgumentError: A tensor or option is invalid.
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(x=x, w_up=w_up, bias=bias)
-    checks.check_rows("x", x, dtype=checks.type_of(scales))
-    w = checks.check_planes("w_up", w_up, act.planes, x, x.shape[1])
-    checks.check_offs(offs, w.shape[0], x)
-    checks.check_bias("bias", bias, w.shape[0], act.planes * w.shape[2], x, act.planes)
-    if save_pre_activation and (scales is not None or quantize):
-        checks.refuse("save_pre_activation", True, "False with scales or quantize")
-    if quantize and w.shape[2] % 16:
-        checks.refuse("w_up.shape", list(w_up.shape), "I a multiple of 16, to quantize h")
-    checks.check_quantizable("w_up", w, scales)
-    of = checks.check_operands(scales, x, offs, w.shape[:3], grouped=False)
-    saves = save_pre_activation or (scales is None and not quantize and _records(x, w, bias))
-    call = x, w, offs, bias, act.kind, _numbers(act), saves
-    found = operators.grouped_activation(*call, *of, quantize)
-    return tuple(found) if quantize or save_pre_activation else found[0]
+    checks.check_mode(mat_a=mat_a, mat_b=mat_b, bias=bias)
+    alternate = checks.alternates(glu, act)
+    checks.check_choice("output_dtype", output_dtype, (torch.bfloat16, quantization.E4M3))
+    quantizes = output_dtype == quantization.E4M3
+    plain = not scales and recipe is None and not quantizes
+    if return_pre and not plain:
+        checks.refuse("return_pre", True, "False in FP8")
+    given = Given(mat_a, mat_b, offs, bias, act.planes, alternate, of_product=False)
+    of = given.check(scales, recipe)
+    w, bias = checks.planes_of("mat_b", mat_b, bias, act.planes, alternate)
+    if quantizes and w.shape[2] % 16:
+        checks.refuse("mat_b.shape", list(mat_b.shape), "I a multiple of 16, to quantize h")
+    saves = return_pre or (plain and _records(mat_a, mat_b, bias))
+    call = mat_a, w, offs, bias, act.kind, _numbers(act), saves
+    h, beside = operators.grouped_activation(*call, *of, quantizes)
+    if quantizes:
+        return h, beside
+    return (h, join(beside, alternate)) if return_pre else h
 
 
-def grouped_mm_downproj(
-    h: Tensor,
-    w_down: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    scales: Scales | None = None,
-) -> Tensor:
-    """Multiply each row by the down projection of its expert; differentiable unless h and w_down are e4m3.
-
-    Args:
-        h: [M, I] bf16, rows sorted by expert; e4m3 with two scales.
-        w_down: [E, H, I] of h's dtype, the layer's w2, contiguous in I or in H. H is a multiple of 8.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
-        bias: [E, H] fp32 or bf16. Default: no bias.
-        scales: None, "dynamic", or the scales of e4m3 h, as grouped_mm_swiglu() returns them, and of w_down. Default:
-            None.
-
-    Returns:
-        [M, H] bf16. Rows after offs[-1] are zeros.
-
-    Raises:
-        ArgumentError: A tensor or option is invalid.
-    """
-    checks.check_mode(h=h, w_down=w_down, bias=bias)
-    checks.check_rows("h", h, dtype=checks.type_of(scales))
-    if w_down.dim() != 3 or w_down.shape[2] != h.shape[1] or w_down.shape[1] % 8:
-        expected = f"[experts, H a multiple of 8, {h.shape[1]}]"
-        checks.refuse("w_down.shape", list(w_down.shape), expected)
-    checks.check_weights("w_down", w_down.transpose(1, 2), h)
-    checks.check_quantizable("w_down", w_down, scales)
-    return _product(h, w_down.transpose(1, 2), offs, bias, scales)
-
-
-def grouped_mm_dswiglu(
-    dy: Tensor,
-    w_down: Tensor,
-    pre_activation: Tensor,
-    offs: Tensor | None = None,
-    *,
+def grouped_mm_dact(
+    grad: Tensor,
+    mat_b: Tensor,
+    pre: Tensor,
     activation: str | Activation = "swiglu",
+    *,
+    offs: Tensor | None = None,
+    glu: Glu = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradient of the pre-activations, and h again: the first step of an MLP's backward pass.
+    """Compute grouped_mm(grad, mat_b), the gradient of h, and from it that of the pre-activations; and h again.
 
-    Not differentiable.
+    This is the first step of an MLP's backward pass: `grouped_mm` of this gradient and w_up.mT is that of x. Not
+    differentiable.
 
     Args:
-        dy: [M, H] bf16, the gradient of the MLP's output.
-        w_down: [E, H, I] bf16, contiguous in I.
-        pre_activation: [M, 2, I] bf16 (not gated: [M, 1, I]), as grouped_mm_swiglu() returns it.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
+        grad: [M, H] bf16, the gradient of the MLP's output.
+        mat_b: [E, H, I] bf16, the down projection transposed: w_down.mT. The kernel reads it contiguous in I; one
+            contiguous in H is copied in each call.
+        pre: [M, 2*I] bf16, the pre-activations, as grouped_mm_act() returns them; [M, I] if the activation is not
+            gated.
         activation: A name or an Activation. Default: "swiglu".
+        offs: [E] int32, see grouped_mm(). Default: one group has all rows.
+        glu: The order of the columns of `pre`, see grouped_mm_act(); "interleaved" copies them and their gradient.
+            Default: "halves".
 
     Returns:
-        The gradient [M, 2, I] bf16 and h [M, I] bf16. Rows after offs[-1] are zeros.
+        The gradient [M, 2*I], in the order of `pre`, and h [M, I], both bf16. Rows after offs[-1] are zeros.
 
     Raises:
-        ArgumentError: A tensor is invalid.
+        ArgumentError: A tensor or option is invalid.
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(dy=dy, w_down=w_down, pre_activation=pre_activation)
-    checks.check_rows("dy", dy)
-    if w_down.dim() != 3 or w_down.shape[1] != dy.shape[1]:
-        checks.refuse("w_down.shape", list(w_down.shape), f"[experts, {dy.shape[1]}, I]")
-    w = checks.check_planes("w_down", w_down.unsqueeze(1), 1, dy, w_down.shape[2])[:, 0]
-    shape = [dy.shape[0], act.planes, w.shape[2]]
-    if list(pre_activation.shape) != shape or not pre_activation.is_contiguous():
-        checks.refuse("pre_activation.shape", list(pre_activation.shape), f"{shape}, contiguous")
-    checks.check_rows("pre_activation", pre_activation.flatten(1), dy)
-    checks.check_rows("pre_activation", pre_activation[:, 0], dy)
-    checks.check_offs(offs, w.shape[0], dy)
-    call = dy, w, pre_activation, offs, act.kind, _numbers(act)
+    checks.check_mode(grad=grad, mat_b=mat_b, pre=pre)
+    alternate = checks.alternates(glu, act)
+    Given(grad, mat_b, offs, None, names=("grad", "mat_b", "")).check(())
+    checks.check_rows("pre", pre, grad)
+    if pre.shape[1] != act.planes * mat_b.shape[2]:
+        expected = f"[{grad.shape[0]}, {act.planes * mat_b.shape[2]}]"
+        checks.refuse("pre.shape", list(pre.shape), expected)
+    gu = split(pre, act.planes, alternate).contiguous()
+    call = grad, mat_b, gu, offs, act.kind, _numbers(act)
     dgu, h = operators.grouped_activation_gradient(*call)
-    return dgu, h
+    return join(dgu, alternate), h
 
 
 def grouped_mm_wgrad(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    *,
-    out: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    mat_a: Tensor, mat_b: Tensor, *, out: Tensor, offs: Tensor | None = None
 ) -> Tensor:
-    """Compute weight gradients: for each expert the sum of a^T b over its rows.
+    """Add weight gradients: out += grouped_mm(mat_a, mat_b, offs=offs) of two 2-D operands.
 
     Not differentiable. Equal inputs give equal bits.
 
     Args:
-        a: [M, N1] bf16, rows sorted by expert.
-        b: [M, N2] bf16.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
-        out: [E, N1, N2] bf16 or fp32, contiguous in N2, to add the result to; shares no memory with a and b. Default: a
-            new tensor.
-        dtype: bf16 or fp32, of a new result. Default: bf16.
+        mat_a: [N1, M] bf16, the transposed rows of the layer's input; others are copied.
+        mat_b: [M, N2] bf16, the gradient of its output.
+        out: [E, N1, N2] bf16 or fp32, contiguous in N2; shares no memory with mat_a and mat_b.
+        offs: [E] int32, see grouped_mm(). Default: one group has all rows.
 
     Returns:
-        [E, N1, N2], zeros for an expert without rows; or `out`.
+        `out`.
 
     Raises:
-        ArgumentError: A tensor or dtype is invalid.
+        ArgumentError: A tensor is invalid.
     """
-    checks.check_mode(a=a, b=b, out=out)
-    checks.check_rows("a", a)
-    checks.check_rows("b", b, a)
-    num = checks.num_ends(offs, a)
-    if dtype not in (torch.bfloat16, torch.float32):
-        checks.refuse("dtype", dtype, "bfloat16 or float32")
-    if out is None:
-        made: Tensor = operators.grouped_wgrad(a, b, offs, num, dtype == torch.float32, False)[0]
-        return made
+    checks.check_mode(mat_a=mat_a, mat_b=mat_b, out=out)
+    a, b, num = checks.outer(mat_a, mat_b, offs)
     checks.check_sums("out", out, (num, a.shape[1], b.shape[1]), a, (b, offs))
     operators.grouped_wgrad_add(a, b, offs, out)
     return out
@@ -225,30 +252,32 @@ def grouped_mm_wgrad(
 
 def grouped_mlp(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    offs: Tensor | None = None,
-    b13: Tensor | None = None,
-    b2: Tensor | None = None,
-    *,
+    w_up: Tensor,
+    w_down: Tensor,
     activation: str | Activation = "swiglu",
-    scales: Literal["dynamic"] | None = None,
+    *,
+    offs: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    glu: Glu = "halves",
+    recipe: Recipe | None = None,
 ) -> Tensor:
-    """Run each row through the MLP of its expert: grouped_mm_swiglu(), then grouped_mm_downproj(); differentiable.
+    """Run each row through the MLP of its group: grouped_mm_act(), then grouped_mm(); differentiable.
 
     The backward pass uses one launch for the pre-activations' gradient and h, one for x's gradient and one for each
-    weight. Pre-activations are saved, h is not. With "dynamic" only the arguments are saved; the first launch then
+    weight. Pre-activations are saved, h is not. With a recipe only the arguments are saved; the first launch then
     becomes three, and torch's operations.
 
     Args:
-        x: [M, H] bf16, rows sorted by expert.
-        w13: [E, 2*I, H] or [E, 2, I, H], see grouped_mm_swiglu().
-        w2: [E, H, I] bf16, contiguous in I.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert, a dense MLP.
-        b13: [E, 2*I] or [E, 2, I], fp32 or bf16. Default: no bias.
-        b2: [E, H] fp32 or bf16. Default: no bias.
+        x: [M, H] bf16, rows sorted by group.
+        w_up: [E, H, 2*I] bf16, see grouped_mm_act(); [E, H, I] if the activation is not gated.
+        w_down: [E, I, H] bf16. Backward reads it contiguous in I; one contiguous in H is copied there.
         activation: A name or an Activation. Default: "swiglu".
-        scales: "dynamic": multiply in FP8, see grouped_mm(); h is e4m3 between the products. Default: None, bf16.
+        offs: [E] int32, see grouped_mm(). Default: one group, a dense MLP, whose weights may be 2-D, and biases 1-D.
+        b_up: [E, 2*I] fp32 or bf16, in the order of w_up's columns. Default: no bias.
+        b_down: [E, H] fp32 or bf16. Default: no bias.
+        glu: Where gate and up lie in w_up's columns, see grouped_mm_act(). Default: "halves".
+        recipe: "blockwise": multiply in FP8, see grouped_mm(); h is e4m3 between the products. Default: None, bf16.
 
     Returns:
         [M, H] bf16. Rows after offs[-1] are zeros.
@@ -258,114 +287,68 @@ def grouped_mlp(
         ConfigError: The activation is unknown.
     """
     act = activation_by_name(activation)
-    checks.check_mode(x=x, w13=w13, w2=w2, b13=b13, b2=b2)
-    checks.check_rows("x", x)
-    w13 = checks.check_planes("w13", w13, act.planes, x, x.shape[1])
-    num, planes, width = w13.shape[:3]
-    if list(w2.shape) != [num, x.shape[1], width]:
-        checks.refuse("w2.shape", list(w2.shape), f"[{num}, {x.shape[1]}, {width}]")
-    checks.check_planes("w2", w2.unsqueeze(1), 1, x, width)
-    checks.check_offs(offs, num, x)
-    checks.check_bias("b13", b13, num, planes * width, x, planes)
-    checks.check_bias("b2", b2, num, x.shape[1], x)
-    dynamic = checks.is_dynamic(scales)
-    if scales is not None and not dynamic:
-        checks.refuse("scales", type(scales).__name__, "'dynamic' or None")
-    checks.check_quantizable("w13", w13, scales)
-    saves = not dynamic and _records(x, w13, w2, b13, b2)
-    call = x, w13, w2, offs, b13, b2, act.kind, _numbers(act), saves, dynamic
-    y: Tensor = operators.grouped_mlp(*call)[0]
+    checks.check_mode(x=x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+    if offs is None and w_up.dim() == w_down.dim() == 2:
+        w_up, w_down = w_up[None], w_down[None]
+        b_up, b_down = (b if b is None else b[None] for b in (b_up, b_down))
+    alternate = checks.alternates(glu, act)
+    first = Given(x, w_up, offs, b_up, act.planes, alternate, ("x", "w_up", "b_up"))
+    *_, dynamic = first.check((), recipe)
+    w13, b13 = checks.planes_of("w_up", w_up, b_up, act.planes, alternate)
+    num, _, width, hidden = w13.shape
+    if list(w_down.shape) != [num, width, hidden]:
+        checks.refuse("w_down.shape", list(w_down.shape), f"[{num}, {width}, {hidden}]")
+    checks.check_weights("w_down", w_down, x)
+    checks.check_bias("b_down", b_down, num, hidden, x)
+    saves = not dynamic and _records(x, w_up, w_down, b_up, b_down)
+    of = act.kind, _numbers(act), saves, dynamic
+    y: Tensor = operators.grouped_mlp(x, w13, w_down.transpose(1, 2), offs, b13, b_down, *of)[0]
     return y
 
 
-def quantize_rows(
-    x: Tensor, offs: Tensor | None = None, *, by_token: bool = False
+def quantize(
+    x: Tensor, recipe: ScalingType, *, offs: Tensor | None = None, glu: Glu | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Quantize rows in groups of 128 columns, as the layer does (docs/numerics.md), for the argument `scales`.
+    """Quantize rows or weights to e4m3, as the layer does (docs/numerics.md), for scaled_grouped_mm().
 
-    It uses torch's operations and does not wait for the device.
+    It does not wait for the device.
 
     Args:
-        x: [M, K] bf16, fp16 or fp32. K is a multiple of 16.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
-        by_token: True: one scale per row. Default: False.
+        x: Rows [M, K] of bf16, fp16 or fp32, K a multiple of 16; or weights [E, K, N], also of fp64.
+        recipe: Of rows BlockWise1x128 or RowWise, of weights BlockWise128x128 or RowWise: one scale per column of N.
+        offs: [E] int32, the end of each group's rows: return the scales of rows where the kernel reads them, valid for
+            calls with the same offs. Default: return them as torch has them.
+        glu: "halves": gate and up columns have 128 x 128 blocks of their own, for grouped_mm_act(). Default: None.
 
     Returns:
-        x as e4m3 [M, K], and its scales by block [ceil(K/128), P] fp32 (by_token: [1, P]), see scales_by_block(). They
-        are valid for calls with the same offs.
+        x as e4m3, weights contiguous in K, and its scales: [M, ceil(K/128)], RowWise [M]; with offs [ceil(K/128), P],
+        RowWise [1, P], P = 128 * (M // 128 + E), where each group begins at a multiple of 128. Of weights [E,
+        ceil(K/128), ceil(N/128)], with glu [E, ceil(K/128), 2*ceil(N/2/128)], RowWise [E, N].
 
     Raises:
-        ArgumentError: A tensor is invalid.
+        ArgumentError: A tensor or option is invalid.
     """
     checks.check_given(x=x)
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        checks.refuse("x.dtype", x.dtype, "bfloat16, float16 or float32")
-    if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % 16:
-        checks.refuse("x.shape", list(x.shape), "[rows, a multiple of 16]")
-    num = checks.num_ends(offs, x)
-    return rows_by_block(x, offs, num, by_token)
+    by_row = recipe == ScalingType.RowWise
+    checks.check_quantized(x, recipe, offs, glu)
+    if x.dim() == 2:
+        of_rows = quantization.quantize_tokens if by_row else quantization.quantize_rows
+        q, scale = of_rows(x)
+        if offs is not None:
+            return q, by_block(scale, offs, checks.num_ends(offs, x))
+        return q, scale[:, 0] if by_row else scale
+    w = x.detach().transpose(1, 2)
+    if by_row:
+        q, scale = quantization.quantize_channels(w)
+        return q.transpose(1, 2), scale[..., 0]
+    q, scale = quantization.quantize_blockwise(w, 1 if glu is None else 2)
+    return q.transpose(1, 2), scale.transpose(1, 2)
 
 
-def quantize_weights(
-    w: Tensor, planes: int = 1, *, by_channel: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Quantize weights in blocks of 128 x 128, as the layer does (docs/numerics.md), for the argument `scales`.
-
-    Args:
-        w: [E, N, K] bf16, fp16, fp32 or fp64.
-        planes: 2 if w has gate rows and then up rows: blocks restart at the first up row. Default: 1.
-        by_channel: True: one scale per row. Default: False.
-
-    Returns:
-        w as e4m3 [E, N, K], and its scales [E, planes * ceil(N / planes / 128), ceil(K/128)] fp32 (by_channel: [E, N,
-        1]).
-
-    Raises:
-        ArgumentError: w or planes is invalid.
-    """
-    checks.check_given(w=w)
-    if w.dim() != 3 or 0 in w.shape[1:] or not w.is_floating_point() or w.element_size() == 1:
-        expected = "[experts, rows, columns] of bf16, fp16, fp32 or fp64"
-        checks.refuse("w", f"{w.dtype} {list(w.shape)}", expected)
-    if type(planes) is not int or planes not in (1, 2):
-        checks.refuse("planes", planes, "1 or 2")
-    if w.shape[1] % planes:
-        checks.refuse("w.shape", list(w.shape), f"rows that are a multiple of planes = {planes}")
-    quantize = quantization.quantize_channels if by_channel else quantization.quantize_blockwise
-    return quantize(w.detach(), planes)
-
-
-def scales_by_block(scale: Tensor, offs: Tensor | None = None) -> Tensor:
-    """Move the scales of e4m3 rows to where the kernel reads them: each expert's scales begin at a multiple of 128.
-
-    It uses torch's operations and does not wait for the device.
-
-    Args:
-        scale: [M, S] fp32: one scale per 128 columns of a row, or one per row.
-        offs: [E] int32, the end of each expert's rows, see grouped_mm(). Default: one expert has all rows.
-
-    Returns:
-        [S, P] fp32, P = 128 * (M // 128 + E), valid for calls with the same offs.
-
-    Raises:
-        ArgumentError: A tensor is invalid.
-    """
-    checks.check_given(scale=scale)
-    if scale.dim() != 2 or scale.dtype != torch.float32:
-        checks.refuse("scale", f"{scale.dtype} {list(scale.shape)}", "[rows, groups of 128] fp32")
-    num = checks.num_ends(offs, scale)
-    return by_block(scale, offs, num)
-
-
-def _product(
-    x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None, scales: Scales | None
-) -> Tensor:
-    """x: [M, K], w: [E, K, N], both checked -> [M, N]."""
-    num, _, width = w.shape
-    checks.check_offs(offs, num, x)
-    checks.check_bias("bias", bias, num, width, x)
-    of = checks.check_operands(scales, x, offs, (num, 1, width))
-    out: Tensor = operators.grouped_mm(x, w, offs, bias, *of)
+def _product(given: Given, scales: tuple[Any, ...], recipe: Recipe | None = None) -> Tensor:
+    given = given._replace(x=checks.by_row(given.x))
+    of = given.check(scales, recipe)
+    out: Tensor = operators.grouped_mm(given.x, given.w, given.offs, given.bias, *of)
     return out
 
 

@@ -19,11 +19,10 @@ from torch import Tensor
 from megamoe.core.config import Activation
 from megamoe.core.errors import MegaMoEError
 from megamoe.formats.quantization import GROUP
+from megamoe.ops.operands import join, split
 from megamoe.ops.operators import (
     grouped_activation_gradient,
     grouped_mm,
-    grouped_mm_planes,
-    grouped_pre_activation,
     grouped_wgrad,
 )
 from megamoe.ops.reference import activation_gradient
@@ -32,14 +31,10 @@ Found = dict[str, Tensor | None]  # by the names of arguments
 
 
 def _of_mm(call: Any, dy: Tensor) -> Found:
-    dy, w, columns = _rows_of(dy), call.w, call.w.stride(2) == 1 and not call.needs["bias"]
-    found: Found = {"x": _product(dy, w.transpose(1, 2), call) if call.needs["x"] else None}
-    if columns and call.needs["w"]:
-        found["w"] = grouped_wgrad(call.x, dy, call.offs, w.shape[0], False, False)[0]
-    elif not columns:
-        dw, found["bias"] = _of_weights(dy, call.x, "w", "bias", call)
-        found["w"] = dw if dw is None else dw.transpose(1, 2)
-    return found
+    dy = _rows_of(dy)
+    dw, db = _of_weights(dy, call.x, call.w, ("w", "bias"), call)
+    dx = _product(dy, call.w.transpose(1, 2), call) if call.needs["x"] else None
+    return {"x": dx, "w": dw, "bias": db}
 
 
 def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
@@ -63,7 +58,8 @@ def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
         of = call.w2, call.saved, call.offs, call.kind, call.numbers
         dgu, h = grouped_activation_gradient(dy, *of)
     found = _of_first(dgu, "w13", "b13", call)
-    found["w2"], found["b2"] = _of_weights(dy, h, "w2", "b2", call)
+    dw, found["b2"] = _of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
+    found["w2"] = dw if dw is None else dw.transpose(1, 2)
     return found
 
 
@@ -76,51 +72,58 @@ def _rows_of(t: Tensor) -> Tensor:
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
 
 
-def _product(rows: Tensor, w: Tensor, call: Any) -> Tensor:
-    """rows: [M, K], w: [E, K, N], both bf16 -> [M, N], in the precision of the call."""
-    return grouped_mm(rows, w, call.offs, None, dynamic=call.dynamic)
+def _product(rows: Tensor, w: Tensor, call: Any, bias: Tensor | None = None) -> Tensor:
+    """rows: [M, K], w: [E, K, N], both bf16, bias: [E, N] -> [M, N], in the precision of the call."""
+    return grouped_mm(rows, w, call.offs, bias, dynamic=call.dynamic)
 
 
 def _of_weights(
-    dy: Tensor, x: Tensor, w: str, bias: str, call: Any
+    dy: Tensor, x: Tensor, w: Tensor, names: tuple[str, str], call: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dy: [M, N], x: [M, K] -> gradients of the weights of this name [E, N, K], and of their bias, where needed."""
-    of_w, of_bias = call.needs[w], call.needs[bias]
+    """dy: [M, N], x: [M, K], w: [E, K, N] -> gradients of w, as it lies, and of its bias, by what these names need."""
+    of_w, of_bias = (call.needs[name] for name in names)
+    if of_w and w.stride(2) == 1 and not of_bias:
+        return grouped_wgrad(x, dy, call.offs, w.shape[0], False, False)[0], None
     if not (of_w or of_bias):
         return None, None
-    dw, sums = grouped_wgrad(dy, x, call.offs, getattr(call, w).shape[0], False, of_bias)
-    given = getattr(call, bias)
-    return dw if of_w else None, sums.view_as(given).to(given) if of_bias else None
+    dw, sums = grouped_wgrad(dy, x, call.offs, w.shape[0], False, of_bias)
+    db = sums.to(getattr(call, names[1])) if of_bias else None
+    return dw.transpose(1, 2) if of_w else None, db
 
 
-def _of_first(dgu: Tensor, w: str, bias: str, call: Any) -> Found:
-    """dgu: [M, P, I] -> gradients of x, of the weights of this name [E, P, I, H], and of their bias."""
-    given = getattr(call, w)
-    dx = _of_planes(dgu, given, call) if call.needs["x"] else None
-    dw, db = _of_weights(dgu.flatten(1), call.x, w, bias, call)
-    return {"x": dx, w: dw if dw is None else dw.view(given.shape), bias: db}
+def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
+    """dgu: [M, P, I] -> gradients of x, of the weights of this name [E, P, I, H], and of their bias.
 
-
-def _of_planes(dgu: Tensor, w: Tensor, call: Any) -> Tensor:
-    """dgu: [M, P, I], w: [E, P, I, H] -> [M, H]: the gradient of x. Planes that lie behind each other are one."""
+    Where gate and up alternate in memory, dgu does so, too. Then one product makes dx, and dw lies as the weights do.
+    """
+    w = getattr(call, name)
     planes, width = w.shape[1:3]
-    alone = call.dynamic and width % GROUP != 0  # else a group of scales would be of two planes
-    if planes == 1 or (w.stride(1) == width * w.stride(2) and not alone):
-        # A view here, a copy in a compiled graph that lays w out anew: as_strided would read past it.
-        return _product(dgu.flatten(1), w.flatten(1, 2), call)
-    if not call.dynamic:
-        return grouped_mm_planes(dgu, w, call.offs)
-    first, second = (_product(dgu[:, p], w[:, p], call) for p in range(2))
-    return first + second
+    alternate = planes == 2 and w.stride(1) < w.stride(2)
+    # Views here, copies in a compiled graph that lays w out anew: as_strided would read past it.
+    rows, matrices = join(dgu, alternate), join(w, alternate)
+    dw, db = _of_weights(rows, call.x, matrices.transpose(1, 2), (name, bias), call)
+    if not call.needs["x"]:
+        dx = None
+    elif call.dynamic and planes == 2 and (alternate or width % GROUP):
+        dx = _product(dgu[:, 0], w[:, 0], call) + _product(dgu[:, 1], w[:, 1], call)
+    else:
+        dx = _product(rows, matrices, call)
+    dw = dw if dw is None else split(dw.transpose(1, 2), planes, alternate)
+    return {"x": dx, name: dw, bias: db if db is None else split(db, planes, alternate).flatten(1)}
 
 
 def _through(dh: Tensor, w: Tensor, bias: Tensor | None, call: Any) -> tuple[Tensor, Tensor]:
     """Return dgu [M, P, I] and h [M, I], both fp32, by what can be differentiated again.
 
-    Of the pre-activations that were saved, or with `dynamic` of those that w and bias make again.
+    Of the pre-activations that were saved, or with `dynamic` of those that w [E, P, I, H] and bias make again: by a
+    product for each plane, whose blocks are its own.
     """
-    gu = grouped_pre_activation(call.x, w, call.offs, bias) if call.dynamic else call.saved
-    act = Activation(call.kind, *call.numbers)
+    gu, act = call.saved, Activation(call.kind, *call.numbers)
+    if call.dynamic:
+        of_planes = [None] * act.planes if bias is None else bias.chunk(act.planes, 1)
+        pairs = zip(w.unbind(1), of_planes, strict=True)
+        found = [_product(call.x, part.transpose(1, 2), call, b) for part, b in pairs]
+        gu = torch.stack(found, 1)
     dgu, h = activation_gradient(act, gu.flatten(1).float(), dh.float())
     return dgu.view(gu.shape), h
 
@@ -184,5 +187,5 @@ def register() -> None:
     _differentiate("grouped_mm", _of_mm)
     _differentiate("grouped_activation", _of_activation)
     _differentiate("grouped_mlp", _of_mlp)
-    for part in ("mm_planes", "pre_activation", "activation_gradient", "wgrad"):
+    for part in ("activation_gradient", "wgrad"):
         _refuse(f"grouped_{part}")

@@ -13,19 +13,22 @@ from torch import Tensor
 
 from megamoe.core.table import E4M3_BLOCKS
 from megamoe.formats.quantization import (
+    Codec,
     dequantize_blockwise,
     dequantize_channels,
     dequantize_rows,
     dequantize_tokens,
     quantize_rows,
-    quantize_tokens,
 )
 from megamoe.launch.cache import quantize_weights
+from megamoe.launch.passes import quantize_activations
 from megamoe.ops.scales import by_block, by_row
+
+_FORMULAS = Codec(quantize_rows, dequantize_rows)
 
 
 class Operands(NamedTuple):
-    """x: [M, K], or [M, P, K] in planes of K; its scales by block, of groups of 128 columns or one a row.
+    """x: [M, K]; its scales by block, of groups of 128 columns or one a row.
 
     w: [E, P, N, K]; its scales by 128 x 128 of a plane [E, P * ceil(N/128), ceil(K/128)] or by channel [E, P * N, 1].
     Without scales both are bf16, with them e4m3.
@@ -49,6 +52,23 @@ class Operands(NamedTuple):
 def by_channel(w: Tensor, scale: Tensor) -> bool:
     """Say whether each row of w [E, P, N, K] has its own scale; N is a multiple of 16, so blocks are fewer."""
     return scale.shape[1] == w.shape[1] * w.shape[2]
+
+
+def split(t: Tensor, planes: int, alternate: bool) -> Tensor:
+    """t: [., P*I, ...] -> [., P, I, ...], a view. alternate: gate and up are neighbours, else halves."""
+    if alternate:
+        return t.unflatten(1, (t.shape[1] // planes, planes)).transpose(1, 2)
+    return t.unflatten(1, (planes, t.shape[1] // planes))
+
+
+def join(t: Tensor, alternate: bool) -> Tensor:
+    """Invert split(): [., P, I, ...] -> [., P*I, ...], a copy if it does not lie so in memory."""
+    return (t.transpose(1, 2) if alternate else t).flatten(1, 2)
+
+
+def k_major(w: Tensor) -> Tensor:
+    """w: [E, P, N, K] -> itself, or a copy if it is not contiguous in K."""
+    return w if w.stride(3) == 1 else w.contiguous()
 
 
 def by_k(w: Tensor) -> bool:
@@ -79,11 +99,10 @@ def dequantized(given: Operands, offs: Tensor | None) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), wide.to(dtype)
 
 
-def rows_by_block(
-    x: Tensor, offs: Tensor | None, num_experts: int, by_token: bool = False
-) -> tuple[Tensor, Tensor]:
-    """x: [M, K] -> e4m3, and scales by block."""
-    q, scale = (quantize_tokens if by_token else quantize_rows)(x)
+def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor]:
+    """x: [M, K] bf16 or fp32 -> e4m3, and scales by block."""
+    bf16 = x.dtype == torch.bfloat16  # by one kernel on Hopper, the same bits
+    q, scale = quantize_activations(x.contiguous(), _FORMULAS) if bf16 else quantize_rows(x)
     return q, by_block(scale, offs, num_experts)
 
 

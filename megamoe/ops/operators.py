@@ -1,8 +1,6 @@
 """Register the operators with torch.library: what each runs, and its shapes for torch.compile. Gradients: gradients.py.
 
     megamoe::grouped_mm(x, w, offs?, bias?, x_scale?, w_scale?, dynamic) -> out
-    megamoe::grouped_mm_planes(x, w, offs?) -> out                     x and w in planes of K
-    megamoe::grouped_pre_activation(x, w, offs?, bias?) -> gu          quantized here
     megamoe::grouped_activation(x, w, offs?, bias?, kind, numbers, saves, x_scale?, w_scale?, dynamic, quantizes)
         -> (h, gu or scales of h)
     megamoe::grouped_activation_gradient(dy, w, gu, offs?, kind, numbers) -> (dgu, h)
@@ -31,7 +29,7 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.machines import machine_of
-from megamoe.ops.operands import Operands, by_k, dequantized, quantized, rows_by_block
+from megamoe.ops.operands import Operands, by_k, dequantized, k_major, quantized, rows_by_block
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
@@ -51,32 +49,9 @@ def grouped_mm(
     dynamic: bool = False,
 ) -> Tensor:
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
-    given = Operands(_aligned(x), w.transpose(1, 2).unsqueeze(1), x_scale, w_scale)
+    w = w.transpose(1, 2).unsqueeze(1)
+    given = Operands(_aligned(x), w if not by_k(w) else k_major(w), x_scale, w_scale)
     return _product(quantized(given, offs) if dynamic else given, offs, bias)
-
-
-@_op("megamoe::grouped_mm_planes", mutates_args=())
-def grouped_mm_planes(x: Tensor, w: Tensor, offs: Tensor | None) -> Tensor:
-    """x: [M, 2, K], w: [E, 2, K, N], contiguous in N -> [M, N], the sum over both planes."""
-    return _product(Operands(_aligned(x), w.transpose(2, 3)), offs, None)
-
-
-@_op("megamoe::grouped_pre_activation", mutates_args=())
-def grouped_pre_activation(
-    x: Tensor, w: Tensor, offs: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """x: [M, H], w: [E, P, I, H], both bf16 -> [M, P, I] bf16: a launch for each plane, whose blocks are its own."""
-    num, planes, width, _ = w.shape
-    q, matrices, x_scale, w_scale = quantized(Operands(x, w), offs)
-    assert w_scale is not None
-    of_planes = w_scale.unflatten(1, (planes, num_groups(width)))
-    biases = [None] * planes if bias is None else bias.reshape(num, planes, width).unbind(1)
-    found = []
-    for p in range(planes):
-        # a copy, which begins at a multiple of 16 bytes
-        given = Operands(q, matrices[:, p : p + 1], x_scale, of_planes[:, p].clone())
-        found.append(_product(given, offs, biases[p]))
-    return torch.stack(found, 1)
 
 
 @_op("megamoe::grouped_activation", mutates_args=())
@@ -94,7 +69,7 @@ def grouped_activation(
     quantizes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
-    given, act = Operands(x, w, x_scale, w_scale), Activation(kind, *numbers)
+    given, act = Operands(x, k_major(w), x_scale, w_scale), Activation(kind, *numbers)
     return _activated(
         quantized(given, offs) if dynamic else given, offs, bias, act, saves, quantizes
     )
@@ -104,13 +79,14 @@ def grouped_activation(
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, kind: str, numbers: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """dy: [M, H], w: [E, H, I], contiguous in I, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
+    """dy: [M, H], w: [E, H, I], copied unless contiguous in I, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
     act, variant = Activation(kind, *numbers), _variant("gradient", kind)
     machine = machine_of(dy.device, variant)
     if machine is None:
         dgu, h = reference.gradient(dy, w, gu, offs, act)
         return dgu.bfloat16(), h.bfloat16()
-    dgu, h = torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
+    dgu, h = torch.empty_like(gu), _rows_like(gu, gu.shape[2])
+    w = w if w.stride(2) == 1 else w.contiguous()
     given = Operands(_aligned(dy), w.transpose(1, 2).unsqueeze(1))
     _run(machine, variant, Gemm(given, offs, dgu, activation=act, gu=gu, h=h))
     return dgu, h
@@ -130,7 +106,7 @@ def grouped_mlp(
     dynamic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
-    first, act = Operands(x, w13), Activation(kind, *numbers)
+    first, act = Operands(x, k_major(w13)), Activation(kind, *numbers)
     if not dynamic:
         h, gu = _activated(first, offs, b13, act, saves, False)
         return _product(Operands(h, w2.unsqueeze(1)), offs, b2), gu
@@ -149,12 +125,11 @@ def grouped_wgrad(
     if machine is None:
         total = reference.column_sums(a, offs) if sums else a.new_empty(0, dtype=torch.float32)
         return reference.weights(a, b, offs, num_experts, dtype).to(dtype), total
-    make = a.new_empty if a.shape[0] else a.new_zeros
-    out = make(num_experts, a.shape[1], b.shape[1], dtype=dtype)
-    total = make((num_experts, a.shape[1]) if sums else (0,), dtype=torch.float32)
-    if a.shape[0]:
-        outer = Outer(a, b, tails(a, b, offs), offs, out, total if sums else None, False)
-        machine.run(_WEIGHTS, outer.fill)
+    out, total = _empty_weights(a, b, num_experts, fp32, sums)
+    if not a.shape[0]:
+        return out.zero_(), total.zero_()
+    outer = Outer(a, b, tails(a, b, offs), offs, out, total if sums else None, False)
+    machine.run(_WEIGHTS, outer.fill)
     return out, total
 
 
@@ -170,16 +145,14 @@ def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) ->
 
 
 def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return x w^T + bias [M, N] bf16, of planes the sum."""
+    """Return x w^T + bias [M, N] bf16."""
     x, w = given.x, given.w
-    major = "" if by_k(w) else "-columns" if x.dim() == 2 else "-planes"
-    variant = _variant("product" + given.suffix + major)
+    variant = _variant("product" + given.suffix + ("" if by_k(w) else "-columns"))
     machine = machine_of(x.device, variant)
     if machine is None:
         x, w = dequantized(given, offs)
-        matrices = w.transpose(2, 3).flatten(1, 2)
-        return reference.product(x.flatten(1), matrices, offs, bias).bfloat16()
-    out = x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
+        return reference.product(x, w[:, 0].transpose(1, 2), offs, bias).bfloat16()
+    out = _rows_like(x, w.shape[2])
     _run(machine, variant, Gemm(given, offs, out, _fp32(bias)))
     return out
 
@@ -224,6 +197,17 @@ def _empty_hidden(x: Tensor, w: Tensor, saves: bool, quantizes: bool) -> tuple[T
     return h, x.new_empty(shape, dtype=torch.bfloat16)
 
 
+def _empty_weights(
+    a: Tensor, b: Tensor, num_experts: int, fp32: bool, sums: bool
+) -> tuple[Tensor, Tensor]:
+    out = a.new_empty(num_experts, a.shape[1], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
+    return out, a.new_empty((num_experts, a.shape[1]) if sums else (0,), dtype=torch.float32)
+
+
+def _rows_like(x: Tensor, width: int) -> Tensor:
+    return x.new_empty(x.shape[0], width, dtype=torch.bfloat16)
+
+
 def _aligned(rows: Tensor) -> Tensor:
     """Return rows where TMA reads them: a copy of those of a gradient that is a part of another."""
     return rows.clone() if rows.data_ptr() % STRIDE_BYTES else rows
@@ -235,42 +219,15 @@ def _fp32(bias: Tensor | None) -> Tensor | None:
 
 # --- shapes ---
 
-
-@grouped_mm.register_fake
-def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[2], dtype=torch.bfloat16)
-
-
-@grouped_mm_planes.register_fake
-def _(x: Tensor, w: Tensor, offs: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[3])
-
-
-@grouped_pre_activation.register_fake
-def _(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[1], w.shape[2])
-
-
-@grouped_activation.register_fake
-def _(x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    quantizes = len(rest) == 9 and rest[8]  # torch leaves defaults out
-    return _empty_hidden(x, w, rest[4], quantizes)
-
-
-@grouped_activation_gradient.register_fake
-def _(dy: Tensor, w: Tensor, gu: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gu), gu.new_empty(gu.shape[0], gu.shape[2])
-
-
-@grouped_mlp.register_fake
-def _(x: Tensor, w13: Tensor, w2: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], w2.shape[1]), _empty_hidden(x, w13, rest[5], False)[1]
-
-
-@grouped_wgrad.register_fake
-def _(
-    a: Tensor, b: Tensor, offs: Any, num_experts: int, fp32: bool, sums: bool
-) -> tuple[Tensor, Tensor]:
-    out = a.new_empty(num_experts, a.shape[1], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
-    total = (num_experts, a.shape[1]) if sums else (0,)
-    return out, a.new_empty(total, dtype=torch.float32)
+_shapes = torch.library.register_fake
+_shapes("megamoe::grouped_mm")(lambda x, w, *_: _rows_like(x, w.shape[2]))
+_shapes("megamoe::grouped_activation")(  # torch leaves defaults out
+    lambda x, w, *rest: _empty_hidden(x, w, rest[4], len(rest) == 9 and rest[8])
+)
+_shapes("megamoe::grouped_activation_gradient")(
+    lambda dy, w, gu, *_: (torch.empty_like(gu), _rows_like(gu, gu.shape[2]))
+)
+_shapes("megamoe::grouped_mlp")(
+    lambda x, w, w2, *rest: (_rows_like(x, w2.shape[1]), _empty_hidden(x, w, rest[5], False)[1])
+)
+_shapes("megamoe::grouped_wgrad")(lambda a, b, offs, *rest: _empty_weights(a, b, *rest))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from flaws import SEEN, names, plant
 from torch import Tensor
+from torch.nn.functional import ScalingType as Recipe
 
 from megamoe import ops
 from megamoe.backends.emulate.emulation import EmulationError
@@ -72,7 +73,7 @@ def test_product(major, seed, monkeypatch):
     offs, num, rows = case()
     x, bias = rand(rows, H), torch.randn(num, 264)
     w = rand(num, 264, H).transpose(1, 2) if major == "k" else rand(num, H, 264)
-    out = ops.grouped_mm(x, w, offs, bias)
+    out = ops.grouped_mm(x, w, offs=offs, bias=bias)
     near(out, exact(x, w, offs, bias))
     assert not out[offs[-1] :].any()
 
@@ -81,17 +82,17 @@ def test_more_experts_than_a_warp_has_lanes_for():
     """In three rounds, each of which begins where the last one ended."""
     offs, num, rows = case([e % 5 * 35 for e in range(70)])
     x, w = rand(rows, 16), rand(num, 16, 24)
-    out = ops.grouped_mm(x, w, offs)
+    out = ops.grouped_mm(x, w, offs=offs)
     near(out, exact(x, w, offs))
     assert not out[offs[-1] :].any()
-    near(ops.grouped_mm_wgrad(x, out, offs), exact_weights(x, out, offs))
+    near(ops.grouped_mm(x.mT, out, offs=offs), exact_weights(x, out, offs))
 
 
 def test_rows_and_weights_stay_where_they_are():
     offs, num, rows = case([70, 0, 3])
     x, w = rand(rows, 2 * H)[:, H:], rand(num, 64, 3 * H)[:, :, 16 : H + 16]
-    near(ops.grouped_mm(x, w.transpose(1, 2), offs), exact(x, w.transpose(1, 2), offs))
-    assert ops.grouped_mm(x[:0], w.transpose(1, 2), offs * 0).shape == (0, 64)
+    near(ops.grouped_mm(x, w.mT, offs=offs), exact(x, w.mT, offs))
+    assert ops.grouped_mm(x[:0], w.mT, offs=offs * 0).shape == (0, 64)
 
 
 def test_one_expert_without_offs():
@@ -99,26 +100,31 @@ def test_one_expert_without_offs():
     near(ops.grouped_mm(x, w), x.double() @ w[0].double())
 
 
+def halves(gu: Tensor, alternate: bool) -> Tensor:
+    return torch.cat((gu[:, ::2], gu[:, 1::2]), 1) if alternate else gu
+
+
+@pytest.mark.parametrize("glu", ["halves", "interleaved"])
 @pytest.mark.parametrize("name", NAMES)
-def test_activation_and_its_gradient(name):
+def test_activation_and_its_gradient(name, glu):
     offs, num, rows = case()
     act = ACTIVATIONS[name]
     x, bias = rand(rows, H), torch.randn(num, act.planes * I)
-    w = rand(num, act.planes, I, H, scale=0.2)
-    if act.gated:  # gate and up interleaved row by row
-        w = rand(num, 2 * I, H, scale=0.2).unflatten(1, (I, 2)).transpose(1, 2)
-    options = {"activation": name}
-    h, gu = ops.grouped_mm_swiglu(x, w, offs, bias, save_pre_activation=True, **options)
-    pre = exact(x, w.flatten(1, 2).transpose(1, 2), offs, bias)
-    near(gu.flatten(1), pre)
-    near(h, act(pre))
+    w = rand(num, act.planes * I, H, scale=0.2).mT
+    options = {"activation": name, "offs": offs, "glu": glu}
+    h, gu = ops.grouped_mm_act(x, w, bias=bias, return_pre=True, **options)
+    pre = exact(x, w, offs, bias)
+    near(gu, pre)
+    alternate = glu == "interleaved" and act.gated
+    near(h, act(halves(pre, alternate)))
     assert not h[offs[-1] :].any()
     assert not gu[offs[-1] :].any()
 
     dy, w2 = rand(rows, H), rand(num, H, I, scale=0.2)
-    dgu, again = ops.grouped_mm_dswiglu(dy, w2, gu, offs, **options)
-    expected, h2 = activation_gradient(act, gu.flatten(1).double(), exact(dy, w2, offs))
-    near(dgu.flatten(1), expected)
+    dgu, again = ops.grouped_mm_dact(dy, w2, gu, **options)
+    pre = halves(gu, alternate).double()
+    expected, h2 = activation_gradient(act, pre, exact(dy, w2, offs))
+    near(halves(dgu, alternate), expected)
     near(again[: offs[-1]], h2[: offs[-1]])
     assert not dgu[offs[-1] :].any()
     assert not again[offs[-1] :].any()
@@ -129,9 +135,9 @@ def test_activation_and_its_gradient(name):
 def test_saving_changes_no_bit(name):
     offs, num, rows = case([40, 100])
     act = ACTIVATIONS[name]
-    x, w = rand(rows, H), rand(num, act.planes * I, H)
-    h, _ = ops.grouped_mm_swiglu(x, w, offs, activation=name, save_pre_activation=True)
-    assert torch.equal(ops.grouped_mm_swiglu(x, w, offs, activation=name), h)
+    x, w = rand(rows, H), rand(num, act.planes * I, H).mT
+    h, _ = ops.grouped_mm_act(x, w, name, offs=offs, return_pre=True)
+    assert torch.equal(ops.grouped_mm_act(x, w, name, offs=offs), h)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -141,13 +147,13 @@ def test_weight_gradient(seed, monkeypatch):
     a, b = rand(rows, H), rand(rows, 264)
     a[offs[-1] :] = b[offs[-1] :] = float("nan")  # rows of no expert count nowhere
     expected = exact_weights(a, b, offs)
-    near(ops.grouped_mm_wgrad(a, b, offs), expected)
-    fp32 = ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32)
+    near(ops.grouped_mm(a.mT, b, offs=offs), expected)
+    fp32 = ops.grouped_mm(a.mT, b, offs=offs, out_dtype=torch.float32)
     near(fp32, expected, 1e-6)
     empty = torch.tensor(LENGTHS) == 0
     assert not fp32[empty].any()
     before = torch.randn(num, H, 264)
-    added = ops.grouped_mm_wgrad(a, b, offs, out=before.clone())
+    added = ops.grouped_mm_wgrad(a.mT, b, offs=offs, out=before.clone())
     near(added, before + expected, 1e-6)
     assert torch.equal(added[empty], before[empty])
     _, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
@@ -171,10 +177,10 @@ def test_weight_gradients_of_other_shapes(name):
     a, b = rand(rows, n1), rand(rows, n2)
     made, _ = operators.grouped_wgrad(a, b, offs, num, True, True)
     near(made, exact_weights(a, b, offs), 1e-6)
-    assert torch.equal(ops.grouped_mm_wgrad(a, b, offs), made.bfloat16())
+    assert torch.equal(ops.grouped_mm(a.mT, b, offs=offs), made.bfloat16())
     out = torch.randn(num, n1, n2)
     expected = out + made
-    ops.grouped_mm_wgrad(a, b, offs, out=out)
+    ops.grouped_mm_wgrad(a.mT, b, offs=offs, out=out)
     assert torch.equal(out, expected)
 
 
@@ -192,7 +198,7 @@ def test_what_is_added_to_was_asked_for(monkeypatch, tmp_path, capfd):
         plant(said(operation), monkeypatch, tmp_path / operation)
     offs, num, rows = case([70, 0, 9])
     a, b, out = rand(rows, 200), rand(rows, 424), torch.zeros(num, 200, 424)
-    ops.grouped_mm_wgrad(a, b, offs, out=out)
+    ops.grouped_mm_wgrad(a.mT, b, offs=offs, out=out)
     near(out, exact_weights(a, b, offs), 1e-6)
     asked: dict[tuple[int, ...], int] = {}
     added = []
@@ -216,9 +222,9 @@ def test_what_is_added_to_was_asked_for(monkeypatch, tmp_path, capfd):
 def test_loads_through_a_ragged_map_are_seen(monkeypatch):
     """On a GPU they touch memory outside of the tensor."""
     offs, _, rows = case([70, 3])
-    monkeypatch.setattr(arguments, "_n_major", lambda w: arguments._ragged(w[0, 0]))
+    monkeypatch.setattr(arguments, "_matrices", lambda w: arguments._ragged(w[0, 0]))
     with pytest.raises(EmulationError, match="dimensions 1 and 2 have one distance"):
-        ops.grouped_mm_wgrad(rand(rows, 72), rand(rows, 64), offs)
+        ops.grouped_mm(rand(rows, 72).mT, rand(rows, 64), offs=offs)
 
 
 def test_the_next_expert_may_be_nan():
@@ -226,7 +232,7 @@ def test_the_next_expert_may_be_nan():
     offs, num, rows = case([5, 70, 9], behind=0)
     a, b, w = rand(rows, H), rand(rows, 72), rand(num, H, 72)
     a[5:75] = b[5:75] = float("nan")
-    out, dw = ops.grouped_mm(a, w, offs), ops.grouped_mm_wgrad(a, b, offs)
+    out, dw = ops.grouped_mm(a, w, offs=offs), ops.grouped_mm(a.mT, b, offs=offs)
     assert out[5:75].isnan().all()
     near(out[:5], exact(a, w, offs)[:5])
     near(out[75:], exact(a, w, offs)[75:])
@@ -254,16 +260,42 @@ def test_bad_ends_write_nothing_else(ends):
     assert not out[taken[-1] :].any()
 
 
+def recipe_of(name: str, by_channel: bool) -> Recipe:
+    return Recipe.RowWise if by_channel else getattr(Recipe, name)
+
+
 def quantized(w: Tensor, planes: int, by_channel: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """w: [E, P*I, K] -> e4m3, scales, and the numbers that they are."""
-    q, scale = ops.quantize_weights(w, planes, by_channel=by_channel)
-    return q, scale, q.float() * scale if by_channel else dequantize_blockwise(q, scale, planes)
+    """w: [E, K, P*I] -> e4m3, scales, and the numbers that they are."""
+    glu = {"glu": "halves"} if planes == 2 and not by_channel else {}
+    q, scale = ops.quantize(w, recipe_of("BlockWise128x128", by_channel), **glu)
+    if by_channel:
+        return q, scale, q.float() * scale[:, None]
+    return q, scale, dequantize_blockwise(q.mT, scale.mT, planes).mT
+
+
+def scaled(
+    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, ...], by_channel: bool = False, **options
+) -> Tensor:
+    """rows, weights: each with its scales; rows by token where these are [1, P]."""
+    of_rows = recipe_of("BlockWise1x128", len(rows[1]) == 1)
+    of_weights = recipe_of("BlockWise128x128", by_channel)
+    given = rows[1], of_rows, weights[1], of_weights
+    return ops.scaled_grouped_mm(rows[0], weights[0], *given, **options)
+
+
+def scaled_act(
+    rows: tuple[Tensor, Tensor], weights: tuple[Tensor, ...], by_channel: bool = False, **options
+) -> Tensor | tuple[Tensor, Tensor]:
+    names = "BlockWise1x128", "BlockWise128x128"
+    of_rows, of_weights = (recipe_of(name, by_channel) for name in names)
+    given = rows[1], of_rows, weights[1], of_weights
+    return ops.grouped_mm_act(rows[0], weights[0], scales=given, **options)
 
 
 def quantized_rows(
     x: Tensor, offs: Tensor, by_token: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, scale = ops.quantize_rows(x, offs, by_token=by_token)
+    q, scale = ops.quantize(x, recipe_of("BlockWise1x128", by_token), offs=offs)
     of_rows = scales.by_row(scale, offs, x.shape[0], offs.numel())
     return q, scale, q.float() * of_rows if by_token else dequantize_rows(q, of_rows)
 
@@ -272,13 +304,13 @@ def quantized_rows(
 def test_bad_ends_of_e4m3_rows_are_those_that_the_kernel_takes(ends):
     offs, rows = torch.tensor(ends, dtype=torch.int32), 100
     taken = offs.clamp(0, rows).cummax(0)[0].int()
-    x, (w, w_scale, _) = rand(rows, 144), quantized(rand(len(ends), 80, 144), 1)
-    q, scale = ops.quantize_rows(x, offs)
-    expected, scale_taken = ops.quantize_rows(x, taken)
+    x, weights = rand(rows, 144), quantized(rand(len(ends), 144, 80), 1)
+    q, scale, _ = quantized_rows(x, offs)
+    expected, scale_taken, _ = quantized_rows(x, taken)
     assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale, scale_taken)
-    found = ops.grouped_mm_downproj(q, w, offs, scales=(scale, w_scale))
-    assert torch.equal(found, ops.grouped_mm_downproj(q, w, taken, scales=(scale, w_scale)))
+    found = scaled((q, scale), weights, offs=offs)
+    assert torch.equal(found, scaled((q, scale), weights, offs=taken))
     end = int(taken[-1])
     near(dequantize_rows(q, scales.by_row(scale, offs, rows, len(ends)))[:end], x[:end], 4e-2)
 
@@ -289,16 +321,17 @@ def mlp_of_e4m3(name: str, by_channel: bool) -> None:
     offs, num, rows = case()
     x, w13 = rand(rows, hidden), rand(num, act.planes * width, hidden, scale=0.1)
     w2, bias = rand(num, hidden, width), torch.randn(num, act.planes * width)
+    by = {"by_channel": by_channel}
     if by_channel:  # of very different sizes, so that another one's scale is seen
         x *= torch.logspace(-1, 1, rows).bfloat16()[torch.randperm(rows), None]
         for w in (w13, w2):
             w *= torch.logspace(-1, 1, num * w.shape[1]).bfloat16().view(num, -1, 1)
-    x, x_scale, x_wide = quantized_rows(x, offs, by_channel)
-    w13, s13, w13_wide = quantized(w13, act.planes, by_channel)
-    w2, s2, w2_wide = quantized(w2, 1, by_channel)
-    options = {"activation": name, "scales": (x_scale, s13)}
-    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, bias, quantize=True, **options)
-    expected = act(exact(x_wide, w13_wide.transpose(1, 2), offs, bias))
+    *x, x_wide = quantized_rows(x, offs, by_channel)
+    *w13, w13_wide = quantized(w13.mT, act.planes, by_channel)
+    *w2, w2_wide = quantized(w2.mT, 1, by_channel)
+    options = {"activation": name, "offs": offs, "bias": bias}
+    h, h_scale = scaled_act(x, w13, output_dtype=torch.float8_e4m3fn, **by, **options)
+    expected = act(exact(x_wide, w13_wide, offs, bias))
     q, q_scale = quantize_rows(expected)
     by_row = scales.by_row(h_scale, offs, rows, num)
     end = int(offs[-1])
@@ -306,16 +339,15 @@ def mlp_of_e4m3(name: str, by_channel: bool) -> None:
     steps = h[:end].float() != q[:end].float()  # where a sum's last bits decide
     assert steps.float().mean() < 2e-3
     assert not h[end:].float().any()
-    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
+    y = scaled((h, h_scale), w2, **by, offs=offs)
     h_wide = torch.zeros(rows, width)
     h_wide[:end] = dequantize_rows(h[:end], by_row[:end])
-    near_by_row(y, exact(h_wide, w2_wide.transpose(1, 2), offs))
+    near_by_row(y, exact(h_wide, w2_wide, offs))
     assert not y[end:].any()
     if by_channel:
-        plain = ops.grouped_mm_swiglu(x, w13, offs, bias, **options)
-        near_by_row(plain, expected, end)
-        y = ops.grouped_mm(x, w13.transpose(1, 2), offs, bias, scales=(x_scale, s13))
-        near_by_row(y, exact(x_wide, w13_wide.transpose(1, 2), offs, bias))
+        near_by_row(scaled_act(x, w13, **by, **options), expected, end)
+        y = scaled(x, w13, **by, offs=offs, bias=bias)
+        near_by_row(y, exact(x_wide, w13_wide, offs, bias))
 
 
 def near_by_row(found: Tensor, expected: Tensor, end: int | None = None) -> None:
@@ -376,13 +408,13 @@ def test_either_side_of_the_activation_may_be_bf16(name):
     act, (hidden, width) = ACTIVATIONS[name], (272, 144)
     offs, num, rows = case([5, 0, 200])
     x, w = rand(rows, hidden), rand(num, act.planes * width, hidden, scale=0.1)
-    q, q_scale, q_wide = quantized_rows(x, offs)
-    wq, w_scale, w_wide = quantized(w, act.planes)
-    h = ops.grouped_mm_swiglu(q, wq, offs, activation=name, scales=(q_scale, w_scale))
-    near(h, act(exact(q_wide, w_wide.transpose(1, 2), offs)))
-    h, h_scale = ops.grouped_mm_swiglu(x, w, offs, activation=name, quantize=True)
+    *q, q_wide = quantized_rows(x, offs)
+    *wq, w_wide = quantized(w.mT, act.planes)
+    options = {"activation": name, "offs": offs}
+    near(scaled_act(q, wq, **options), act(exact(q_wide, w_wide, offs)))
+    h, h_scale = ops.grouped_mm_act(x, w.mT, output_dtype=torch.float8_e4m3fn, **options)
     end, by_row = int(offs[-1]), scales.by_row(h_scale, offs, rows, num)
-    plain = ops.grouped_mm_swiglu(x, w, offs, activation=name)
+    plain = ops.grouped_mm_act(x, w.mT, **options)
     near(dequantize_rows(h[:end], by_row[:end]), plain[:end], 4e-2)
 
 
@@ -397,21 +429,22 @@ def rand_like(y: Tensor) -> Tensor:
     return torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
 
 
-@pytest.mark.parametrize("interleaved", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradients_of_the_mlp(interleaved):
+@pytest.mark.parametrize("major", ["in", "out"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_of_the_mlp(interleaved, major):
     offs, num, rows = case([5, 0, 70], behind=2)
     x, w2 = rand(rows, H), rand(num, H, I, scale=0.2)
     w13, b13, b2 = rand(num, 2 * I, H, scale=0.2), torch.randn(num, 2 * I), torch.randn(num, H)
-
-    def planes(w: Tensor) -> Tensor:
-        return w.unflatten(1, (I, 2)).transpose(1, 2) if interleaved else w.unflatten(1, (2, I))
+    if major == "out":
+        w13, w2 = (w.mT.contiguous().mT for w in (w13, w2))
 
     def ours(x, w13, w2, b13, b2):
-        return ops.grouped_mlp(x, planes(w13), w2, offs, b13, b2)
+        given = {"b_up": b13, "b_down": b2, "glu": "interleaved" if interleaved else "halves"}
+        return ops.grouped_mlp(x, w13.mT, w2.mT, offs=offs, **given)
 
     def plain(x, w13, w2, b13, b2):
-        gu = differentiable(x, planes(w13).flatten(1, 2).transpose(1, 2), offs, b13)
-        gate, up = gu.chunk(2, 1)
+        gu = differentiable(x, w13.transpose(1, 2), offs, b13)
+        gate, up = halves(gu, interleaved).chunk(2, 1)
         h = torch.nn.functional.silu(gate) * up
         return differentiable(h, w2.transpose(1, 2), offs, b2)
 
@@ -429,14 +462,14 @@ def test_a_gradient_may_lie_anywhere():
     beside = torch.zeros(rows, 4).bfloat16()
 
     def last(x, w13, w2):
-        return ops.grouped_mlp(x, w13, w2, offs)
+        return ops.grouped_mlp(x, w13.mT, w2.mT, offs=offs)
 
     def saved(x, w13, w2):
-        gu = ops.grouped_mm_swiglu(x, w13, offs, save_pre_activation=True)[1]
-        return ops.grouped_mm(gu[:, 0].contiguous(), w2.transpose(1, 2), offs)
+        gu = ops.grouped_mm_act(x, w13.mT, offs=offs, return_pre=True)[1]
+        return ops.grouped_mm(gu[:, :I].contiguous(), w2.mT, offs=offs)
 
     def pre(x, w13):
-        return ops.grouped_mm_swiglu(x, w13, offs, save_pre_activation=True)[1].flatten()
+        return ops.grouped_mm_act(x, w13.mT, offs=offs, return_pre=True)[1].flatten()
 
     for function, tensors in (last, (x, w13, w2)), (saved, (x, w13, w2)), (pre, (x, w13)):
         leaves, others = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
@@ -455,8 +488,8 @@ def test_rows_of_a_gradient_may_be_one_in_memory():
     offs, num, rows = case([5, 0, 70], behind=2)
     tensors, row = (rand(rows, H), rand(num, H, I, scale=0.2)), torch.randn(I).bfloat16()
     leaves, others = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    ops.grouped_mm(*leaves, offs).sum(0).backward(row)
-    ops.grouped_mm(*others, offs).backward(row.repeat(rows, 1))
+    ops.grouped_mm(*leaves, offs=offs).sum(0).backward(row)
+    ops.grouped_mm(*others, offs=offs).backward(row.repeat(rows, 1))
     for found, expected in zip(leaves, others, strict=True):
         assert torch.equal(found.grad, expected.grad)
 

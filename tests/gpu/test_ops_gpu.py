@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType as Recipe
 
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
@@ -71,10 +72,10 @@ def test_a_new_thread_has_a_context():
     """As the first product of an autograd thread, whose maps are encoded before anything of torch ran there."""
     offs, groups, rows = case()
     x, w = rand(rows, 264), rand(groups, 264, 136, scale=264**-0.5)
-    ops.grouped_mm(x, w, offs)
+    ops.grouped_mm(x, w, offs=offs)
     moved = x.clone()  # at another address: no map of it is there yet
     found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(ops.grouped_mm(moved, w, offs)))
+    thread = threading.Thread(target=lambda: found.append(ops.grouped_mm(moved, w, offs=offs)))
     thread.start()
     thread.join()
     assert len(found) == 1
@@ -87,21 +88,12 @@ def test_product(major, k, n):
     offs, num, rows = case()
     x, bias = rand(rows, k), torch.randn(num, n, device=DEVICE)
     w = rand(num, n, k).transpose(1, 2) if major == "k" else rand(num, k, n)
-    out = ops.grouped_mm(x, w, offs, bias)
+    out = ops.grouped_mm(x, w, offs=offs, bias=bias)
     near(out, exact(x, w, offs, bias))
     assert not out[offs[-1] :].any()
-    theirs = getattr(torch, "_grouped_mm", None)
-    if theirs is not None:
-        plain = ops.grouped_mm(x, w, offs)
-        end = int(offs[-1])
-        near(plain[:end], theirs(x, w, offs=offs)[:end], 1e-3)
-
-
-def test_product_in_planes_of_k():
-    offs, num, rows = case()
-    x, w = rand(rows, 2, 200), rand(num, 200, 2, 264).transpose(1, 2)
-    out = operators.grouped_mm_planes(x, w, offs)
-    near(out, exact(x.flatten(1), w.flatten(1, 2), offs))
+    call = {"mat_a": x, "mat_b": w, "offs": offs, "out_dtype": torch.bfloat16}
+    theirs, end = torch.nn.functional.grouped_mm(**call), int(offs[-1])
+    near(ops.grouped_mm(**call)[:end], theirs[:end], 1e-3)
 
 
 @pytest.mark.parametrize(("hidden", "width"), SIZES)
@@ -111,16 +103,26 @@ def test_activation_and_its_gradient(name, hidden, width):
     act = ACTIVATIONS[name]
     x, bias = rand(rows, hidden), torch.randn(num, act.planes * width, device=DEVICE)
     w = rand(num, act.planes, width, hidden, scale=hidden**-0.5)
-    h, gu = ops.grouped_mm_swiglu(x, w, offs, bias, activation=name, save_pre_activation=True)
-    assert torch.equal(ops.grouped_mm_swiglu(x, w, offs, bias, activation=name), h)
+    options = {"offs": offs, "bias": bias}
+    h, gu = ops.grouped_mm_act(x, w.flatten(1, 2).mT, name, return_pre=True, **options)
+    for lay in (lambda t: t, lambda t: t.contiguous()):  # the last is copied
+        assert torch.equal(ops.grouped_mm_act(x, lay(w.flatten(1, 2).mT), name, **options), h)
+    if act.gated:  # the same columns in another order
+        mixed = w.transpose(1, 2).flatten(1, 2).mT
+        options["bias"] = bias.unflatten(1, (2, width)).transpose(1, 2).flatten(1)
+        options |= {"glu": "interleaved", "return_pre": True}
+        again, pre = ops.grouped_mm_act(x, mixed, name, **options)
+        assert torch.equal(again, h)
+        assert torch.equal(torch.cat((pre[:, ::2], pre[:, 1::2]), 1), gu)
     with full_fp32(DEVICE):
         expected, pre = reference.activation(x.float(), w.float(), offs, bias, act)
-        near(gu, pre)
+        near(gu, pre.flatten(1))
         near(h, expected)
         dy, w2 = rand(rows, hidden), rand(num, hidden, width, scale=hidden**-0.5)
-        dgu, again = ops.grouped_mm_dswiglu(dy, w2, gu, offs, activation=name)
-        expected, h2 = reference.gradient(dy.float(), w2.float(), gu.float(), offs, act)
-    near(dgu, expected)
+        dgu, again = ops.grouped_mm_dact(dy, w2, gu, name, offs=offs)
+        planes = gu.float().unflatten(1, (act.planes, width))
+        expected, h2 = reference.gradient(dy.float(), w2.float(), planes, offs, act)
+    near(dgu, expected.flatten(1))
     near(again, h2)
     for found in (h, gu, dgu, again):
         assert not found[offs[-1] :].any()
@@ -139,17 +141,22 @@ def test_fp8(by_channel, name, hidden, width):
     if by_channel:
         x *= spread(rows)[:, None]
         w2 *= spread(num * hidden).view(num, hidden, 1)
-    x, x_scale = ops.quantize_rows(x, offs, by_token=by_channel)
-    w13, s13 = ops.quantize_weights(w13, act.planes, by_channel=by_channel)
-    w2, s2 = ops.quantize_weights(w2, by_channel=by_channel)
-    options = {"activation": name, "scales": (x_scale, s13)}
+    recipes = Recipe.BlockWise1x128, Recipe.BlockWise128x128
+    if by_channel:
+        recipes = Recipe.RowWise, Recipe.RowWise
+    x, x_scale = ops.quantize(x, recipes[0], offs=offs)
+    glu = {"glu": "halves"} if act.gated and not by_channel else {}
+    w13, s13 = ops.quantize(w13.mT, recipes[1], **glu)
+    w2, s2 = ops.quantize(w2.mT, recipes[1])
+    scales = x_scale, recipes[0], s13, recipes[1]
+    options = {"scales": scales, "activation": name, "offs": offs}
     of_rows = by_row(x_scale, offs, rows, num)
     wide = x.float() * of_rows if by_channel else dequantize_rows(x, of_rows)
     wide[end:] = 0
-    matrices = numbers(w13, s13, by_channel, act.planes).transpose(1, 2)
+    matrices = numbers(w13, s13, by_channel, act.planes)
     expected = act(exact(wide, matrices, offs))
-    near(ops.grouped_mm_swiglu(x, w13, offs, **options)[:end], expected[:end], 4e-3)
-    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
+    near(ops.grouped_mm_act(x, w13, **options)[:end], expected[:end], 4e-3)
+    h, h_scale = ops.grouped_mm_act(x, w13, output_dtype=torch.float8_e4m3fn, **options)
     by_rows = by_row(h_scale, offs, rows, num)[:end]
     q, q_scale = quantize_rows(expected[:end])
     near(by_rows, q_scale, FP8_SUMMED_IN_PLACE if by_channel else FP8_SUMMED)
@@ -157,16 +164,22 @@ def test_fp8(by_channel, name, hidden, width):
     assert not h[end:].float().any()
     h_wide = torch.zeros(rows, width, device=DEVICE)
     h_wide[:end] = dequantize_rows(h[:end], by_rows)
-    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
-    expected = exact(h_wide, numbers(w2, s2, by_channel).transpose(1, 2), offs)
+    given = h_scale, Recipe.BlockWise1x128, s2, recipes[1]
+    y = ops.scaled_grouped_mm(h, w2, *given, offs=offs)
+    expected = exact(h_wide, numbers(w2, s2, by_channel), offs)
     near(y, expected, 4e-3)
     if by_channel:
         off = (y.float() - expected).norm(dim=0) / expected.norm(dim=0)
         assert off.max() < 8e-3
-        q, q_scale = ops.quantize_rows(h_wide, offs, by_token=True)
-        y = ops.grouped_mm(q, w2.transpose(1, 2), offs, scales=(q_scale, s2))
-        h_wide = q.float() * by_row(q_scale, offs, rows, num)
-        near(y, exact(h_wide, numbers(w2, s2, True).transpose(1, 2), offs), 4e-3)
+        q, q_scale = ops.quantize(h_wide, Recipe.RowWise, offs=offs)
+        y = ops.scaled_grouped_mm(q, w2, q_scale, recipes[0], s2, recipes[1], offs=offs)
+        plain = by_row(q_scale, offs, rows, num)[:, 0].contiguous()
+        h_wide = q.float() * plain[:, None]
+        near(y, exact(h_wide, numbers(w2, s2, True), offs), 4e-3)
+        call = q, w2, plain, recipes[0], s2, recipes[1]
+        assert torch.equal(ops.scaled_grouped_mm(*call, offs=offs), y)
+        theirs = torch.nn.functional.scaled_grouped_mm(*call, offs=offs)
+        near(y[:end], theirs[:end], 8e-3)  # each is so near to the exact one
 
 
 def spread(num: int) -> Tensor:
@@ -175,7 +188,9 @@ def spread(num: int) -> Tensor:
 
 
 def numbers(q: Tensor, scale: Tensor, by_channel: bool, planes: int = 1) -> Tensor:
-    return q.float() * scale if by_channel else dequantize_blockwise(q, scale, planes)
+    if by_channel:
+        return q.float() * scale[:, None]
+    return dequantize_blockwise(q.mT, scale.mT, planes).mT
 
 
 @pytest.mark.parametrize(("n1", "n2"), SIZES)
@@ -186,21 +201,21 @@ def test_weight_gradient(n1, n2):
     expected = reference.weights(a.float(), b.float(), offs, num, torch.float32)
     column_sums = reference.column_sums(a, offs)
     near(column_sums[-1], a[offs[-2] : offs[-1]].double().sum(0), 1e-6)
-    near(ops.grouped_mm_wgrad(a, b, offs), expected)
+    near(ops.grouped_mm(a.mT, b, offs=offs), expected)
     fp32, sums = operators.grouped_wgrad(a, b, offs, num, True, True)
     near(fp32, expected, SUMMED)
     near(sums, column_sums, 1e-5)
     assert not fp32[torch.tensor(EDGES) == 0].any()
     before = torch.randn_like(fp32)
-    near(ops.grouped_mm_wgrad(a, b, offs, out=before.clone()), before + expected, SUMMED)
-    assert torch.equal(ops.grouped_mm_wgrad(a, b, offs, dtype=torch.float32), fp32)
+    near(ops.grouped_mm_wgrad(a.mT, b, offs=offs, out=before.clone()), before + expected, SUMMED)
+    assert torch.equal(ops.grouped_mm(a.mT, b, offs=offs, out_dtype=torch.float32), fp32)
 
 
 def test_the_next_expert_may_be_nan():
     offs, num, rows = case([5, 70, 9], behind=0)
     a, b, w = rand(rows, 264), rand(rows, 72), rand(num, 264, 72)
     a[5:75] = b[5:75] = float("nan")
-    out, dw = ops.grouped_mm(a, w, offs), ops.grouped_mm_wgrad(a, b, offs)
+    out, dw = ops.grouped_mm(a, w, offs=offs), ops.grouped_mm(a.mT, b, offs=offs)
     assert out[5:75].isnan().all()
     assert out[:5].isfinite().all()
     assert out[75:].isfinite().all()
@@ -236,6 +251,12 @@ def mlp_operands(num: int, rows: int, hidden: int = 512, width: int = 264) -> li
     return [t.requires_grad_() for t in made]
 
 
+def mlp(x, w13, w2, b13=None, b2=None, *, activation="swiglu", **options):
+    """By the layer's layout of weights."""
+    options |= {"b_up": b13, "b_down": b2}
+    return ops.grouped_mlp(x, w13.mT, w2.mT, activation, **options)
+
+
 def step(function, tensors: list[Tensor], dy: Tensor) -> list[Tensor]:
     y = function(*tensors)
     return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
@@ -261,7 +282,7 @@ def test_mlp_and_its_gradients():
     dy = rand(rows, 512)
 
     def ours(x, w13, w2, b13, b2):
-        return ops.grouped_mlp(x, w13, w2, offs, b13, b2, activation="swiglu_oai")
+        return mlp(x, w13, w2, b13, b2, offs=offs, activation="swiglu_oai")
 
     found, expected = step(ours, tensors, dy), expected_mlp(act, tensors, offs, dy)
     for f, e in zip(found, expected, strict=True):
@@ -275,7 +296,7 @@ def test_a_captured_step_follows_the_offsets():
     tensors, dy = mlp_operands(num, rows), rand(rows, 512)
 
     def run():
-        return step(lambda x, w, v, *b: ops.grouped_mlp(x, w, v, offs, *b), tensors, dy)
+        return step(lambda *t: mlp(*t, offs=offs), tensors, dy)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -297,7 +318,7 @@ def test_compiled_without_a_break():
     tensors, dy = mlp_operands(num, rows), rand(rows, 512)
 
     def model(x, w13, w2, b13, b2):
-        return ops.grouped_mlp(x, w13, w2, offs, b13, b2)
+        return mlp(x, w13, w2, b13, b2, offs=offs)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -307,7 +328,7 @@ def test_compiled_without_a_break():
 
 def test_a_dense_mlp_is_one_expert():
     x, w13, w2, *_ = mlp_operands(1, 1000)
-    y = ops.grouped_mlp(x, w13, w2)
+    y = mlp(x, w13, w2)
     h = torch.nn.functional.silu(x @ w13[0, :264].T) * (x @ w13[0, 264:].T)
     near(y, h @ w2[0].T, 8e-3)
 
@@ -337,11 +358,13 @@ logger.addHandler(logging.Handler())
 logger.handlers[0].emit = lambda record: warned.append(record.getMessage())
 case = torch.load(f"{folder}/case.pt")
 tensors = [t.requires_grad_() for t in case["tensors"]]
-y = ops.grouped_mlp(*tensors[:3], case["offs"], *tensors[3:])
+x, w13, w2, b13, b2 = tensors
+offs = case["offs"]
+y = ops.grouped_mlp(x, w13.mT, w2.mT, offs=offs, b_up=b13, b_down=b2)
 found = [y.detach(), *torch.autograd.grad(y, tensors, case["dy"])]
-a, b = tensors[0].detach(), case["dy"]
-found.append(ops.grouped_mm_wgrad(a, b, case["offs"], dtype=torch.float32))
-found.append(ops.grouped_mm(a, tensors[2].detach(), case["offs"], scales="dynamic"))
+a, b = x.detach(), case["dy"]
+found.append(ops.grouped_mm(a.mT, b, offs=offs, out_dtype=torch.float32))
+found.append(ops.grouped_mm(a, w2.detach(), offs=offs, recipe="blockwise"))
 torch.save(found, f"{folder}/found.pt")
 print(json.dumps([launched, warned]))
 """

@@ -16,17 +16,17 @@
 namespace megamoe {
 
 // A row of output for each row.
-template <class S, class Rows, class Weights, class Epilogue, int k_planes = 1>
+template <class S, class Rows, class Weights, class Epilogue>
 struct GroupedLayer : GroupedKind {
     static constexpr bool profile = false;
     using Tiling = S;
-    using Gemm1 = GemmOf<Rows, Weights, Epilogue, k_planes>;
+    using Gemm1 = GemmOf<Rows, Weights, Epilogue>;
     using Gemm2 = Gemm1;
 };
 
 // out = A B, plus a bias.
-template <class S, class Rows, class Weights, int k_planes = 1>
-using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Bf16Rows>, k_planes>;
+template <class S, class Rows, class Weights>
+using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Bf16Rows>>;
 // h = activation(x w13); the second saves the pre-activations.
 template <class S, class Rows, class Weights, class Activation, class HiddenRows>
 using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
@@ -37,20 +37,10 @@ template <class S, class Activation>
 using GroupedGradient =
     GroupedLayer<S, Bf16Rows, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
 
-// A^T B of each expert's rows.
-template <class S>
-struct GroupedWeightGradient : GroupedWeightsKind {
-    static constexpr bool profile = false;
-    static constexpr int planes = 1;
-    using Tiling = S;
-    using WeightGemm = GemmOf<Bf16Columns, Bf16Columns, WeightGradientEpilogue<S>>;
-    using Gemm1 = WeightGemm;
-    using Gemm2 = WeightGemm;
-};
-
-// dw13 and dw2 over the rows that backward launches of several passes have kept, bf16 or transposed e4m3.
+// A^T B of each expert's rows; or dw13 and dw2 over the rows that backward launches of several passes have
+// kept, bf16 or transposed e4m3.
 template <class S, int planes_, class A, class B, class Kind>
-struct StashedWeightGradients : Kind {
+struct GroupedWeightGradients : Kind {
     static constexpr bool profile = false;
     static constexpr int planes = planes_;
     using Tiling = S;

@@ -515,8 +515,8 @@ def test_dtensors_are_named(replicated, known):
             layer(**{**good, name: replicated(t)}, weights=weights)
     with pytest.raises(ArgumentError, match="weights.w2 is a DTensor"):
         layer(**good, weights=replace(weights, w2=replicated(weights.w2)))
-    with pytest.raises(ArgumentError, match="x is a DTensor"):
-        ops.grouped_mm(replicated(i.x), weights.w13.transpose(1, 2)[:1])
+    with pytest.raises(ArgumentError, match="mat_a is a DTensor"):
+        ops.grouped_mm(replicated(i.x), weights.w13.mT[:1])
     assert layer(**good, weights=weights).any()
 
 

@@ -83,7 +83,7 @@ def test_operators():
     text = printed("operators.py")
     bf16, fp8 = (float(e) for e in re.findall(r"relative error ([\d.]+)", text))
     assert 0 < bf16 < 0.01 < fp8 < 0.1
-    gradients = [float(g) for g in re.findall(r"w\d+ ([\d.]+)", text)]
+    gradients = [float(g) for g in re.findall(r"w_\w+ ([\d.]+)", text)]
     assert len(gradients) == 2
     assert min(gradients) > 0
 

@@ -51,26 +51,27 @@ def operands():
     return [t.requires_grad_() for t in (x, w13, w2, b13)]
 
 
-def of_operators(operands, scales):
+def of_operators(operands, recipe):
     x, w13, w2, b13 = operands
-    y = ops.grouped_mlp(x, w13, w2, OFFS, b13, scales=scales)
-    h = ops.grouped_mm_swiglu(x, w13, OFFS, b13, scales=scales)
-    z = ops.grouped_mm(x, w13.transpose(1, 2), OFFS, b13, scales=scales)
+    given = {"offs": OFFS, "recipe": recipe}
+    y = ops.grouped_mlp(x, w13.mT, w2.mT, b_up=b13, **given)
+    h = ops.grouped_mm_act(x, w13.mT, bias=b13, **given)
+    z = ops.grouped_mm(x, w13.mT, bias=b13, **given)
     loss = sum(t.float().square().sum() for t in (y, h, z))
-    sums = ops.grouped_mm_wgrad(x.detach(), x.detach(), OFFS, dtype=torch.float32)
+    sums = ops.grouped_mm(x.detach().mT, x.detach(), offs=OFFS, out_dtype=torch.float32)
     return [y, h, z, sums, *torch.autograd.grad(loss, operands)]
 
 
-@pytest.mark.parametrize("scales", [None, "dynamic"])
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float64])
-def test_operators_sum_in_fp32_whatever_the_default_is(dtype, scales):
+def test_operators_sum_in_fp32_whatever_the_default_is(dtype, recipe):
     """In fp16 their gradients were infinite, in bf16 rounded twice."""
     given = operands()
-    expected = of_operators(given, scales)
+    expected = of_operators(given, recipe)
     with default_dtype(dtype):
-        same(of_operators(given, scales), expected)
+        same(of_operators(given, recipe), expected)
     with torch.autocast("cpu", torch.bfloat16):
-        same(of_operators(given, scales), expected)
+        same(of_operators(given, recipe), expected)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

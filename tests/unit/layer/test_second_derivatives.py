@@ -13,27 +13,23 @@ M, H, I = 13, 128, 32  # noqa: E741
 
 FUNCTIONS = {
     "mm": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm(
-        x, w13.transpose(1, 2), OFFS, b13, **options
+        x, w13.mT, offs=OFFS, bias=b13, **options
     ),
-    "swiglu": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm_swiglu(
-        x, w13, OFFS, b13, **options
+    "act": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm_act(
+        x, w13.mT, offs=OFFS, bias=b13, **options
     ),
-    "interleaved": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm_swiglu(
-        x, w13.unflatten(1, (I, 2)).transpose(1, 2), OFFS, b13, **options
+    "interleaved": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm_act(
+        x, w13.mT, offs=OFFS, bias=b13, glu="interleaved", **options
     ),
-    "downproj": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm_downproj(
-        x[:, :I], w2, OFFS, b2, **options
+    "downproj": lambda x, w13, w2, b13, b2, **options: ops.grouped_mm(
+        x[:, :I], w2.mT, offs=OFFS, bias=b2, **options
     ),
     "mlp": lambda x, w13, w2, b13, b2, **options: ops.grouped_mlp(
-        x, w13, w2, OFFS, b13, b2, **options
+        x, w13.mT, w2.mT, offs=OFFS, b_up=b13, b_down=b2, **options
     ),
 }
-WITHOUT = {  # name, scales, which leaf's gradient is differentiated again
-    ("interleaved", None, 0): "grouped_mm_planes",
+WITHOUT = {  # name, recipe, which leaf's gradient is differentiated again
     ("mlp", None, 0): "grouped_activation_gradient",
-    ("swiglu", "dynamic", 0): "grouped_pre_activation",
-    ("interleaved", "dynamic", 0): "grouped_pre_activation",
-    ("mlp", "dynamic", 0): "grouped_pre_activation",
 }
 
 
@@ -52,15 +48,15 @@ def first(y, leaf):
     return found
 
 
-@pytest.mark.parametrize("scales", [None, "dynamic"])
+@pytest.mark.parametrize("recipe", [None, "blockwise"])
 @pytest.mark.parametrize("name", list(FUNCTIONS))
-def test_refused_by_name(leaves, name, scales):
+def test_refused_by_name(leaves, name, recipe):
     of_parameters = (2, 4) if name == "downproj" else (1, 3)
     for of in (0, *of_parameters):
-        operator = WITHOUT.get((name, scales, of), "grouped_wgrad" if of else None)
+        operator = WITHOUT.get((name, recipe, of), "grouped_wgrad" if of else None)
         if operator is None:
             continue  # these are right, see below
-        found = first(FUNCTIONS[name](*leaves, scales=scales), leaves[of])
+        found = first(FUNCTIONS[name](*leaves, recipe=recipe), leaves[of])
         with pytest.raises(MegaMoEError, match=f"a result of megamoe::{operator} was differenti"):
             found.float().square().sum().backward()
 
@@ -72,9 +68,10 @@ def by_hand(x, w13, bias, activation):
     return gu if activation is None else activation(gu)
 
 
+@pytest.mark.parametrize("glu", ["halves", "interleaved"])
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS])
-def test_those_of_the_gradient_of_x_are_right(name):
-    """name: of grouped_mm_swiglu's activation; None: grouped_mm."""
+def test_those_of_the_gradient_of_x_are_right(name, glu):
+    """name: of grouped_mm_act's activation; None: grouped_mm."""
     torch.manual_seed(0)
     act = None if name is None else ACTIVATIONS[name]
     width = I if act is None else act.planes * I
@@ -83,8 +80,11 @@ def test_those_of_the_gradient_of_x_are_right(name):
 
     def ours(x, w, bias):
         if act is None:
-            return ops.grouped_mm(x, w.transpose(1, 2), OFFS, bias)
-        return ops.grouped_mm_swiglu(x, w, OFFS, bias, activation=name)
+            return ops.grouped_mm(x, w.mT, offs=OFFS, bias=bias)
+        if glu == "interleaved":  # the same columns in another order
+            order = torch.arange(width).view(act.planes, I).t().flatten()
+            w, bias = w[:, order], bias[:, order]
+        return ops.grouped_mm_act(x, w.mT, name, offs=OFFS, bias=bias, glu=glu)
 
     found = []
     for function, dtype in ((ours, None), (lambda *t: by_hand(*t, act), torch.float32)):
@@ -93,3 +93,14 @@ def test_those_of_the_gradient_of_x_are_right(name):
         found.append(torch.autograd.grad(penalty, leaves))
     for mine, expected in zip(*found, strict=True):
         assert compare(mine, expected).relative < 1e-2  # of bf16 roundings on the way: 3e-3 to 8e-3
+
+
+@pytest.mark.parametrize("name", ["mm", "act", "interleaved"])
+def test_those_in_fp8_are_near_those_in_bf16(leaves, name):
+    """Quantization counts as the identity there, too."""
+    found = []
+    for recipe in (None, "blockwise"):
+        penalty = first(FUNCTIONS[name](*leaves, recipe=recipe), leaves[0]).float().square().sum()
+        found.append(torch.autograd.grad(penalty, [leaves[n] for n in (0, 1, 3)]))
+    for in_bf16, in_fp8 in zip(*found, strict=True):
+        assert compare(in_fp8, in_bf16).relative < 0.15  # of two or three quantized operands

@@ -6,6 +6,7 @@ from formulas import activate
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import ScalingType as Recipe
 
 from megamoe import ops
 from megamoe.core.config import ACTIVATIONS
@@ -16,7 +17,6 @@ from megamoe.formats.quantization import (
     quantize_blockwise,
     quantize_rows,
 )
-from megamoe.ops import operators
 from megamoe.testing import same_bits
 from megamoe.testing.compare import compare
 
@@ -90,7 +90,7 @@ def test_product(machine, major, bias):
     x[ENDS[-1] :] = float("nan")  # of no expert
 
     def ours(x, w, b):
-        return ops.grouped_mm(x, w.transpose(1, 2), OFFS, b, scales="dynamic")
+        return ops.grouped_mm(x, w.mT, offs=OFFS, bias=b, recipe="blockwise")
 
     (y, dx, dw, db), dy = gradients(ours, (x, stored, b))
     w8 = weights8(stored)
@@ -120,19 +120,11 @@ def test_where_quantizing_is_exact_gradients_are_those_in_bf16(machine, major):
     """No tolerance: the same numbers go into the same sums, whose products and results fp32 holds."""
     x, w, dy = exact_rows(M, H), exact_rows(3, H, 256), exact_rows(M, 256)
     stored = w.transpose(1, 2).contiguous().transpose(1, 2) if major == "K" else w
-    found, _ = gradients(lambda *t: ops.grouped_mm(*t, OFFS, scales="dynamic"), (x, stored), dy)
-    expected, _ = gradients(lambda *t: ops.grouped_mm(*t, OFFS), (x, stored), dy)
+    options = {"offs": OFFS, "recipe": "blockwise"}
+    found, _ = gradients(lambda *t: ops.grouped_mm(*t, **options), (x, stored), dy)
+    expected, _ = gradients(lambda *t: ops.grouped_mm(*t, offs=OFFS), (x, stored), dy)
     for f, e in zip(found, expected, strict=True):
         assert torch.equal(f, e)
-
-
-def test_downproj(machine):
-    h, w = rand(M, I), rand(3, H, I)
-    found, dy = gradients(lambda *t: ops.grouped_mm_downproj(*t, OFFS, scales="dynamic"), (h, w))
-    y, dh, dw = found
-    near(y, by_expert(rows8(h), weights8(w).transpose(1, 2)))
-    near(dh, by_expert(rows8(dy), weights8(w)))
-    near(dw, outer(dy, h))
 
 
 def formula(act, x, w13, b13, dh):
@@ -166,14 +158,14 @@ def test_activation(name, width):
     b13 = torch.randn(3, act.planes * width)
 
     def ours(x, w13, b13):
-        return ops.grouped_mm_swiglu(x, w13, OFFS, b13, activation=name, scales="dynamic")
+        return ops.grouped_mm_act(x, w13.mT, name, offs=OFFS, bias=b13, recipe="blockwise")
 
     (h, dx, dw, db), dh = gradients(ours, (x, w13, b13))
     expected, dgu, _ = formula(act, x, w13, b13, dh.double())
     near(h, expected)
     for found, e in zip((dx, dw, db), of_first(act, dgu, x, w13), strict=True):
         near(found, e, 2 * ROUNDED)  # roundings of dgu at ties, and of each plane's dx
-    plain = ops.grouped_mm_swiglu(x, w13, OFFS, b13, activation=name)
+    plain = ops.grouped_mm_act(x, w13.mT, name, offs=OFFS, bias=b13)
     near(h, plain, FP8)
 
 
@@ -189,8 +181,8 @@ def test_mlp(machine, name, width):
     tensors += [torch.randn(3, p * width), torch.randn(3, H)]
 
     def ours(x, w13, w2, b13, b2):
-        options = {"activation": name, "scales": "dynamic"}
-        return ops.grouped_mlp(x, w13, w2, OFFS, b13, b2, **options)
+        options = {"b_up": b13, "b_down": b2, "recipe": "blockwise"}
+        return ops.grouped_mlp(x, w13.mT, w2.mT, name, offs=OFFS, **options)
 
     (y, dx, dw13, dw2, db13, db2), dy = gradients(ours, tensors)
     x, w13, w2, b13, b2 = tensors
@@ -206,22 +198,25 @@ def test_mlp(machine, name, width):
     near(db2, sums(dy))
 
     def plain(x, w13, w2, b13, b2):
-        return ops.grouped_mlp(x, w13, w2, OFFS, b13, b2, activation=name)
+        return ops.grouped_mlp(x, w13.mT, w2.mT, name, offs=OFFS, b_up=b13, b_down=b2)
 
     for f, e in zip((y, dx, dw13, dw2), gradients(plain, tensors)[0], strict=False):
         near(f, e, 2 * FP8)
 
 
-def test_frozen_parts_and_strided_weights(machine):
+@pytest.mark.parametrize("major", ["in", "out"])
+def test_frozen_parts_and_strided_weights(machine, major):
     """Gate and up interleaved; x alone wants a gradient; the weights alone do."""
-    w13 = rand(3, 2 * I, H, scale=0.2).unflatten(1, (I, 2)).transpose(1, 2)
-    x, w2 = rand(M, H), rand(3, H, I, scale=0.2)
+    x, w13, w2 = rand(M, H), rand(3, H, 2 * I, scale=0.2), rand(3, I, H, scale=0.2)
+    if major == "in":
+        w13, w2 = (w.mT.contiguous().mT for w in (w13, w2))
     both = {}
     for wanted in ("all", "x", "weights"):
         leaves = [t.clone(memory_format=torch.preserve_format) for t in (x, w13, w2)]
         for i, t in enumerate(leaves):
             t.requires_grad_(wanted == "all" or (i == 0) == (wanted == "x"))
-        ops.grouped_mlp(*leaves, OFFS, scales="dynamic").float().square().sum().backward()
+        y = ops.grouped_mlp(*leaves, offs=OFFS, glu="interleaved", recipe="blockwise")
+        y.float().square().sum().backward()
         both[wanted] = [t.grad for t in leaves]
     assert all(g is None for g in (*both["x"][1:], both["weights"][0]))
     assert same_bits(both["x"][0], both["all"][0])
@@ -229,19 +224,9 @@ def test_frozen_parts_and_strided_weights(machine):
         assert same_bits(alone, of_all)
 
 
-def test_scales_of_each_plane_begin_where_kernels_take_them(monkeypatch):
-    """Those of one expert's second plane lie 8 bytes behind the first one's."""
-    given, product = [], operators._product
-    monkeypatch.setattr(operators, "_product", lambda *of: (given.append(of[0]), product(*of))[1])
-    w13 = rand(1, 2, I, H)
-    operators.grouped_pre_activation(rand(M, H), w13, None, None)
-    assert [len(of.w_scale.flatten()) for of in given] == [2, 2]
-    assert all(scale.data_ptr() % 16 == 0 for of in given for scale in of[2:])
-
-
 def test_written_arguments_are_seen():
     x, w = rand(M, H).requires_grad_(), rand(3, H, 64).requires_grad_()
-    y = ops.grouped_mm(x, w, OFFS, scales="dynamic")
+    y = ops.grouped_mm(x, w, offs=OFFS, recipe="blockwise")
     with torch.no_grad():
         w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -250,13 +235,14 @@ def test_written_arguments_are_seen():
 
 def test_a_quantized_h_is_that_of_quantized_operands():
     x, w13 = rand(M, H), rand(3, 2 * I, H, scale=0.2)
-    found = ops.grouped_mm_swiglu(x, w13, OFFS, scales="dynamic", quantize=True)
-    given = ops.quantize_rows(x, OFFS), quantize_blockwise(w13, 2)
-    (q, x_scale), (w8, w_scale) = given
-    options = {"scales": (x_scale, w_scale), "quantize": True}
-    for f, e in zip(found, ops.grouped_mm_swiglu(q, w8, OFFS, **options), strict=True):
+    options = {"offs": OFFS, "output_dtype": torch.float8_e4m3fn}
+    found = ops.grouped_mm_act(x, w13.mT, recipe="blockwise", **options)
+    q, x_scale = ops.quantize(x, Recipe.BlockWise1x128, offs=OFFS)
+    w8, w_scale = ops.quantize(w13.mT, Recipe.BlockWise128x128, glu="halves")
+    scales = x_scale, Recipe.BlockWise1x128, w_scale, Recipe.BlockWise128x128
+    for f, e in zip(found, ops.grouped_mm_act(q, w8, scales=scales, **options), strict=True):
         assert torch.equal(f.view(torch.uint8), e.view(torch.uint8))
-    h, _ = ops.grouped_mm_swiglu(x.requires_grad_(), w13, OFFS, scales="dynamic", quantize=True)
+    h, _ = ops.grouped_mm_act(x.requires_grad_(), w13.mT, recipe="blockwise", **options)
     with pytest.raises(RuntimeError, match="a quantized h has no gradient"):
         h.float().sum().backward()
 
@@ -275,9 +261,10 @@ def test_compiled():
         return make_boxed_func(graph)
 
     def model(x, w13, w2, b13):
-        y = ops.grouped_mlp(x * 1.5, w13, w2, OFFS, b13, scales="dynamic")
-        h = ops.grouped_mm_swiglu(y, w13, OFFS, b13, scales="dynamic")
-        return ops.grouped_mm_downproj(h, w2, OFFS, scales="dynamic")
+        options = {"offs": OFFS, "recipe": "blockwise"}
+        y = ops.grouped_mlp(x * 1.5, w13.mT, w2.mT, b_up=b13, **options)
+        h = ops.grouped_mm_act(y, w13.mT, bias=b13, **options)
+        return ops.grouped_mm(h, w2.mT, **options)
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
@@ -288,7 +275,7 @@ def test_compiled():
         near(found, expected, 1e-2)
     ours = torch.ops.megamoe
     assert {ours.grouped_mlp.default, ours.grouped_mm.default} <= graphs[0]
-    assert {ours.grouped_pre_activation.default, ours.grouped_mm.default} <= graphs[1]
+    assert {ours.grouped_wgrad.default, ours.grouped_mm.default} <= graphs[1]
 
 
 def test_opcheck():
@@ -298,7 +285,6 @@ def test_opcheck():
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     for op, arguments in (
         (mine.grouped_mm, (x, w13.flatten(1, 2).transpose(1, 2), OFFS, None, *dynamic)),
-        (mine.grouped_pre_activation, (x, w13, OFFS, None)),
         (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, False)),
         (mine.grouped_activation, (x, w13, OFFS, None, *act, False, *dynamic, True)),
         (mine.grouped_mlp, (x, w13, w2, OFFS, None, None, *act, False, True)),
@@ -306,29 +292,34 @@ def test_opcheck():
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 
 
-X, W2 = rand(M, H), rand(3, H, 24)
+X, W2, FP8_CALL = rand(M, H), rand(3, H, 24), {"offs": OFFS, "recipe": "blockwise"}
 REFUSED = {
-    "scales is 'static', expected": lambda: ops.grouped_mm(X, W2, OFFS, scales="static"),
-    "scales is tuple, expected 'dynamic'": lambda: ops.grouped_mlp(
-        X, rand(3, 2 * I, H), rand(3, H, I), OFFS, scales=(X, X)
+    "recipe is 'static', expected 'blockwise'": lambda: ops.grouped_mm(
+        X, W2, offs=OFFS, recipe="static"
     ),
-    "w.shape is [3, 144, 24], expected widths that are multiples of 16": lambda: ops.grouped_mm(
-        X, W2, OFFS, scales="dynamic"
+    "RowWise: 1>, expected 'blockwise' or None": lambda: ops.grouped_mlp(
+        X, rand(3, H, 2 * I), rand(3, I, H), offs=OFFS, recipe=Recipe.RowWise
     ),
-    "w_down.shape is [3, 144, 24], expected widths": lambda: ops.grouped_mm_downproj(
-        rand(M, 24), W2, OFFS, scales="dynamic"
+    "mat_b.shape is [3, 144, 24], expected widths that are multiples of 16": lambda: (
+        ops.grouped_mm(X, W2, **FP8_CALL)
     ),
-    "w_up.shape is [3, 2, 24, 144], expected widths": lambda: ops.grouped_mm_swiglu(
-        X, rand(3, 48, H), OFFS, scales="dynamic"
+    "mat_b.shape is [3, 24, 144], expected widths": lambda: ops.grouped_mm(
+        rand(M, 24), W2.mT, **FP8_CALL
     ),
-    "w13.shape is [3, 2, 24, 144], expected widths": lambda: ops.grouped_mlp(
-        X, rand(3, 48, H), W2, OFFS, scales="dynamic"
+    "mat_b.shape is [3, 144, 48], expected widths": lambda: ops.grouped_mm_act(
+        X, rand(3, H, 48), **FP8_CALL
     ),
-    "x.dtype is torch.float8_e4m3fn, expected bfloat16": lambda: ops.grouped_mm(
-        X.to(torch.float8_e4m3fn), W2, OFFS, scales="dynamic"
+    "w_up.shape is [3, 144, 48], expected widths": lambda: ops.grouped_mlp(
+        X, rand(3, H, 48), W2.mT, **FP8_CALL
     ),
-    "save_pre_activation is True": lambda: ops.grouped_mm_swiglu(
-        X, rand(3, 2 * I, H), OFFS, scales="dynamic", save_pre_activation=True
+    "mat_a.dtype is torch.float8_e4m3fn, expected bfloat16": lambda: ops.grouped_mm(
+        X.to(torch.float8_e4m3fn), W2, **FP8_CALL
+    ),
+    "mat_b.shape is [208, 144], expected [experts, K, N] beside": lambda: ops.grouped_mm(
+        X.mT, X, **FP8_CALL
+    ),
+    "return_pre is True": lambda: ops.grouped_mm_act(
+        X, rand(3, H, 2 * I), return_pre=True, **FP8_CALL
     ),
 }  # fmt: skip
 

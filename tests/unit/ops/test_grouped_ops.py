@@ -10,6 +10,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import ScalingType as Recipe
 
 from megamoe import ops
 from megamoe.backends.reference import activation_gradient as oracle
@@ -18,11 +19,11 @@ from megamoe.core.errors import ArgumentError, ConfigError, MegaMoEError
 from megamoe.formats.quantization import (
     dequantize_blockwise,
     dequantize_rows,
+    num_groups,
     quantize_blockwise,
-    quantize_tokens,
 )
 from megamoe.ops import operators, reference
-from megamoe.ops.scales import by_row
+from megamoe.ops.scales import by_block, by_row
 from megamoe.ops.tails import tails
 from megamoe.testing.compare import compare
 
@@ -93,7 +94,9 @@ def test_mlp(name, bias, stand_in):
     act = ACTIVATIONS[name]
     tensors = operands(act, bias)
     found = gradients(
-        lambda x, w13, w2, b13, b2: ops.grouped_mlp(x, w13, w2, OFFS, b13, b2, activation=name),
+        lambda x, w13, w2, b13, b2: ops.grouped_mlp(
+            x, w13.mT, w2.mT, name, offs=OFFS, b_up=b13, b_down=b2
+        ),
         tensors,
     )
     wide = [None if t is None else t.float() for t in tensors]
@@ -107,12 +110,10 @@ def test_mlp(name, bias, stand_in):
 def test_product_has_gradients_in_the_layout_of_its_weights(columns, bias):
     w = rand(3, H, I) if columns else rand(3, I, H).transpose(1, 2)
     tensors = [rand(M, H), w, torch.randn(3, I) if bias else None]
-    found = gradients(lambda x, w, b: ops.grouped_mm(x, w, OFFS, b), tensors)
+    found = gradients(lambda x, w, b: ops.grouped_mm(x, w, offs=OFFS, bias=b), tensors)
     wide = [None if t is None else t.float() for t in tensors]
     for f, e in zip(found, gradients(loop, wide), strict=True):
         near(f, e)
-    h, w2 = rand(M, I), rand(3, H, I)
-    near(ops.grouped_mm_downproj(h, w2, OFFS), loop(h.float(), w2.transpose(1, 2).float()))
 
 
 @pytest.mark.parametrize("ends", [[-5, 7, 3, 9], [200, 1, 300, 2], [0, 0, 0, 0], [7, 7, 11, 11]])
@@ -121,7 +122,7 @@ def test_any_ends(ends, stand_in):
     x, dy, w, offs = rand(M, H), rand(M, I), rand(4, H, I), torch.tensor(ends, dtype=torch.int32)
     kept = offs.clamp(0, M).cummax(0)[0].tolist()
     x[kept[-1] :] = dy[kept[-1] :] = float("nan")
-    y, dw = ops.grouped_mm(x, w, offs), ops.grouped_mm_wgrad(x, dy, offs)
+    y, dw = ops.grouped_mm(x, w, offs=offs), ops.grouped_mm(x.mT, dy, offs=offs)
     of_rows, of_none = y[: kept[-1]], y[kept[-1] :]
     assert not of_none.any()
     start = 0
@@ -140,10 +141,9 @@ def test_the_derivative_is_the_oracles(name):
     edges = torch.tensor([-30.0, -7.25, -7, -0.5, 0, 0.5, 7, 7.25, 30, float("nan")])
     gu = torch.cartesian_prod(edges, edges)[:, :p].bfloat16()  # [100, P], of one column
     dy, w = torch.ones(100, 8).bfloat16(), torch.full((1, 8, 8), 0.125).bfloat16()
-    gu = gu[..., None].expand(-1, -1, 8).contiguous()
-    dgu, h = ops.grouped_mm_dswiglu(dy, w, gu, activation=act)
-    expected = oracle(act, gu.flatten(1).double(), torch.ones(100, 8).double())
-    for found, of_oracle in zip((dgu.flatten(1), h), expected, strict=True):
+    gu = gu[..., None].expand(-1, -1, 8).flatten(1).contiguous()
+    expected = oracle(act, gu.double(), torch.ones(100, 8).double())
+    for found, of_oracle in zip(ops.grouped_mm_dact(dy, w, gu, act), expected, strict=True):
         assert torch.allclose(found.double(), of_oracle, rtol=4e-3, atol=1e-6, equal_nan=True)
 
 
@@ -152,8 +152,7 @@ def test_activation_alone_and_its_saved_values_have_gradients():
     x, w13, _, b13, _ = operands(act)
 
     def ours(x, w13, b13):
-        h, gu = ops.grouped_mm_swiglu(x, w13, OFFS, b13, save_pre_activation=True)
-        return torch.cat((h, gu.flatten(1)), 1)
+        return torch.cat(ops.grouped_mm_act(x, w13.mT, offs=OFFS, bias=b13, return_pre=True), 1)
 
     def plain(x, w13, b13):
         gu = loop(x, w13.transpose(1, 2), b13)
@@ -163,14 +162,14 @@ def test_activation_alone_and_its_saved_values_have_gradients():
     expected = gradients(plain, (x.float(), w13.float(), b13))
     for f, e in zip(found, expected, strict=True):
         near(f[:11] if f.shape[0] == M else f, e[:11] if e.shape[0] == M else e, 6e-3)
-    h = ops.grouped_mm_swiglu(x, w13.unflatten(1, (2, I)), OFFS, b13.unflatten(1, (2, I)))
-    assert torch.equal(h, found[0][:, :I])
 
 
 def test_a_dense_mlp_is_one_expert():
     act = ACTIVATIONS["swiglu"]
     x, w13, w2 = rand(M, H), rand(1, 2 * I, H), rand(1, H, I)
-    found = gradients(lambda *t: ops.grouped_mlp(*t), (x, w13, w2))
+    found = gradients(lambda x, w, v: ops.grouped_mlp(x, w.mT, v.mT), (x, w13, w2))
+    flat = gradients(lambda x, w, v: ops.grouped_mlp(x, w.mT, v.mT), (x, w13[0], w2[0]))
+    assert all(torch.equal(f, e.view_as(f)) for f, e in zip(flat, found, strict=True))
 
     def plain(x, w13, w2):
         return act(x @ w13[0].T) @ w2[0].T
@@ -181,108 +180,144 @@ def test_a_dense_mlp_is_one_expert():
 
 def test_weight_gradients_are_added():
     a, b = rand(M, I), rand(M, H)
-    dw = ops.grouped_mm_wgrad(a, b, OFFS, dtype=torch.float32)
+    dw = ops.grouped_mm(a.mT, b, offs=OFFS, out_dtype=torch.float32)
     into = torch.randn(3, 2 * I, H)[:, I:]  # a part of a larger tensor
     before = into.clone()
-    assert ops.grouped_mm_wgrad(a, b, OFFS, out=into) is into
+    assert ops.grouped_mm_wgrad(a.mT, b, offs=OFFS, out=into) is into
     near(into, before + dw, 1e-6)
     near(dw[2], a[4:11].float().T @ b[4:11].float(), 1e-6)
     assert not dw[1].any()
 
 
-def fp8_operands(act):
-    rows, hidden, width = 200, 144, 272
-    offs = torch.tensor([130, 130, 190], dtype=torch.int32)
-    x, x_scale = ops.quantize_rows(rand(rows, hidden), offs)
-    w13, s13 = quantize_blockwise(rand(3, act.planes * width, hidden) * 0.1, act.planes)
-    w2, s2 = quantize_blockwise(rand(3, hidden, width))
-    return offs, x, w13, w2, (x_scale, s13), s2
+BY_GROUP = (Recipe.BlockWise1x128, Recipe.BlockWise128x128)
+RANGES = [(0, 130), (130, 130), (130, 190)]
+OFFS8 = torch.tensor([130, 130, 190], dtype=torch.int32)
 
 
+def fp8_operands(act, recipes=BY_GROUP, rows=200, hidden=144, width=272):
+    """Rows, both weights and their scales; RowWise: of very different sizes."""
+    x = rand(rows, hidden)
+    w_up, w_down = rand(3, hidden, act.planes * width) * 0.1, rand(3, width, hidden)
+    if recipes[0] == Recipe.RowWise:
+        x *= torch.logspace(-2, 2, rows)[:, None]
+        w_up *= torch.logspace(-1, 1, act.planes * width)
+        w_down *= torch.logspace(0, 2, hidden)
+    glu = {"glu": "halves"} if recipes == BY_GROUP and act.gated else {}
+    first = (
+        *ops.quantize(x.bfloat16(), recipes[0], offs=OFFS8),
+        *ops.quantize(w_up.bfloat16(), recipes[1], **glu),
+    )
+    return first, ops.quantize(w_down.bfloat16(), recipes[1])
+
+
+def scaled(a, a_scale, b, b_scale, recipes, **options):
+    """The order of torch's arguments."""
+    return ops.scaled_grouped_mm(a, b, a_scale, recipes[0], b_scale, recipes[1], **options)
+
+
+def scaled_act(a, a_scale, b, b_scale, recipes=BY_GROUP, **options):
+    scales = a_scale, recipes[0], b_scale, recipes[1]
+    return ops.grouped_mm_act(a, b, scales=scales, **options)
+
+
+def numbers(q, scale, recipe, planes=1):
+    """Weights as they are in e4m3, fp32."""
+    if recipe == Recipe.RowWise:
+        return q.float() * scale[:, None]
+    return dequantize_blockwise(q.mT.contiguous(), scale.mT, planes).mT
+
+
+def numbers_of_rows(q, scale, recipe, offs=OFFS8):
+    of_rows = by_row(scale, offs, len(q), len(offs)) if scale.shape[-1] > len(q) else scale
+    by_token = recipe == Recipe.RowWise
+    return q.float() * of_rows.reshape(-1, 1) if by_token else dequantize_rows(q, of_rows)
+
+
+def by_range(x, w):
+    return torch.cat([x[s:e] @ w[i] for i, (s, e) in enumerate(RANGES)])
+
+
+@pytest.mark.parametrize("hidden", [144, 272])
+@pytest.mark.parametrize("recipes", [BY_GROUP, (Recipe.RowWise, Recipe.RowWise)])
 @pytest.mark.parametrize("name", ["swiglu", "relu2"])
-def test_fp8(name):
+def test_fp8(name, recipes, hidden):
+    """In groups and blocks, two and three; and by row and column; h is in groups of 128 columns."""
     act = ACTIVATIONS[name]
-    offs, x, w13, w2, of_first, s2 = fp8_operands(act)
-    options = {"activation": name, "scales": of_first}
-    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, quantize=True, **options)
-    plain = ops.grouped_mm_swiglu(x, w13, offs, **options)
-    wide = dequantize_rows(x, by_row(of_first[0], offs, 200, 3))
-    matrices = dequantize_blockwise(w13, of_first[1], act.planes).transpose(1, 2)
-    ranges = [(0, 130), (130, 130), (130, 190)]
-    expected = act(torch.cat([wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+    first, (w2, s2) = fp8_operands(act, recipes, hidden=hidden)
+    options = {"activation": name, "offs": OFFS8}
+    h, h_scale = scaled_act(*first, recipes, output_dtype=torch.float8_e4m3fn, **options)
+    plain = scaled_act(*first, recipes, **options)
+    wide, matrices = (
+        numbers_of_rows(*first[:2], recipes[0]),
+        numbers(*first[2:], recipes[1], act.planes),
+    )
+    expected = act(by_range(wide, matrices))
     near(plain[:190], expected)
     assert not plain[190:].any()
-    h_wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))[:190]
-    near(h_wide, expected, 4e-2)
-    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
-    matrices = dequantize_blockwise(w2, s2).transpose(1, 2)
-    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
+    assert h_scale.shape == (num_groups(272), 128 * (200 // 128 + 3))
+    h_wide = numbers_of_rows(h, h_scale, BY_GROUP[0])
+    near(h_wide[:190], expected, 4e-2)
+    y = scaled(h, h_scale, w2, s2, (BY_GROUP[0], recipes[1]), offs=OFFS8)
+    near(y[:190], by_range(h_wide, numbers(w2, s2, recipes[1])))
+    assert not y[190:].any()
+    q, q_scale = ops.quantize(h_wide, recipes[0], offs=OFFS8)
+    y = scaled(q, q_scale, w2, s2, recipes, offs=OFFS8)
+    again = numbers_of_rows(q, q_scale, recipes[0])
+    near(y[:190], by_range(again, numbers(w2, s2, recipes[1])))
 
 
-def channel_operands(act, rows=200, hidden=144, width=272):
-    offs = torch.tensor([130, 130, 190], dtype=torch.int32)
-    x, x_scale = quantize_tokens(rand(rows, hidden) * torch.logspace(-2, 2, rows)[:, None])
-    w13 = rand(3, act.planes * width, hidden) * torch.logspace(-2, 0, act.planes * width)[:, None]
-    w2 = rand(3, hidden, width) * torch.logspace(0, 2, hidden)[:, None]
-    first, second = (ops.quantize_weights(w, by_channel=True) for w in (w13, w2))
-    return offs, (x, x_scale), first, second
+@pytest.mark.parametrize("recipes", [BY_GROUP, (Recipe.RowWise, Recipe.RowWise)])
+def test_scales_may_be_as_torch_has_them(recipes):
+    """Of rows not by block, of weights in any strides: the same bits."""
+    act, options = ACTIVATIONS["swiglu"], {"offs": OFFS8}
+    (x, x_scale, w, w_scale), _ = fp8_operands(act, recipes)
+    plain = by_row(x_scale, OFFS8, 200, 3).contiguous()
+    plain[190:] = 0
+    plain = plain[:, 0] if recipes[0] == Recipe.RowWise else plain.t().contiguous().t()
+    expected = scaled_act(x, x_scale, w, w_scale, recipes, **options)
+    assert torch.equal(scaled_act(x, plain, w, w_scale.contiguous(), recipes, **options), expected)
+    moved = torch.cat((plain.flatten()[:1], plain.flatten()))[1:].view(
+        plain.shape
+    )  # 4 bytes behind
+    assert torch.equal(scaled_act(x, moved, w, w_scale, recipes, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "relu2"])
-def test_fp8_by_channel(name):
-    """As layers of fp8_channel: x by token, both weights by channel, h in groups of 128."""
-    act = ACTIVATIONS[name]
-    offs, (x, x_scale), (w13, s13), (w2, s2) = channel_operands(act)
-    assert s13.shape == (3, act.planes * 272, 1)
-    options = {"activation": name, "quantize": True}
-    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=(x_scale, s13), **options)
-    by_block = ops.scales_by_block(x_scale, offs)
-    for other in (x_scale[:, 0], by_block):  # the same scales in other places
-        again, again_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=(other, s13), **options)
-        assert torch.equal(again.view(torch.uint8), h.view(torch.uint8))
-        assert torch.equal(again_scale, h_scale)
-    wide, ranges = x.float() * x_scale, [(0, 130), (130, 130), (130, 190)]
-    matrices = (w13.float() * s13).transpose(1, 2)
-    expected = act(torch.cat([wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
-    h_wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))[:190]
-    assert h_scale.shape[0] == 3
-    near(h_wide, expected, 4e-2)
-    plain = ops.grouped_mm_swiglu(x, w13, offs, activation=name, scales=(x_scale, s13))
-    near(plain[:190], expected)
-    y = ops.grouped_mm_downproj(h, w2, offs, scales=(h_scale, s2))
-    matrices = (w2.float() * s2).transpose(1, 2)
-    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]))
-    wide = dequantize_rows(h, by_row(h_scale, offs, 200, 3))
-    q, q_scale = ops.quantize_rows(wide, offs, by_token=True)
-    assert q_scale.shape == by_block.shape
-    y = ops.grouped_mm(q, w2.transpose(1, 2), offs, scales=(q_scale, s2))
-    near(y[:190], torch.cat([h_wide[s:e] @ matrices[i] for i, (s, e) in enumerate(ranges)]), 4e-2)
+def test_fp8_of_columns_that_alternate():
+    """RowWise scales alternate like the columns; blocks would mix gate and up."""
+    recipes = (Recipe.RowWise, Recipe.RowWise)
+    (x, x_scale, w, w_scale), _ = fp8_operands(ACTIVATIONS["swiglu"], recipes)
+    expected = scaled_act(x, x_scale, w, w_scale, recipes, offs=OFFS8)
+    order = torch.arange(2 * 272).view(2, 272).t().flatten()
+    mixed, options = w.mT[:, order].contiguous().mT, {"offs": OFFS8, "glu": "interleaved"}
+    found = scaled_act(x, x_scale, mixed, w_scale[:, order], recipes, **options)
+    assert torch.equal(found, expected)
 
 
 def test_scales_stand_by_block():
     """Experts begin at multiples of 128, also behind one that fills its blocks; rows of no expert are nowhere."""
     offs = torch.tensor([1, 1, 257, 258], dtype=torch.int32)
     scale = torch.arange(1.0, 261.0)[:, None]
-    found = ops.scales_by_block(scale, offs)
+    found = by_block(scale, offs, 4)
     assert found.shape == (1, 128 * (260 // 128 + 4))
     assert found[0, 0] == 1
     assert found[0, 128:384].tolist() == scale[1:257, 0].tolist()
     assert found[0, 384] == 258
     assert torch.equal(by_row(found, offs, 260, 4)[:258], scale[:258])
-    assert torch.equal(ops.scales_by_block(scale)[0, :260], scale[:, 0])
+    assert torch.equal(by_block(scale, None, 1)[0, :260], scale[:, 0])
 
 
 def test_what_has_no_gradient_says_so():
-    offs, x, w13, w2, of_first, s2 = fp8_operands(ACTIVATIONS["swiglu"])
+    first, (w2, s2) = fp8_operands(ACTIVATIONS["swiglu"])
     bias, b2 = (torch.zeros(3, width, requires_grad=True) for width in (2 * 272, 144))
-    h, h_scale = ops.grouped_mm_swiglu(x, w13, offs, scales=of_first, quantize=True)
+    e4m3 = {"output_dtype": torch.float8_e4m3fn}
+    h, h_scale = scaled_act(*first, offs=OFFS8, **e4m3)
     a = rand(M, H).requires_grad_()
     results = [
-        ("mm", ops.grouped_mm_downproj(h, w2, offs, b2, scales=(h_scale, s2))),
-        ("activation", ops.grouped_mm_swiglu(x, w13, offs, bias, scales=of_first)),
-        ("activation", ops.grouped_mm_swiglu(a, rand(3, 2 * I, H), OFFS, quantize=True)[0]),
-        ("wgrad", ops.grouped_mm_wgrad(a, a, OFFS)),
-        ("activation_gradient", ops.grouped_mm_dswiglu(a, rand(3, H, I), rand(M, 2, I), OFFS)[0]),
+        ("mm", scaled(h, h_scale, w2, s2, BY_GROUP, offs=OFFS8, bias=b2)),
+        ("activation", scaled_act(*first, offs=OFFS8, bias=bias)),
+        ("activation", ops.grouped_mm_act(a, rand(3, H, 2 * I), offs=OFFS, **e4m3)[0]),
+        ("wgrad", ops.grouped_mm(a.mT, a, offs=OFFS)),
+        ("activation_gradient", ops.grouped_mm_dact(a, rand(3, H, I), GU, offs=OFFS)[0]),
     ]
     for name, result in results:
         said = f"a result of megamoe::grouped_{name} was differentiated"
@@ -299,8 +334,9 @@ def test_fullgraph_forward_and_backward():
         return make_boxed_func(graph)
 
     def model(x, w13, w2, b13, b2):
-        y = ops.grouped_mlp(x * 1.5, w13, w2, OFFS, b13, b2, activation="swiglu_oai")
-        return ops.grouped_mm(y, w13.transpose(1, 2), OFFS)
+        given = {"offs": OFFS, "b_up": b13, "b_down": b2}
+        y = ops.grouped_mlp(x * 1.5, w13.mT, w2.mT, "swiglu_oai", **given)
+        return ops.grouped_mm(y, w13.mT, offs=OFFS)
 
     backend = aot_autograd(fw_compiler=record, bw_compiler=record)
     torch._dynamo.reset()
@@ -344,108 +380,181 @@ def test_opcheck():
         torch.library.opcheck(op.default, arguments, test_utils=checks)
 
 
-def fp8(w_scale=None, x_scale=None, **options):
-    offs, x, w13, _, of_first, _ = fp8_operands(ACTIVATIONS["swiglu"])
-    scales = (
-        of_first[0] if x_scale is None else x_scale,
-        of_first[1] if w_scale is None else w_scale,
-    )
-    return ops.grouped_mm_swiglu(x, w13, offs, scales=scales, **options)
+def fp8(recipes=BY_GROUP, function=scaled_act, **changed):
+    """A call of 200 rows, [3, 144, 544], in which some arguments have changed."""
+    (x, x_scale, w, w_scale), _ = fp8_operands(ACTIVATIONS["swiglu"])
+    if recipes[1] == Recipe.RowWise:
+        x_scale, w_scale = torch.ones(200), torch.ones(3, 544)
+    x_scale, w_scale = changed.pop("scale_a", x_scale), changed.pop("scale_b", w_scale)
+    return function(x, x_scale, w, w_scale, recipes, offs=OFFS8, **changed)
 
 
-def channel(rows=(200, 1), weights=(3, 544, 1), function=ops.grouped_mm_swiglu):
-    offs, (x, _), (w, _), _ = channel_operands(ACTIVATIONS["swiglu"])
-    w = w if function is ops.grouped_mm_swiglu else w.transpose(1, 2)
-    return function(x, w, offs, scales=(torch.ones(rows), torch.ones(weights)))
+def fp8_mm(**changed):
+    return fp8((Recipe.RowWise, Recipe.RowWise), scaled, **changed)
 
 
-X, W, W2 = rand(M, H), rand(3, 2 * I, H), rand(3, H, I)
-GU, E4M3 = rand(M, 2, I), rand(16, 16).to(torch.float8_e4m3fn)
+W_ROWS, W2_ROWS = rand(3, 2 * I, H), rand(3, I, H)
+X, W, W2 = rand(M, H), W_ROWS.mT, rand(3, H, I)  # W2 and GU are of an MLP from I to H
+GU, E4M3 = rand(M, 2 * I), rand(16, 16).to(torch.float8_e4m3fn)
 SUMS = rand(3, H, H)
+MXFP8 = (Recipe.BlockWise1x32, Recipe.BlockWise1x32)
 REFUSED = {
-    "x.dtype is torch.float32": lambda: ops.grouped_mm(X.float(), W.transpose(1, 2), OFFS),
-    "x.shape is [1, 13, 24]": lambda: ops.grouped_mm(X[None], W.transpose(1, 2), OFFS),
-    "widths that are multiples of 8": lambda: ops.grouped_mm(X[:, :12], W2[:, :12], OFFS),
-    "x.stride() is (1, 13)": lambda: ops.grouped_mm(rand(H, M).T, W.transpose(1, 2), OFFS),
-    "x.stride() is (25, 1)": lambda: ops.grouped_mm(rand(M, 25)[:, :24], W.transpose(1, 2), OFFS),
-    "x.data_ptr()": lambda: ops.grouped_mm(rand(M, 32)[:, 1:25], W.transpose(1, 2), OFFS),
-    "w.shape is [3, 32, 24], expected [experts, 24, N]": lambda: ops.grouped_mm(X, W, OFFS),
-    "w.shape is [24, 16], expected [experts, K, N]": lambda: ops.grouped_mm(X, W2[0], OFFS),
-    "w.stride()": lambda: ops.grouped_mm(X, rand(3, H, 2 * I)[..., ::2], OFFS),
-    "w.device is meta": lambda: ops.grouped_mm(X, W2.to("meta"), OFFS),
+    "mat_a.dtype is torch.float32": lambda: ops.grouped_mm(X.float(), W, offs=OFFS),
+    "mat_a.shape is [1, 13, 24]": lambda: ops.grouped_mm(X[None], W, offs=OFFS),
+    "widths that are multiples of 8": lambda: ops.grouped_mm(X[:, :12], W2[:, :12], offs=OFFS),
+    "mat_a.stride() is (25, 1)": lambda: ops.grouped_mm(rand(M, 25)[:, :24], W, offs=OFFS),
+    "mat_a.data_ptr()": lambda: ops.grouped_mm(rand(M, 32)[:, 1:25], W, offs=OFFS),
+    "mat_b.shape is [3, 32, 24], expected [experts, 24, N]": lambda: ops.grouped_mm(
+        X, W.mT, offs=OFFS
+    ),
+    "mat_b.shape is [24], expected [experts, K, N]": lambda: ops.grouped_mm(
+        X, W2[0, :, 0], offs=OFFS
+    ),
+    "mat_a.mT.shape is [13], expected [rows, columns]": lambda: ops.grouped_mm(
+        X[:, 0], X, offs=OFFS
+    ),
+    "mat_b.shape is [13, 24], expected [experts, K, N] beside bias": lambda: ops.grouped_mm(
+        X.mT, X, offs=OFFS, bias=rand(3, H)
+    ),
+    "out_dtype is torch.float32, expected None or torch.bfloat16": lambda: ops.grouped_mm(
+        X, W2, offs=OFFS, out_dtype=torch.float32
+    ),
+    "out_dtype is torch.float16, expected None or torch.bfloat16 or torch.float32": lambda: (
+        ops.grouped_mm(X.mT, X, offs=OFFS, out_dtype=torch.float16)
+    ),
+    "mat_b.stride()": lambda: ops.grouped_mm(X, rand(3, H, 2 * I)[..., ::2], offs=OFFS),
+    "mat_b.device is meta": lambda: ops.grouped_mm(X, W2.to("meta"), offs=OFFS),
     "offs is None, expected the ends of 3 experts": lambda: ops.grouped_mm(X, W2),
-    "offs.dtype is torch.int64": lambda: ops.grouped_mm(X, W2, OFFS.long()),
-    "offs.shape is [2], expected [3]": lambda: ops.grouped_mm(X, W2, OFFS[:2]),
+    "offs.dtype is torch.int64": lambda: ops.grouped_mm(X, W2, offs=OFFS.long()),
+    "offs.shape is [2], expected [3]": lambda: ops.grouped_mm(X, W2, offs=OFFS[:2]),
     "offs.stride() is (2,), expected 1": lambda: ops.grouped_mm(
-        X, W2, OFFS.repeat_interleave(2)[::2]
+        X, W2, offs=OFFS.repeat_interleave(2)[::2]
     ),
-    "offs is [4, 4, 11], expected a tensor": lambda: ops.grouped_mm(X, W2, OFFS.tolist()),
-    "experts of offs is 0": lambda: ops.quantize_rows(W[0, :, :16], OFFS[:0]),
-    "x.dtype is torch.int32": lambda: ops.quantize_rows(X.int(), OFFS),
-    "x.shape is [13, 24], expected [rows, a multiple of 16]": lambda: ops.quantize_rows(X, OFFS),
-    "offs.device is meta": lambda: ops.grouped_mm(X, W2, OFFS.to("meta")),
-    "bias.shape is [3, 8], expected [3, 16]": lambda: ops.grouped_mm(X, W2, OFFS, rand(3, 8)),
-    "bias.shape is [3, 16, 2], expected [3, 32] or [3, 2, 16]": lambda: ops.grouped_mm_swiglu(
-        X, W, OFFS, rand(3, I, 2)
+    "offs is [4, 4, 11], expected a tensor": lambda: ops.grouped_mm(X, W2, offs=OFFS.tolist()),
+    "experts of offs is 0": lambda: ops.quantize(X[:, :16], BY_GROUP[0], offs=OFFS[:0]),
+    "offs.device is meta": lambda: ops.grouped_mm(X, W2, offs=OFFS.to("meta")),
+    "bias.shape is [3, 8], expected [3, 16]": lambda: ops.grouped_mm(
+        X, W2, offs=OFFS, bias=rand(3, 8)
     ),
-    "bias.dtype is torch.float64": lambda: ops.grouped_mm(X, W2, OFFS, rand(3, I).double()),
-    "w_up.shape is [3, 32, 24], expected [experts, 2 * I, 16]": lambda: ops.grouped_mm_swiglu(
-        X[:, :16], W, OFFS
+    "bias.shape is [3, 2, 16], expected [3, 32]": lambda: ops.grouped_mm_act(
+        X, W, offs=OFFS, bias=rand(3, 2, I)
     ),
-    "activation is 'gelu'": lambda: ops.grouped_mm_swiglu(X, W, OFFS, activation="gelu"),
-    "w_down.shape is [3, 20, 24], expected [experts, H a mult": lambda: ops.grouped_mm_downproj(
-        X, W[:, :20], OFFS
+    "bias.dtype is torch.float64": lambda: ops.grouped_mm(
+        X, W2, offs=OFFS, bias=rand(3, I).double()
     ),
-    "w_down.shape is [24], expected [experts, 24, I]": lambda: ops.grouped_mm_dswiglu(
-        X, W2[0, :, 0], GU, OFFS
+    "mat_b.shape is [3, 24, 32], expected [experts, 16, N]": lambda: ops.grouped_mm_act(
+        X[:, :16], W, offs=OFFS
     ),
-    "w_down.shape is [3, 32, 24]": lambda: ops.grouped_mm_downproj(rand(M, 8), W, OFFS),
-    "pre_activation.shape is [13, 32]": lambda: ops.grouped_mm_dswiglu(X, W2, GU.flatten(1), OFFS),
-    "pre_activation.dtype": lambda: ops.grouped_mm_dswiglu(X, W2, GU.float(), OFFS),
-    "x.dtype is torch.bfloat16, expected float8_e4m3fn": lambda: ops.grouped_mm(
-        X, W2, OFFS, scales=(X, X)
+    "mat_b.shape is [3, 24, 24], expected [experts, H, a multiple of 16]": lambda: (
+        ops.grouped_mm_act(X, SUMS, offs=OFFS)
     ),
-    "scales[0].shape is [200, 2], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 2)),
-    "scales[1].shape is [3, 5, 2], expected [3, 6, 2]": lambda: fp8(w_scale=torch.ones(3, 5, 2)),
-    "scales[0].shape is [2, 512], expected [1, 512] or [200, 1] or [200]": lambda: channel(
-        (2, 512)
+    "mat_b.shape is [3, 2, 16, 24], expected [experts, K, N]": lambda: ops.grouped_mm_act(
+        X, W_ROWS.unflatten(1, (2, I)), offs=OFFS
     ),
-    "scales[0].shape is [200, 2], expected [1, 512] or [200, 1] or [200] or [2, 512]": lambda: (
-        channel((200, 2), function=ops.grouped_mm)
+    "activation is 'gelu'": lambda: ops.grouped_mm_act(X, W, "gelu", offs=OFFS),
+    "glu is 32, expected 'halves' or 'interleaved'": lambda: ops.grouped_mm_act(
+        X, W, offs=OFFS, glu=32
     ),
-    "scales[0].shape is [200, 1], expected [2, 512]": lambda: fp8(x_scale=torch.ones(200, 1)),
-    "scales[0].stride() is (1, 2), expected those of a contiguous tensor": lambda: fp8(
-        x_scale=torch.ones(512, 2).T
+    "glu is None, expected 'halves' or 'interleaved'": lambda: ops.grouped_mlp(
+        X, W, W2_ROWS, offs=OFFS, glu=None
     ),
-    "scales[0].layout is torch.sparse_coo": lambda: fp8(x_scale=torch.ones(2, 512).to_sparse()),
-    "scales[1].shape is [3, 544], expected [3, 6, 2] or [3, 544, 1]": lambda: channel(
-        weights=(3, 544)
+    "glu is 'interleaved', expected 'halves': blocks": lambda: fp8(glu="interleaved"),
+    "output_dtype is torch.float16": lambda: ops.grouped_mm_act(
+        X, W, offs=OFFS, output_dtype=torch.float16
     ),
-    "scales is Tensor, expected two tensors": lambda: ops.grouped_mm(
-        E4M3, E4M3[None].transpose(1, 2), scales=X
+    "mat_b.shape is [3, 16, 24], expected [experts, 24, N]": lambda: ops.grouped_mm_dact(
+        X, W2_ROWS, GU, offs=OFFS
     ),
-    "scales[1].dtype": lambda: fp8(w_scale=torch.ones(3, 6, 2).bfloat16()),
-    "save_pre_activation is True": lambda: fp8(save_pre_activation=True),
-    "b.shape is [12, 24], expected 13 rows": lambda: ops.grouped_mm_wgrad(X, X[:12], OFFS),
-    "out.shape is [3, 24, 16]": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, I)),
+    "pre.shape is [13, 2, 16]": lambda: ops.grouped_mm_dact(
+        X, W2, GU.unflatten(1, (2, I)), offs=OFFS
+    ),
+    "pre.shape is [13, 24], expected [13, 32]": lambda: ops.grouped_mm_dact(X, W2, X, offs=OFFS),
+    "pre.dtype": lambda: ops.grouped_mm_dact(X, W2, GU.float(), offs=OFFS),
+    "mat_a.dtype is torch.bfloat16, expected float8_e4m3fn": lambda: scaled(
+        X, X, W2, X, BY_GROUP, offs=OFFS
+    ),
+    "scale_a.shape is [200, 3], expected [200, 2] or [2, 512]": lambda: fp8(
+        scale_a=torch.ones(200, 3)
+    ),
+    "scale_b.shape is [3, 2, 5], expected [3, 2, 6]": lambda: fp8(scale_b=torch.ones(3, 2, 5)),
+    "scale_a.shape is [2, 512], expected [200] or [1, 512]": lambda: fp8_mm(
+        scale_a=torch.ones(2, 512)
+    ),
+    "scale_a.shape is [200, 1], expected [200, 2] or [2, 512]": lambda: fp8(
+        scale_a=torch.ones(200, 1)
+    ),
+    "scale_a.layout is torch.sparse_coo": lambda: fp8(scale_a=torch.ones(2, 512).to_sparse()),
+    "scale_b.shape is [3, 544, 1], expected [3, 544]": lambda: fp8_mm(
+        scale_b=torch.ones(3, 544, 1)
+    ),
+    "scale_a is 1.0, expected scales [200, 2] or": lambda: fp8(scale_a=1.0),
+    "scale_b is None, expected scales [3, 2, 6]": lambda: fp8(scale_b=None),
+    "scale_b.dtype": lambda: fp8(scale_b=torch.ones(3, 2, 6).bfloat16()),
+    "(scale_recipe_a, scale_recipe_b) is (BlockWise1x128, RowWise), expected (BlockWise1x128, Bl": lambda: (
+        fp8((Recipe.BlockWise1x128, Recipe.RowWise))
+    ),
+    "MXFP8's scales have no meaning on Hopper": lambda: fp8(MXFP8),
+    "(scale_recipe_a, scale_recipe_b) is (None, None), expected (": lambda: fp8((None, None)),
+    "(scale_recipe_a, scale_recipe_b) is (RowWise, BlockWise128x128), expected (BlockWise1x128, B": lambda: (
+        fp8((Recipe.RowWise, Recipe.BlockWise128x128))
+    ),
+    "swizzle_b is SWIZZLE_32_4_4, expected None or NO_SWIZZLE": lambda: fp8_mm(
+        swizzle_b=torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
+    ),
+    "output_dtype is torch.float32, expected None or torch.bfloat16": lambda: fp8_mm(
+        output_dtype=torch.float32
+    ),
+    "contraction_dim is [1], expected () or []": lambda: fp8_mm(contraction_dim=[1]),
+    "return_pre is True, expected False in FP8": lambda: fp8(return_pre=True),
+    "recipe is 'blockwise', expected": lambda: fp8(recipe="blockwise"),
+    "mat_b.shape is [12, 24], expected 13 rows": lambda: ops.grouped_mm(X.mT, X[:12], offs=OFFS),
+    "out.shape is [3, 24, 16]": lambda: ops.grouped_mm_wgrad(
+        X.mT, X, offs=OFFS, out=torch.zeros(3, H, I)
+    ),
     "out.stride() is (64, 24, 1), expected places of their own": lambda: ops.grouped_mm_wgrad(
-        X, X, OFFS, out=torch.zeros(800).as_strided((3, H, H), (64, H, 1))
+        X.mT, X, offs=OFFS, out=torch.zeros(800).as_strided((3, H, H), (64, H, 1))
     ),
     "out is in a storage that the call reads": lambda: ops.grouped_mm_wgrad(
-        X, SUMS[0, -M:], OFFS, out=SUMS
+        X.mT, SUMS[0, -M:], offs=OFFS, out=SUMS
     ),
-    "out is a negative view": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch._neg_view(SUMS)),
-    "out.dtype": lambda: ops.grouped_mm_wgrad(X, X, OFFS, out=torch.zeros(3, H, H).double()),
-    "dtype is torch.float16": lambda: ops.grouped_mm_wgrad(X, X, OFFS, dtype=torch.float16),
-    "x is list, expected a tensor": lambda: ops.grouped_mm(X.tolist(), W2, OFFS),
-    "w13 is NoneType, expected a tensor": lambda: ops.grouped_mlp(X, None, W2, OFFS),
-    "b is NoneType, expected a tensor": lambda: ops.grouped_mm_wgrad(X, None, OFFS),
-    "bias is int, expected a tensor": lambda: ops.grouped_mm(X, W2, OFFS, 1, scales="dynamic"),
-    "x is ndarray, expected a tensor": lambda: ops.quantize_rows(X.float().numpy(), OFFS),
-    "scale is float, expected a tensor": lambda: ops.scales_by_block(1.0, OFFS),
-    "scales[1] is 1.0, expected scales [3, 6, 2]": lambda: fp8(w_scale=1.0),
-    "w2.shape is [3, 16, 24], expected [3, 24, 16]": lambda: ops.grouped_mlp(
-        X, W, W2.transpose(1, 2), OFFS
+    "out is a negative view": lambda: ops.grouped_mm_wgrad(
+        X.mT, X, offs=OFFS, out=torch._neg_view(SUMS)
+    ),
+    "out.dtype": lambda: ops.grouped_mm_wgrad(
+        X.mT, X, offs=OFFS, out=torch.zeros(3, H, H).double()
+    ),
+    "out is NoneType, expected a tensor": lambda: ops.grouped_mm_wgrad(
+        X.mT, X, offs=OFFS, out=None
+    ),
+    "mat_a is list, expected a tensor": lambda: ops.grouped_mm(X.tolist(), W2, offs=OFFS),
+    "w_up is NoneType, expected a tensor": lambda: ops.grouped_mlp(X, None, W2, offs=OFFS),
+    "mat_b is NoneType, expected a tensor": lambda: ops.grouped_mm(X.mT, None, offs=OFFS),
+    "bias is int, expected a tensor": lambda: ops.grouped_mm(X, W2, offs=OFFS, bias=1),
+    "w_down.shape is [3, 24, 16], expected [3, 16, 24]": lambda: ops.grouped_mlp(
+        X, W, W2, offs=OFFS
+    ),
+    "x is ndarray, expected a tensor": lambda: ops.quantize(X.float().numpy(), BY_GROUP[0]),
+    "x.dtype is torch.int32": lambda: ops.quantize(X[:, :16].int(), BY_GROUP[0]),
+    "x.dtype is torch.float64": lambda: ops.quantize(X[:, :16].double(), BY_GROUP[0]),
+    "x.dtype is torch.float8_e4m3fn": lambda: ops.quantize(
+        E4M3[None], BY_GROUP[1]
+    ),  # its scales are lost
+    "x.shape is [13, 24], expected rows [M, a multiple of 16]": lambda: ops.quantize(
+        X, BY_GROUP[0]
+    ),
+    "x.shape is [3, 0, 24], expected": lambda: ops.quantize(SUMS[:, :0], BY_GROUP[1]),
+    "x.shape is [13], expected": lambda: ops.quantize(X[:, 0], BY_GROUP[0]),
+    "recipe is BlockWise1x128, expected BlockWise128x128 or RowWise": lambda: ops.quantize(
+        SUMS, BY_GROUP[0]
+    ),
+    "recipe is BlockWise1x16, expected BlockWise1x128 or RowWise: NVFP4's and MXFP8's scales have": (
+        lambda: ops.quantize(X[:, :16], Recipe.BlockWise1x16)
+    ),
+    "recipe is blockwise, expected BlockWise128x128": lambda: ops.quantize(SUMS, "blockwise"),
+    "offs is given, expected None with weights": lambda: ops.quantize(SUMS, BY_GROUP[1], offs=OFFS),
+    "glu is 'halves', expected None, or": lambda: ops.quantize(SUMS, Recipe.RowWise, glu="halves"),
+    "glu is 'interleaved', expected None, or": lambda: ops.quantize(
+        SUMS, BY_GROUP[1], glu="interleaved"
     ),
 }
 
@@ -458,14 +567,13 @@ def test_bad_input_is_refused_by_name(said):
 
 
 DIFFERENTIATED = {
-    "mm": lambda x: ops.grouped_mm(x, W2, OFFS),
-    "mm, bias": lambda x: ops.grouped_mm(X, W2, OFFS, x[:2, :].reshape(3, I)),
-    "swiglu": lambda x: ops.grouped_mm_swiglu(x, W, OFFS),
-    "downproj": lambda x: ops.grouped_mm_downproj(x, W[:, :8], OFFS),
-    "dswiglu": lambda x: ops.grouped_mm_dswiglu(x, W2, GU, OFFS)[0],
-    "wgrad": lambda x: ops.grouped_mm_wgrad(x, X, OFFS),
-    "wgrad, out": lambda x: ops.grouped_mm_wgrad(X, x, OFFS, out=torch.zeros(3, H, H)),
-    "mlp": lambda x: ops.grouped_mlp(x, W, W2, OFFS),
+    "mm": lambda x: ops.grouped_mm(x, W2, offs=OFFS),
+    "mm, bias": lambda x: ops.grouped_mm(X, W2, offs=OFFS, bias=x[:2, :].reshape(3, I)),
+    "act": lambda x: ops.grouped_mm_act(x, W, offs=OFFS),
+    "dact": lambda x: ops.grouped_mm_dact(x, W2, GU, offs=OFFS)[0],
+    "wgrad": lambda x: ops.grouped_mm(x.mT, X, offs=OFFS),
+    "wgrad, out": lambda x: ops.grouped_mm_wgrad(X.mT, x, offs=OFFS, out=torch.zeros(3, H, H)),
+    "mlp": lambda x: ops.grouped_mlp(x, W, W2_ROWS, offs=OFFS),
 }
 
 
@@ -487,7 +595,7 @@ def test_other_modes_than_reverse_are_refused(name):
 
 
 def test_forward_mode_is_refused_in_compiled_functions_too():
-    compiled = torch.compile(lambda x: ops.grouped_mm(x, W2, OFFS), backend="eager")
+    compiled = torch.compile(lambda x: ops.grouped_mm(x, W2, offs=OFFS), backend="eager")
     y, dual = compiled(X), torch.autograd.forward_ad
     with dual.dual_level(), pytest.raises(ArgumentError, match="a forward-mode tangent is given"):
         compiled(dual.make_dual(X, X))
@@ -498,58 +606,107 @@ def test_forward_mode_is_refused_in_compiled_functions_too():
 
 def test_weights_are_quantized_as_a_layer_has_them():
     w = rand(2, 2 * 48, 160).requires_grad_()
-    q, scale = ops.quantize_weights(w, planes=2)
+    q, scale = ops.quantize(w.mT, BY_GROUP[1], glu="halves")
     halves = [quantize_blockwise(half.detach()) for half in w.unflatten(1, (2, 48)).unbind(1)]
-    assert torch.equal(q.float(), torch.cat([h[0].float() for h in halves], 1))
-    assert torch.equal(scale, torch.cat([h[1] for h in halves], 1))
-    for wrong, planes, message in (
-        (w[0], 1, "w is torch.bfloat16 \\[96, 160\\], expected"),
-        (w.detach().int(), 1, "w is torch.int32"),
-        (w, 3, "planes is 3, expected 1 or 2"),
-        (w, True, "planes is True, expected 1 or 2"),
-        (w[:, :95], 2, "w.shape is \\[2, 95, 160\\], expected rows that are a multiple"),
-        (w[:, :0], 1, "w is torch.bfloat16 \\[2, 0, 160\\], expected"),
-        (w[:, :, :0], 1, "w is torch.bfloat16 \\[2, 96, 0\\], expected"),
-        (q, 1, "w is torch.float8_e4m3fn .*, expected"),  # its scales would be forgotten
-    ):
-        for by_channel in (False, True):
-            with pytest.raises(ArgumentError, match=message):
-                ops.quantize_weights(wrong, planes, by_channel=by_channel)
+    assert torch.equal(q.mT.float(), torch.cat([h[0].float() for h in halves], 1))
+    assert torch.equal(scale.mT, torch.cat([h[1] for h in halves], 1))
+    assert ops.quantize(w.mT, BY_GROUP[1])[1].shape == (2, 2, 1)
+    q, scale = ops.quantize(w.mT, Recipe.RowWise)
+    assert scale.shape == (2, 96)
+    near(q.float() * scale[:, None], w.mT, 4e-2)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-def test_quantized_rows_are_contiguous(by_token):
-    x = rand(48, 200).float().T
-    q, scale = ops.quantize_rows(x, by_token=by_token)
-    expected, of_expected = ops.quantize_rows(x.contiguous(), by_token=by_token)
+@pytest.mark.parametrize("recipe", [BY_GROUP[0], Recipe.RowWise])
+def test_quantized_rows_are_contiguous(recipe):
+    x = rand(48, 208).float().T
+    q, scale = ops.quantize(x, recipe)
+    expected, of_expected = ops.quantize(x.contiguous(), recipe)
     assert q.is_contiguous()
     assert torch.equal(q.float(), expected.float())
     assert torch.equal(scale, of_expected)
+    assert scale.shape == ((208, 1) if recipe == BY_GROUP[0] else (208,))
 
 
 @pytest.mark.parametrize("place", ["by block", "by row"])
 def test_e4m3_compiles_for_any_number_of_rows(place):
-    _, (x, x_scale), _, (w, w_scale) = channel_operands(ACTIVATIONS["swiglu"], 200, 272)
+    recipes = (Recipe.RowWise, Recipe.RowWise)
+    x, (w, w_scale) = rand(200, 272), ops.quantize(rand(3, 272, 144), Recipe.RowWise)
 
     def model(x, w, offs, x_scale, w_scale):
-        return ops.grouped_mm(x, w.transpose(1, 2), offs, scales=(x_scale, w_scale))
+        return scaled(x, x_scale, w, w_scale, recipes, offs=offs)
 
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in (200, 137, 64):
         offs = torch.tensor([60, 60, rows], dtype=torch.int32)
-        scale = x_scale[:rows]
-        scale = ops.scales_by_block(scale, offs) if place == "by block" else scale
-        call = x[:rows], w, offs, scale, w_scale
+        given = {"offs": offs} if place == "by block" else {}
+        q, scale = ops.quantize(x[:rows], Recipe.RowWise, **given)
+        call = q, w, offs, scale, w_scale
         assert torch.equal(compiled(*call), model(*call))
+
+
+LAYOUTS = [(major, glu) for major in ("in", "out") for glu in ("halves", "interleaved")]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("major", "glu"), LAYOUTS)
+def test_strides_are_free_and_glu_says_where_gate_and_up_lie(major, glu, bias):
+    """With H = 2 I, so that no shape tells one meaning from another; gradients lie as their weights."""
+    width = H // 2 + 4  # 16
+    hidden = 2 * width
+    lay = (lambda w: w) if major == "out" else (lambda w: w.mT.contiguous().mT)
+    w_up, w_down = lay(rand(3, hidden, 2 * width)), lay(rand(3, width, hidden))
+    b_up, b_down = (torch.randn(3, hidden), torch.randn(3, hidden)) if bias else (None, None)
+
+    def ours(x, w_up, w_down, b_up, b_down):
+        given = {"b_up": b_up, "b_down": b_down, "glu": glu, "offs": OFFS}
+        return ops.grouped_mlp(x, w_up, w_down, **given)
+
+    def in_steps(x, w_up, w_down, b_up, b_down):
+        h, pre = ops.grouped_mm_act(x, w_up, offs=OFFS, bias=b_up, glu=glu, return_pre=True)
+        return torch.cat((ops.grouped_mm(h, w_down, offs=OFFS, bias=b_down), pre), 1)
+
+    def plain(x, w_up, w_down, b_up, b_down):
+        pre = loop(x, w_up, b_up)
+        gate, up = pre.chunk(2, 1) if glu == "halves" else (pre[:, ::2], pre[:, 1::2])
+        return torch.cat((loop(torch.nn.functional.silu(gate) * up, w_down, b_down), pre), 1)
+
+    given = rand(M, hidden), w_up, w_down, b_up, b_down
+    wide = [None if t is None else t.double() for t in given]
+    expected = gradients(lambda *t: plain(*t)[:, :hidden], wide)
+    for f, e in zip(gradients(ours, given), expected, strict=True):
+        near(f, e, 1.2e-2)
+    for f, e in zip(gradients(in_steps, given), gradients(plain, wide), strict=True):
+        near(f, e, 1.2e-2)
+    dy = rand(M, hidden)
+    pre = plain(*wide)[:, hidden:].bfloat16().requires_grad_()
+    d_pre, again = ops.grouped_mm_dact(dy, w_down.mT, pre.detach(), offs=OFFS, glu=glu)
+    gate, up = pre.chunk(2, 1) if glu == "halves" else (pre[:, ::2], pre[:, 1::2])
+    h = torch.nn.functional.silu(gate.double()) * up.double()
+    (expected,) = torch.autograd.grad(loop(h, w_down.double()), pre, dy.double())
+    near(d_pre, expected)
+    near(again[:11], h[:11])
+
+
+def test_drop_in_for_torch():
+    """torch's own function beside ours, by the names of its arguments."""
+    theirs = torch.nn.functional.grouped_mm
+    x, w, dy, offs = rand(16, H), rand(3, H, I), rand(16, I), OFFS + OFFS // 11 * 5
+    for given in ((x, w), (x, w.mT.contiguous().mT), (x.T, dy), (x.T.contiguous(), dy)):
+        call = {"mat_a": given[0], "mat_b": given[1], "offs": offs, "out_dtype": torch.bfloat16}
+        found, expected = ops.grouped_mm(**call), theirs(**call)
+        keep = slice(None) if given[1].dim() == 3 else [0, 2]  # of no rows theirs is undefined
+        assert found.shape == expected.shape
+        near(found[keep], expected[keep], 1e-6)
+    near(ops.grouped_mm(x.T.contiguous().T, w, offs=offs), theirs(x, w, offs=offs), 1e-6)
 
 
 def test_sums_may_lie_between_others():
     """Experts beside each other in the rows of one tensor: nothing is shared."""
     a, b = rand(M, H), rand(M, I)
     out = torch.zeros(H, 3, I).transpose(0, 1)
-    ops.grouped_mm_wgrad(a, b, OFFS, out=out)
-    assert torch.equal(out, ops.grouped_mm_wgrad(a, b, OFFS, dtype=torch.float32))
+    ops.grouped_mm_wgrad(a.mT, b, offs=OFFS, out=out)
+    assert torch.equal(out, ops.grouped_mm(a.mT, b, offs=OFFS, out_dtype=torch.float32))
 
 
 @pytest.mark.parametrize("which", range(2))
@@ -560,7 +717,7 @@ def test_sums_among_rows_that_are_read_are_refused(which):
     out = memory[10 * M * H :][: 3 * H * H].view(3, H, H)
     operands = (wide, rows) if which == 0 else (rows, wide)
     with pytest.raises(ArgumentError, match="out is in a storage that the call reads"):
-        ops.grouped_mm_wgrad(*operands, OFFS, out=out)
+        ops.grouped_mm_wgrad(operands[0].mT, operands[1], offs=OFFS, out=out)
 
 
 def test_tails_are_what_is_left_of_whole_slots():

@@ -12,7 +12,8 @@ OPERATOR = "torch.library takes tensors side by side, and no records"
 EXCEPTIONS = {
     "megamoe/nn/module.py:MegaMoE.__init__": OPTIONS,
     "megamoe/formats/weights.py:ExpertWeights.from_nvfp4": OPTIONS,
-    "megamoe/ops/functions.py:grouped_mm_swiglu": OPTIONS,
+    "megamoe/ops/functions.py:grouped_mm_act": OPTIONS,
+    "megamoe/ops/functions.py:scaled_grouped_mm": HOST,
     "megamoe/ops/functions.py:grouped_mlp": OPTIONS,
     "megamoe/backends/mega/backend.py:MegaBackend.__init__": OPTIONS,
     "megamoe/backends/emulate/emulation.py:Emulation.__init__": OPTIONS,
