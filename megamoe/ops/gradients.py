@@ -31,8 +31,8 @@ Found = dict[str, Tensor | None]  # by the names of arguments
 
 
 def _of_mm(call: Any, dy: Tensor) -> Found:
-    dy = _rows_of(dy)
-    dw, db = _of_weights(dy, call.x, call.w, ("w", "bias"), call)
+    dy = rows_of(dy)
+    dw, db = of_weights(dy, call.x, call.w, ("w", "bias"), call)
     dx = _product(dy, call.w.transpose(1, 2), call) if call.needs["x"] else None
     return {"x": dx, "w": dw, "bias": db}
 
@@ -45,11 +45,11 @@ def _of_activation(call: Any, dh: Tensor | None, d_gu: Tensor | None) -> Found:
         dgu = _through(dh, call.w, call.bias, call)[0]
         dgu = (dgu if d_gu is None else dgu + d_gu).bfloat16()
     assert dgu is not None
-    return _of_first(dgu.contiguous(), "w", "bias", call)
+    return _of_first(dgu, "w", "bias", call)
 
 
 def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
-    dy = _rows_of(dy)
+    dy = rows_of(dy)
     if call.dynamic:
         wide = _through(_product(dy, call.w2, call), call.w13, call.b13, call)
         dgu, h = (t.bfloat16() for t in wide)
@@ -58,7 +58,7 @@ def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
         of = call.w2, call.saved, call.offs, call.kind, call.numbers
         dgu, h = grouped_activation_gradient(dy, *of)
     found = _of_first(dgu, "w13", "b13", call)
-    dw, found["b2"] = _of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
+    dw, found["b2"] = of_weights(dy, h, call.w2.transpose(1, 2), ("w2", "b2"), call)
     found["w2"] = dw if dw is None else dw.transpose(1, 2)
     return found
 
@@ -66,7 +66,7 @@ def _of_mlp(call: Any, dy: Tensor, _: Any) -> Found:
 # --- parts of them ---
 
 
-def _rows_of(t: Tensor) -> Tensor:
+def rows_of(t: Tensor) -> Tensor:
     """Return a gradient as kernels take it."""
     legal = t.stride(-1) == 1 and t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[-1]
     return t if legal and t.dtype == torch.bfloat16 else t.to(torch.bfloat16).contiguous()
@@ -77,7 +77,7 @@ def _product(rows: Tensor, w: Tensor, call: Any, bias: Tensor | None = None) -> 
     return grouped_mm(rows, w, call.offs, bias, dynamic=call.dynamic)
 
 
-def _of_weights(
+def of_weights(
     dy: Tensor, x: Tensor, w: Tensor, names: tuple[str, str], call: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     """dy: [M, N], x: [M, K], w: [E, K, N] -> gradients of w, as it lies, and of its bias, by what these names need."""
@@ -100,8 +100,8 @@ def _of_first(dgu: Tensor, name: str, bias: str, call: Any) -> Found:
     planes, width = w.shape[1:3]
     alternate = planes == 2 and w.stride(1) < w.stride(2)
     # Views here, copies in a compiled graph that lays w out anew: as_strided would read past it.
-    rows, matrices = join(dgu, alternate), join(w, alternate)
-    dw, db = _of_weights(rows, call.x, matrices.transpose(1, 2), (name, bias), call)
+    rows, matrices = rows_of(join(dgu, alternate)), join(w, alternate)
+    dw, db = of_weights(rows, call.x, matrices.transpose(1, 2), (name, bias), call)
     if not call.needs["x"]:
         dx = None
     elif call.dynamic and planes == 2 and (alternate or width % GROUP):
