@@ -34,6 +34,7 @@ from megamoe.formats.versions import invalidate  # noqa: E402
 from megamoe.formats.weights import ExpertWeights  # noqa: E402
 from megamoe.layer.layer import Layer  # noqa: E402
 from megamoe.layer.placed import PlacedLayer  # noqa: E402
+from megamoe.nn.grouped_mlp import GroupedMLP  # noqa: E402
 from megamoe.nn.module import MegaMoE  # noqa: E402
 from megamoe.nn.report import memory_report  # noqa: E402
 from megamoe.nn.shared_experts import SharedExperts  # noqa: E402
@@ -61,6 +62,7 @@ __all__ = [
     "ConfigError",
     "ExpertPlacement",
     "ExpertWeights",
+    "GroupedMLP",
     "Layer",
     "MegaMoE",
     "MegaMoEError",

@@ -11,6 +11,7 @@ HOST = "what another library calls, by its own signature"
 OPERATOR = "torch.library takes tensors side by side, and no records"
 EXCEPTIONS = {
     "megamoe/nn/module.py:MegaMoE.__init__": OPTIONS,
+    "megamoe/nn/grouped_mlp.py:GroupedMLP.__init__": OPTIONS,
     "megamoe/formats/weights.py:ExpertWeights.from_nvfp4": OPTIONS,
     "megamoe/ops/functions.py:grouped_mm_act": OPTIONS,
     "megamoe/ops/functions.py:scaled_grouped_mm": HOST,
