@@ -27,8 +27,11 @@ PRODUCTS = {
     "activation-e4m3-quantizes": f"GroupedActivation<{TILE}, {_E4M3}, {{}}, E4m3Rows>",
     "activation-e4m3-tokens": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, Bf16Rows>",
     "activation-e4m3-tokens-quantizes": f"GroupedActivation<{TILE}, {_TOKENS}, {{}}, E4m3Rows>",
-    "saving": f"GroupedSaving<{TILE}, {{}}>",
-    "gradient": f"GroupedGradient<{TILE}, {{}}>",
+    "activation-columns": f"GroupedActivation<{TILE}, Bf16Rows, Bf16Columns, {{}}, Bf16Rows>",
+    "saving": f"GroupedSaving<{TILE}, Bf16Weights, {{}}>",
+    "saving-columns": f"GroupedSaving<{TILE}, Bf16Columns, {{}}>",
+    "gradient": f"GroupedGradient<{TILE}, Bf16Weights, {{}}>",
+    "gradient-columns": f"GroupedGradient<{TILE}, Bf16Columns, {{}}>",
     "weights": f"GroupedWeightGradients<{TILE}, 1, {_COLUMNS}, GroupedWeightsKind>",
     # the layer's, over rows that its backward passes have kept: by planes of w13
     **{

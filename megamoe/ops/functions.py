@@ -134,8 +134,8 @@ def grouped_mm_act(
 
     Args:
         mat_a: [M, H] bf16, rows sorted by group; e4m3 with scales. H is a multiple of 8 (e4m3: 16).
-        mat_b: [E, H, 2*I] of mat_a's dtype, or [E, H, I] if the activation is not gated. I is a multiple of 8. The
-            kernel reads it contiguous in H; one contiguous in 2*I is copied in each call.
+        mat_b: [E, H, 2*I] of mat_a's dtype, or [E, H, I] if the activation is not gated. I is a multiple of 8. One
+            contiguous in 2*I is copied in each call if it is "interleaved", or in FP8.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group has all rows.
         bias: [E, 2*I] fp32 or bf16, in the order of mat_b's columns. Default: no bias.
@@ -194,8 +194,7 @@ def grouped_mm_dact(
 
     Args:
         grad: [M, H] bf16, the gradient of the MLP's output.
-        mat_b: [E, H, I] bf16, the down projection transposed: w_down.mT. The kernel reads it contiguous in I; one
-            contiguous in H is copied in each call.
+        mat_b: [E, H, I] bf16, the down projection transposed: w_down.mT.
         pre: [M, 2*I] bf16, the pre-activations, as grouped_mm_act() returns them; [M, I] if the activation is not
             gated.
         activation: A name or an Activation. Default: "swiglu".
@@ -271,7 +270,7 @@ def grouped_mlp(
     Args:
         x: [M, H] bf16, rows sorted by group.
         w_up: [E, H, 2*I] bf16, see grouped_mm_act(); [E, H, I] if the activation is not gated.
-        w_down: [E, I, H] bf16. Backward reads it contiguous in I; one contiguous in H is copied there.
+        w_down: [E, I, H] bf16.
         activation: A name or an Activation. Default: "swiglu".
         offs: [E] int32, see grouped_mm(). Default: one group, a dense MLP, whose weights may be 2-D, and biases 1-D.
         b_up: [E, 2*I] fp32 or bf16, in the order of w_up's columns. Default: no bias.

@@ -66,9 +66,9 @@ def join(t: Tensor, alternate: bool) -> Tensor:
     return (t.transpose(1, 2) if alternate else t).flatten(1, 2)
 
 
-def k_major(w: Tensor) -> Tensor:
-    """w: [E, P, N, K] -> itself, or a copy if it is not contiguous in K."""
-    return w if w.stride(3) == 1 else w.contiguous()
+def readable(w: Tensor, columns: bool = True) -> Tensor:
+    """w: [E, P, N, K] -> itself, or a copy if it is contiguous neither in K nor, where `columns` says so, in N."""
+    return w if w.stride(3) == 1 or (columns and w.stride(2) == 1) else w.contiguous()
 
 
 def by_k(w: Tensor) -> bool:
@@ -108,7 +108,8 @@ def rows_by_block(x: Tensor, offs: Tensor | None, num_experts: int) -> tuple[Ten
 
 def _matrices(w: Tensor) -> tuple[Tensor, Tensor]:
     """w: [E, P, N, K] -> e4m3, contiguous in K, and [E, P * ceil(N/128), ceil(K/128)]."""
-    if by_k(w):
+    if by_k(w) or w.shape[1] > 1:
+        w = readable(w, columns=False)
         (q, scale), _ = quantize_weights(w, w.shape[1], E4M3_BLOCKS, None, False, None)
         return q.view(w.shape), scale
     # Blocks of 128 x 128 are those of the transpose, too.

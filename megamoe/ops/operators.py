@@ -29,7 +29,7 @@ from megamoe.jit.grouped import GroupedVariant
 from megamoe.ops import reference
 from megamoe.ops.arguments import Gemm, Outer
 from megamoe.ops.machines import machine_of
-from megamoe.ops.operands import Operands, by_k, dequantized, k_major, quantized, rows_by_block
+from megamoe.ops.operands import Operands, by_k, dequantized, quantized, readable, rows_by_block
 from megamoe.ops.scales import num_places
 from megamoe.ops.tails import tails
 
@@ -50,7 +50,7 @@ def grouped_mm(
 ) -> Tensor:
     """x: [M, K], w: [E, K, N], contiguous in either, given e4m3 in K -> [M, N] bf16."""
     w = w.transpose(1, 2).unsqueeze(1)
-    given = Operands(_aligned(x), w if not by_k(w) else k_major(w), x_scale, w_scale)
+    given = Operands(_aligned(x), readable(w), x_scale, w_scale)
     return _product(quantized(given, offs) if dynamic else given, offs, bias)
 
 
@@ -69,7 +69,10 @@ def grouped_activation(
     quantizes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w: [E, P, I, H] -> h [M, I] bf16 or e4m3; gu [M, P, I] or h's scales by block."""
-    given, act = Operands(x, k_major(w), x_scale, w_scale), Activation(kind, *numbers)
+    given, act = (
+        Operands(x, readable(w, not quantizes), x_scale, w_scale),
+        Activation(kind, *numbers),
+    )
     return _activated(
         quantized(given, offs) if dynamic else given, offs, bias, act, saves, quantizes
     )
@@ -79,15 +82,15 @@ def grouped_activation(
 def grouped_activation_gradient(
     dy: Tensor, w: Tensor, gu: Tensor, offs: Tensor | None, kind: str, numbers: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """dy: [M, H], w: [E, H, I], copied unless contiguous in I, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
-    act, variant = Activation(kind, *numbers), _variant("gradient", kind)
+    """dy: [M, H], w: [E, H, I], contiguous in either, gu: [M, P, I] -> dgu [M, P, I], h [M, I]."""
+    act, w = Activation(kind, *numbers), w.transpose(1, 2).unsqueeze(1)
+    variant = _variant("gradient" + _major(w), kind)
     machine = machine_of(dy.device, variant)
     if machine is None:
-        dgu, h = reference.gradient(dy, w, gu, offs, act)
+        dgu, h = reference.gradient(dy, w[:, 0].transpose(1, 2), gu, offs, act)
         return dgu.bfloat16(), h.bfloat16()
     dgu, h = torch.empty_like(gu), _rows_like(gu, gu.shape[2])
-    w = w if w.stride(2) == 1 else w.contiguous()
-    given = Operands(_aligned(dy), w.transpose(1, 2).unsqueeze(1))
+    given = Operands(_aligned(dy), w)
     _run(machine, variant, Gemm(given, offs, dgu, activation=act, gu=gu, h=h))
     return dgu, h
 
@@ -106,7 +109,7 @@ def grouped_mlp(
     dynamic: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x: [M, H], w13: [E, P, I, H], w2: [E, H, I] -> y [M, H], gu [M, P, I]. dynamic: h is e4m3, it does not save."""
-    first, act = Operands(x, k_major(w13)), Activation(kind, *numbers)
+    first, act = Operands(x, readable(w13)), Activation(kind, *numbers)
     if not dynamic:
         h, gu = _activated(first, offs, b13, act, saves, False)
         return _product(Operands(h, w2.unsqueeze(1)), offs, b2), gu
@@ -147,7 +150,7 @@ def grouped_wgrad_add(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor) ->
 def _product(given: Operands, offs: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return x w^T + bias [M, N] bf16."""
     x, w = given.x, given.w
-    variant = _variant("product" + given.suffix + ("" if by_k(w) else "-columns"))
+    variant = _variant("product" + given.suffix + _major(w))
     machine = machine_of(x.device, variant)
     if machine is None:
         x, w = dequantized(given, offs)
@@ -167,7 +170,7 @@ def _activated(
 ) -> tuple[Tensor, Tensor]:
     """Return h, and what stands beside it."""
     stage = "saving" if saves else "activation"
-    stage += given.suffix + ("-quantizes" if quantizes else "")
+    stage += given.suffix + _major(given.w) + ("-quantizes" if quantizes else "")
     variant = _variant(stage, act.kind)
     machine = machine_of(given.x.device, variant)
     if machine is None:
@@ -181,6 +184,10 @@ def _activated(
     gemm = Gemm(given, offs, h, _fp32(bias), act, beside if saves else None, out_scale=scale)
     _run(machine, variant, gemm)
     return h, beside
+
+
+def _major(w: Tensor) -> str:
+    return "" if by_k(w) else "-columns"
 
 
 def _run(machine: Any, variant: GroupedVariant, gemm: Gemm) -> None:

@@ -130,6 +130,37 @@ def test_activation_and_its_gradient(name, glu):
     assert not again[offs[-1] :].any()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_read_as_they_lie(name, monkeypatch):
+    """Contiguous in K or in N, by a kernel of each: the same bits."""
+    ran: list[str] = []
+    run = machines.Fibers.run
+    monkeypatch.setattr(
+        machines.Fibers, "run", lambda self, v, fill: (ran.append(str(v)), run(self, v, fill))[1]
+    )
+    offs, num, rows = case([70, 0, 130])
+    act = ACTIVATIONS[name]
+    x, bias = rand(rows, H), torch.randn(num, act.planes * I)
+    w_up, mat_b = rand(num, H, act.planes * I, scale=0.2), rand(num, H, I, scale=0.2)
+    for saves in (False, True):
+        options = {"offs": offs, "bias": bias, "return_pre": saves}
+        found = [ops.grouped_mm_act(x, w, name, **options) for w in of_either_major(w_up)]
+        for f, e in zip(*((h if saves else (h,)) for h in found), strict=True):
+            assert torch.equal(f, e)
+    pre = rand(rows, act.planes * I)
+    dact = [ops.grouped_mm_dact(x, w, pre, name, offs=offs) for w in of_either_major(mat_b)]
+    for f, e in zip(*dact, strict=True):
+        assert torch.equal(f, e)
+    stages = ("activation", "saving", "gradient")
+    assert ran == [f"grouped-{s}{major}-{act.kind}" for s in stages for major in ("-columns", "")]
+
+
+def of_either_major(w: Tensor) -> tuple[Tensor, Tensor]:
+    """w: [E, K, N], contiguous -> it, and a copy that is contiguous in K."""
+    by_k = torch.empty(w.shape[0], w.shape[2], w.shape[1], dtype=w.dtype)
+    return w, by_k.copy_(w.mT).mT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_saving_changes_no_bit(name):

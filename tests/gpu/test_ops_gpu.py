@@ -105,7 +105,7 @@ def test_activation_and_its_gradient(name, hidden, width):
     w = rand(num, act.planes, width, hidden, scale=hidden**-0.5)
     options = {"offs": offs, "bias": bias}
     h, gu = ops.grouped_mm_act(x, w.flatten(1, 2).mT, name, return_pre=True, **options)
-    for lay in (lambda t: t, lambda t: t.contiguous()):  # the last is copied
+    for lay in (lambda t: t, lambda t: t.contiguous()):
         assert torch.equal(ops.grouped_mm_act(x, lay(w.flatten(1, 2).mT), name, **options), h)
     if act.gated:  # the same columns in another order
         mixed = w.transpose(1, 2).flatten(1, 2).mT
@@ -123,6 +123,8 @@ def test_activation_and_its_gradient(name, hidden, width):
         planes = gu.float().unflatten(1, (act.planes, width))
         expected, h2 = reference.gradient(dy.float(), w2.float(), planes, offs, act)
     near(dgu, expected.flatten(1))
+    by_k = ops.grouped_mm_dact(dy, w2.mT.contiguous().mT, gu, name, offs=offs)
+    assert all(torch.equal(f, e) for f, e in zip(by_k, (dgu, again), strict=True))
     near(again, h2)
     for found in (h, gu, dgu, again):
         assert not found[offs[-1] :].any()
@@ -375,7 +377,7 @@ def test_a_process_without_cutlass(prebuilt, tmp_path):
     """By the kernels of another machine; without them by torch's grouped_mm, said once for each reason."""
     offs, num, rows = case()
     tensors, dy = mlp_operands(num, rows, width=512), rand(rows, 512)
-    stages = ["saving-swiglu", "product", "product-columns", "gradient-swiglu", "weights"]
+    stages = ["saving-swiglu", "product", "product-columns", "gradient-columns-swiglu", "weights"]
     names = [f"grouped-{stage}" for stage in [*stages, "product-e4m3"]]
     variables = {**os.environ, "MEGAMOE_CACHE_DIR": str(tmp_path / "cache")}
     if prebuilt:

@@ -247,6 +247,7 @@ struct WeightsOperand {
         }
         const TensorMap* from = map;
         if constexpr (T::WeightTiles::any) rows_of_k.at(slot, k0, from, tails);
+        if constexpr (T::num_row_gemms == 1) plane += halves.plane(half);  // others have them K-major
         load_columns<S>(both, to, from, full, {halves.column(half), k0, plane, expert});
     }
 };

@@ -30,12 +30,12 @@ using GroupedProduct = GroupedLayer<S, Rows, Weights, PlainEpilogue<S, Bf16Rows>
 // h = activation(x w13); the second saves the pre-activations.
 template <class S, class Rows, class Weights, class Activation, class HiddenRows>
 using GroupedActivation = GroupedLayer<S, Rows, Weights, ActivationEpilogue<S, Activation, HiddenRows>>;
-template <class S, class Activation>
-using GroupedSaving = GroupedLayer<S, Bf16Rows, Bf16Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
+template <class S, class Weights, class Activation>
+using GroupedSaving = GroupedLayer<S, Bf16Rows, Weights, SavingEpilogue<S, Activation, Bf16Rows>>;
 // dgu = (dy w2) act'(gu), and h = act(gu).
-template <class S, class Activation>
+template <class S, class Weights, class Activation>
 using GroupedGradient =
-    GroupedLayer<S, Bf16Rows, Bf16Columns, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
+    GroupedLayer<S, Bf16Rows, Weights, ActivationGradientEpilogue<S, Activation, Bf16Rows>>;
 
 // A^T B of each expert's rows; or dw13 and dw2 over the rows that backward launches of several passes have
 // kept, bf16 or transposed e4m3.
